@@ -161,7 +161,7 @@ class Loading(NamedTuple):
         )
         if part == CROPS:
             loader.device_stage = lambda crops, _: crops
-        return lambda: (batch.images for _, _, batch in loader.epoch(0))
+        return lambda: (batch.images for batch in loader.epoch(0))
 
     def timm(self, part: str) -> Epochs:
         """Return epochs of timm's training loader, or of the loader of crops inside it."""

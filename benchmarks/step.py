@@ -78,7 +78,7 @@ class _Case:
         folder = open_folders(ours.flags, 1).train
         labels, _ = open_labels(ours.flags, folder, self.first.num_classes)
         loader = train_loader(ours.flags, folder, labels, self.settings, World(0, 0, 1, device))
-        self.batches: list[Batch] = [batch for _, _, batch in islice(loader.epoch(0), 2)]
+        self.batches: list[Batch] = list(islice(loader.epoch(0), 2))
 
     def step(self, arm: Arm) -> TrainStep:
         """Return the arm's step. Raises DifferentResult: it computes something else than ours in float32."""

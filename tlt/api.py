@@ -6,23 +6,24 @@ equal numbers. docs/python_api.md has such a loop, examples/ whole programs.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from timm.data import IMAGENET_DEFAULT_STD
+from torch import Tensor
 
 from tlt.data.augment.counter import key
 from tlt.data.augment.device_stage import DeviceStage
 from tlt.data.augment.index_stream import IndexStream
-from tlt.data.augment.plan import AugmentConfig
+from tlt.data.augment.plan import AugmentConfig, Plan
 from tlt.data.backends.choice import create_backend
 from tlt.data.backends.decode import Backend
-from tlt.data.batch import Batch
+from tlt.data.batch import Batch, BatchKey
 from tlt.data.dataset import LabelReader, LabelView, TrainDataset
-from tlt.data.loader import SkipCounter, TrainLoader
+from tlt.data.loader import DeviceLoader, SkipCounter
 from tlt.data.sources.image_file import DEFAULT_MAX_PIXELS
 from tlt.data.sources.open_images import open_images as open_images
 from tlt.data.sources.source import ImageSource
@@ -56,13 +57,13 @@ class StepKey:
 
     def seed_torch(self) -> None:
         """Seed dropout and stochastic depth: torch's generators restart with the seed of this step."""
-        torch.manual_seed(int(self._key(_TORCH_STREAM)) >> 1)  # 63 bits
+        torch.manual_seed(self._key(_TORCH_STREAM) >> 1)  # 63 bits
 
     def generator(self, stream: int) -> np.random.Generator:
         """Return the generator of one random stream of this step."""
-        return np.random.Generator(np.random.Philox(key=int(self._key(stream))))
+        return np.random.Generator(np.random.Philox(key=self._key(stream)))
 
-    def _key(self, stream: int) -> np.uint64:
+    def _key(self, stream: int) -> int:
         return key(self.seed, stream, self.update, self.micro_batch, self.rank)
 
 
@@ -71,7 +72,7 @@ def draw_box(step: StepKey, grid: tuple[int, int]) -> Sequence[int]:
     return sample_box(step.generator(_MIX_BOX_STREAM), grid)
 
 
-class Loader(TrainLoader):
+class Loader(DeviceLoader):
     """Augmented training batches with token labels, those of `volo train`. Each pass is the next epoch.
 
     It deals the images to the ranks by itself: frameworks must not shard it again. `epoch(number, start_update)` yields
@@ -95,7 +96,7 @@ class Loader(TrainLoader):
         micro_batches: Batches of one update.
         repeats: How often an epoch shows each of its images.
         label_view: See `TrainDataset`.
-        loading: `pin_memory`, `prefetch`, `persistent_workers` and `timeout` of `TrainLoader`.
+        loading: `pin_memory`, `prefetch`, `persistent_workers` and `timeout` of `DeviceLoader`.
 
     Raises:
         UserError: Fewer images than a global batch, or an unknown backend.
@@ -128,16 +129,18 @@ class Loader(TrainLoader):
         if isinstance(backend, str):
             backend = create_backend(backend, max_pixels, workers, device, dct_scaling=not full_decode)
         global_batch = batch_size * micro_batches * world_size
-        super().__init__(
-            TrainDataset(images, augment, seed, labels, backend, label_view),
-            IndexStream(len(images), global_batch, seed, world_size, rank, micro_batches, drop_last, repeats),
-            DeviceStage(augment, augment.mean if mean is None else mean, std).to(device),
-            device=device,
-            workers=workers,
-            skips=SkipCounter(len(images), max_bad_images),
-            **loading,
+        self.index_stream = IndexStream(
+            len(images), global_batch, seed, world_size, rank, micro_batches, drop_last, repeats
         )
+        self.dataset = TrainDataset(images, augment, seed, labels, backend, label_view)
+        stage = DeviceStage(augment, augment.mean if mean is None else mean, std).to(device)
+        self.device_stage: Callable[[Tensor, Plan], Tensor] = stage
+        super().__init__(self.dataset, device, workers, skips=SkipCounter(len(images), max_bad_images), **loading)
         self._next = 0
+
+    def __len__(self) -> int:
+        """Updates per epoch."""
+        return self.index_stream.updates_per_epoch
 
     @property
     def sampler(self) -> Loader:
@@ -149,6 +152,25 @@ class Loader(TrainLoader):
         self._next = epoch
 
     def __iter__(self) -> Iterator[Batch]:
-        """Yield the batches of the next epoch. Raises as `TrainLoader.epoch`."""
+        """Yield the batches of the next epoch. Raises as `epoch`."""
         epoch, self._next = self._next, self._next + 1
-        yield from (batch for _, _, batch in self.epoch(epoch))
+        return self.epoch(epoch)
+
+    def epoch(self, epoch: int, start_update: int = 0) -> Iterator[Batch]:
+        """Yield the batches of an epoch from an update on; `key` says which is the last one of its update.
+
+        Raises:
+            WorkerDied: A data worker was killed or has no memory left.
+            UserError: Too many unreadable images, a bad label map, a file that can't be read in time.
+        """
+        return self._load(self._keys(epoch, start_update))
+
+    def _keys(self, epoch: int, start_update: int) -> Iterator[BatchKey]:
+        for micro_batches in self.index_stream.epoch(epoch, start_update):
+            samples = sum(map(len, micro_batches))
+            for number, indices in enumerate(micro_batches, start=1):
+                yield BatchKey(epoch, tuple(indices.tolist()), number == len(micro_batches), samples)
+
+    def _finish(self, batch: Batch) -> Tensor:
+        assert batch.plan is not None
+        return self.device_stage(batch.images, batch.plan)

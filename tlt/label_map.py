@@ -139,7 +139,7 @@ class LabelBatch:
         """The same labels in page-locked host memory; torch's DataLoader calls this."""
         return self._map(torch.Tensor.pin_memory)
 
-    def select(self, rows: slice | torch.Tensor) -> LabelBatch:
+    def __getitem__(self, rows: slice | torch.Tensor) -> LabelBatch:
         """The labels of some of the images: a slice, or an index tensor."""
         return self._map(lambda tensor: tensor[rows])
 

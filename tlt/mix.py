@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from tlt.data.augment.on_device import precise_dtype, send
+from tlt.data.augment.operations import precise_dtype, send
 from tlt.errors import UserError
 from tlt.label_map import Area
 from tlt.targets import one_hot

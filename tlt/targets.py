@@ -127,7 +127,7 @@ def make_targets(
     # In lower precision the weights of a token's points would no longer sum to one.
     with torch.autocast(affine.device.type, enabled=False):
         for rows in image_chunks(len(truth), entries, affine.device):
-            group, shown = _listed_once(labels.select(rows), num_classes, dtype), (affine[rows], visible[rows])
+            group, shown = _listed_once(labels[rows], num_classes, dtype), (affine[rows], visible[rows])
             logits, total = _crop_logits(group, _points(group, *shown, grid, FULL_AREA, uncovered), num_classes)
             crop_parts.append(torch.where(total > 0, smooth(logits.softmax(-1), smoothing), truth[rows]))
             if dense:

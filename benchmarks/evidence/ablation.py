@@ -221,7 +221,7 @@ def train(data: Path, arm: str, seed: int, epochs: int) -> dict[str, list[float]
     found: dict[str, list[float]] = {"top1": [], "tokens": []}
     for epoch in range(epochs):
         model.train()
-        for update, (_, _, batch) in enumerate(loader.epoch(epoch), epoch * updates):
+        for update, batch in enumerate(loader.epoch(epoch), epoch * updates):
             if how.other:
                 batch = replace(batch, affine=batch.affine.roll(1, 0), visible=batch.visible.roll(1, 0))
             optimizer.param_groups[0]["lr"] = rate(update, updates * epochs, updates)

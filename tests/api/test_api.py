@@ -79,7 +79,7 @@ def test_a_loader_passes_from_epoch_to_epoch_and_goes_on_within_one(images: Any)
     again = loader()
     again.sampler.set_epoch(1)
     assert all(map(torch.equal, [batch.images for batch in again], second))
-    resumed = [batch.images for _, _, batch in loader().epoch(1, 2)]
+    resumed = [batch.images for batch in loader().epoch(1, 2)]
     assert len(resumed) == 1 and torch.equal(resumed[0], second[2])
     halves = [[batch.indices for batch in loader(world_size=2, rank=rank)] for rank in range(2)]
     assert sorted(torch.cat([*halves[0], *halves[1]]).tolist()) == list(range(20))
@@ -92,11 +92,11 @@ def test_augmentation_is_that_of_volo_train_by_default() -> None:
     assert tlt.AugmentConfig((224, 224)) == augment_config(args, settings)
 
 
-def test_mistakes_are_one_line(images: Any) -> None:
+def test_fault_41_mistakes_are_one_line(images: Any) -> None:
     model = timm.create_model("test_resnet", num_classes=4)
     with pytest.raises(tlt.UserError, match=r"ResNet has no dense head: call tlt.with_dense_head\(model, img_size\)$"):
         tlt.TokenLabelLoss.of(model, (64, 64))
-    with pytest.raises(tlt.UserError, match="fewer than one global batch of 64"):
+    with pytest.raises(tlt.UserError, match="20 images, fewer than one global batch of 64"):
         tlt.Loader(images, None, tlt.AugmentConfig((32, 32)), 32, world_size=2)
     with pytest.raises(tlt.UserError, match="--data-backend jpg: known ones"):
         tlt.Loader(images, None, tlt.AugmentConfig((32, 32)), 8, backend="jpg")

@@ -14,6 +14,7 @@ import torch
 
 from tests.commands.conftest import ROOT
 from tests.conftest import LIMIT
+from tlt.data.batch import Batch, BatchKey
 from volo.cluster.stopping import START_TIMEOUT_S, StopGuard, Stopped, StopSignal, Watchdog
 from volo.train.precision import Precision
 
@@ -42,18 +43,21 @@ def test_fault_21_a_phase_may_take_as_long_as_what_it_may_be_waiting_for(slow: s
     assert patient.allowed() == math.inf
 
 
+def batch_at(last: bool) -> Batch:
+    nothing = torch.empty(0)
+    return Batch(nothing, nothing, nothing, nothing, nothing, key=BatchKey(0, (), last))
+
+
 def test_a_stop_is_between_updates_alone() -> None:
     stop, seen = StopSignal(), []
     with stop.handled(), pytest.raises(Stopped, match="stopped by SIGTERM") as stopped:
-        for _, _, batch in StopGuard(stop, watchdog(), int).iterate_until_stopped(
-            [(False, 2, "a"), (True, 2, "b"), (False, 2, "c")]
-        ):
-            seen.append(batch)
-            if batch == "a":
+        for batch in StopGuard(stop, watchdog(), int).iterate_until_stopped(map(batch_at, (False, True, False))):
+            if not seen:
                 os.kill(os.getpid(), signal.SIGTERM)
-    assert seen == ["a", "b"] and stopped.value.exit_code == 85
+            seen.append(batch.key.last)
+    assert seen == [False, True] and stopped.value.exit_code == 85
     with pytest.raises(Stopped, match="stopped because another rank had to") as stopped:
-        list(StopGuard(StopSignal(), watchdog(), lambda own: 130).iterate_until_stopped([(True, 1, "a")]))
+        list(StopGuard(StopSignal(), watchdog(), lambda own: 130).iterate_until_stopped([batch_at(True)]))
     assert stopped.value.exit_code == 130
 
 

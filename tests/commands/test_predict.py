@@ -242,7 +242,7 @@ def test_nothing_is_written_where_no_image_can_be_read(
 ) -> None:
     flags = f"--checkpoint {trained('volo_test')[1]} {FLAGS} -o {tmp_path}/out.csv"
     ended = call("predict", flags, photos / "day2" / "broken.jpg")
-    assert ended.code == 2 and ended.err.count("\n") == 1 and not (tmp_path / "out.csv").exists()
+    assert ended.code == 2 and not (tmp_path / "out.csv").exists()
     assert "not one of 1 images can be read, the first is " in ended.err and "broken.jpg" in ended.err
 
 

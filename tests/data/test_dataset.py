@@ -93,13 +93,6 @@ def test_eval_pixels_are_timms(folder: ImageFolder, size: tuple[int, int], crop_
         assert (off > 1).float().mean() < 2e-3 and off.max() <= 5, folder.paths[i]
 
 
-def test_eval_refuses_wrong_settings(folder: ImageFolder) -> None:
-    with pytest.raises(UserError, match="crop mode bogus"):
-        EvalDataset(folder, (16, 16), crop_mode="bogus")
-    with pytest.raises(UserError, match="--crop-pct 0"):
-        EvalDataset(folder, (16, 16), crop_pct=0)
-
-
 # Training
 
 

@@ -18,36 +18,28 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from torch import Tensor
 
 from tests.conftest import LIMIT
+from tlt.api import Loader
 from tlt.data import workers
+from tlt.data.augment.device_stage import EvalStage
 from tlt.data.augment.index_stream import IndexStream
-from tlt.data.augment.plan import AugmentConfig, Plan
+from tlt.data.augment.plan import AugmentConfig
 from tlt.data.backends.decode import Encoded
 from tlt.data.backends.synthetic import SyntheticBackend, SyntheticLabels, synthetic_folder
 from tlt.data.batch import Batch, Skipped
-from tlt.data.dataset import EvalDataset, TrainDataset
-from tlt.data.loader import EvalLoader, SkipCounter, TrainLoader
+from tlt.data.dataset import EvalDataset
+from tlt.data.loader import EvalLoader, SkipCounter
 from tlt.data.sources.folder import ImageFolder, scan_folder
 from tlt.errors import UserError, WorkerDied
 
-CONFIG = AugmentConfig(size=(16, 16))
 SYNTHETIC = synthetic_folder(26, 4)
 
 
-def as_floats(images: Tensor, plan: Plan | None = None) -> Tensor:
-    return images.float()
-
-
-def dataset(backend: SyntheticBackend | None = None) -> TrainDataset:
+def loader(workers: int = 0, backend: SyntheticBackend | None = None, **options: Any) -> Loader:
     labels = SyntheticLabels(SYNTHETIC, (3, 4, 4))
-    return TrainDataset(SYNTHETIC, CONFIG, 5, labels, backend or SyntheticBackend((40, 50)))
-
-
-def loader(workers: int = 0, backend: SyntheticBackend | None = None, **options: Any) -> TrainLoader:
-    stream = IndexStream(len(SYNTHETIC), 8, seed=5, micro_batches=2)
-    return TrainLoader(dataset(backend), stream, as_floats, workers=workers, **options)
+    options = {"micro_batches": 2, "workers": workers, "backend": backend or SyntheticBackend((40, 50)), **options}
+    return Loader(SYNTHETIC, labels, AugmentConfig((16, 16)), 4, 5, **options)
 
 
 def refusal(batches: Iterable[object]) -> str:
@@ -63,8 +55,10 @@ def refusal(batches: Iterable[object]) -> str:
     return "nothing was refused"
 
 
-def same(first: Batch, second: Batch) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(first.tensors(), second.tensors(), strict=True))
+def same(first: Iterable[Batch], second: Iterable[Batch]) -> bool:
+    pairs = list(zip(first, second, strict=True))
+    tensors = [pair for one, other in pairs for pair in zip(one.tensors(), other.tensors(), strict=True)]
+    return bool(pairs) and all(one.key == other.key for one, other in pairs) and all(torch.equal(*t) for t in tensors)
 
 
 class Threaded(SyntheticBackend):
@@ -87,17 +81,17 @@ KINDS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize(("kind", "workers"), [("new workers", 1), ("kept workers", 3), ("one thread", 2)])
 def test_workers_change_nothing(kind: str, workers: int) -> None:
     stream = IndexStream(len(SYNTHETIC), 8, seed=5, micro_batches=2)
-    alone, several = loader(0), loader(workers, **KINDS[kind])
+    alone, several = loader(), loader(workers, **KINDS[kind])
     states = torch.get_rng_state(), str(np.random.get_state(legacy=False)), random.getstate()
     for epoch, start in ((0, 0), (1, 2), (2, 0)):
+        keys = [batch.key for batch in alone.epoch(epoch, start)]
         expected = [
-            (cut is update[-1], sum(map(len, update)), cut.tolist())
+            (tuple(cut.tolist()), cut is update[-1], sum(map(len, update)))
             for update in stream.epoch(epoch, start)
             for cut in update
         ]
-        pairs = list(zip(alone.epoch(epoch, start), several.epoch(epoch, start), strict=True))
-        assert [(last, samples, batch.indices.tolist()) for (last, samples, batch), _ in pairs] == expected
-        assert all(ours[:2] == theirs[:2] and same(ours[2], theirs[2]) for ours, theirs in pairs)
+        assert [(key.indices, key.last, key.update_samples) for key in keys] == expected
+        assert same(alone.epoch(epoch, start), several.epoch(epoch, start))
     # No global generator moved.
     assert torch.equal(torch.get_rng_state(), states[0])
     assert str(np.random.get_state(legacy=False)) == states[1] and random.getstate() == states[2]
@@ -110,9 +104,8 @@ def test_an_epoch_can_be_left_early_and_no_worker_outlives_its_loader(kind: str)
     for number, _ in enumerate(training.epoch(0)):
         if number == 2:
             break
-    late = zip(training.epoch(1), loader(0).epoch(1), strict=True)
-    assert all(same(batch, theirs) for (_, _, batch), (_, _, theirs) in late)
-    del training, late
+    assert same(training.epoch(1), loader().epoch(1))
+    del training
     assert set(multiprocessing.active_children()) <= before
 
 
@@ -120,53 +113,39 @@ def test_an_epoch_can_be_left_early_and_no_worker_outlives_its_loader(kind: str)
 def test_evaluation_shows_each_image_once(world_size: int) -> None:
     seen: list[int] = []
     for rank in range(world_size):
-        images = EvalDataset(SYNTHETIC, (16, 16), backend=SyntheticBackend())
-        evaluation = EvalLoader(images, 4, as_floats, workers=rank % 2, world_size=world_size, rank=rank)
+        images, stage = EvalDataset(SYNTHETIC, (16, 16), backend=SyntheticBackend()), EvalStage((0.5,) * 3, (1,) * 3)
+        evaluation = EvalLoader(images, 4, stage, workers=rank % 2, world_size=world_size, rank=rank)
         batches = list(evaluation)
-        assert len(batches) == len(evaluation)
+        assert len(batches) == len(evaluation) and same(batches, evaluation)
         seen += [index for batch in batches for index in batch.indices.tolist()]
         assert all(batch.classes.tolist() == SYNTHETIC.classes[batch.indices.numpy()].tolist() for batch in batches)
-        assert [same(a, b) for a, b in zip(batches, evaluation, strict=True)] == [True] * len(batches)
     assert sorted(seen) == list(range(26))
 
 
-@pytest.fixture
-def broken(tmp_path: Path) -> ImageFolder:
-    rng = np.random.default_rng(0)
+@pytest.mark.parametrize("workers", [0, 2])
+def test_fault_24_truncated_images_are_counted_and_training_goes_on(workers: int, tmp_path: Path) -> None:
     for i in range(12):
         path = tmp_path / "train" / f"c{i % 2}" / f"{i:02d}.jpg"
         path.parent.mkdir(parents=True, exist_ok=True)
-        Image.fromarray(rng.integers(0, 256, (30, 40, 3), dtype=np.uint8)).save(path)
+        Image.effect_noise((40, 30), 50).convert("RGB").save(path)
         if i in (3, 4, 5):
             path.write_bytes(path.read_bytes()[:500])
-    return scan_folder(tmp_path / "train")
+    folder = scan_folder(tmp_path / "train")
 
+    def two_epochs(training: Loader) -> Iterator[Batch]:
+        yield from training
+        yield from training
 
-def train_on(folder: ImageFolder, skips: SkipCounter, workers: int = 0) -> Iterator[Batch]:
-    stream = IndexStream(len(folder), 4, seed=1)
-    training = TrainLoader(TrainDataset(folder, CONFIG, 1), stream, as_floats, workers=workers, skips=skips)
-    for epoch in (0, 1):
-        for _, _, batch in training.epoch(epoch):
-            yield batch
-
-
-@pytest.mark.parametrize("workers", [0, 2])
-def test_fault_24_truncated_images_are_counted_and_training_goes_on(broken: ImageFolder, workers: int) -> None:
-    skips = SkipCounter(len(broken))
-    batches = list(train_on(broken, skips, workers))
-    assert [batch.size for batch in batches] == [4] * 6
-    bad = {broken.path(i) for i in range(12) if os.path.getsize(broken.path(i)) == 500}
-    assert set(skips.reasons) == bad and skips.total == 3
-
-    reported = refusal(train_on(broken, SkipCounter(len(broken), limit=2), workers))
+    training = _plain(folder, workers)
+    assert [batch.size for batch in two_epochs(training)] == [4] * 6
+    bad = {folder.path(i) for i in range(12) if os.path.getsize(folder.path(i)) == 500}
+    assert set(training.skips.reasons) == bad and training.skips.total == 3
+    reported = refusal(two_epochs(_plain(folder, workers, max_bad_images=2)))
     assert re.fullmatch(r"3 of 12 images can't be read, more than --max-bad-images 2; .*\.jpg .*", reported)
 
 
-def test_fault_27_validation_without_a_readable_image_is_refused(broken: ImageFolder) -> None:
-    for index in range(len(broken)):
-        Path(broken.path(index)).write_bytes(b"")
-    evaluation = EvalLoader(EvalDataset(broken, (16, 16)), 2, as_floats, skips=SkipCounter(12, limit=12))
-    assert re.fullmatch(r"not one of 12 images in .*train can be read, .*00\.jpg \(empty file\)", refusal(evaluation))
+def _plain(folder: ImageFolder, workers: int, **options: Any) -> Loader:
+    return Loader(folder, None, AugmentConfig((16, 16)), 4, 1, workers=workers, **options)
 
 
 def test_skip_limit_and_lines() -> None:
@@ -200,17 +179,21 @@ class Hostile(SyntheticBackend):
         return super().open(path, data)
 
 
-@pytest.mark.parametrize("persistent", [False, True])
-def test_fault_22_a_killed_worker_needs_no_timeout_to_be_reported(persistent: bool) -> None:
-    reported = refusal(loader(2, Hostile("die"), timeout=0, persistent_workers=persistent).epoch(0))
-    assert re.fullmatch(r"a data worker was killed by SIGKILL: .*memory; lower --workers.*", reported), reported
+@pytest.mark.parametrize(
+    ("deed", "options", "line"),
+    [
+        ("die", {}, r"a data worker was killed by SIGKILL: .*memory; lower --workers.*"),
+        ("die", {"persistent_workers": True}, r"a data worker was killed by SIGKILL: .*memory; lower --workers.*"),
+        ("memory", {}, r".*no memory left .*: lower --workers.*"),
+        ("shared memory", {}, r".*no memory left .*: lower --workers.*"),
+    ],
+)
+def test_fault_22_a_killed_worker_or_one_without_memory_costs_no_timeout(
+    deed: str, options: dict[str, Any], line: str
+) -> None:
+    reported = refusal(loader(2, Hostile(deed), timeout=0, **options).epoch(0))
+    assert re.fullmatch(line, reported), reported
     assert WorkerDied.exit_code == 5  # which MAX_RESTARTS starts again
-
-
-@pytest.mark.parametrize("deed", ["memory", "shared memory"])
-def test_fault_22_a_worker_without_memory_costs_no_timeout(deed: str) -> None:
-    reported = refusal(loader(2, Hostile(deed), timeout=0).epoch(0))
-    assert re.search("no memory left .*: lower --workers", reported), reported
 
 
 def test_fault_22_a_worker_that_dies_while_the_model_trains_is_noticed_where_the_next_batch_is_waited_for() -> None:
@@ -220,10 +203,8 @@ def test_fault_22_a_worker_that_dies_while_the_model_trains_is_noticed_where_the
     before = signal.signal(signal.SIGCHLD, lambda number, frame: ended.append(number))
     try:
         images = synthetic_folder(8000, 4)
-        stream = IndexStream(len(images), 1000, seed=5)
-        labels = SyntheticLabels(images, (3, 4, 4))
-        dataset = TrainDataset(images, AugmentConfig((8, 8)), 5, labels, SyntheticBackend((9, 9)))
-        batches = TrainLoader(dataset, stream, as_floats, workers=2, timeout=0).epoch(0)
+        how: dict[str, Any] = {"backend": SyntheticBackend((9, 9)), "workers": 2, "timeout": 0}
+        batches = Loader(images, SyntheticLabels(images, (3, 4, 4)), AugmentConfig((8, 8)), 1000, 5, **how).epoch(0)
         next(batches)
         time.sleep(2)  # the workers wait until there is room in the pipe
         for worker in multiprocessing.active_children():
@@ -247,20 +228,15 @@ def test_fault_22_a_worker_that_never_begins_ends_the_run_with_exit_code_5(monke
 
 
 @pytest.mark.parametrize("has_threads", [False, True])
-def test_fault_23_hung_storage_names_the_file(has_threads: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tlt.data.workers._JOIN_S", 0.1)
-    reported = refusal(loader(2, Hostile("hang", has_threads), timeout=2.0).epoch(0))
-    assert re.fullmatch(r"no batch after 2 s \(--loader-timeout\): reading .*/00000013 has taken \d+ s; .*", reported)
-
-
-@pytest.mark.parametrize("has_threads", [False, True])
-def test_a_program_ends_while_a_worker_hangs(has_threads: bool) -> None:
+def test_fault_23_hung_storage_names_the_file_and_a_program_ends_meanwhile(has_threads: bool) -> None:
     program = (
-        "from tests.data.test_loader import loader, Hostile\nfrom tlt.data import workers\nworkers._JOIN_S = 0.5\n"
+        "from tests.data.test_loader import loader, refusal, Hostile\nfrom tlt.data import workers\n"
+        f"workers._JOIN_S = 0.5\nprint(refusal(loader(2, Hostile('hang', {has_threads}), timeout=2.0).epoch(0)))\n"
         f"batches = loader(2, Hostile('hang', {has_threads})).epoch(0)\nnext(batches)\nprint('one')"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=LIMIT)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "one\n", "")
+    line = r"no batch after 2 s \(--loader-timeout\): reading .*/00000013 has taken \d+ s; .*\none\n"
+    assert (done.returncode, done.stderr) == (0, "") and re.fullmatch(line, done.stdout), done.stdout
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -273,44 +249,21 @@ def test_errors_come_up_where_the_batch_is_waited_for_a_users_in_one_line(worker
             list(training.epoch(0))
 
 
-def test_fault_41_batch_larger_than_the_data_set() -> None:
-    with pytest.raises(UserError, match="26 images.*32"):
-        TrainLoader(dataset(), IndexStream(len(SYNTHETIC), 32, seed=0), as_floats)
-
-
 def test_fault_58_no_workers_takes_every_option() -> None:
-    training = loader(0, persistent_workers=True, pin_memory=True, prefetch=True, timeout=5.0)
-    assert len(list(training.epoch(0))) == 7
-
-
-@pytest.mark.gpu
-def test_passes_leave_no_memory_behind() -> None:
-    reserved = []
-    for training in (loader(device="cuda"), loader(device="cuda")):
-        for epoch in range(3):
-            assert len(list(training.epoch(epoch))) == 7
-            reserved.append(torch.cuda.memory_reserved())
-    assert len(set(reserved[1:])) == 1, reserved
+    assert len(list(loader(0, persistent_workers=True, pin_memory=True, prefetch=True, timeout=5.0).epoch(0))) == 7
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", KINDS)
-def test_prefetching_on_cuda_changes_nothing(kind: str) -> None:
+def test_prefetching_on_cuda_changes_nothing_waits_for_nothing_and_leaves_no_memory_behind(kind: str) -> None:
     plain = loader(2, device="cuda", prefetch=False, **KINDS[kind])
     ahead = loader(2, device="cuda", prefetch=True, pin_memory=True, **KINDS[kind])
-    host = loader(0)
-    for (_, _, a), (_, _, b), (_, _, c) in zip(plain.epoch(0), ahead.epoch(0), host.epoch(0), strict=True):
-        assert a.images.is_cuda and b.images.is_cuda and same(a, b)
-        assert torch.equal(b.images.cpu(), c.images)
-
-
-@pytest.mark.gpu
-def test_the_host_never_waits_for_a_batch_that_is_copied_ahead() -> None:
-    training = loader(2, device="cuda", prefetch=True)
-    assert len(list(training.epoch(0))) == 7
+    assert same(plain.epoch(0), ahead.epoch(0))
+    for ours, host in zip(ahead.epoch(1), loader().epoch(1), strict=True):
+        assert ours.images.is_cuda and (ours.images.cpu() - host.images).abs().float().quantile(0.99) < 0.1
+    reserved = torch.cuda.memory_reserved()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        batches = list(training.epoch(1))
+        assert len(list(ahead.epoch(1))) == 7 and torch.cuda.memory_reserved() == reserved
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert len(batches) == 7

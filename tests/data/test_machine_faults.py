@@ -16,11 +16,11 @@ import pytest
 import torch
 
 from tests.labels.packed import label_map, make_archive, make_tree, save_image
-from tlt.data.augment.index_stream import IndexStream
+from tlt.api import Loader
 from tlt.data.augment.plan import AugmentConfig
 from tlt.data.batch import Batch, BatchKey
 from tlt.data.dataset import EvalDataset, TrainDataset
-from tlt.data.loader import EvalLoader, SkipCounter, TrainLoader
+from tlt.data.loader import EvalLoader
 from tlt.data.sources.folder import ImageFolder, scan_folder
 from tlt.data.sources.image_file import BadImage, read_file
 from tlt.data.sources.open_images import open_images
@@ -98,10 +98,8 @@ def test_what_passes_costs_no_image_and_what_stays_stops_the_run(
 @pytest.mark.parametrize("workers", [0, 1])
 def test_loaders_raise_it_with_its_exit_code(images: ImageFolder, storage: Storage, workers: int) -> None:
     storage("EIO", "2.png", 10**9)
-    loading: dict[str, Any] = {"workers": workers, "skips": SkipCounter(4)}
-    stream = IndexStream(4, 2, 3)
-    training = TrainLoader(TrainDataset(images, CONFIG, 3), stream, lambda images, plan: images, **loading)
-    validation = EvalLoader(EvalDataset(images, (16, 16)), 2, lambda images: images, **loading)
+    training = Loader(images, None, CONFIG, 2, 3, workers=workers)
+    validation = EvalLoader(EvalDataset(images, (16, 16)), 2, lambda images: images, workers=workers)
     for batches in (training.epoch(0), iter(validation)):
         with pytest.raises(UserError, match=r"2\.png can't be read: Input/output error") as caught:
             list(batches)

@@ -42,7 +42,7 @@ def test_a_batch_holds_the_maps_in_order() -> None:
         np.testing.assert_array_equal(batch.values[row].numpy(), label_map.values)
         np.testing.assert_array_equal(batch.ids[row].numpy(), label_map.ids)
         np.testing.assert_allclose(batch.area[row].numpy(), label_map.area, rtol=1e-6)
-    part = batch.to("cpu").select(slice(1, 2))
+    part = batch.to("cpu")[1:2]
     assert len(part) == 1 and torch.equal(part.ids[0], batch.ids[1])
     with pytest.raises(UserError, match="different shapes"):
         LabelBatch.stack([example(), example(w=5)])

@@ -34,9 +34,6 @@ def labelled_batch(num_classes: int) -> Batch:
         labels=LabelBatch(values, ids, everything),
         affine=torch.tensor([[[0.6, 0.0, 0.3], [0.0, 0.7, 0.1]]]).repeat(3, 1, 1),
         visible=everything,
-        skipped=[],
-        bad_labels=[],
-        sizes=torch.full((3, 2), 8),
     )
 
 

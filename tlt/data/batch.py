@@ -6,7 +6,7 @@ Legend: B images, (H, W) output size.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -54,7 +54,6 @@ class Batch:
         labels: None without label maps.
         skipped: Images that could not be read.
         bad_labels: Images whose label map was replaced (`--bad-label skip` or `uniform`).
-        sizes: (B, 2) int64 width, height of the images' files; stays on the host.
         plan: The augmentation; None in evaluation.
         key: What was asked for.
     """
@@ -64,10 +63,9 @@ class Batch:
     indices: Tensor
     affine: Tensor
     visible: Tensor
-    labels: LabelBatch | None
-    skipped: list[Skipped]
-    bad_labels: list[Skipped]
-    sizes: Tensor
+    labels: LabelBatch | None = None
+    skipped: list[Skipped] = field(default_factory=list)
+    bad_labels: list[Skipped] = field(default_factory=list)
     plan: Plan | None = None
     key: BatchKey = BatchKey(0, ())
 
@@ -76,10 +74,13 @@ class Batch:
         """B."""
         return len(self.indices)
 
+    def large_tensors(self) -> list[Tensor]:
+        """The images and the label maps."""
+        return [self.images] + ([self.labels.values, self.labels.ids, self.labels.area] if self.labels else [])
+
     def tensors(self) -> list[Tensor]:
-        """All tensors that move to the device."""
-        found = [getattr(self, name) for name in _MOVED]
-        return found + ([self.labels.values, self.labels.ids, self.labels.area] if self.labels else [])
+        """All tensors."""
+        return self.large_tensors() + [getattr(self, name) for name in _SMALL]
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Batch:
         """Return the batch on a device."""
@@ -91,21 +92,12 @@ class Batch:
 
     def select(self, rows: slice) -> Batch:
         """Return some of the images, without their plan."""
-        labels = self.labels and self.labels.select(rows)
-        rest = {name: getattr(self, name)[rows] for name in (*_MOVED, "sizes")}
-        return replace(self, labels=labels, plan=None, **rest)
-
-    def share_memory(self) -> Batch:
-        """Move the large tensors to memory that processes share. Raises RuntimeError: there is none left."""
-        labels = (self.labels.values, self.labels.ids, self.labels.area) if self.labels else ()
-        for tensor in (self.images, *labels):
-            tensor.share_memory_()
-        return self
+        return replace(self._map(lambda part: part[rows]), plan=None)
 
     def _map(self, function: Callable[[Any], Any]) -> Batch:
         """Apply a function to labels and tensors."""
-        moved = {name: function(getattr(self, name)) for name in _MOVED}
-        return replace(self, labels=self.labels and function(self.labels), **moved)
+        changed = {name: function(getattr(self, name)) for name in ("images", *_SMALL)}
+        return replace(self, labels=self.labels and function(self.labels), **changed)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what goes from a worker to the main process: small tensors as arrays, within the message. A tensor
@@ -118,5 +110,4 @@ class Batch:
         self.__dict__ = state | {name: torch.from_numpy(part) for name, part in arrays.items()}
 
 
-_MOVED = ("images", "classes", "indices", "affine", "visible")
-_SMALL = ("classes", "indices", "affine", "visible", "sizes")
+_SMALL = ("classes", "indices", "affine", "visible")

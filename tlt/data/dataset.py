@@ -13,7 +13,8 @@ import math
 import re
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from itertools import chain
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -110,7 +111,9 @@ class BatchDataset(Dataset[Batch | UserError]):
         """The batch of a key, or why there is none: DataLoader would wrap what is raised into a traceback."""
         try:
             batch = self.load(key)
-            return batch.share_memory() if get_worker_info() else batch
+            for tensor in batch.large_tensors() if get_worker_info() else ():
+                tensor.share_memory_()  # raises RuntimeError where no memory is left, here and not in a thread of torch
+            return batch
         except UserError as error:
             return error
         except (MemoryError, RuntimeError) as error:
@@ -162,74 +165,54 @@ class TrainDataset(BatchDataset):
 
     def load(self, key: BatchKey) -> Batch:
         skipped: list[Skipped] = []
-        candidates = [self._candidates(key.epoch, index, skipped) for index in key.indices]
+        readable = [self._readable(key.epoch, index, skipped) for index in key.indices]
         opened: dict[int, tuple[int, Encoded]] = {}  # row -> index, image
-        images, todo = torch.empty(0), list(range(len(candidates)))
+        images, todo = torch.empty(0), list(range(len(readable)))
         while todo:
-            opened |= {row: self._first_readable(candidates[row], skipped) for row in todo}
+            opened |= {row: next(readable[row]) for row in todo}
             self.worker_status.mark(-1)
-            indices, encoded = zip(*(opened[row] for row in range(len(candidates))), strict=True)
+            indices, encoded = zip(*(opened[row] for row in range(len(readable))), strict=True)
             sizes = np.array([(image.width, image.height) for image in encoded]).T
             plan = make_plan(self.config, self.seed, key.epoch, indices, *sizes)
             decoded = self.backend.decode_batch([self._request(encoded[row], plan, row) for row in todo], plan.size)
-            if len(todo) == len(candidates):
+            if len(todo) == len(readable):
                 images = decoded.images
             else:
                 images[todo] = decoded.images
             skipped += [self._skip(indices[todo[position]], error) for position, error in decoded.bad.items()]
             todo = [todo[position] for position in decoded.bad]
         shown = [index % len(self) for index in indices]
-        return self._labelled(shown, plan, key=key, images=images, skipped=skipped)
+        affine, visible = (torch.from_numpy(part).float() for part in (plan.normalised_affine(), plan.visible()))
+        labels, faults = None, []
+        if self.labels is not None:
+            maps = [self.labels.read(index, *size) for index, size in zip(shown, plan.source.tolist(), strict=True)]
+            labels, faults = LabelBatch.stack(maps), [Skipped(*fault) for fault in self.labels.take_faults()]
+            if self.label_view is not None:
+                labels, affine, visible = self.label_view(plan, labels)
+        classes = torch.from_numpy(self.classes[shown])
+        return Batch(images, classes, torch.tensor(shown), affine, visible, labels, skipped, faults, plan, key)
 
     def replacement(self, epoch: int, index: int, attempt: int) -> int:
         """Index of the image that stands in for `index` in an epoch, after `attempt` (0, 1, ...) others failed."""
         draws = uniform(self.seed, epoch, [index], _REPLACEMENT_STREAM, MAX_ATTEMPTS)
         return int(draws[0, attempt] * len(self))
 
-    def _candidates(self, epoch: int, index: int, skipped: list[Skipped]) -> Iterator[int]:
-        """Yield an image, then those that stand in for it, in turn."""
-        yield index
-        yield from (self.replacement(epoch, index, attempt) for attempt in range(MAX_ATTEMPTS))
+    def _readable(self, epoch: int, index: int, skipped: list[Skipped]) -> Iterator[tuple[int, Encoded]]:
+        """Yield an image, then those that stand in for it, in turn, each with its index: those that can be opened."""
+        for candidate in chain([index], (self.replacement(epoch, index, attempt) for attempt in range(MAX_ATTEMPTS))):
+            try:
+                yield candidate, self._open(candidate)
+            except BadImage as error:
+                skipped.append(self._skip(candidate, error))
         path, reason = skipped[-1]
         raise UserError(
             f"{MAX_ATTEMPTS + 1} images in a row can't be read, the last one {printable(path)} ({reason}): "
             f"check the images in {printable(self.root)}"
         )
 
-    def _first_readable(self, candidates: Iterator[int], skipped: list[Skipped]) -> tuple[int, Encoded]:
-        """The index of the first of the images that can be opened, and that image."""
-        while True:
-            index = next(candidates)
-            try:
-                return index, self._open(index)
-            except BadImage as error:
-                skipped.append(self._skip(index, error))
-
     def _request(self, encoded: Encoded, plan: Plan, row: int) -> Request:
         x, y, w, h = plan.crop[row].tolist()
         return Request(encoded, (x, y, w, h), plan.size, _FILTERS[int(plan.interpolation[row])])
-
-    def _labelled(self, indices: list[int], plan: Plan, **found: Any) -> Batch:
-        """The batch of images, with their labels."""
-        labels, faults = None, []
-        affine, visible = (torch.from_numpy(part).float() for part in (plan.normalised_affine(), plan.visible()))
-        if self.labels is not None:
-            sizes = plan.source.tolist()
-            maps = [self.labels.read(index, *size) for index, size in zip(indices, sizes, strict=True)]
-            labels, faults = LabelBatch.stack(maps), self.labels.take_faults()
-            if self.label_view is not None:
-                labels, affine, visible = self.label_view(plan, labels)
-        return Batch(
-            classes=torch.from_numpy(self.classes[indices]),
-            indices=torch.tensor(indices),
-            sizes=torch.from_numpy(plan.source),
-            affine=affine,
-            visible=visible,
-            plan=plan,
-            labels=labels,
-            bad_labels=[Skipped(*fault) for fault in faults],
-            **found,
-        )
 
 
 class EvalDataset(BatchDataset):
@@ -284,16 +267,13 @@ class EvalDataset(BatchDataset):
         rows = [row for row in range(len(opened)) if row not in decoded.bad]
         indices = [index for index in opened if index not in failed]
         return Batch(
-            key=key,
-            images=decoded.images[rows] if decoded.bad else decoded.images,
+            decoded.images[rows] if decoded.bad else decoded.images,
             classes=torch.from_numpy(self.classes[np.array(indices, np.int64)]),
             indices=torch.tensor(indices, dtype=torch.int64),
-            sizes=torch.tensor([(image.width, image.height) for image in map(opened.__getitem__, indices)]).view(-1, 2),
             affine=torch.empty(0, 2, 3),
             visible=torch.empty(0, 4),
-            labels=None,
             skipped=[self._skip(index, failed[index]) for index in key.indices if index in failed],
-            bad_labels=[],
+            key=key,
         )
 
     def _request(self, encoded: Encoded) -> Request:

@@ -15,10 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tlt.data.augment.index_stream import IndexStream, eval_indices
-from tlt.data.augment.plan import Plan
 from tlt.data.batch import Batch, BatchKey, Skipped
-from tlt.data.dataset import BatchDataset, EvalDataset, TrainDataset
+from tlt.data.dataset import BatchDataset, EvalDataset
 from tlt.data.workers import Workers
 from tlt.errors import UserError
 from tlt.io.text import printable
@@ -77,8 +75,8 @@ class SkipCounter:
         return [f"left out {printable(path)}: {reason}" for path, reason in self.take_new()]
 
 
-class _DeviceLoader:
-    """What both loaders do: load, count the images that can't be read, finish the batches on the device.
+class DeviceLoader:
+    """What the loaders of training and evaluation share: loading, counting images that can't be read, the device stage.
 
     Args:
         dataset: What to load.
@@ -159,62 +157,14 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
-class TrainLoader(_DeviceLoader):
-    """Augmented micro-batches of one rank.
-
-    Args:
-        dataset: What to load.
-        index_stream: Which images, in which order; cuts them into updates and micro-batches.
-        device_stage: Finishes (images uint8 on the device, plan) to float32 images.
-        loading: `device`, `workers` and the other arguments of `_DeviceLoader`.
-    """
-
-    def __init__(
-        self,
-        dataset: TrainDataset,
-        index_stream: IndexStream,
-        device_stage: Callable[[Tensor, Plan], Tensor],
-        **loading: Any,
-    ) -> None:
-        super().__init__(dataset, **loading)
-        self.dataset, self.index_stream, self.device_stage = dataset, index_stream, device_stage
-
-    def __len__(self) -> int:
-        """Updates per epoch."""
-        return self.index_stream.updates_per_epoch
-
-    def epoch(self, epoch: int, start_update: int = 0) -> Iterator[tuple[bool, int, Batch]]:
-        """Yield `(last, samples, batch)` for each micro-batch from update `start_update` on.
-
-        `last` marks the last micro-batch of its update, `samples` counts this rank's images in the update.
-
-        Raises:
-            WorkerDied: A data worker was killed or has no memory left.
-            UserError: Too many unreadable images, a bad label map, a file that can't be read in time.
-        """
-        for batch in self._load(self._keys(epoch, start_update)):
-            yield batch.key.last, batch.key.update_samples, batch
-
-    def _finish(self, batch: Batch) -> Tensor:
-        assert batch.plan is not None
-        return self.device_stage(batch.images, batch.plan)
-
-    def _keys(self, epoch: int, start_update: int) -> Iterator[BatchKey]:
-        for micro_batches in self.index_stream.epoch(epoch, start_update):
-            samples = sum(len(indices) for indices in micro_batches)
-            for number, indices in enumerate(micro_batches, start=1):
-                yield BatchKey(epoch, tuple(indices.tolist()), number == len(micro_batches), samples)
-
-
-class EvalLoader(_DeviceLoader):
+class EvalLoader(DeviceLoader):
     """Every image of this rank once, in order; images that can't be read are left out and counted in `skips`.
 
     Args:
         batch_size: Images per batch.
         stage: Normalises (images uint8 on the device) to float32.
-        loading: `device`, `workers` and the other arguments of `_DeviceLoader`.
+        loading: `device`, `workers` and the other arguments of `DeviceLoader`.
         world_size, rank: The images are dealt to the ranks in turn.
-        may_be_empty: Not one of the images needs to be readable.
 
     Attributes:
         left_out: Images of this rank that the newest pass has left out so far.
@@ -227,33 +177,24 @@ class EvalLoader(_DeviceLoader):
         stage: Callable[[Tensor], Tensor],
         world_size: int = 1,
         rank: int = 0,
-        may_be_empty: bool = False,
         **loading: Any,
     ) -> None:
         super().__init__(dataset, **loading)
         self.dataset, self.batch_size, self.stage = dataset, batch_size, stage
-        self.may_be_empty = may_be_empty
         self.left_out = 0
-        self._indices = eval_indices(len(dataset), world_size, rank).tolist()
+        self._indices = range(rank, len(dataset), world_size)
 
     def __len__(self) -> int:
         """Batches of this rank."""
         return math.ceil(len(self._indices) / self.batch_size)
 
     def __iter__(self) -> Iterator[Batch]:
-        """Yield the batches. Raises UserError as `TrainLoader.epoch`, and where not one image can be read."""
-        shown = self.left_out = 0
+        """Yield the batches. Raises UserError: too many unreadable images, or a file that can't be read in time."""
+        self.left_out = 0
         for batch in self._load(self._keys()):
-            shown += batch.size
             self.left_out += len(batch.skipped)
             if batch.size:
                 yield batch
-        if self._indices and not shown and not self.may_be_empty:
-            path, reason = next(iter(self.skips.reasons.items()))
-            where = f" in {printable(self.dataset.root)}" if self.dataset.root else ""
-            raise UserError(
-                f"not one of {len(self._indices)} images{where} can be read, the first is {printable(path)} ({reason})"
-            )
 
     def _finish(self, batch: Batch) -> Tensor:
         return self.stage(batch.images)

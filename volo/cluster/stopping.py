@@ -25,12 +25,14 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from types import FrameType
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from tlt.errors import UserError
 
+if TYPE_CHECKING:
+    from tlt.data.batch import Batch
+
 T = TypeVar("T")
-MicroBatch = tuple[bool, int, T]  # is the last of its update, images in the update, batch
 
 PREEMPTED = 85  # "start me again": a code that no shell, Python or torchrun uses
 INTERRUPTED = 130
@@ -201,22 +203,22 @@ class StopGuard:
         self.stop, self.watchdog, self._largest = stop, watchdog, largest
         self.waited = 0.0
 
-    def iterate_until_stopped(self, micro_batches: Iterable[MicroBatch[T]]) -> Iterator[MicroBatch[T]]:
+    def iterate_until_stopped(self, batches: Iterable[Batch]) -> Iterator[Batch]:
         """Yield training batches. An update begins when all ranks have its first batch.
 
         Raises:
             Stopped: Between two updates, on all ranks: one of them received a signal, or its data failed (then that
                 UserError is the cause, on that rank).
         """
-        iterator, between = iter(micro_batches), True
+        iterator, between = iter(batches), True
         while True:
-            item, failure = self._next(iterator, between)
+            batch, failure = self._next(iterator, between)
             if between:
                 self._agree(failure)
-            if item is None:
+            if batch is None:
                 return
-            between = item[0]
-            yield item
+            between = batch.key.last
+            yield batch
 
     def batches(self, loader: Iterable[T]) -> Iterator[T]:
         """Yield validation batches; at the end the ranks agree whether each has had all of its batches.

@@ -217,7 +217,6 @@ def image_loader(trained: TrainedModel, folder: ImageSource, rows: list[int], de
         prefetch=not args.no_prefetcher,
         timeout=float(args.loader_timeout),
         skips=SkipCounter(len(folder), args.max_bad_images),
-        may_be_empty=True,  # all images left for this rank may be unreadable
     )
 
 

@@ -237,6 +237,9 @@ def predict(
     finally:
         progress.step(tell_unreadable(loader))
     progress.close()
+    if not found.read:
+        path, reason = next(iter(loader.skips.reasons.items()))
+        raise UserError(f"not one of {len(files)} images can be read, the first is {printable(path)} ({reason})")
     return found
 
 

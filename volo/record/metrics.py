@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tlt.data.augment.on_device import precise_dtype
+from tlt.data.augment.operations import precise_dtype
 from volo.cluster.distributed import World, from_all, sum_over_ranks
 
 

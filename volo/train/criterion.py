@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tlt.api import StepKey, draw_box
-from tlt.data.augment.on_device import send
+from tlt.data.augment.operations import send
 from tlt.data.batch import Batch
 from tlt.errors import UserError
 from tlt.loss import LossTerms, TokenLabelLoss

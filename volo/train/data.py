@@ -15,7 +15,7 @@ from tlt.data.backends.choice import create_backend
 from tlt.data.backends.decode import Backend
 from tlt.data.backends.synthetic import SyntheticBackend, SyntheticLabels, synthetic_folder
 from tlt.data.dataset import EvalDataset, LabelReader
-from tlt.data.loader import EvalLoader, SkipCounter, TrainLoader
+from tlt.data.loader import EvalLoader, SkipCounter
 from tlt.data.sources.folder import compare_classes, read_class_map
 from tlt.data.sources.open_images import open_images
 from tlt.data.sources.source import ImageSource
@@ -151,7 +151,7 @@ def augment_config(args: Namespace, settings: Mapping[str, Any]) -> AugmentConfi
 
 def train_loader(
     args: Namespace, folder: ImageSource, labels: LabelReader | None, settings: Mapping[str, Any], world: World
-) -> TrainLoader:
+) -> Loader:
     """The training batches of this rank. Raises UserError: Fewer images than one global batch."""
     view = None
     if args.compat:
@@ -200,7 +200,6 @@ def validation_loader(
         **_loading(args, world),
         world_size=world.data_size,
         rank=world.data_rank,
-        may_be_empty=world.data_size > 1,  # `evaluate` checks the sum over all ranks
     )
 
 

@@ -77,7 +77,8 @@ def train_epoch(
     micro_batch = 0
     meter.begin()
     batches = loader.epoch(state.epoch, state.update - state.epoch * len(loader))
-    for is_last, update_size, batch in run.guard.iterate_until_stopped(batches):
+    for batch in run.guard.iterate_until_stopped(batches):
+        is_last, update_size = batch.key.last, batch.key.update_samples
         watch(state.update, batch)
         step = StepKey(run.args.seed, state.update, micro_batch, run.world.data_rank)
         step.seed_torch()

@@ -7,7 +7,8 @@ from pathlib import Path
 
 from torch import nn
 
-from tlt.data.loader import EvalLoader, TrainLoader
+from tlt.api import Loader
+from tlt.data.loader import EvalLoader
 from volo.checkpoint.state import TrainState
 from volo.cluster.distributed import World
 from volo.cluster.stopping import StopGuard
@@ -56,7 +57,7 @@ class Training:
     state: TrainState
     model: nn.Module
     average: nn.Module | None
-    loader: TrainLoader
+    loader: Loader
     validation: EvalLoader
     criterion: Criterion
     precision: Precision

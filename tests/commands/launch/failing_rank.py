@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from tests.commands.conftest import UPDATES
+from tlt.api import Loader
 from tlt.data.batch import Batch
-from tlt.data.loader import TrainLoader
 from tlt.errors import UserError
 from volo import cli
 from volo.train import loop as program
@@ -42,9 +42,9 @@ def inject(fault: str) -> None:
 
 
 def _break_data(batches: int) -> None:
-    epoch = TrainLoader.epoch
+    epoch = Loader.epoch
 
-    def breaking(loader: TrainLoader, *position: int) -> Iterator[Any]:
+    def breaking(loader: Loader, *position: int) -> Iterator[Any]:
         nonlocal batches
         for item in epoch(loader, *position):
             if not batches:
@@ -54,7 +54,7 @@ def _break_data(batches: int) -> None:
         if not batches:
             raise UserError("the storage is gone")
 
-    TrainLoader.epoch = breaking  # type: ignore[method-assign, assignment]
+    Loader.epoch = breaking  # type: ignore[method-assign, assignment]
 
 
 if __name__ == "__main__":

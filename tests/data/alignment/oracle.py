@@ -25,14 +25,10 @@ from tests.data.alignment.position_code import (
     ramp_image,
     read_images,
 )
-from tlt.data.augment.device_stage import DeviceStage
-from tlt.data.augment.index_stream import IndexStream
+from tlt.api import Loader
 from tlt.data.augment.plan import AugmentConfig
 from tlt.data.augment.rand_augment import RandAugmentPolicy
-from tlt.data.backends.decode import Backend
 from tlt.data.batch import Batch
-from tlt.data.dataset import TrainDataset
-from tlt.data.loader import TrainLoader
 from tlt.data.sources.folder import ImageFolder, scan_folder
 from tlt.labels.store import LabelStore, open_labels
 from tlt.labels.tree import write_map
@@ -78,15 +74,15 @@ class Scene:
     sizes: list[Size]
 
     @classmethod
-    def write(cls, root: Path, sizes: list[Size], count: int, suffix: str = "bmp", **options: Any) -> Scene:
+    def write(cls, root: Path, sizes: list[Size], count: int) -> Scene:
         """`count` images of each (width, height), a class per size, in a folder per shot."""
         for shot in range(SHOTS):
             for number, (width, height) in enumerate(sizes):
                 folder = root / "images" / str(shot) / f"{number}_{width}x{height}"
                 folder.mkdir(parents=True)
-                Image.fromarray(ramp_image(width, height, shot)).save(folder / f"0.{suffix}", **options)
+                Image.fromarray(ramp_image(width, height, shot)).save(folder / "0.bmp")
                 for i in range(1, count):
-                    (folder / f"{i}.{suffix}").hardlink_to(folder / f"0.{suffix}")
+                    (folder / f"{i}.bmp").hardlink_to(folder / "0.bmp")
         return cls(root, [scan_folder(root / "images" / str(shot)) for shot in range(SHOTS)], sizes)
 
     def labels(self, cells: Size, area: str, archive: bool) -> LabelStore:
@@ -107,14 +103,13 @@ class Scene:
             pack(str(tree), str(packed), self.shots[0].root, area=area)
         return open_labels(packed, names, None, classes)
 
-    def load(self, labels: LabelStore, config: AugmentConfig, backend: Backend | None, device: str) -> list[Batch]:
+    def load(self, labels: LabelStore, config: AugmentConfig, device: str) -> list[Batch]:
         """All images of each shot in one batch, grey levels in [0, 1]."""
         batches = []
         for folder in self.shots:
-            stage = DeviceStage(config, mean=(0, 0, 0), std=(1, 1, 1)).to(device)
-            stream = IndexStream(len(folder), len(folder), seed=SEED)
-            loader = TrainLoader(TrainDataset(folder, config, SEED, labels, backend), stream, stage, device=device)
-            batches += [batch for _, _, batch in loader.epoch(1)]
+            how: dict[str, Any] = {"mean": (0, 0, 0), "std": (1, 1, 1), "workers": 0}
+            loader = Loader(folder, labels, config, len(folder), SEED, device=device, **how)
+            batches += loader.epoch(1)
         return batches
 
     def areas(self, batch: Batch, area: str) -> Tensor:
@@ -145,7 +140,6 @@ def measure(
     grid: Size = GRID,
     mistake: Callable[[Batch], Batch] = lambda batch: batch,
     only: Tensor | None = None,
-    backend: Backend | None = None,
     device: str = "cpu",
 ) -> Measured:
     """Load all images of a scene once and compare them with their targets.
@@ -154,7 +148,7 @@ def measure(
         mistake: Spoils the batch before targets are made.
         only: (images,) bool, by index: the others are left out.
     """
-    batches, classes = scene.load(scene.labels(cells, area, archive), config, backend, device), position_classes(*cells)
+    batches, classes = scene.load(scene.labels(cells, area, archive), config, device), position_classes(*cells)
     batch = mistake(batches[0])
     made = make_targets(batch.labels, batch.affine, batch.visible, batch.classes, grid, classes, 0.0).tokens
     assert made is not None

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 
 from tests.data.alignment.oracle import (
     GEOMETRIC,
@@ -26,7 +25,6 @@ from tests.data.alignment.oracle import (
 )
 from tlt import geometry
 from tlt.data.augment.plan import AugmentConfig, make_plan
-from tlt.data.backends.decode import PilBackend, TorchvisionBackend
 from tlt.data.batch import Batch
 
 CASES: dict[str, dict[str, Any]] = {
@@ -69,7 +67,7 @@ def test_every_operation(scene: Scene, case: str) -> None:
     assert (measured.found.cover < 1).any() == (measured.weight < 1).any() == fills
 
 
-@pytest.mark.parametrize("seed", [0, 1, *[pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 8)]])
+@pytest.mark.parametrize("seed", [0, 1])
 def test_any_image_map_and_output(tmp_path: Path, seed: int) -> None:
     """Sizes of images, maps, outputs and token grids drawn at random, with all operations at once."""
     rng = np.random.default_rng(seed)
@@ -83,15 +81,6 @@ def test_any_image_map_and_output(tmp_path: Path, seed: int) -> None:
     measured = measure(Scene.write(tmp_path, sizes, 3), config, cells, str(area), archive, grid)
     check(measured, slack=PHASE[filters], least_ramp=0.1, unjudged=0.4)
     check_coverage(measured)
-
-
-@pytest.mark.parametrize("backend", [PilBackend(), TorchvisionBackend()], ids=lambda backend: backend.name)
-def test_exif_orientation_is_ignored(tmp_path: Path, backend: PilBackend) -> None:
-    """JPEG rounds colours in another space, which does not cancel: places can be read to 0.2 pixels."""
-    exif = Image.Exif()
-    exif[0x0112] = 6  # to be shown turned by 90 degrees
-    turned = Scene.write(tmp_path, [(375, 500)], 3, "jpg", quality=100, subsampling=0, exif=exif)
-    check(measure(turned, geometry_only("turns"), area="center", backend=backend), slack=0.25)
 
 
 def test_the_recipes_augmentation(tmp_path: Path) -> None:

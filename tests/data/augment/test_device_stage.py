@@ -4,18 +4,14 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image, ImageOps
-from scipy import stats
 from torchvision.transforms import functional as tvf
 
 from tests.data.augment.timm_layers import as_batch, picture, run_timm
-from tlt import geometry
-from tlt.data.augment import on_device
-from tlt.data.augment.counter import keys, uniform
-from tlt.data.augment.device_stage import DeviceStage, EvalStage, line_axes
-from tlt.data.augment.erase import hash_words, normal_noise
-from tlt.data.augment.plan import BICUBIC, BILINEAR, AugmentConfig, Stream, make_plan
+from tlt.data.augment.counter import uniform
+from tlt.data.augment.device_stage import DeviceStage, EvalStage
+from tlt.data.augment.plan import AugmentConfig, Stream, make_plan
 from tlt.data.augment.rand_augment import Kernel, sample_layers
-from tlt.data.augment.warp import LineAxis, warp
+from tlt.io import chunks
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 FILL = (124, 116, 104)
@@ -39,53 +35,6 @@ def levels(images: torch.Tensor) -> np.ndarray:
     return (restored * 255).round().int().permute(0, 2, 3, 1).numpy()
 
 
-def a_map(kernel: int, value: float, width: int, height: int) -> geometry.Affine:
-    maps = {
-        Kernel.ROTATE: lambda: geometry.rotate(value, width, height),
-        Kernel.SHEAR_X: lambda: geometry.shear_x(value),
-        Kernel.SHEAR_Y: lambda: geometry.shear_y(value),
-        Kernel.TRANSLATE_X: lambda: geometry.translate(value * width, 0.0),
-        Kernel.TRANSLATE_Y: lambda: geometry.translate(0.0, value * height),
-    }
-    return maps[Kernel(kernel)]()
-
-
-LAYERS = [
-    *[(Kernel.ROTATE, value) for value in (-30.0, -7.0, 0.4, 27.0)],
-    *[(kernel, value) for kernel in (Kernel.SHEAR_X, Kernel.SHEAR_Y) for value in (-0.3, 0.11)],
-    *[(kernel, value) for kernel in (Kernel.TRANSLATE_X, Kernel.TRANSLATE_Y) for value in (-0.45, 0.405, 0.25)],
-]
-
-
-@pytest.mark.parametrize("resample", [BILINEAR, BICUBIC])
-@pytest.mark.parametrize("size", [(24, 24), (31, 45), (5, 9)])
-@pytest.mark.parametrize("how", ["plain", "mirrored", "without doubles"])
-def test_warp_is_within_one_grey_level_of_pil(resample, size, how):
-    (height, width), source = size, picture(*size)
-    for kernel, value in LAYERS:
-        image = ImageOps.mirror(Image.fromarray(source)) if how == "mirrored" else Image.fromarray(source)
-        theirs = np.asarray(run_timm(kernel, value, image, resample, FILL)).astype(int)
-        flip = geometry.hflip([how == "mirrored"], width)
-        affine = torch.from_numpy(geometry.compose(a_map(kernel, value, width, height), flip))
-        affine = affine.float() if how == "without doubles" else affine  # as on Apple's GPUs
-        mine = warp(as_batch(source[None]), affine, FILL, cubic=resample == BICUBIC)[0].permute(1, 2, 0).numpy()
-        # Elsewhere a sampling point on a pixel's exact edge may fall on its other side.
-        allowed = {"plain": 1e-9, "mirrored": 1e-3, "without doubles": 0.02}[how]
-        assert (abs(mine.astype(int) - theirs) > 1).mean() < allowed, (kernel, value)
-
-
-@pytest.mark.parametrize("cubic", [False, True])
-@pytest.mark.parametrize("size", [(31, 45), (3, 2)])
-def test_naming_the_axis_of_moved_lines_changes_no_result(cubic, size):
-    plan = planned(AugmentConfig(size, auto_augment="rand-m9-mstd0.5-p1.0", hflip=0.0, reprob=0.0), 60)
-    images, axes = as_batch(pictures(60, size)), line_axes(plan.warp)
-    for axis in LineAxis:
-        rows = torch.from_numpy(axes == axis)
-        assert rows.any()
-        part, maps = images[rows], torch.from_numpy(plan.warp)[rows]
-        assert torch.equal(warp(part, maps, FILL, cubic=cubic, axis=axis), warp(part, maps, FILL, cubic=cubic))
-
-
 @pytest.mark.parametrize("remode", ["const", "rand", "pixel"])
 def test_a_sample_depends_neither_on_its_batch_nor_on_how_many_are_worked_on_at_once(monkeypatch, remode):
     config = AugmentConfig((16, 20), auto_augment="rand-n3-m9-mstd0.5-inc1-p0.9", reprob=0.6, recount=2, remode=remode)
@@ -95,9 +44,7 @@ def test_a_sample_depends_neither_on_its_batch_nor_on_how_many_are_worked_on_at_
     for row in range(40):
         assert torch.equal(stage(batch[row : row + 1], planned(config, [row]))[0], together[row])
     assert torch.equal(batch, as_batch(images))
-    monkeypatch.setattr(on_device, "_CACHED_PIXELS", 3 * 16 * 20)
-    assert on_device.portion(batch) < 40 and torch.equal(run(config, images), together)
-    monkeypatch.setattr(on_device, "in_small_pieces", lambda device: False)  # as on a GPU
+    monkeypatch.setattr(chunks, "_CPU_NUMBERS", 1)  # one image after the other
     assert torch.equal(run(config, images), together)
 
 
@@ -144,10 +91,12 @@ def test_colour_jitter_equals_torchvisions_on_pil():
         assert abs(mine[row] - np.asarray(image).astype(int)).max() <= 1
 
 
-def test_normalisation_is_torchvisions():
+def test_normalisation_is_torchvisions_and_images_that_are_not_the_plans_are_refused():
     source = picture(8, 12)
     expected = tvf.normalize(tvf.to_tensor(Image.fromarray(source)), MEAN, STD)
     assert torch.allclose(EvalStage(MEAN, STD)(as_batch(source[None]))[0], expected, atol=1e-6)
+    with pytest.raises(ValueError, match="2 planned images"):
+        DeviceStage(AugmentConfig((32, 48)), MEAN, STD)(as_batch(source[None]), planned(AugmentConfig((32, 48)), 2))
 
 
 @pytest.mark.parametrize("remode", ["const", "rand", "pixel"])
@@ -173,24 +122,6 @@ def test_erasing_fills_the_planned_boxes_and_nothing_else(remode, recount):
     if remode == "rand":  # one colour a box
         assert all((colour == colour[:, :1]).all() for colour in colours)
         assert len(torch.stack([colour[:, 0] for colour in colours]).unique()) == 3 * len(colours) > 100
-
-
-def test_pixel_noise_is_normal_and_hashes_as_the_host_does():
-    host, words = keys(5, 6, np.arange(4), 7), np.arange(20000)
-    hashed = hash_words(torch.from_numpy(host.view(np.int64))[:, None], torch.from_numpy(words))
-    assert np.array_equal(hashed.numpy().view(np.uint64)[2], keys(5, 6, 2, 7, words))
-    noise = normal_noise(torch.from_numpy(host.view(np.int64))[:, None], torch.from_numpy(words)).numpy()
-    assert stats.kstest(noise[0], "norm").pvalue > 1e-3
-    for one, other in ((noise[0], noise[1]), (noise[0, 1:], noise[0, :-1])):
-        assert stats.pearsonr(one, other).pvalue > 1e-3
-
-
-@pytest.mark.parametrize("wrong", [(3, 3, 32, 48), (2, 3, 48, 32), (2, 1, 32, 48), torch.float32])
-def test_images_that_are_not_the_plans_are_refused(wrong):
-    config = AugmentConfig((32, 48))
-    shape, dtype = (wrong, torch.uint8) if isinstance(wrong, tuple) else ((2, 3, 32, 48), wrong)
-    with pytest.raises(ValueError, match="2 planned images"):
-        DeviceStage(config, MEAN, STD)(torch.zeros(shape, dtype=dtype), planned(config, 2))
 
 
 @pytest.mark.gpu

@@ -177,14 +177,6 @@ def test_the_composed_affine_says_where_pil_takes_each_pixel_from(size, monkeypa
     assert shown > 0.4
 
 
-def test_visible_and_normalised_affine_agree_with_the_crop():
-    plan = some_plan(replace(PLAIN, hflip=0.0), 20)
-    x, y, w, h = plan.crop.T
-    corners = np.stack([x / 500, y / 375, (x + w) / 500, (y + h) / 375], axis=1)
-    unit = geometry.apply(plan.normalised_affine(), np.array([[0.0, 0.0], [1.0, 1.0]]))
-    assert np.allclose(plan.visible(), corners) and np.allclose(unit.reshape(-1, 4), corners)
-
-
 def test_colour_layers_keep_their_places_around_the_warp():
     config = replace(SQUARE, auto_augment="rand-n4-m9-inc1-p0.7")
     plan, policy = some_plan(config, 300), config.policy
@@ -245,8 +237,3 @@ FAULTS = {
 def test_values_that_cannot_be_honoured_name_their_flag(flag):
     with pytest.raises(UserError, match=f"^{flag} "):
         AugmentConfig(**{"size": (64, 64), **FAULTS[flag]})
-
-
-def test_fill_is_timms_rounded_mean():
-    assert SQUARE.fill == (124, 116, 104)
-    assert AugmentConfig((64, 64), mean=(0.5, 1.0, 0.0)).fill == (128, 255, 0)

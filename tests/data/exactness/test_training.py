@@ -151,11 +151,11 @@ def updates_of_rank(args: Namespace, way: Way, rank: int) -> list[Rows]:
     images, labels = opened(args)
     loader = train_data.train_loader(args, images, labels, SETTINGS, World(rank, rank, way.ranks, CPU))
     updates, parts = [], []
-    for last, samples, batch in loader.epoch(EPOCH, way.start):
+    for batch in loader.epoch(EPOCH, way.start):
         parts.append(_rows(batch, *Recorded.handed.pop()))
-        if last:
+        if batch.key.last:
             updates.append({name: np.concatenate([part[name] for part in parts]) for name in parts[0]})
-            assert len(updates[-1]["index"]) == samples
+            assert len(updates[-1]["index"]) == batch.key.update_samples
             parts = []
     assert not parts and not Recorded.handed
     return updates

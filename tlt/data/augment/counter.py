@@ -1,56 +1,67 @@
 """Random numbers without state: each is a hash of (seed, epoch, index, stream, position).
 
 The hash is splitmix64's finaliser (Steele, Lea, Flood 2014, "Fast splittable pseudorandom number generators"), chained
-over the words. Equal words give equal numbers on every machine, for every numpy version, in batches of any composition.
+over the words. Equal words give equal numbers on every machine and device, in batches of any composition. A 64-bit word
+is held in one of torch's signed integers.
 """
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import numpy.typing as npt
-
-UInts = npt.NDArray[np.uint64]
-
-_MASK = (1 << 64) - 1
-_GAMMA = np.uint64(0x9E3779B97F4A7C15)
-_MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
-_MIX_2 = np.uint64(0x94D049BB133111EB)
-_S27, _S30, _S31, _S11 = (np.uint64(shift) for shift in (27, 30, 31, 11))
+import torch
+from torch import Tensor
 
 
-def _mix(z: UInts) -> UInts:
-    """splitmix64's finaliser: a bijection of 64-bit words, elementwise. Writes into `z`."""
-    z ^= z >> _S30
-    z *= _MIX_1
-    z ^= z >> _S27
-    z *= _MIX_2
-    z ^= z >> _S31
-    return z
+def _signed(word: int) -> int:
+    """The lower 64 bits of an integer of any sign and size, as a signed integer."""
+    return ((word + (1 << 63)) & ((1 << 64) - 1)) - (1 << 63)
 
 
-def _absorb(state: UInts, word: UInts) -> UInts:
-    """The state after one more word (both broadcast)."""
-    return _mix(state + (word + np.uint64(1)) * _GAMMA)
+_GAMMA, _MIX_1, _MIX_2 = map(_signed, (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
 
 
-def _words(values: npt.ArrayLike | int) -> UInts:
-    """Integers of any sign and size as 64-bit words (two's complement), at least one-dimensional."""
+def _shifted(z: Tensor, by: int) -> Tensor:
+    """Logical right shift."""
+    return (z >> by).bitwise_and_((1 << (64 - by)) - 1)
+
+
+def _mix(z: Tensor) -> Tensor:
+    """splitmix64's finaliser: a bijection of 64-bit words, elementwise."""
+    z = (z ^ _shifted(z, 30)).mul_(_MIX_1)
+    z.bitwise_xor_(_shifted(z, 27)).mul_(_MIX_2)
+    return z.bitwise_xor_(_shifted(z, 31))
+
+
+def absorb(state: Tensor | int, word: Tensor) -> Tensor:
+    """The hash of one more word than `state` has seen (both 64-bit words, broadcast)."""
+    return _mix(((word + 1) * _GAMMA).add(state))
+
+
+def _words(values: npt.ArrayLike | int) -> Tensor:
+    """Integers as words, at least one-dimensional."""
     if isinstance(values, int):
-        return np.array([values & _MASK], np.uint64)
-    return np.atleast_1d(np.asarray(values)).astype(np.int64, copy=False).view(np.uint64)
+        return torch.tensor([_signed(values)])
+    return torch.from_numpy(np.atleast_1d(np.asarray(values, np.int64)))
 
 
-def keys(seed: int, *words: npt.ArrayLike | int) -> UInts:
-    """Hash (seed, *words) to uint64 keys, at least one-dimensional; words are integers or arrays of them, broadcast."""
+def _hash(seed: int, *words: npt.ArrayLike | int) -> Tensor:
     state = _mix(_words(seed) + _GAMMA)
     for word in words:
-        state = _absorb(state, _words(word))
+        state = absorb(state, _words(word))
     return state
 
 
-def key(seed: int, *words: int) -> np.uint64:
-    """One uint64 key of integers, for instance to seed `numpy.random.Philox(key=int(...))`."""
-    return np.uint64(keys(seed, *words)[0])
+def keys(seed: int, *words: npt.ArrayLike | int) -> npt.NDArray[np.uint64]:
+    """Hash (seed, *words) to uint64 keys, at least one-dimensional; words are integers or arrays of them, broadcast."""
+    return _hash(seed, *words).numpy().view(np.uint64)
+
+
+def key(seed: int, *words: int) -> int:
+    """One key of integers, for instance to seed `numpy.random.Philox(key=...)`."""
+    return int(keys(seed, *words)[0])
 
 
 def uniform(seed: int, epoch: int, indices: npt.ArrayLike, stream: int, k: int) -> npt.NDArray[np.float64]:
@@ -58,6 +69,13 @@ def uniform(seed: int, epoch: int, indices: npt.ArrayLike, stream: int, k: int) 
 
     `stream` separates uses: two streams of one sample are independent.
     """
-    state = keys(seed, epoch, indices, stream)
-    bits = _absorb(state[:, None], np.arange(k, dtype=np.uint64)[None])
-    return (bits >> _S11) * 2.0**-53
+    bits = absorb(_hash(seed, epoch, indices, stream)[:, None], torch.arange(k))
+    return (_shifted(bits, 11).double() * 2.0**-53).numpy()
+
+
+def normal_noise(key: int, words: Tensor) -> Tensor:
+    """Standard normal float32, each a function of a signed key and a word alone (Box-Muller on the two ends of the
+    hash), on the device of the words."""
+    bits = absorb(key, words)
+    radius = _shifted(bits, 40).float().add_(0.5).mul_(2.0**-24).log_().mul_(-2).sqrt_()
+    return (bits & 0xFFFFFF).float().mul_(2 * math.pi * 2.0**-24).cos_().mul_(radius)

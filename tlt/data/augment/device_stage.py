@@ -8,7 +8,8 @@ Legend: B images of H x W pixels, b rows of them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import product
 from typing import NamedTuple
 
@@ -18,24 +19,20 @@ import torch
 from torch import Tensor, nn
 
 from tlt import geometry
-from tlt.data.augment import on_device
-from tlt.data.augment.erase import erase
-from tlt.data.augment.photometric import OPERATIONS, luma
+from tlt.data.augment.counter import normal_noise
+from tlt.data.augment.operations import OPERATIONS, luma, send, warp
 from tlt.data.augment.plan import BICUBIC, BILINEAR, AugmentConfig, Plan
-from tlt.data.augment.warp import LineAxis, warp
+from tlt.io.chunks import image_chunks
 
 Ints = npt.NDArray[np.int64]
+Bools = npt.NDArray[np.bool_]
 Floats = npt.NDArray[np.float64]
-Operation = Callable[[Tensor, Tensor], Tensor]  # images (b, 3, H, W) uint8, arguments (b, 6) -> new images
-
-# (mirrored left and right, mirrored top and bottom) -> dimensions to flip
-_FLIPS: dict[tuple[bool, bool], list[int]] = {(True, False): [3], (False, True): [2], (True, True): [2, 3]}
 
 
 class Work(NamedTuple):
     """One operation on some rows of the batch."""
 
-    run: Operation
+    run: Callable[[Tensor, Tensor], Tensor]  # images (b, 3, H, W) uint8, arguments (b, 6) -> new images
     rows: Ints  # (b,)
     arguments: Floats  # (b, 6) the map of a warp; of a colour operation the first is used, of a flip none
 
@@ -46,85 +43,85 @@ def schedule(plan: Plan, fill: Sequence[int]) -> list[Work]:
     return [each for each in work if len(each.rows)]
 
 
-def _colour_work(plan: Plan, when: npt.NDArray[np.bool_]) -> list[Work]:
+def _colour_work(plan: Plan, when: Bools) -> Iterator[Work]:
     """The layers that `when` (B, L) marks, one after the other."""
-    work = []
     for layer, code in product(range(plan.op.shape[1]), OPERATIONS):
         rows = np.flatnonzero(when[:, layer] & (plan.op[:, layer] == code))
-        work.append(Work(_colour(code), rows, plan.argument[rows, layer, None].repeat(6, axis=1)))
-    return work
+        arguments = plan.argument[rows, layer, None].repeat(6, axis=1)
+        yield Work(partial(_colour, code=code), rows, arguments)
 
 
-def _warp_work(plan: Plan, fill: Sequence[int]) -> list[Work]:
+def _warp_work(plan: Plan, fill: Sequence[int]) -> Iterator[Work]:
     """Flips alone are exact and cheap; every other map that isn't the identity is a warp.
 
     Where lines are moved, a mirrored image is flipped first, as PIL's is, and moved as if it had not been mirrored.
     """
     height, width = plan.size
-    axes, mirrored = line_axes(plan.warp), plan.warp[:, [0, 1], [0, 1]] < 0  # (B,), (B, 2) x, y
+    mirrored = plan.warp[:, [0, 1], [0, 1]] < 0  # (B, 2) left and right, top and bottom
     flips = geometry.compose(geometry.vflip(mirrored[:, 1], height), geometry.hflip(mirrored[:, 0], width))
     # Operations that cancel out leave rounding behind, in pixels.
     only_flipped = np.all(np.abs(plan.warp - flips) < 1e-9, axis=(1, 2))
-    flipped = mirrored & (only_flipped | (axes != LineAxis.BOTH))[:, None]
+    flipped = mirrored & (only_flipped | moves_lines(plan.warp))[:, None]
     maps = np.where(flipped.any(1)[:, None, None], geometry.compose(plan.warp, flips), plan.warp).reshape(-1, 6)
-    work = []
-    for sides, dimensions in _FLIPS.items():
-        rows = np.flatnonzero((flipped == sides).all(1))
-        work.append(Work(_flip(dimensions), rows, maps[rows]))
-    for interpolation, axis in product((BILINEAR, BICUBIC), LineAxis):
-        rows = np.flatnonzero(~only_flipped & (plan.warp_interpolation == interpolation) & (axes == axis))
-        work.append(Work(_warp(fill, interpolation == BICUBIC, axis), rows, maps[rows]))
-    return work
+    for side, dimension in enumerate((3, 2)):
+        rows = np.flatnonzero(flipped[:, side])
+        yield Work(partial(_flip, dimension=dimension), rows, maps[rows])
+    for filter_ in (BILINEAR, BICUBIC):
+        rows = np.flatnonzero(~only_flipped & (plan.warp_interpolation == filter_))
+        yield Work(partial(_warp, fill=fill, cubic=filter_ == BICUBIC), rows, maps[rows])
 
 
-def _colour(code: int) -> Operation:
-    return lambda images, arguments: OPERATIONS[code](images, arguments[:, 0].float())
+def _colour(images: Tensor, arguments: Tensor, code: int) -> Tensor:
+    return OPERATIONS[code](images, arguments[:, 0].float())
 
 
-def _flip(dimensions: list[int]) -> Operation:
-    return lambda images, arguments: images.flip(dimensions)
+def _flip(images: Tensor, _: Tensor, dimension: int) -> Tensor:
+    return images.flip(dimension)
 
 
-def _warp(fill: Sequence[int], cubic: bool, axis: LineAxis) -> Operation:
-    return lambda images, arguments: warp(images, arguments.view(-1, 2, 3), fill, cubic=cubic, axis=axis)
+def _warp(images: Tensor, arguments: Tensor, fill: Sequence[int], cubic: bool) -> Tensor:
+    return warp(images, arguments.view(-1, 2, 3), fill, cubic=cubic)
 
 
-def line_axes(maps: Floats) -> Ints:
-    """`LineAxis` of each map (B, 2, 3)."""
-    plain = np.all(np.abs(maps[:, [0, 1], [0, 1]]) == 1, axis=1, keepdims=True)  # neither axis is stretched
-    x_stays, y_stays = (plain & (maps[:, [0, 1], [1, 0]] == 0) & (maps[:, :, 2] == np.round(maps[:, :, 2]))).T
-    return np.where(y_stays, LineAxis.X, np.where(x_stays, LineAxis.Y, LineAxis.BOTH))
+def moves_lines(maps: Floats) -> Bools:
+    """Which maps (B, 2, 3) move whole lines of pixels along one axis, as a shear or a translation does: along the other
+    one they shift by whole pixels or mirror."""
+    not_stretched = np.all(np.abs(maps[:, [0, 1], [0, 1]]) == 1, axis=1)
+    stays = (maps[:, [0, 1], [1, 0]] == 0) & (maps[:, :, 2] == np.round(maps[:, :, 2]))  # (B, 2) x, y
+    return not_stretched & stays.any(1)
 
 
 def _run_schedule(images: Tensor, work: list[Work]) -> Tensor:
     """Apply the work to a copy of the images (B, 3, H, W) uint8."""
     if not work:
         return images
-    images, size, lengths = images.clone(), on_device.portion(images), [len(each.rows) for each in work]
+    images, lengths = images.clone(), [len(each.rows) for each in work]
     # Two arrays go to the device, whatever the number of operations.
-    all_rows = on_device.send(np.concatenate([each.rows for each in work]), images.device).split(lengths)
-    arguments = on_device.send(np.concatenate([each.arguments for each in work]), images.device).split(lengths)
+    all_rows = send(np.concatenate([each.rows for each in work]), images.device).split(lengths)
+    arguments = send(np.concatenate([each.arguments for each in work]), images.device).split(lengths)
     for each, rows, values in zip(work, all_rows, arguments, strict=True):
-        for some, own in zip(rows.split(size), values.split(size), strict=True):
-            _put_back(images, some, each.run(_taken(images, some), own))
+        for part in image_chunks(len(rows), images[0].numel(), images.device):
+            images[rows[part]] = each.run(images[rows[part]], values[part])
     return images
 
 
-def _taken(images: Tensor, rows: Tensor) -> Tensor:
-    """`images[rows]`."""
-    # On a CPU index_select takes five times as long as copies, index_copy_ twenty times.
-    if on_device.in_small_pieces(images.device):
-        return torch.stack([images[row] for row in rows.tolist()])
-    return images.index_select(0, rows)
-
-
-def _put_back(images: Tensor, rows: Tensor, changed: Tensor) -> None:
-    """`images[rows] = changed`."""
-    if on_device.in_small_pieces(images.device):
-        for row, image in zip(rows.tolist(), changed, strict=True):
-            images[row] = image
-    else:
-        images.index_copy_(0, rows, changed)
+def _erase(images: Tensor, plan: Plan, mode: str) -> Tensor:
+    """Random erasing (arXiv:1708.04896) in timm's three modes: fill the boxes of the plan in normalised images
+    (B, C, H, W) float32, in place; later boxes win. The noise is a function of (key, pixel) alone."""
+    channels, height, width = images.shape[1:]
+    pixels = torch.arange(channels * height * width, device=images.device).view(channels, height, width)
+    channel = torch.arange(channels, device=images.device)[:, None, None]
+    for row, number in np.argwhere(plan.erase[..., 2:].all(2)).tolist():
+        top, left, tall, wide = plan.erase[row, number].tolist()
+        area = slice(None), slice(top, top + tall), slice(left, left + wide)
+        box, key = images[row][area], int(plan.erase_key[row].view(np.int64))
+        if mode == "pixel":
+            box.copy_(normal_noise(key, pixels[area]))
+        elif mode == "rand":  # one colour a box
+            box.copy_(normal_noise(key, channel + channels * number))
+        else:
+            box.zero_()
+    return images
 
 
 class EvalStage(nn.Module):
@@ -144,12 +141,8 @@ class EvalStage(nn.Module):
 
     @torch.no_grad()
     def forward(self, images: Tensor) -> Tensor:
-        shape = (len(images), self.mean.shape[1], *images.shape[2:])
-        result = torch.empty(shape, dtype=torch.float32, device=images.device)
-        step = on_device.portion(images)
-        for some, levels in zip(result.split(step), images.split(step), strict=True):
-            some.copy_(levels if shape[1] == 3 else luma(levels)).sub_(self.mean).mul_(self.scale)
-        return result
+        levels = images if self.mean.shape[1] == 3 else luma(images)
+        return levels.float().sub_(self.mean).mul_(self.scale)
 
 
 class DeviceStage(EvalStage):
@@ -173,4 +166,4 @@ class DeviceStage(EvalStage):
         if images.shape != (len(plan), 3, *plan.size) or images.dtype != torch.uint8:
             raise ValueError(f"{len(plan)} planned images of 3 x {plan.size} uint8, got {images.shape} {images.dtype}")
         images = _run_schedule(images, schedule(plan, self.fill))
-        return erase(super().forward(images), plan, self.remode)
+        return _erase(super().forward(images), plan, self.remode)

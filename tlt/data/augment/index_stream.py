@@ -89,8 +89,3 @@ class IndexStream:
         for start in range(start_update * self.global_batch, len(order), self.global_batch):
             mine = order[start : start + self.global_batch][self.rank :: self.world_size]
             yield [mine[cut : cut + self.micro_batch] for cut in range(0, len(mine), self.micro_batch)]
-
-
-def eval_indices(length: int, world_size: int = 1, rank: int = 0) -> Ints:
-    """The images that a rank evaluates: each exactly once over all ranks, whose counts differ by one at most."""
-    return np.arange(rank, length, world_size)

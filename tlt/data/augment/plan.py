@@ -7,13 +7,15 @@ on the batch it is in. The backend executes `crop` and `interpolation` (decode, 
 
 The order is timm's: crop, flip, RandAugment on the resized crop, whose geometric operations are the warp.
 
-Legend: B samples, L colour layers, R erased boxes, (H, W) output size. Rows of affines: see `tlt.geometry`.
+Legend: B samples, L colour layers, R erased boxes, (H, W) output size. Rows of affines: see `tlt.geometry`. Draws are
+uniform numbers in [0, 1).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from functools import partial
 
@@ -21,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tlt import geometry
-from tlt.data.augment import boxes, rand_augment
+from tlt.data.augment import rand_augment
 from tlt.data.augment.counter import keys, uniform
 from tlt.data.augment.rand_augment import Kernel, RandAugmentPolicy
 from tlt.errors import UserError
@@ -29,11 +31,15 @@ from tlt.errors import UserError
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
+Range = tuple[float, float]
 Draw = Callable[[int, int], Floats]  # (stream, k) -> uniform numbers (B, k)
 
 BILINEAR, BICUBIC = 2, 3  # PIL.Image.Resampling's numbers
 INTERPOLATIONS = {"random": (BILINEAR, BICUBIC), "bilinear": (BILINEAR,), "bicubic": (BICUBIC,)}
 ERASE_MODES = ("const", "rand", "pixel")
+ERASE_AREA, ERASE_ASPECT = (0.02, 1 / 3), (0.3, 1 / 0.3)
+TRIES = 10  # boxes that are proposed for one crop or one erased box
+BOX_DRAWS = 2 * TRIES + 2  # areas, aspect ratios, two coordinates
 
 
 class Stream(IntEnum):
@@ -81,7 +87,8 @@ class AugmentConfig:
             f"--remode {self.remode}: choose from {', '.join(ERASE_MODES)}": self.remode in ERASE_MODES,
             f"--train-interpolation {self.interpolation}: choose from {', '.join(INTERPOLATIONS)}": self.interpolation
             in INTERPOLATIONS,
-            f"--color-jitter {self.color_jitter}: give one factor or three, none negative": self._jitter_fits(),
+            f"--color-jitter {self.color_jitter}: give one factor or three, none negative": len(self._strengths) == 3
+            and min(self._strengths) >= 0,
             f"--mean {self.mean}: give three values in [0, 1]": len(self.mean) == 3
             and all(0 <= value <= 1 for value in self.mean),
         }
@@ -91,22 +98,20 @@ class AugmentConfig:
         if self.auto_augment:
             rand_augment.parse(self.auto_augment)
 
-    def _jitter_fits(self) -> bool:
+    @property
+    def _strengths(self) -> tuple[float, ...]:
         jitter = self.color_jitter
-        values = jitter if isinstance(jitter, tuple) else (jitter or 0.0,) * 3
-        return len(values) == 3 and min(values) >= 0
+        return jitter if isinstance(jitter, tuple) else (jitter or 0.0,) * 3
 
     @property
     def policy(self) -> RandAugmentPolicy | None:
         """The parsed RandAugment policy, None where none applies."""
-        return rand_augment.parse(self.auto_augment) if self.auto_augment and not self.no_aug else None
+        return rand_augment.parse(self.auto_augment) if self.auto_augment else None
 
     @property
     def jitter(self) -> tuple[float, ...] | None:
         """Strengths of (brightness, contrast, saturation) where colour jitter applies: not with RandAugment."""
-        if self.no_aug or self.auto_augment or not self.color_jitter:
-            return None
-        return self.color_jitter if isinstance(self.color_jitter, tuple) else (float(self.color_jitter),) * 3
+        return self._strengths if any(self._strengths) and not self.auto_augment else None
 
     @property
     def fill(self) -> tuple[int, ...]:
@@ -150,39 +155,37 @@ def make_plan(
 ) -> Plan:
     """Draw the plan of the images `indices` (B,); `widths` and `heights` are their sizes in pixels, numbers or (B,)."""
     indices = np.atleast_1d(np.asarray(indices, np.int64))
-    count = len(indices)
-    source = np.stack([np.broadcast_to(np.asarray(side, np.int64), count) for side in (widths, heights)], axis=1)
+    source = np.stack([np.broadcast_to(np.asarray(side, np.int64), len(indices)) for side in (widths, heights)], axis=1)
     draw = partial(uniform, seed, epoch, indices)
-    flip_draws = draw(Stream.FLIP, 4)  # left and right, top and bottom, filter of the resize, filter of the warp
-    kernels, values = _layers(config, draw, count)
     if config.no_aug:
+        kind = "bilinear" if config.interpolation == "random" else config.interpolation  # as timm
+        config = replace(config, hflip=0.0, vflip=0.0, auto_augment=None, color_jitter=None, reprob=0.0)
+        config = replace(config, interpolation=kind)
         crop = np.concatenate([np.zeros_like(source), source], axis=1)
     else:
-        crop = boxes.crop_windows(config.scale, config.ratio, draw(Stream.CROP, boxes.BOX_DRAWS), source)
+        crop = crop_windows(config.scale, config.ratio, draw(Stream.CROP, BOX_DRAWS), source)
     x, y, w, h = crop.T
+    flip_draws = draw(Stream.FLIP, 4)  # left and right, top and bottom, filter of the resize, filter of the warp
+    filters = np.array(INTERPOLATIONS[config.interpolation], np.int64)
+    interpolation, warp_interpolation = filters[(flip_draws[:, 2:] * len(filters)).astype(np.int64)].T
+    kernels, values = _layers(config, draw, len(indices))
     warp = _warps(config, flip_draws[:, :2], kernels, values)
     colour, geometric = kernels < Kernel.ROTATE, kernels >= Kernel.ROTATE
-    reprob, erase_draws = 0.0 if config.no_aug else config.reprob, boxes.erase_draws(config.recount)
+    erase_draws = draw(Stream.ERASE, 2 + config.recount * BOX_DRAWS)
     return Plan(
         size=config.size,
         source=source,
         crop=crop,
-        interpolation=_interpolations(config, flip_draws[:, 2]),
+        interpolation=interpolation,
         warp=warp,
         affine=geometry.compose(warp, geometry.crop(x, y, w, h, config.size[1], config.size[0])),
-        warp_interpolation=_interpolations(config, flip_draws[:, 3]),
+        warp_interpolation=warp_interpolation,
         op=np.where(colour, kernels, Kernel.NONE),
         argument=np.where(colour, values, 0.0),
         early=np.cumsum(geometric, axis=1) == 0,
-        erase=boxes.erased_boxes(config.size, reprob, config.recount, draw(Stream.ERASE, erase_draws)),
+        erase=erased_boxes(config.size, config.reprob, config.recount, erase_draws),
         erase_key=keys(seed, epoch, indices, int(Stream.ERASE_NOISE)),
     )
-
-
-def _interpolations(config: AugmentConfig, draws: Floats) -> Ints:
-    """(B,) of BILINEAR or BICUBIC; --no-aug knows no random choice and takes bilinear, as timm."""
-    choices = INTERPOLATIONS["bilinear" if config.no_aug and config.interpolation == "random" else config.interpolation]
-    return np.array(choices, np.int64)[(draws * len(choices)).astype(np.int64)]
 
 
 def _layers(config: AugmentConfig, draw: Draw, count: int) -> tuple[Ints, Floats]:
@@ -220,7 +223,7 @@ def _warps(config: AugmentConfig, flip_draws: Floats, kernels: Ints, values: Flo
     A later operation of the image is an earlier step of the map, which goes from output to source.
     """
     height, width = config.size
-    flips = (flip_draws < np.array([config.hflip, config.vflip])) & (not config.no_aug)
+    flips = flip_draws < np.array([config.hflip, config.vflip])
     result = geometry.compose(geometry.vflip(flips[:, 1], height), geometry.hflip(flips[:, 0], width))
     for layer in range(kernels.shape[1]):
         maps = geometry.identity(len(flips))
@@ -230,3 +233,67 @@ def _warps(config: AugmentConfig, flip_draws: Floats, kernels: Ints, values: Flo
                 maps[rows] = make(values[rows, layer], width, height)
         result = geometry.compose(maps, result)
     return result
+
+
+def crop_windows(scale: Range, ratio: Range, draws: Floats, source: Ints) -> Ints:
+    """Random resized crop: of ten (area, log aspect) proposals the first that fits, else the central crop.
+
+    Args:
+        scale: Smallest and largest share of the area.
+        ratio: Smallest and largest width / height.
+        draws: (B, BOX_DRAWS).
+        source: (B, 2) width and height of the image.
+
+    Returns:
+        (B, 4) x, y, w, h.
+    """
+    size = source.astype(np.float64)
+    proposals = _proposals(scale, ratio, draws, size[:, :1] * size[:, 1:])
+    fits: Bools = np.all((proposals <= size[:, :, None]) & (proposals > 0), axis=1)
+    windows = _first_that_fits(proposals, fits, draws, size)
+    none_fits = ~np.any(fits, axis=1)
+    windows[none_fits] = _central_crops(ratio, source[none_fits])
+    return windows
+
+
+def _central_crops(ratio: Range, source: Ints) -> Ints:
+    """The largest central window (B, 4) whose aspect ratio is allowed."""
+    width, height = source.astype(np.float64).T
+    low, high = ratio
+    w = np.where(width / height > high, np.rint(height * high), width)
+    h = np.where(width / height < low, np.rint(width / low), height)
+    return np.stack([(width - w) // 2, (height - h) // 2, w, h], axis=1).astype(np.int64)
+
+
+def erased_boxes(size: tuple[int, int], probability: float, recount: int, draws: Floats) -> Ints:
+    """timm's RandomErasing: boxes (B, recount, 4) of top, left, h, w, each the first of ten proposals that fits; zeros
+    where there is none. `draws` (B, 2 + recount * BOX_DRAWS); `size` (H, W)."""
+    number = _integers(draws[:, 1], np.full(len(draws), recount - 1.0)) + 1  # boxes that share the area
+    of_boxes = draws[:, 2:].reshape(len(draws), recount, BOX_DRAWS)
+    limits = np.array(size, np.float64)
+    proposals = _proposals(ERASE_AREA, ERASE_ASPECT, of_boxes, (size[0] * size[1]) / number[:, None, None])
+    fits: Bools = np.all(proposals < limits[:, None], axis=2)
+    boxes = _first_that_fits(proposals, fits, of_boxes, limits)
+    erased = (draws[:, :1] < probability) & (np.arange(recount) < number[:, None]) & np.any(fits, axis=2)
+    return np.where(erased[..., None], boxes, 0)
+
+
+def _proposals(share: Range, ratio: Range, draws: Floats, area: Floats) -> Floats:
+    """Sides (..., 2, tries) of boxes: a share of the area, and a ratio of the first side to the second."""
+    (small, large), (low, high) = share, ratio
+    areas = (small + (large - small) * draws[..., :TRIES]) * area
+    aspects = np.exp(math.log(low) + (math.log(high) - math.log(low)) * draws[..., TRIES : 2 * TRIES])
+    return np.rint(np.sqrt(np.stack([areas * aspects, areas / aspects], axis=-2)))
+
+
+def _first_that_fits(proposals: Floats, fits: Bools, draws: Floats, limits: Floats) -> Ints:
+    """The corner and the sides (..., 4) of the first of the proposals that fits into the limits (..., 2); anything
+    where none does."""
+    sides = np.take_along_axis(proposals, fits.argmax(-1)[..., None, None], axis=-1)[..., 0]
+    corner = _integers(draws[..., 2 * TRIES :], limits - sides)
+    return np.concatenate([corner, sides], axis=-1).astype(np.int64)
+
+
+def _integers(draws: Floats, largest: Floats) -> Floats:
+    """Uniform integers 0..largest, as floats."""
+    return np.minimum(np.floor(draws * (largest + 1)), largest)

@@ -1,19 +1,38 @@
-"""Colour operations on batches of uint8 images, on any device, as PIL does them on one image.
+"""Colour operations and affine warps of batches of uint8 images, on any device, as PIL does them on one image.
 
-Every function takes images (B, 3, H, W) uint8 and an argument per sample (B,) float32 and returns new images; rows
-don't touch each other. The results are within one grey level of Pillow's (ImageOps, ImageEnhance) as timm
-calls them. Nothing here synchronises with the host.
+A colour operation takes images (B, 3, H, W) uint8 and an argument per sample (B,) float32 and returns new images; rows
+don't touch each other. The results are within one grey level of Pillow's (ImageOps, ImageEnhance, Image.transform) as
+timm calls them. Nothing here synchronises with the host.
+
+Legend: B images of H x W pixels.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
+import numpy as np
+import numpy.typing as npt
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from tlt.data.augment.on_device import precise_dtype
 from tlt.data.augment.rand_augment import Kernel
+
+_FRAME = 2  # pixels around an image that bicubic sampling can reach
+
+
+def precise_dtype(device: torch.device) -> torch.dtype:
+    """The floats that repeat PIL's doubles on this device; Apple's GPUs have none."""
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
+def send(array: npt.NDArray[np.generic], device: torch.device) -> Tensor:
+    """A host array on the device, without waiting for it; doubles where it has them."""
+    tensor = torch.from_numpy(np.ascontiguousarray(array))
+    if tensor.is_floating_point():
+        tensor = tensor.to(precise_dtype(device))
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
 def _per_sample(argument: Tensor) -> Tensor:
@@ -142,3 +161,66 @@ OPERATIONS: dict[int, Callable[[Tensor, Tensor], Tensor]] = {
     Kernel.BRIGHTNESS: brightness,
     Kernel.SHARPNESS: sharpness,
 }
+
+
+def warp(images: Tensor, maps: Tensor, fill: Sequence[int], *, cubic: bool) -> Tensor:
+    """`PIL.Image.transform(size, AFFINE, map, resample, fillcolor)` for a batch, size kept.
+
+    Args:
+        images: (B, 3, H, W) uint8.
+        maps: (B, 2, 3), output px -> input px, float64 where the device has it.
+        fill: Red, green, blue, shown where the mapped centre of a pixel lies outside the image.
+        cubic: Bicubic (PIL's, 4 x 4 pixels), else bilinear.
+
+    Returns:
+        (B, 3, H, W) uint8.
+    """
+    height, width = images.shape[2:]
+    m = maps[..., None, None]
+    columns, rows = (torch.arange(side, dtype=maps.dtype, device=maps.device) + 0.5 for side in (width, height))
+    x, y = (m[:, axis, 0] * columns + m[:, axis, 1] * rows[:, None] + m[:, axis, 2] for axis in (0, 1))  # (B, H, W)
+    outside = (x < 0) | (x >= width) | (y < 0) | (y >= height)
+    x, y = x - 0.5, y - 0.5
+    left, top = x.floor(), y.floor()
+    # With a frame of repeated edges only the first of the 4 x 4 pixels around has to be clamped.
+    row_length = width + 2 * _FRAME
+    first = (top.int().clamp_(-1, height - 1) + 1) * row_length + (left.int().clamp_(-1, width - 1) + 1)
+    index = first.long().flatten(1)[:, None].expand(-1, 3, -1)  # the same pixel of every channel
+    table = F.pad(images.float(), (_FRAME,) * 4, mode="replicate").flatten(2)
+    reach = range(4) if cubic else range(1, 3)
+    weights_x, weights_y = _weights(x - left, cubic), _weights(y - top, cubic)
+
+    def row(number: int) -> Tensor:
+        start = number * row_length
+        return _between([table[:, :, start + i :].gather(2, index).view(images.shape) for i in reach], weights_x)
+
+    levels = _truncated(_between([row(number) for number in reach], weights_y))
+    for channel, level in zip(levels.unbind(1), fill, strict=True):
+        channel.masked_fill_(outside, level)
+    return levels
+
+
+def _weights(fraction: Tensor, cubic: bool) -> tuple[Tensor, ...]:
+    """By what `_between` multiplies differences of pixels, at points (B, H, W) in 0..1 between them."""
+    t = fraction[:, None]
+    if not cubic:
+        # The result is often a whole number, where a float32 just below would lose a level: keep the doubles.
+        return (t,)
+    t = t.float()
+    rest = 1 - t
+    far = t * rest
+    return -far * rest, t + t * far, -far * t
+
+
+def _between(pixels: Sequence[Tensor], weights: tuple[Tensor, ...]) -> Tensor:
+    """A value between two pixels, or between the middle two of four: cubic convolution with a = -1, which is PIL's for
+    transforms.
+
+    By differences of pixels: where all are the same, so is the result, to the last bit.
+    """
+    if len(pixels) == 2:
+        first, second = pixels
+        return (second - first) * weights[0] + first
+    before, first, second, after = pixels
+    total = (before - first).mul_(weights[0]).addcmul_(second - first, weights[1])
+    return total.addcmul_(after - first, weights[2]).add_(first)
