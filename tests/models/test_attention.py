@@ -25,7 +25,11 @@ def inputs(queries: int, keys: int, dtype: torch.dtype) -> list[Tensor]:
     ("dtype", "tolerance", "queries", "keys"),
     [(torch.float32, 1e-5, 1, 13), (torch.bfloat16, 2e-2, 9, 9), (torch.bfloat16, 2e-2, 3, WRITTEN_OUT_TOKENS + 1)],
 )
-def test_values_and_gradients(dtype: torch.dtype, tolerance: float, queries: int, keys: int) -> None:
+@pytest.mark.parametrize("avx512", [True, False])
+def test_values_and_gradients(
+    avx512: bool, dtype: torch.dtype, tolerance: float, queries: int, keys: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tlt.models.attention._AVX512", avx512)
     ours = inputs(queries, keys, dtype)
     wide = [x.detach().double().requires_grad_() for x in ours]
     weight = torch.randn(2, 3, queries, 16, generator=torch.Generator().manual_seed(1))
