@@ -18,17 +18,7 @@ from volo.commands.console import run_program
 from volo.config.args import TRAIN, parse_train
 from volo.config.flag_table import SCRIPTS, Program, nearest
 from volo.config.flags_eval import GENERATE_LABEL, PREDICT, VALIDATE
-from volo.config.flags_tools import (
-    ATTENTION,
-    COMPLETION,
-    EXPORT,
-    LAUNCH,
-    PREFLIGHT,
-    PUSH,
-    REPORT,
-    SLURM,
-    parse_launch,
-)
+from volo.config.flags_tools import ATTENTION, EXPORT, LAUNCH, PREFLIGHT, PUSH, REPORT, SLURM, parse_launch
 
 
 class Command(NamedTuple):
@@ -45,12 +35,11 @@ COMMANDS = {
     "label": Command(GENERATE_LABEL, GENERATE_LABEL.parse, "volo.commands.generate_label"),
     "predict": Command(PREDICT, PREDICT.parse, "volo.commands.predict"),
     "export": Command(EXPORT, EXPORT.parse, "volo.commands.export"),
-    "push": Command(PUSH, PUSH.parse, "volo.commands.push"),
+    "push": Command(PUSH, PUSH.parse, "volo.commands.hub"),
     "report": Command(REPORT, REPORT.parse, "volo.commands.report"),
     "attention": Command(ATTENTION, ATTENTION.parse, "volo.commands.attention"),
     "launch": Command(LAUNCH, parse_launch, "volo.commands.launch"),
     "slurm": Command(SLURM, SLURM.parse, "volo.commands.slurm"),
-    "completion": Command(COMPLETION, COMPLETION.parse, "volo.completion"),
     "preflight": Command(PREFLIGHT, PREFLIGHT.parse, "volo.cluster.preflight"),
 }
 

@@ -83,22 +83,3 @@ def test_the_commands_are_understood(
     assert trained[1].token_label_data == (f"{output}/packed" if shards else f"{output}/labels.tlt")
     (processes,) = [int(command.split()[1]) for command in commands if command.startswith("./distributed_train.sh")]
     assert processes == (1 if gpus == 1 else 2) and processes * trained[1].batch_size == 32
-
-
-def test_a_fresh_start_removes_what_the_demo_made_and_nothing_else(
-    digits: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made = [tmp_path / "mine" / name for name in ("digits/train/0/0.png", "annotator/last.pth.tar", "labels.png")]
-    others = [tmp_path / "mine" / name for name in ("thesis.tex", "photos/1.jpg")]
-    for file in made + others:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text("")
-
-    def stop(folder: Path) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(digits, "write_digits", stop)
-    monkeypatch.setattr(sys, "argv", ["digits.py", "--fresh", "--output", "mine"])
-    with pytest.raises(KeyboardInterrupt):
-        digits.main()
-    assert [file for file in made + others if file.exists()] == others

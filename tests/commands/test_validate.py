@@ -17,7 +17,6 @@ from PIL import Image
 from tests.commands.conftest import QUICK, Ended, TrainedRun
 from tlt.io.weights import read_checkpoint
 from volo.cluster.distributed import World
-from volo.commands import validate
 from volo.commands.validate import RealLabels
 from volo.record.metrics import Sums
 from volo.train.trained_model import choose_weights
@@ -82,12 +81,6 @@ def test_the_weights_by_which_training_selected_are_the_default(tmp_path: Path) 
         for use_ema in (True, False):
             assert choose_weights(Namespace(use_ema=use_ema, no_use_ema=not use_ema), checkpoint) == (use_ema, [])
         assert choose_weights(flags, {**checkpoint, "state_dict_ema": None}) == (False, [])
-
-
-def test_another_image_size(call: Call, trained_run: TrainedRun, tmp_path: Path) -> None:
-    data, run = trained_run
-    rows = _rows(call, data, run / "last.pth.tar", tmp_path / "a.json", "--img-size 64")
-    assert rows[0]["img_size"] == "64x64" and rows[0]["images"] == 8
 
 
 def test_a_class_without_validation_folder_keeps_its_number(
@@ -155,17 +148,6 @@ def test_bad_input_is_one_line_with_exit_code_2(call: Call, trained_run: Trained
     assert named in ended.err and len(ended.err.strip().splitlines()) == 1 and "Traceback" not in ended.err
 
 
-def test_flags_win_over_how_the_checkpoints_model_was_built(
-    call: Call, make_dataset: Callable[..., Path], tmp_path: Path
-) -> None:
-    data = make_dataset()
-    flags = f"{data} {QUICK} --epochs 1 --lr 2e-3 --gp avg --output {tmp_path} --experiment run"
-    assert call("train", flags).code == 0
-    path, out = tmp_path / "run" / "last.pth.tar", tmp_path / "a.json"
-    recorded, same, other = (_rows(call, data, path, out, gp)[0]["loss"] for gp in ("", "--gp avg", "--gp token"))
-    assert recorded == same != other
-
-
 def test_a_dense_head_that_was_not_trained_takes_no_part(
     call: Call, make_dataset: Callable[..., Path], tmp_path: Path
 ) -> None:
@@ -178,20 +160,3 @@ def test_a_dense_head_that_was_not_trained_takes_no_part(
     checkpoint["state_dict"]["aux_head.bias"] += 100.0 * torch.arange(4)
     torch.save(checkpoint, tmp_path / "run" / "changed.pth.tar")
     assert _rows(call, data, tmp_path / "run" / "changed.pth.tar", tmp_path / "b.json")[0]["loss"] == before
-
-
-def test_the_stems_batchnorm_is_folded_after_the_weights_are_there(
-    call: Call, trained_run: TrainedRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    data, run = trained_run
-    chosen = tmp_path / "classes.txt"
-    chosen.write_text("0\n1\n2\n3\n")
-    flags = f"--use-ema --valid-labels {chosen} --torchcompile eager"
-    folded = _rows(call, data, run / "last.pth.tar", tmp_path / "a.json", flags)[0]
-    done: list[int] = []
-    monkeypatch.setattr(validate, "fold_batchnorm", lambda model: done.append(1))
-    plain = _rows(call, data, run / "last.pth.tar", tmp_path / "b.json", flags)[0]
-    assert done and folded.pop("loss") == pytest.approx(plain.pop("loss"), rel=1e-5)
-    for row in (folded, plain):
-        del row["images_per_second"]
-    assert folded == plain  # the number of parameters is that of the file

@@ -74,12 +74,3 @@ def test_the_launcher_and_the_batch_scripts_are_there(package: Path, tmp_path: P
     command = [sys.executable, "-m", "volo", "slurm", "jobs"]
     again = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=LIMIT)
     assert again.returncode == 2 and "not empty" in again.stderr
-
-
-def test_a_shell_completes_commands_and_flags(package: Path, tmp_path: Path) -> None:
-    pytest.importorskip("shtab")
-    script = tmp_path / "volo.bash"
-    script.write_text(volo(package, tmp_path, "completion", "bash"))
-    ask = f"source {script}; COMP_WORDS=(volo train --token-label-d); COMP_CWORD=2; _shtab_volo; echo ${{COMPREPLY[@]}}"
-    done = subprocess.run(["bash", "-c", ask], capture_output=True, text=True, timeout=LIMIT)
-    assert done.stdout.split() == ["--token-label-data"], done.stderr

@@ -23,18 +23,12 @@ def read(tmp_path: Path, text: str) -> dict[str, object]:
     [
         ("epochs: 30", {"epochs": 30}),
         ("lr: 1e-3", {"lr": 1e-3}),  # YAML 1.1 reads this as text
-        ("lr: 1", {"lr": 1.0}),
         ("min-lr: 4.0e-6\ntoken-label: true", {"min_lr": 4e-6, "token_label": True}),
         ("amp: off", {"amp": False}),
-        ("scale: [0.2, 1]", {"scale": [0.2, 1.0]}),
         ("mean: 0.5", {"mean": [0.5]}),
-        ("input_size: [3, 256, 192]", {"input_size": [3, 256, 192]}),
         ("drop_path: null", {"drop_path": None}),
         ("torchcompile: true", {"torchcompile": "inductor"}),
-        ("torchcompile: eager", {"torchcompile": "eager"}),
-        ("torchcompile: false", {"torchcompile": None}),
         ("model_kwargs: {depth: 3, act: relu}", {"model_kwargs": {"depth": 3, "act": "relu"}}),
-        ("data_dir: /data", {"data_dir": "/data"}),
         ("experiment: 2024", {"experiment": "2024"}),
         ("head_init_bias: -6.9\nlr_noise: [0.1, 0.5]", {"head_init_bias": -6.9, "lr_noise": [0.1, 0.5]}),
         # As an older version has written it down, where each name was a flag of its own.
@@ -61,21 +55,13 @@ def test_values_have_the_type_they_have_on_the_command_line(
         ("config: other.yaml", "unknown key 'config'"),
         ("mixup_mode: bogus", "mixup_mode: argument --mixup-mode: invalid choice: 'bogus' (choose from"),
         ("epochs: 1.5", "--epochs: invalid int value: '1.5'"),
-        ("epochs: -1", "--epochs: -1 is out of range: at least 1"),
-        ("epochs: true", "epochs: True is no value"),
-        ("epochs: [3]", "epochs: [3] is no value"),
         ("epochs:", "epochs: has no value"),
-        ("lr: .nan", "--lr: nan is not a finite number"),
-        ("amp: 'yes'", "amp: 'yes' is neither true nor false"),
-        ("model: no", "model: False is no value; text that looks like something else needs quotes"),
         ("output: 2024-01-01", "needs quotes"),
         ("input_size: [3, 224]", "--input-size: expected 3 arguments"),
-        ("scale: []", "--scale: expected 2 arguments"),
         ("model_kwargs: [1]", "no mapping"),
         ("epochs: 3\nepochs: 4", "'epochs' stands there twice"),
         ("min_lr: 3\nmin-lr: 4", "min_lr stands there twice"),
         ("", "holds nothing where KEY: VALUE lines are expected"),
-        ("- epochs", "holds a list where"),
         ("epochs: 3\n  lr: [", "line 2"),
         ("model_kwargs: &a {x: 1}\ndata_dir: *a", "line 2, column 11"),
     ],
@@ -120,20 +106,15 @@ def test_command_line_wins_over_recipe_and_recipe_over_defaults(tmp_path: Path) 
     ("in_recipe", "line", "expected"),
     [
         ({"lr_base": 1e-3, "lr_base_size": 352}, "--lr 5e-4", {"lr": 5e-4, "lr_base": 1.6e-3, "lr_base_size": 1024}),
-        ({"lr": 8e-6}, "--lr-base 1e-3", {"lr": None, "lr_base": 1e-3}),
         ({"lr_base": 1e-3, "lr_base_size": 352}, "--lr-base 2e-3", {"lr_base": 2e-3, "lr_base_size": 352}),
         ({"img_size": 224}, "--input-size 3 64 32", {"img_size": None, "input_size": [3, 64, 32]}),
         (LABELLED | {"token_label_size": 14}, "--img-size 384", {"img_size": 384, "token_label_size": None}),
-        (LABELLED | {"token_label_size": 14}, "--epochs 3", {"token_label_size": 14}),
         (LABELLED | {"token_label_size": 1}, "--img-size 384", {"token_label_size": 1}),
-        ({"validation_batch_size_multiplier": 2}, "--validation-batch-size 8", {"validation_batch_size_multiplier": 1}),
         ({"drop_path": 0.5}, "--drop-connect 0.1", {"drop_path": 0.1}),
         ({"aa": "rand-m5", "reprob": 0.1}, "--no-aug", {"no_aug": True, "aa": "rand-m9-mstd0.5-inc1", "reprob": 0.25}),
         ({"pretrained": True}, "--finetune f", {"pretrained": False, "finetune": "f"}),
-        ({"drop_connect": 0.1}, "--drop-path 0", {"drop_path": 0.0}),
         # What is switched off is no alternative.
         ({"finetune": "f"}, "--no-pretrained", {"pretrained": False, "finetune": "f"}),
-        ({"initial_checkpoint": "f"}, "--no-pretrained", {"initial_checkpoint": "f"}),
         ({"pretrained": True}, "--finetune= --initial-checkpoint=", {"pretrained": True}),
         ({"token_label": True, "token_label_teacher": "t"}, "--token-label-data=", {"token_label_teacher": "t"}),
         (
@@ -156,8 +137,3 @@ def test_resolved_arguments_are_a_recipe_that_repeats_them(tmp_path: Path) -> No
     settings = {name: value for name, value in vars(first).items() if name not in ("config", "notes")}
     second = parse_train(["-c", recipe(tmp_path, **settings)])
     assert {**vars(second), "config": ""} == vars(first)
-
-
-def test_a_contradiction_inside_a_recipe_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="keep one"):
-        parse_train(["-c", recipe(tmp_path, lr=1e-3, lr_base=1e-3), "/data"])

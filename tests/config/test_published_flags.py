@@ -173,37 +173,6 @@ def test_published_flags_keep_name_type_default_and_meaning(program: Program, ta
             assert after == eval(value) and type(after) is type(eval(value)), line
 
 
-NEWER = """
-grad_accum_steps | 1 | --grad-accum-steps 4 | 4
-grad_checkpointing | False | --grad-checkpointing | True
-torchcompile | None | --torchcompile | 'inductor'
-torchcompile | None | --torchcompile eager | 'eager'
-torchcompile_mode | None | --torchcompile-mode max-autotune | 'max-autotune'
-amp_dtype | None | --amp-dtype bfloat16 | 'bfloat16'
-layer_decay | None | --layer-decay 0.75 | 0.75
-model_ema_warmup | False | --model-ema-warmup | True
-lr_base | 1.6e-3 | --lr-base 1e-3 | 1e-3
-lr_base_size | 1024 | --lr-base-size 256 | 256
-lr_base_scale | 'linear' | --lr-base-scale sqrt | 'sqrt'
-val_interval | 1 | --val-interval 5 | 5
-experiment | '' | --experiment x | 'x'
-device | None | --device cpu | 'cpu'
-sched_on_updates | False | --sched-on-updates | True
-warmup_prefix | False | --warmup-prefix | True
-model_kwargs | {} | --model-kwargs a=1 b=x c=0.5 d=(2,3) | {'a': 1, 'b': 'x', 'c': 0.5, 'd': (2, 3)}
-head_init_bias | None | --head-init-bias -6.9 | -6.9
-validation_batch_size | None | --validation-batch-size 64 | 64
-finetune | '' | --pretrained-path x | 'x'
-"""
-
-
-def test_newer_flags_have_timms_names() -> None:
-    parser = TRAIN.parser()
-    for dest, default, line, value in (row.split(" | ") for row in NEWER.strip().splitlines()):
-        assert getattr(parser.parse_args([]), dest) == eval(default), dest
-        assert getattr(parser.parse_args(line.split()), dest) == eval(value), dest
-
-
 D1 = (
     "/imagenet --model volo_d1 --img-size 224 -b 128 --lr 1.6e-3 --drop-path 0.1 --apex-amp "
     "--token-label --token-label-size 14 --token-label-data /labels"

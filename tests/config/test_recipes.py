@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import re
 import shlex
-from argparse import Namespace
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 
-from volo.config.args import TRAIN, parse_train
+from volo.config.args import parse_train
 from volo.train.schedule import LrSchedule, resolve_lr
 
 ROOT = Path(__file__).parents[2]
@@ -156,44 +155,3 @@ def test_lv_vit_differs_from_the_defaults_as_published() -> None:
         assert args.dense_weight == (1.0 if lv_vit else 0.5)
         assert args.model_ema is lv_vit
         assert args.aa == ("rand-n3-m9-mstd0.5-inc1" if name == "lvvit_l_224" else "rand-m9-mstd0.5-inc1")
-
-
-# What the published repositories' READMEs and NVIDIA's article on D5 tell to type after `./distributed_train.sh 8`, and
-# the recipe of this project that is the same run. Paths are made up.
-_LABELS = "--token-label --token-label-data /labels --token-label-size"
-_TUNED = "--epochs 30 --weight-decay 1.0e-8 --warmup-epochs 5 --ground-truth --finetune /start.pth.tar"
-PUBLISHED = {
-    "volo_d1_224": f"/data --model volo_d1 --img-size 224 -b 128 --lr 1.6e-3 --drop-path 0.1 --apex-amp {_LABELS} 14",
-    "volo_d5_224": f"/data --model volo_d5 --img-size 224 -b 44 --lr 1.0e-4 --drop-path 0.75 --apex-amp {_LABELS} 14",
-    "volo_d2_384": "/data --model volo_d2 --img-size 384 -b 48 --lr 8.0e-6 --min-lr 4.0e-6 --drop-path 0.2 --apex-amp "
-    f"{_TUNED} {_LABELS} 24",
-    "volo_d5_512": "/data --model volo_d5 --img-size 512 -b 4 --lr 2.3e-5 --drop-path 0.5 --apex-amp "
-    f"{_TUNED} {_LABELS} 24",
-    "lvvit_s_224": f"/data --model lvvit_s -b 128 --apex-amp --img-size 224 --drop-path 0.1 --model-ema {_LABELS} 14",
-    "lvvit_l_224": "/data --model lvvit_l -b 128 --lr 1.e-3 --aa rand-n3-m9-mstd0.5-inc1 --apex-amp --img-size 224 "
-    f"--drop-path 0.3 --model-ema {_LABELS} 14",
-    "lvvit_s_384": "/data --model lvvit_s -b 64 --apex-amp --img-size 384 --drop-path 0.1 --lr 5.e-6 --min-lr 5.e-6 "
-    f"--weight-decay 1.e-8 --finetune /start.pth.tar --epochs 30 {_LABELS} 24",
-}
-# What a recipe says in another way, and what a command alone says.
-_ELSEWHERE = {"config", "notes", "apex_amp", "lr", "lr_base", "lr_base_size", "token_label_size", "finetune"}
-_LV_VIT_DEFAULTS = {"warmup_epochs", "dense_weight"}  # TokenLabeling's own program has others; the recipes have them
-
-
-@pytest.mark.parametrize("name", PUBLISHED)
-def test_a_published_command_is_taken_flag_by_flag(name: str) -> None:
-    argv = shlex.split(PUBLISHED[name])
-    args, flags = vars(parse_train(argv)), TRAIN.parser().flags
-    by_name = {option: row for row in flags.values() for option in row.names}
-    for position, word in enumerate(argv):
-        if word.startswith("-"):
-            row = by_name[word]
-            assert args[row.dest] == (True if row.switch else row.type(argv[position + 1])), word
-    assert args["data_dir"] == "/data" and args["amp"] is True
-    recipe = vars(parse_train(["-c", str(ROOT / "configs" / f"{name}.yaml"), "/data", "--token-label-data", "/labels"]))
-    ignored = _ELSEWHERE | (_LV_VIT_DEFAULTS if name.startswith("lvvit") else set())
-    different = {key for key in recipe if recipe[key] != args[key]} - ignored
-    assert not different, {key: (recipe[key], args[key]) for key in different}
-    rates = [resolve_lr(Namespace(**each), 8 * args["batch_size"])[0] for each in (args, recipe)]
-    assert rates[0] == pytest.approx(rates[1])
-    assert args["token_label_size"] == (24 if name == "volo_d5_512" else recipe["token_label_size"])

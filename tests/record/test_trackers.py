@@ -25,7 +25,6 @@ EVERY_UPDATE = [(update, 10.0 * update) for update in range(1, 7)]
 @pytest.mark.parametrize("name", READERS)
 def test_a_resumed_run_continues_its_curve(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip(name)
-    monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
     monkeypatch.chdir(tmp_path)  # where MLflow puts artifacts

@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 import os
 import sqlite3
-import struct
 from argparse import Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -98,24 +97,6 @@ def read_trackio(run: Path) -> Tracked:
     return _from_rows([(step, json.loads(values)) for step, values in rows], json.loads(config))
 
 
-def read_wandb(run: Path) -> Tracked:
-    from wandb.proto.wandb_internal_pb2 import Record
-
-    rows, config, ids = [], {}, set()
-    for file in sorted((run / "wandb").glob("offline-run-*/*.wandb")):
-        for data in _leveldb_records(file.read_bytes()):
-            record = Record.FromString(data)
-            items = record.history.item
-            if items:
-                row = {item.key or item.nested_key[0]: json.loads(item.value_json) for item in items}
-                rows.append((row["update"], {k: v for k, v in row.items() if k != "update" and k[0] != "_"}))
-            if record.HasField("run"):
-                ids.add((record.run.run_id, record.run.display_name, record.run.project, *record.run.tags))
-                config |= {item.key: json.loads(item.value_json) for item in record.run.config.update}
-    assert len(ids) == 1 and next(iter(ids))[1:] == (run.name, "mine", "a", "b")
-    return _from_rows(rows, config)
-
-
 def _from_rows(rows: list[tuple[int, dict[str, Any]]], config: dict[str, Any]) -> Tracked:
     curves: dict[str, list[tuple[int, float]]] = {}
     for step, values in rows:
@@ -124,23 +105,7 @@ def _from_rows(rows: list[tuple[int, dict[str, Any]]], config: dict[str, Any]) -
     return Tracked(curves, config)
 
 
-def _leveldb_records(data: bytes) -> Iterator[bytes]:
-    """The records of a log in LevelDB's format: blocks of 32 KiB, behind the 7 bytes with which W&B's files begin."""
-    at, parts = 7, b""
-    while at + 7 <= len(data):
-        if 32768 - at % 32768 < 7:  # no room for a header: the next block
-            at += 32768 - at % 32768
-            continue
-        _, length, kind = struct.unpack_from("<IHB", data, at)
-        parts += data[at + 7 : at + 7 + length]
-        at += 7 + length
-        if kind in (1, 4):  # whole, or the last part
-            yield parts
-            parts = b""
-
-
 READERS: dict[str, Callable[[Path], Tracked]] = {
-    "wandb": read_wandb,
     "tensorboard": read_tensorboard,
     "mlflow": read_mlflow,
     "trackio": read_trackio,

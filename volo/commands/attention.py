@@ -66,6 +66,7 @@ _LEGEND = "Means over the heads, from the smallest value (blue) to the largest (
 class Heat(NamedTuple):
     """The attention of one layer over the image, mean over the heads."""
 
+    what: str  # of `_ROWS`
     name: str  # of the layer's block
     values: npt.NDArray[np.float64]  # (rows, columns), 1 where attention is even
     cell: int  # side of a cell in pixels
@@ -77,7 +78,7 @@ class View(NamedTuple):
     top: list[tuple[int, float]]  # class id and probability of the most probable classes
     tokens: Cells | None  # first class of each token by the dense head; None where there is no dense head
     token_box: tuple[float, float, float, float]  # x0, y0, x1, y1 in pixels of what the tokens show together
-    maps: dict[type[nn.Module], list[Heat]]  # by kind of layer
+    maps: list[list[Heat]]  # a row for each of `_ROWS` that the model has
 
 
 def run(args: Namespace) -> int:
@@ -88,28 +89,17 @@ def run(args: Namespace) -> int:
     device = choose_device(args.device, 0)
     trained = load_model(args, args.checkpoint or None)
     say(trained.notes)
-    settings = trained.settings
-    model: Any = trained.model.to(device).eval()  # with timm's interface
-    image = read_image(args.image, settings)
-    query = (args.query[0], args.query[1])
-    seen = view(model, EvalStage(settings["mean"], settings["std"]).to(device)(image[None].to(device)), query)
+    settings, model = trained.settings, trained.model.to(device)
+    batch = eval_dataset(ImageFolder("", [args.image], np.zeros(1, np.int64), []), settings).load(BatchKey(0, (0,)))
+    if batch.skipped:
+        raise UserError(f"image {printable(args.image)}: {batch.skipped[0][1]}")
+    image = batch.images[0]  # (3, H, W) uint8, as evaluation prepares it
+    seen = view(model, EvalStage(settings["mean"], settings["std"]).to(device)(image[None].to(device)), args.query)
     title = f"{args.image}: {args.model}, {image.shape[1]} x {image.shape[2]} px"
-    names = class_names(trained.config, int(model.num_classes))
-    save_figure(draw_attention(image.permute(1, 2, 0).numpy(), seen, query, names, title), args.output)
+    names = class_names(trained.config, model.num_classes)
+    save_figure(draw_attention(image.permute(1, 2, 0).numpy(), seen, args.query, names, title), args.output)
     print(f"wrote {printable(args.output)}", flush=True)
     return 0
-
-
-def read_image(path: str, settings: dict[str, Any]) -> Tensor:
-    """Read an image as evaluation prepares it, (3, H, W) uint8.
-
-    Raises:
-        UserError: It can't be read.
-    """
-    batch = eval_dataset(ImageFolder("", [path], np.zeros(1, np.int64), []), settings).load(BatchKey(0, (0,)))
-    if batch.skipped:
-        raise UserError(f"image {printable(path)}: {batch.skipped[0][1]}")
-    return batch.images[0]
 
 
 def attention_layers(model: nn.Module) -> dict[str, nn.Module]:
@@ -118,13 +108,10 @@ def attention_layers(model: nn.Module) -> dict[str, nn.Module]:
     Raises:
         UserError: There is none whose weights can be computed here.
     """
-    kinds = tuple(_ROWS)
-    found = {name.removesuffix(".attn"): module for name, module in model.named_modules() if isinstance(module, kinds)}
-    if not found:
-        raise UserError(
-            f"--model: {type(model).__name__} has none of the attention layers of VOLO and LV-ViT, whose maps are shown"
-        )
-    return found
+    every, kinds = model.named_modules(), tuple(_ROWS)
+    if found := {name.removesuffix(".attn"): module for name, module in every if isinstance(module, kinds)}:
+        return found
+    raise UserError(f"--model: {type(model).__name__} has none of the attention layers of VOLO and LV-ViT")
 
 
 @torch.no_grad()
@@ -169,7 +156,7 @@ def outlook_attention(layer: OutlookAttention, x: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def view(model: Any, image: Tensor, query: tuple[float, float]) -> View:
+def view(model: Any, image: Tensor, query: Sequence[float]) -> View:
     """Run the model on one normalised image (1, 3, H, W), and look at some of its layers.
 
     Args:
@@ -178,21 +165,22 @@ def view(model: Any, image: Tensor, query: tuple[float, float]) -> View:
     features, inputs = forward_with_inputs(model, image)
     grid, cell = model.token_grid(tuple(image.shape[-2:])), model.patch_size * model.mix_scale
     count = grid[0] * grid[1]
-    at = token_at(query, image, cell, grid)
-    maps: dict[type[nn.Module], list[Heat]] = {kind: [] for kind in _ROWS}
-    for name, layer in _shown(attention_layers(model)).items():
+    row, column = (min(int(query[1 - n] * image.shape[2 + n] / cell), grid[n] - 1) for n in (0, 1))
+    at = row * grid[1] + column - count  # from the last token: a class token, where there is one, is the first
+
+    def heat(what: str, name: str, layer: Any) -> Heat:
         x = inputs[layer]
         if isinstance(layer, OutlookAttention):
-            values = outlook_attention(layer, x)[0].mean(dim=0)
-            maps[OutlookAttention].append(Heat(name, _array(values), model.patch_size))
-            continue
-        if isinstance(layer, ClassAttention):
-            weights = class_attention(layer, x)[0]
-        else:
-            assert isinstance(layer, SelfAttention)
-            weights = self_attention(layer, x)[0, :, at - count]  # a class token, where there is one, is the first
-        values = weights[:, -count:].mean(dim=0).unflatten(-1, grid) * count
-        maps[type(layer)].append(Heat(name, _array(values), cell))
+            return Heat(what, name, _array(outlook_attention(layer, x)[0].mean(dim=0)), model.patch_size)
+        is_class = isinstance(layer, ClassAttention)
+        weights = class_attention(layer, x)[0] if is_class else self_attention(layer, x)[0, :, at]
+        return Heat(what, name, _array(weights[:, -count:].mean(dim=0).unflatten(-1, grid) * count), cell)
+
+    maps = []
+    for kind, what in _ROWS.items():
+        if layers := [item for item in attention_layers(model).items() if isinstance(item[1], kind)]:
+            shown = sorted({*np.linspace(0, len(layers) - 1, _ACROSS).astype(int).tolist()})
+            maps.append([heat(what, *layers[number]) for number in shown])
     probabilities = model.forward_head(features)[0].float().softmax(-1)
     best = probabilities.topk(min(TOP, len(probabilities)))
     tokens = None
@@ -203,41 +191,24 @@ def view(model: Any, image: Tensor, query: tuple[float, float]) -> View:
     return View(top, tokens, (0.0, 0.0, float(grid[1] * cell), float(grid[0] * cell)), maps)
 
 
-def token_at(query: tuple[float, float], image: Tensor, cell: int, grid: tuple[int, int]) -> int:
-    """Return the number of the token at a place (x, y) of the image."""
-    height, width = image.shape[-2:]
-    row, column = min(int(query[1] * height / cell), grid[0] - 1), min(int(query[0] * width / cell), grid[1] - 1)
-    return row * grid[1] + column
-
-
-def _shown(layers: dict[str, nn.Module]) -> dict[str, nn.Module]:
-    chosen: set[str] = set()
-    for kind in _ROWS:
-        names = [name for name, layer in layers.items() if isinstance(layer, kind)]
-        chosen |= {names[i] for i in np.linspace(0, len(names) - 1, _ACROSS).astype(int)} if names else set()
-    return {name: layer for name, layer in layers.items() if name in chosen}
-
-
 def _array(tensor: Tensor) -> npt.NDArray[np.float64]:
     return tensor.double().cpu().numpy()
 
 
-def draw_attention(image: Pixels, seen: View, query: tuple[float, float], names: Sequence[str], title: str) -> Figure:
-    """Draw the image, what both heads say, and a row of maps for each kind of attention.
-
-    Args:
-        image: As the model sees it, before normalisation.
-        query: The place that looks, (x, y) shares of the image.
-        names: Of the classes, by id; ids beyond them are shown as numbers.
-    """
-    kinds = {kind: maps for kind, maps in seen.maps.items() if maps}
-    figure, rows = answers_page(1 + len(kinds), image, seen, names, f"{drawable(title)}\n{_LEGEND}")
-    rows[0][0].plot(query[0] * image.shape[1], query[1] * image.shape[0], marker="+", color="#00e5ff", ms=11, mew=2)
-    for row, (kind, maps) in zip(rows[1:], kinds.items(), strict=True):
+def draw_attention(image: Pixels, seen: View, query: Sequence[float], names: Sequence[str], title: str) -> Figure:
+    """Draw the image as the model sees it, before normalisation, what both heads say, and the rows of maps."""
+    figure, rows = answers_page(1 + len(seen.maps), image, seen, names, f"{drawable(title)}\n{_LEGEND}")
+    height, width = image.shape[:2]
+    rows[0][0].plot(query[0] * width, query[1] * height, marker="+", color="#00e5ff", ms=11, mew=2)
+    for row, maps in zip(rows[1:], seen.maps, strict=True):
         for axes, heat in zip(row, maps, strict=False):
             note = f"{heat.name}: {heat.values.min():.2f} to {heat.values.max():.2f} x even"
-            _caption(axes, f"{_ROWS[kind]}\n{note}" if axes is row[0] else note)
-            _draw_map(axes, image, heat)
+            _caption(axes, f"{heat.what}\n{note}" if axes is row[0] else note)
+            # In colours over the image in grey.
+            show_image(axes, image, muted=True)
+            extent = (0, heat.values.shape[1] * heat.cell, heat.values.shape[0] * heat.cell, 0)
+            axes.imshow(heat.values, extent=extent, interpolation="nearest", cmap="plasma", alpha=0.65, label="map")
+            axes.set(xlim=(0, width), ylim=(height, 0))
     return figure
 
 
@@ -256,7 +227,7 @@ def answers_page(
     picture, tokens, bars = grid[0]
     show_image(picture, image)
     _caption(picture, "image")
-    named = {class_id: names[class_id] for class_id in range(len(names))}
+    named = dict(enumerate(names))
     if seen.tokens is not None:
         shown = np.unique(seen.tokens.ids).tolist()
         show_image(tokens, image, muted=True)
@@ -276,13 +247,3 @@ def answers_page(
 
 def _caption(axes: Axes, text: str) -> None:
     axes.set_title(text, loc="left", fontsize=7.5, parse_math=False)
-
-
-def _draw_map(axes: Axes, image: Pixels, heat: Heat) -> None:
-    """The map in colours over the image in grey."""
-    (rows, columns), (height, width) = heat.values.shape, image.shape[:2]
-    grey = image @ np.array([0.299, 0.587, 0.114])
-    axes.imshow(grey, extent=(0, width, height, 0), interpolation="bilinear", cmap="gray", vmin=0, vmax=300)
-    extent = (0, columns * heat.cell, rows * heat.cell, 0)
-    axes.imshow(heat.values, extent=extent, interpolation="nearest", cmap="plasma", alpha=0.65, label="map")
-    axes.set(xlim=(0, width), ylim=(height, 0))

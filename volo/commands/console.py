@@ -24,12 +24,10 @@ from volo.cluster.binding import bind_process
 from volo.cluster.ranks import adopt_launcher, end_with_launcher
 from volo.cluster.stopping import STOP, Stopped
 
+Parse = Callable[[Sequence[str] | None], Namespace]
 
-def run_program(
-    parse: Callable[[Sequence[str] | None], Namespace],
-    module: str,
-    argv: Sequence[str] | None = None,
-) -> int:
+
+def run_program(parse: Parse, module: str, argv: Sequence[str] | None = None) -> int:
     """Parse `argv` (default: the command line), bind the process where there is a `--bind`, then import `module` and
     return the exit code of its `run(args)`.
 
@@ -100,7 +98,7 @@ class _Output:
                 print(f"warning: output is left out that can't be written: {error.strerror}", file=sys.stderr)
 
 
-def _run(parse: Callable[[Sequence[str] | None], Namespace], module: str, argv: Sequence[str] | None) -> int:
+def _run(parse: Parse, module: str, argv: Sequence[str] | None) -> int:
     debug = "--debug" in (sys.argv[1:] if argv is None else argv)
     try:
         args = parse(argv)
@@ -130,7 +128,8 @@ def _tell(text: str) -> None:
 
     Of several ranks of a launch with the same text, only the first prints it.
     """
-    line = f"{_rank_prefix()}{text}\n"
+    is_one_of_several = os.environ.get("WORLD_SIZE", "1") not in ("", "1")
+    line = f"[rank {os.environ.get('RANK', '0')}] {text}\n" if is_one_of_several else f"{text}\n"
     # A file of volo/commands/launch.py for the ranks of this machine; other launchers have none.
     with suppress(KeyError, OSError), open(os.environ["LAUNCH_TOLD"], "r+") as told:
         import fcntl  # not on Windows, where nothing is launched
@@ -148,8 +147,3 @@ def _joined() -> bool:
     """Whether this process is in a process group that this program created."""
     distributed = sys.modules.get("volo.cluster.distributed")
     return distributed is not None and distributed.in_own_group()
-
-
-def _rank_prefix() -> str:
-    world_size = int(os.environ.get("WORLD_SIZE", "1") or 1)
-    return f"[rank {os.environ.get('RANK', '0')}] " if world_size > 1 else ""

@@ -4,9 +4,9 @@
     volo export -o volo_d1_384.pt2 --model volo_d1 --pretrained --img-size 384 --dense
 
 The file takes any number of images of one size: one input, `images` (B, channels, H, W), float32 and normalised. Its
-outputs are float32 and named after `output_names`. BatchNorm is folded into the stem. A JSON text `model_config` in the
-file says how images are prepared and what the classes are called. Before the file gets its name, it is loaded and must
-give the model's logits.
+outputs are float32: `logits`, or `class_logits` and `token_logits` (in a .pt2 without names). BatchNorm is folded into
+the stem. A JSON text `model_config` in the file says how images are prepared and what the classes are called. Before
+the file gets its name, it is loaded and must give the model's logits.
 """
 
 from __future__ import annotations
@@ -17,10 +17,9 @@ import math
 import os
 import warnings
 from argparse import Namespace
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -33,15 +32,13 @@ from tlt.models.folding import fold_batchnorm
 from volo.checkpoint.checkpoint_file import explained, install, tensor_bytes
 from volo.checkpoint.model_config import class_names
 from volo.commands.console import say
-from volo.commands.model_card import write_folder
+from volo.commands.hub import write_folder
 from volo.train.convolutions import check_convolutions
 from volo.train.trained_model import TrainedModel, load_model
 
 BATCHES = (1, 3)  # batch sizes for the check of the file; it was traced with another one
 # The largest allowed difference from the float32 model, as a share of the largest logit.
 TOLERANCES = {"float32": 1e-4, "float16": 2e-2, "bfloat16": 1e-1}
-
-
 INPUT = "images"
 CONFIG = "model_config"
 _LARGEST_ONNX = 2**31 - 2**20  # bytes of weights: a file is one protobuf message, which ends at 2 GiB
@@ -68,11 +65,6 @@ class ExportModule(nn.Module):
         return tuple(logits.float() for logits in outputs)
 
 
-def output_names(dense: bool) -> list[str]:
-    """Return the names of the outputs, in order."""
-    return ["class_logits", "token_logits"] if dense else ["logits"]
-
-
 def trace(module: ExportModule, images: Tensor) -> ExportedProgram:
     """Return the module as a graph for any batch of images of this size.
 
@@ -86,16 +78,8 @@ def trace(module: ExportModule, images: Tensor) -> ExportedProgram:
         with torch.no_grad():
             return torch.export.export(module, (images,), dynamic_shapes={INPUT: {0: Dim("batch", min=1)}})
     except RuntimeError as error:
-        name = type(module.model).__name__
-        raise UserError(f"{name} can't be exported for any batch: {str(error).strip().splitlines()[0]}") from error
-
-
-class Format(NamedTuple):
-    """How files of one format are written and read."""
-
-    packages: tuple[str, ...]  # of the extra "onnx", needed beyond torch
-    write: Callable[[ExportedProgram, list[str], str, Path, int], None]  # graph, outputs, model_config, file, opset
-    load: Callable[[Path], Callable[[Tensor], tuple[Tensor, ...]]]
+        reason = str(error).strip().splitlines()[0]
+        raise UserError(f"{type(module.model).__name__} can't be exported for any batch: {reason}") from error
 
 
 def write_onnx(program: ExportedProgram, outputs: list[str], config: str, path: Path, opset: int) -> None:
@@ -107,16 +91,21 @@ def write_onnx(program: ExportedProgram, outputs: list[str], config: str, path: 
     size = sum(t.numel() * t.element_size() for t in program.state_dict.values())
     if size > _LARGEST_ONNX:
         raise UserError(f"{size / 2**30:.1f} GiB of weights: an ONNX file ends at 2 GiB; use --format torch-export")
-    with _quiet():
-        written: Any = torch.onnx.export(
-            program,
-            dynamo=True,
-            verbose=False,
-            opset_version=opset,
-            input_names=[INPUT],
-            output_names=outputs,
-            dynamic_shapes={INPUT: {0: "batch"}},
-        )
+    logging.disable(logging.CRITICAL)  # the exporter's remarks on its own workings
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            written: Any = torch.onnx.export(
+                program,
+                dynamo=True,
+                verbose=False,
+                opset_version=opset,
+                input_names=[INPUT],
+                output_names=outputs,
+                dynamic_shapes={INPUT: {0: "batch"}},
+            )
+    finally:
+        logging.disable(logging.NOTSET)
     if written.model.opset_imports[""] != opset:  # where a conversion fails, the graph is left as it was
         raise UserError(f"--opset {opset}: torch's exporter can't write it; use a lower one")
     written.model.metadata_props[CONFIG] = config
@@ -134,39 +123,8 @@ def load_onnx(path: Path) -> Callable[[Tensor], tuple[Tensor, ...]]:
         session = runtime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
     except Exception as error:  # it derives its errors from nothing narrower
         reason = " ".join(str(error).split())[:200]
-        raise UserError(
-            f"onnxruntime can't run the exported model ({reason}): use a lower --opset, or float32"
-        ) from error
+        raise UserError(f"onnxruntime can't run the model ({reason}): use a lower --opset, or float32") from error
     return lambda images: tuple(map(torch.from_numpy, session.run(None, {INPUT: images.numpy()})))
-
-
-def write_torch_export(program: ExportedProgram, outputs: list[str], config: str, path: Path, opset: int) -> None:
-    """Write one .pt2 file; `model_config.json` is an extra file in it. Its outputs are a tuple, without names."""
-    torch.export.save(program, path, extra_files={f"{CONFIG}.json": config})
-
-
-def load_torch_export(path: Path) -> Callable[[Tensor], tuple[Tensor, ...]]:
-    """The file as a function on the CPU."""
-    return torch.export.load(path).module()
-
-
-FORMATS = {
-    "onnx": Format(("onnx", "onnxscript", "onnxruntime"), write_onnx, load_onnx),
-    "torch-export": Format((), write_torch_export, load_torch_export),
-}
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Without the exporter's remarks on its own workings."""
-    before = logging.root.manager.disable
-    logging.disable(logging.CRITICAL)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logging.disable(before)
 
 
 def run(args: Namespace) -> int:
@@ -181,8 +139,7 @@ def run(args: Namespace) -> int:
     refuse_existing(path, "-o")
     if not path.parent.is_dir():
         raise UserError(f"-o {path}: there is no folder {path.parent}: make it first")
-    kind = FORMATS[args.format]
-    for package in kind.packages:
+    for package in ("onnx", "onnxscript", "onnxruntime") if args.format == "onnx" else ():
         require(package, extra="onnx")
     trained = load_model(args, args.checkpoint or None, args.dense)
     say(trained.notes)
@@ -201,10 +158,15 @@ def run(args: Namespace) -> int:
     program = trace(module, torch.zeros(2, *shape))
 
     def fill(staged: Path) -> None:
-        kind.write(program, output_names(args.dense), config, staged, args.opset)
+        if args.format == "onnx":
+            names = ["class_logits", "token_logits"] if args.dense else ["logits"]
+            write_onnx(program, names, config, staged, args.opset)
+        else:
+            torch.export.save(program, staged, extra_files={f"{CONFIG}.json": config})
         with staged.open("rb") as file:
             os.fsync(file.fileno())
-        check_outputs(run_all(kind.load(staged), images), expected, args.model_dtype)
+        compute = load_onnx(staged) if args.format == "onnx" else torch.export.load(staged).module()
+        check_outputs(run_all(compute, images), expected, args.model_dtype)
 
     with explained(path, lambda: tensor_bytes(program.state_dict)):
         install(path, fill)

@@ -10,7 +10,6 @@ others. One process, one device.
 
 from __future__ import annotations
 
-import json
 import os
 from argparse import Namespace
 from collections import Counter, defaultdict
@@ -46,6 +45,7 @@ from volo.train.model import TimmModel, place_model
 from volo.train.precision import Precision, resolve_amp_dtype
 from volo.train.trained_model import TrainedModel, load_model
 
+TOKEN_CLASSES = ("token_class", "token_probability")
 FEW = 20  # images whose predictions are shown on the terminal even if they are written to a file
 
 
@@ -55,21 +55,6 @@ class Found(NamedTuple):
     paths: list[str]
     names: list[str]  # relative to the folders given, for the names of token maps
     warnings: list[str]
-
-
-class Results(NamedTuple):
-    """What was found: `read` are the numbers of the images that could be read, a row of each tensor."""
-
-    read: list[int]
-    tensors: dict[str, list[Tensor]]  # by batch: `probability` and `class_id` (N, k), and `Answer.features`
-
-
-class Answer(NamedTuple):
-    """What the model says of a batch of B images, on the CPU."""
-
-    probabilities: Tensor | None  # (B, classes); None for a model without classes
-    token_classes: tuple[Tensor, Tensor] | None  # for token maps: probability and id (B, tokens) of the first class
-    features: dict[str, Tensor]  # for embeddings: `pooled` (B, D) and `tokens` (B, T, D), float32
 
 
 def run(args: Namespace) -> int:
@@ -89,10 +74,15 @@ def run(args: Namespace) -> int:
     model = place_model(trained.model, args, world)
     dtype = resolve_amp_dtype(args.amp, args.amp_dtype, world.device)
     say(check_convolutions(model, trained.settings["input_size"], dtype, world.device))
-    loader = image_loader(args, found.paths, trained.settings, world)
-    results = predict(args, trained, loader, Precision(world.device, dtype), found.names, names)
-    print(f"{len(results.read)} images predicted, {loader.skips.total} could not be read", flush=True)
-    report(args, [found.paths[index] for index in results.read], names, results)
+    # As validation loads them; any number of them may be unreadable.
+    count = len(found.paths)
+    loading = {"max_bad_images": count, "workers": min(args.workers, -(-count // args.batch_size))}
+    folder = ImageFolder("", found.paths, np.zeros(count, np.int64), [])
+    wanted = Namespace(**{**vars(args), **loading})
+    loader = validation_loader(wanted, folder, args.batch_size, trained.settings, world)
+    read, rows = predict(args, trained, loader, Precision(world.device, dtype), found.names, names)
+    print(f"{len(read)} images predicted, {loader.skips.total} could not be read", flush=True)
+    report(args, [found.paths[index] for index in read], names, rows)
     return 0
 
 
@@ -140,12 +130,10 @@ def check_outputs(args: Namespace, found: Found) -> None:
         name, count = Counter(found.names).most_common(1)[0]
         if count > 1:
             raise UserError(
-                f"--token-maps: {count} images would share the picture {printable(name)}.png: predict their folders "
-                "one after the other"
+                f"--token-maps: {count} images would share the picture {printable(name)}.png: take them apart"
             )
-        pictures = (os.path.join(args.token_maps, f"{name}.png") for name in found.names)
-        for picture in pictures:
-            refuse_existing(picture, "--token-maps:")
+        for name in found.names:
+            refuse_existing(os.path.join(args.token_maps, f"{name}.png"), "--token-maps:")
 
 
 def checkpoint_of(spec: str) -> Path | None:
@@ -185,62 +173,46 @@ def names_of_classes(path: str, trained: TrainedModel) -> list[str]:
         known = class_names(trained.config, count)
         return known if len(known) == count else [str(number) for number in range(count)]
     try:
-        text = Path(path).read_text(encoding="utf-8")
-        names = json.loads(text) if path.endswith(".json") else text.splitlines()
-        if isinstance(names, dict):
-            names = [names[str(number)] for number in range(len(names))]
-    except (OSError, ValueError, KeyError) as error:
-        raise UserError(f"--class-names {path} can't be read as a list of names ({error})") from error
-    if not isinstance(names, list) or not all(isinstance(name, str) for name in names) or len(names) != count:
-        held = f"{len(names)} entries" if isinstance(names, list) else f"a {type(names).__name__}"
-        raise UserError(
-            f"--class-names {path} holds {held}: give the names of the model's {count} classes, one per line or as a "
-            "JSON list"
-        )
+        names = Path(path).read_text(encoding="utf-8").splitlines()
+    except (OSError, ValueError) as error:
+        raise UserError(f"--class-names {path} can't be read: {error}") from error
+    if len(names) != count:
+        raise UserError(f"--class-names {path} holds {len(names)} lines: give a name for each of {count} classes")
     return names
-
-
-def image_loader(args: Namespace, paths: list[str], settings: dict[str, Any], world: World) -> EvalLoader:
-    """The images as validation loads them; any number of them may be unreadable."""
-    batches = -(-len(paths) // args.batch_size)
-    wanted = {"max_bad_images": len(paths), "workers": min(args.workers, batches)}
-    folder = ImageFolder("", paths, np.zeros(len(paths), np.int64), [])
-    return validation_loader(Namespace(**{**vars(args), **wanted}), folder, args.batch_size, settings, world)
 
 
 def predict(
     args: Namespace, trained: TrainedModel, loader: EvalLoader, precision: Precision, files: list[str], names: list[str]
-) -> Results:
+) -> tuple[list[int], dict[str, Tensor]]:
     """Run the model on all images, and draw the token maps.
 
     Args:
         files: The token map of each image.
         names: Of the classes.
 
+    Returns:
+        The numbers of the images that could be read, and what `look` says of them.
+
     Raises:
         UserError: Not one image can be read, or the model doesn't have the features asked for.
     """
-    found = Results([], defaultdict(list))
+    read: list[int] = []
+    parts: dict[str, list[Tensor]] = defaultdict(list)
     progress = Progress("predicting", len(files))
-    try:
-        for batch in loader:
-            answer, indices = look(trained.model, batch.images, args, precision), batch.indices.tolist()
-            if answer.probabilities is not None:
-                best = answer.probabilities.topk(min(args.topk, answer.probabilities.shape[1]))
-                answer.features.update(probability=best.values, class_id=best.indices)
-            for name, rows in answer.features.items():
-                found.tensors[name].append(rows)
-            if answer.token_classes is not None:
-                draw_token_maps(args.token_maps, batch.images, answer, trained, [files[i] for i in indices], names)
-            found.read.extend(indices)
-            progress.step(batch.size + tell_unreadable(loader))
-    finally:
-        progress.step(tell_unreadable(loader))
+    for batch in loader:
+        answer, indices = look(trained.model, batch.images, args, precision), batch.indices.tolist()
+        if args.token_maps:
+            draw_token_maps(args.token_maps, batch.images, answer, trained, [files[i] for i in indices], names)
+        for name in answer.keys() - {*TOKEN_CLASSES}:
+            parts[name].append(answer[name])
+        read.extend(indices)
+        progress.step(batch.size + tell_unreadable(loader))
+    progress.step(tell_unreadable(loader))
     progress.close()
-    if not found.read:
+    if not read:
         path, reason = next(iter(loader.skips.reasons.items()))
         raise UserError(f"not one of {len(files)} images can be read, the first is {printable(path)} ({reason})")
-    return found
+    return read, {name: torch.cat(parts.pop(name)) for name in [*parts]}
 
 
 def tell_unreadable(loader: EvalLoader) -> int:
@@ -251,29 +223,28 @@ def tell_unreadable(loader: EvalLoader) -> int:
 
 
 @torch.inference_mode()
-def look(model: TimmModel, images: Tensor, args: Namespace, precision: Precision) -> Answer:
-    """Run the model on normalised images (B, 3, H, W).
+def look(model: TimmModel, images: Tensor, args: Namespace, precision: Precision) -> dict[str, Tensor]:
+    """Run the model on normalised images (B, 3, H, W). Returns rows on the CPU: of the first classes `probability` and
+    `class_id` (B, k), those of `embed`, and for token maps the first class of each token, `TOKEN_CLASSES` (B, tokens).
 
     Raises:
         UserError: Features are asked for that the model doesn't have.
     """
-    features: dict[str, Tensor] = {}
-    token_classes = None
+    found: dict[str, Tensor] = {}
     with precision.autocast():
         if args.embeddings:
             last = model.forward_features(images)
             logits = model.forward_head(last)
-            features = embed(model, last, images, args.embeddings_pooled_only)
+            found = embed(model, last, images, args.embeddings_pooled_only)
         else:
             logits = model(images)
         if args.token_maps:
-            probability, ids = model(images, dense=True)[1].float().softmax(-1).max(-1)
-            token_classes = probability.cpu(), ids.cpu()
-    return Answer(
-        logits.float().softmax(-1).cpu() if model.num_classes else None,
-        token_classes,
-        {name: values.float().cpu() for name, values in features.items()},
-    )
+            best = model(images, dense=True)[1].float().softmax(-1).max(-1)
+            found |= {"token_probability": best.values, "token_class": best.indices}
+    if model.num_classes:
+        first = logits.float().softmax(-1).topk(min(max(args.topk, TOP), model.num_classes))
+        found |= {"probability": first.values, "class_id": first.indices}
+    return {name: (rows.float() if rows.is_floating_point() else rows).cpu() for name, rows in found.items()}
 
 
 def embed(model: TimmModel, last: Any, images: Tensor, pooled_only: bool) -> dict[str, Tensor]:
@@ -300,48 +271,47 @@ def embed(model: TimmModel, last: Any, images: Tensor, pooled_only: bool) -> dic
 
 
 def draw_token_maps(
-    folder: str, images: Tensor, answer: Answer, trained: TrainedModel, files: list[str], names: list[str]
+    folder: str, images: Tensor, answer: dict[str, Tensor], trained: TrainedModel, files: list[str], names: list[str]
 ) -> None:
     """Write FOLDER/FILE.png for each image of a batch (B, 3, H, W): the image, the first class of every token, and
     the first classes of the image."""
     model, settings = trained.model, trained.settings
-    assert answer.token_classes is not None and answer.probabilities is not None
     height, width = settings["input_size"][1:]
     area, grid = labelled_area(model, (height, width)), model.token_grid((height, width))
     box = (area[0] * width, area[1] * height, area[2] * width, area[3] * height)
     std, mean = (torch.tensor(settings[name]).view(-1, 1, 1) for name in ("std", "mean"))
     pixels = (images.cpu() * std + mean).mul(255).round().clamp(0, 255).byte().permute(0, 2, 3, 1).numpy()
-    best = answer.probabilities.topk(min(TOP, len(names)))
-    for row, file in enumerate(files):
-        probability, ids = (part[row].view(grid).numpy() for part in answer.token_classes)
-        cells = Cells(ids, probability.astype(np.float64), np.ones(grid))
-        top = list(zip(best.indices[row].tolist(), best.values[row].tolist(), strict=True))
+    best = (answer[name][:, :TOP].tolist() for name in ("class_id", "probability"))
+    for row, (file, ids, probabilities) in enumerate(zip(files, *best, strict=True)):
+        classes, probability = (answer[name][row].view(grid) for name in TOKEN_CLASSES)
+        cells = Cells(classes.numpy(), probability.double().numpy(), np.ones(grid))
+        seen = View(list(zip(ids, probabilities, strict=True)), cells, box, [])
         path = Path(folder, f"{file}.png")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UserError(f"--token-maps {printable(str(path.parent))}: {error.strerror}") from error
         title = f"{file}: {trained.args.model}, {height} x {width} px"
-        save_figure(answers_page(1, pixels[row], View(top, cells, box, {}), names, drawable(title))[0], path)
+        save_figure(answers_page(1, pixels[row], seen, names, drawable(title))[0], path)
 
 
-def report(args: Namespace, paths: list[str], names: list[str], results: Results) -> None:
+def report(args: Namespace, paths: list[str], names: list[str], rows: dict[str, Tensor]) -> None:
     """Write the files; print the table where it is short, or all there is.
 
     Raises:
         NotWrittenError: A file can't be written.
     """
-    features = {name: torch.cat(results.tensors.pop(name)) for name in [*results.tensors]}
-    if "class_id" in features:
-        rows = prediction_rows(paths, features.pop("class_id"), features.pop("probability"), names)
+    if "class_id" in rows:
+        ids, probabilities = (rows.pop(name)[:, : args.topk] for name in ("class_id", "probability"))
+        table = prediction_rows(paths, ids, probabilities, names)
         if len(paths) <= FEW or not (args.output or args.embeddings or args.token_maps):
-            print(*prediction_table(rows), sep="\n")
+            print(*prediction_table(table), sep="\n")
         if args.output:
-            write_predictions(Path(args.output), rows)
+            write_predictions(Path(args.output), table)
             print(f"wrote {printable(args.output)}")
     if args.embeddings:
-        write_embeddings(Path(args.embeddings), paths, features)
-        shapes = (f"{name} {' x '.join(map(str, values.shape))}" for name, values in features.items())
+        write_embeddings(Path(args.embeddings), paths, rows)
+        shapes = (f"{name} {' x '.join(map(str, values.shape))}" for name, values in rows.items())
         print(f"wrote {printable(args.embeddings)}: {', '.join(shapes)}")
     if args.token_maps:
         print(f"wrote {len(paths)} pictures to {printable(args.token_maps)}")

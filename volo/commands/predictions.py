@@ -80,9 +80,8 @@ def write_embeddings(path: Path, paths: Sequence[str], embeddings: dict[str, Ten
     def fill(staged: Path) -> None:
         if path.suffix == ".safetensors":
             return save_file(embeddings, staged, metadata={"paths": json.dumps(shown)})
-        arrays = {"paths": np.array(shown), **{name: tensor.numpy() for name, tensor in embeddings.items()}}
         with staged.open("wb") as file:
-            np.savez(file, **arrays)  # type: ignore[arg-type]
+            np.savez(file, **{"paths": np.array(shown)}, **{name: rows.numpy() for name, rows in embeddings.items()})  # type: ignore[arg-type]
 
     _replace(path, fill, sum(tensor.numel() * tensor.element_size() for tensor in embeddings.values()))
 

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import csv
 import json
-import os
 import time
 from argparse import Namespace
+from collections.abc import Callable
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ from tlt.models.folding import fold_batchnorm
 from volo.checkpoint.checkpoint_file import checkpoints_in
 from volo.cluster.distributed import World, init_world, lost_rank_explained, primary_first, shut_down
 from volo.commands.console import say
-from volo.record.metrics import Evaluation, Sums
+from volo.record.metrics import Sums
 from volo.record.run_directory import check_writable
 from volo.train.compilation import compile_errors_told, compile_model
 from volo.train.convolutions import check_convolutions
@@ -62,7 +63,8 @@ def validate(args: Namespace, world: World) -> None:
         check_writable(Path(args.results_file).parent, "--results-file")
     rows: list[dict[str, Any]] = []
     seen: dict[tuple[int, int], dict[str, Any]] = {}
-    for path in checkpoint_files(args.checkpoint):
+    given = Path(args.checkpoint) if args.checkpoint else None  # None stands for pretrained weights
+    for path in checkpoints_in(given, "--checkpoint") if given and given.is_dir() else [given]:
         inode = (path.stat().st_dev, path.stat().st_ino) if path and path.exists() else (0, len(seen))
         if inode not in seen:  # several names of one epoch may share one file
             seen[inode] = evaluate_with_retry(args, path, world)
@@ -73,17 +75,6 @@ def validate(args: Namespace, world: World) -> None:
         with primary_first():
             if world.is_primary:
                 write_results(Path(args.results_file), rows, args.results_format)
-
-
-def checkpoint_files(spec: str) -> list[Path | None]:
-    """Return the files that `--checkpoint` names, in natural order; `[None]` stands for pretrained weights.
-
-    Raises:
-        UserError: A directory without checkpoints.
-    """
-    if not spec or not os.path.isdir(spec):
-        return [Path(spec) if spec else None]
-    return [*checkpoints_in(Path(spec), "--checkpoint")]
 
 
 def evaluate_with_retry(args: Namespace, path: Path | None, world: World) -> dict[str, Any]:
@@ -122,11 +113,25 @@ def evaluate_checkpoint(args: Namespace, path: Path | None, world: World) -> dic
     loader = validation_loader(args, folder, args.batch_size, settings, world)
     precision = Precision(world.device, dtype)
     real = RealLabels(args.real_labels, loader.dataset, world) if args.real_labels else None
-    watch = _Progress(args.log_freq, loader, world, real)
+    watch = watcher(args, loader, world, real)
     result = evaluate(called, loader, precision, world, watch)
     say(f"warning: {line}" for line in loader.skips.take_lines())
     say([str(result)], world.is_primary)
-    return _row(args, parameters, settings, result) | (real.accuracy() if real else {})
+    row = {
+        "model": args.model,
+        "ema": args.use_ema,
+        "top1": round(result.top1, 4),
+        "top5": round(result.top5, 4),
+        "loss": round(result.loss, 6),
+        "images": result.images,
+        "unreadable": result.unreadable,
+        "param_count_millions": round(parameters / 1e6, 3),
+        "img_size": "x".join(map(str, settings["input_size"][1:])),
+        "crop_pct": settings["crop_pct"],
+        "interpolation": settings["interpolation"],
+        "images_per_second": round(result.images / max(result.seconds, 1e-9), 1),
+    }
+    return row | (real.accuracy() if real else {})
 
 
 def open_folder(args: Namespace, config: dict[str, Any], model: TimmModel, world: World) -> ImageSource:
@@ -144,23 +149,6 @@ def open_folder(args: Namespace, config: dict[str, Any], model: TimmModel, world
     outputs = len(read_numbers(args.valid_labels)) if args.valid_labels else model.num_classes
     say([f"warning: {warning}" for warning in folder.warnings + check_num_classes(folder, outputs)], world.is_primary)
     return folder
-
-
-def _row(args: Namespace, parameters: int, settings: dict[str, Any], result: Evaluation) -> dict[str, Any]:
-    return {
-        "model": args.model,
-        "ema": args.use_ema,
-        "top1": round(result.top1, 4),
-        "top5": round(result.top5, 4),
-        "loss": round(result.loss, 6),
-        "images": result.images,
-        "unreadable": result.unreadable,
-        "param_count_millions": round(parameters / 1e6, 3),
-        "img_size": "x".join(map(str, settings["input_size"][1:])),
-        "crop_pct": settings["crop_pct"],
-        "interpolation": settings["interpolation"],
-        "images_per_second": round(result.images / max(result.seconds, 1e-9), 1),
-    }
 
 
 def write_results(path: Path, rows: list[dict[str, Any]], kind: str) -> None:
@@ -248,19 +236,17 @@ class RealLabels:
         }
 
 
-class _Progress:
-    """Called with each batch's outputs: feeds `RealLabels`, and prints a line every `every` batches."""
+def watcher(args: Namespace, loader: EvalLoader, world: World, real: RealLabels | None) -> Callable[..., None]:
+    """Return a function to call with each batch's outputs: it feeds `RealLabels`, and prints a line now and then."""
+    numbers, start = count(1), time.perf_counter()
 
-    def __init__(self, every: int, loader: EvalLoader, world: World, real: RealLabels | None) -> None:
-        self.every, self.loader, self.real = every, loader, real
-        self.shown = world.is_primary
-        self.done, self.start = 0, time.perf_counter()
+    def watch(logits: Tensor, batch: Batch) -> None:
+        if real is not None:
+            real.add(logits, batch.indices)
+        done = next(numbers)
+        if world.is_primary and done % args.log_freq == 0:
+            rate = (time.perf_counter() - start) / done
+            left = (len(loader) - done) * rate
+            print(f"[{done}/{len(loader)}] {rate:.3f} s/batch, {left:.0f} s left", flush=True)
 
-    def __call__(self, logits: Tensor, batch: Batch) -> None:
-        if self.real is not None:
-            self.real.add(logits, batch.indices)
-        self.done += 1
-        if self.shown and self.done % self.every == 0:
-            rate = (time.perf_counter() - self.start) / self.done
-            left = (len(self.loader) - self.done) * rate
-            print(f"[{self.done}/{len(self.loader)}] {rate:.3f} s/batch, {left:.0f} s left", flush=True)
+    return watch

@@ -1,6 +1,6 @@
 """The command line of train.py: it is parsed over a recipe and checked before anything starts.
 
-Reading order: `flag_table` (what a flag is), `flags_train`, `flags_optimizer` and `flags_data` (the flags), `recipes`,
+Reading order: `flag_table` (what a flag is), `flags_train` and `flags_data` (the flags), `recipes`,
 `flag_rules` (contradictions), this file. The other programs' flags stand in `flags_eval` and `flags_tools`.
 """
 

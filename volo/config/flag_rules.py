@@ -11,8 +11,7 @@ from tlt.errors import UserError
 from tlt.upstream.rows import resolve
 from volo.config.flag_table import Flag, check_flags
 from volo.config.flags_data import DENSE, LABELS
-from volo.config.flags_optimizer import CYCLIC_SCHEDULES
-from volo.config.flags_train import CUDA_GRAPH_MODES, TRACKERS, mixes
+from volo.config.flags_train import CUDA_GRAPH_MODES, CYCLIC_SCHEDULES, TRACKERS
 
 # A rule: when it is broken, and the message, in which {flag} stands for its value.
 Rule = tuple[Callable[[Namespace], bool], str]
@@ -32,8 +31,10 @@ IMAGES: tuple[Rule, ...] = (
     ),
 )
 PIXELS: tuple[Rule, ...] = (
-    (lambda a: len(a.mean or [0]) not in (1, 3), "--mean takes one number, or three (red, green, blue)"),
-    (lambda a: len(a.std or [0]) not in (1, 3), "--std takes one number, or three (red, green, blue)"),
+    (
+        lambda a: not {len(a.mean or [0]), len(a.std or [0])} <= {1, 3},
+        "--mean and --std take one number, or three (red, green, blue)",
+    ),
     (
         lambda a: bool(a.input_size) and a.input_size[0] != (getattr(a, "in_chans", None) or 3),
         "--input-size {input_size[0]} {input_size[1]} {input_size[2]}: images are read as RGB, the first number must "
@@ -57,12 +58,9 @@ TRAIN: tuple[Rule, ...] = (
         "--val-fraction {val_fraction:g} leaves nothing to train on, or splits synthetic images",
     ),
     (
-        lambda a: not 0 < a.scale[0] <= a.scale[1] <= 1,
-        "--scale {scale[0]:g} {scale[1]:g}: two numbers above 0 and up to 1 (the whole image), the smaller first",
-    ),
-    (
-        lambda a: not 0 < a.ratio[0] <= a.ratio[1],
-        "--ratio {ratio[0]:g} {ratio[1]:g}: two numbers above 0, the smaller first",
+        lambda a: not (0 < a.scale[0] <= a.scale[1] <= 1 and 0 < a.ratio[0] <= a.ratio[1]),
+        "--scale {scale[0]:g} {scale[1]:g} and --ratio {ratio[0]:g} {ratio[1]:g}: two numbers above 0, the smaller "
+        "first, of a scale up to 1 (the whole image)",
     ),
     (
         # A job that is started again goes on from its own checkpoint; only its first start fine-tunes.
@@ -225,13 +223,8 @@ def _settle_compat(args: Namespace) -> list[str]:
 def _remarks(args: Namespace) -> list[str]:
     """Return lines about settings that are valid but may surprise."""
     notes = []
-    if args.token_label and mixes(args) and not args.no_mix_token:
-        notes.append("MixToken mixes what --mixup or --cutmix mixed; --no-mix-token would leave it at that")
     if args.aa and args.aa != "none" and args.color_jitter != 0.4:
         notes.append(f"--color-jitter {args.color_jitter:g} is not used beside --aa {args.aa}; --aa '' would use it")
-    fitted = getattr(args, "defaulted", ())  # no flags of train.py: all are as given
-    if "warmup_epochs" not in fitted and args.warmup_epochs >= args.epochs and not args.warmup_prefix:
-        notes.append(f"--warmup-epochs {args.warmup_epochs} covers all of --epochs {args.epochs}")
     if args.lr is not None and args.lr < args.min_lr and args.sched in CYCLIC_SCHEDULES:
         notes.append(f"--lr {args.lr:g} is below --min-lr {args.min_lr:g}: the learning rate rises to it")
     return notes

@@ -71,12 +71,7 @@ LOADING = (
 )
 LIMITS = (
     flag("--max-bad-images", COUNT, None, "end after more unreadable images (0.1 %%, 10 to 100)"),
-    flag(
-        "--max-pixels",
-        POSITIVE,
-        50_000_000,
-        "refuse images of more pixels; decoding a PNG or WebP takes 12 to 16 bytes of memory for each",
-    ),
+    flag("--max-pixels", POSITIVE, 50_000_000, "refuse images of more pixels, which take 12 to 16 bytes each"),
     flag("--loader-timeout", COUNT, 300, "seconds to wait for a batch; 0: for ever", metavar="S"),
 )
 
@@ -86,12 +81,7 @@ DATA = Group(
     flag("--data-dir", DIR, None, "the same as a flag", renamed="data_dir_option"),
     DATASET,
     flag("--train-split", NAME, "train", "folder of the training images"),
-    flag(
-        "--val-fraction",
-        SHARE,
-        0.0,
-        "validate on this part of the training images, drawn by --seed, and train on the rest",
-    ),
+    flag("--val-fraction", SHARE, 0.0, "validate on this part of the training images, drawn by --seed"),
     CLASS_MAP,
     flag("--val-split", NAME, "validation", "folder of the validation images (val is found too)"),
     *PREPROCESSING,
@@ -109,11 +99,7 @@ DATA = Group(
     switch("--use-multi-epochs-loader", "keep the decoding processes from epoch to epoch"),
     switch("--drop-last", "leave out the last, smaller global batch of an epoch"),
     flag("--data-backend", (*FILE_BACKENDS, "synthetic"), "torchvision", "what decodes and resizes images"),
-    switch(
-        "--full-decode",
-        "decode training JPEGs of over 8 million px at full size, not at 1/2 to 1/8",
-        needs=(JPEG_BACKEND,),
-    ),
+    switch("--full-decode", "decode JPEGs of over 8 million px at full size", needs=(JPEG_BACKEND,)),
     *LIMITS,
     switch("--save-images", "write the input batch as a picture at every --log-interval"),
 )

@@ -47,11 +47,7 @@ MODEL = (
     flag("-m --model", NAME, None, "model (what the checkpoint says)"),
     flag("--checkpoint", PATH, "", "weights: .pth, .pth.tar or .safetensors", excludes=("pretrained",)),
     switch("--pretrained", "the published weights"),
-    switch(
-        "--use-ema",
-        "the moving average in the checkpoint, an error where there is none (what training selected by)",
-        needs=(CHECKPOINT,),
-    ),
+    switch("--use-ema", "the moving average in the checkpoint (what training selected by)", needs=(CHECKPOINT,)),
     switch("--no-use-ema", "the plain weights, also where training selected by the average", needs=(CHECKPOINT,)),
     flag("--num-classes", POSITIVE, None, "number of classes (the model's own)"),
     POOL,
@@ -160,7 +156,7 @@ _PREDICT = (
         "Predictions",
         flag("--topk", POSITIVE, 5, "most probable classes of an image"),
         flag("-o --output", FILE, "", "write them there: .csv, .json or .parquet (a table on the terminal)"),
-        flag("--class-names", FILE, "", "a name per line, or JSON (the checkpoint's; ImageNet's for 1000 classes)"),
+        flag("--class-names", FILE, "", "a name per line (the checkpoint's; ImageNet's for 1000 classes)"),
         flag("--token-maps", DIR, "", "a picture of what the dense head says of each token"),
         flag(
             "--embeddings", FILE, "", ".safetensors or .npz: features, pooled and of every token, which wait in memory"

@@ -1,4 +1,4 @@
-"""The flags of `volo export`, `attention`, `report`, `launch`, `slurm`, `completion`, `push` and `preflight`."""
+"""The flags of `volo export`, `attention`, `report`, `launch`, `slurm`, `push` and `preflight`."""
 
 from __future__ import annotations
 
@@ -133,13 +133,6 @@ SLURM = Program(
     "DIR",
     "Write batch scripts for Slurm and recipes into a folder.",
     (Group("Slurm", flag("directory", TEXT, None, "a new folder", metavar="DIR"), DEBUG),),
-)
-
-COMPLETION = Program(
-    "completion",
-    "SHELL",
-    "Print a script that completes volo's commands and flags: source <(volo completion bash).",
-    (Group("Completion", flag("shell", ("bash", "zsh", "tcsh"), None, "whose language the script is in"), DEBUG),),
 )
 
 # The first word alone; the others belong to the program that is started.

@@ -1,6 +1,6 @@
 """The flags of `train.py`: one row each; `TRAIN_GROUPS` has the order in which `--help` shows them.
 
-Those about images and labels are in `flags_data`, those of optimizer and schedule in `flags_optimizer`.
+Those about images and labels are in `flags_data`.
 
 Names, types, defaults and meanings are those of the published VOLO `main.py` (103 flags; the two whose absence now
 means something, `--lr` and `--token-label-size`, are told in docs/flags.md); newer ones borrow timm's names.
@@ -28,10 +28,10 @@ from volo.config.flag_table import (
     Need,
     Number,
     flag,
+    key_value,
     switch,
 )
 from volo.config.flags_data import AUGMENTATION, DATA, DEBUG, DEVICE, MODEL_KWARGS, POOL, TOKEN_LABELS
-from volo.config.flags_optimizer import OPTIMIZER, SCHEDULE
 
 # Flags whose defaults depend on the data where neither command line nor recipe has them (volo/train/settings.py).
 FITTED = ("batch_size", "checkpoint_hist", "cooldown_epochs", "lr_base_scale", "num_classes", "warmup_epochs")
@@ -88,6 +88,21 @@ BIND = flag(
     "keep each rank on the CPUs, the memory and the network card nearest its GPU",
 )
 
+SCHEDULES = ("cosine", "tanh", "poly", "step", "constant")
+CYCLIC_SCHEDULES = ("cosine", "tanh", "poly")
+CLIPPED = Need("--clip-grad", lambda a: a.clip_grad is not None)
+NOISY = Need("--lr-noise", lambda a: a.lr_noise is not None)
+WARMED_UP = Need("--warmup-epochs", lambda a: a.warmup_epochs > 0)
+STEPPED = Need("--sched step", lambda a: a.sched == "step")
+DECAYING = Need(
+    "--sched step, poly or several cosine cycles",
+    lambda a: a.sched in ("step", "poly") or (a.sched == "cosine" and a.lr_cycle_limit > 1),
+)
+CYCLIC = Need("--sched cosine, tanh or poly", lambda a: a.sched in CYCLIC_SCHEDULES)
+K_DECAYING = Need("--sched cosine or poly", lambda a: a.sched in ("cosine", "poly"))
+# 0 says what happens.
+COOLED_DOWN = Need(CYCLIC.of, lambda a: CYCLIC.met(a) or a.cooldown_epochs == 0)
+SEVERAL_CYCLES = Need("--lr-cycle-limit above 1", lambda a: a.lr_cycle_limit > 1)
 
 RUN = Group(
     "Run",
@@ -124,6 +139,72 @@ MODEL = Group(
 )
 
 
+OPTIMIZER = Group(
+    "Optimizer",
+    flag("--opt", NAME, "adamw", "any of timm's; fused... from apex where it is installed"),
+    flag("--opt-eps", AMOUNT, None, "epsilon (the optimizer's own)"),
+    flag("--opt-betas", FLOAT, None, "betas (the optimizer's own)", nargs="+"),
+    flag("--momentum", SHARE, 0.9, "momentum, where the optimizer has one"),
+    flag("--weight-decay", AMOUNT, 0.05, "weight decay"),
+    flag("--layer-decay", SHARE, None, "learning rate factor from layer to layer"),
+    flag("--clip-grad", ABOVE_ZERO, None, "gradient clipping threshold (none)"),
+    flag("--clip-mode", ("norm", "value", "agc"), "norm", "what is clipped; agc: not the heads", needs=(CLIPPED,)),
+    flag("--opt-kwargs", key_value, {}, "more arguments for it", nargs="*", metavar="K=V"),
+    flag("--grad-accum-steps", POSITIVE, 1, "batches per update"),
+)
+
+SCHEDULE = Group(
+    "Schedule",
+    flag(
+        "--lr",
+        AMOUNT,
+        None,
+        "learning rate, absolute (else from --lr-base)",
+        metavar="LR",
+        excludes=("lr_base", "lr_base_size", "lr_base_scale"),
+    ),
+    flag("--lr-base", AMOUNT, 1.6e-3, "learning rate at --lr-base-size images", metavar="LR"),
+    flag("--lr-base-size", POSITIVE, 1024, "global batch that --lr-base is meant for"),
+    flag("--lr-base-scale", ("linear", "sqrt"), "linear", "how it grows with the global batch"),
+    flag("--sched", SCHEDULES, "cosine", "course of the learning rate"),
+    switch("--sched-on-updates", "change the learning rate at every update, not every epoch"),
+    flag("--epochs", POSITIVE, 300, "epochs without the cool-down"),
+    flag("--warmup-epochs", COUNT, 20, "epochs of linear warm-up; at most a fifth of --epochs"),
+    flag("--warmup-lr", AMOUNT, 1e-6, "learning rate at the start of the warm-up", metavar="LR", needs=(WARMED_UP,)),
+    switch("--warmup-prefix", "put the warm-up before --epochs, not into them", needs=(WARMED_UP,)),
+    flag(
+        "--cooldown-epochs",
+        COUNT,
+        10,
+        "epochs at --min-lr after the schedule; none below 30 --epochs",
+        needs=(COOLED_DOWN,),
+    ),
+    flag("--min-lr", AMOUNT, 1e-5, "learning rate at the end", metavar="LR", needs=(CYCLIC,)),
+    flag(
+        "--start-epoch",
+        COUNT,
+        None,
+        "first epoch (the checkpoint's, or 0); what --resume auto finds beyond it goes on from there",
+    ),
+    flag("--decay-epochs", ABOVE_ZERO, 30.0, "epochs between decays (step)", needs=(STEPPED,)),
+    flag(
+        "--decay-rate --dr", AMOUNT, 0.1, "decay per step (step) or cycle (cosine); exponent (poly)", needs=(DECAYING,)
+    ),
+    flag(
+        "--patience-epochs",
+        COUNT,
+        10,
+        "of the plateau schedule, which is refused",
+        refused="belongs to --sched plateau, which is not supported: remove the flag",
+    ),
+    flag("--lr-cycle-mul", ABOVE_ZERO, 1.0, "length of a cycle over the one before", needs=(SEVERAL_CYCLES,)),
+    flag("--lr-k-decay", ABOVE_ZERO, 1.0, "exponent of the time in the curve (arXiv:2004.05909)", needs=(K_DECAYING,)),
+    flag("--lr-cycle-limit", POSITIVE, 1, "number of cycles", needs=(CYCLIC,)),
+    flag("--lr-noise", AMOUNT, None, "noise from (to) this part of the epochs", nargs="+"),
+    flag("--lr-noise-pct", AMOUNT, 0.67, "largest relative noise", needs=(NOISY,)),
+    flag("--lr-noise-std", AMOUNT, 1.0, "relative standard deviation of the noise", needs=(NOISY,)),
+)
+
 REGULARISATION = Group(
     "Regularisation",
     flag("--smoothing", SHARE, 0.1, "label smoothing"),
@@ -135,11 +216,7 @@ REGULARISATION = Group(
     flag("--drop-path --drop-connect", SHARE, None, "stochastic depth rate (the model's own)"),
     flag("--drop-path-mode", DROP_PATH_MODES, "mask", "mask what is dropped, or skip its work", needs=(DROPPING,)),
     flag("--drop-block", SHARE, None, "DropBlock rate; refused", refused=_NO_DROP_BLOCK),
-    switch(
-        "--outlooker-drop-path",
-        "stochastic depth in the outlooker stage as well (published: not there)",
-        needs=(DROPPING,),
-    ),
+    switch("--outlooker-drop-path", "stochastic depth in the outlooker stage as well", needs=(DROPPING,)),
     flag("--mixup", AMOUNT, 0.0, "Mixup alpha; 0: off"),
     flag("--cutmix", AMOUNT, 0.0, "CutMix alpha; 0: off"),
     flag("--cutmix-minmax", SHARE, None, "CutMix box sides, least and most", nargs=2),
@@ -172,30 +249,17 @@ EMA = Group(
     switch("--model-ema", "keep a moving average of the weights and validate it too"),
     flag("--model-ema-decay", SHARE, 0.99992, "share of the old average per update", needs=(AVERAGED,)),
     switch("--model-ema-warmup", "let the decay grow from small values at the start", needs=(AVERAGED,)),
-    switch(
-        "--model-ema-force-cpu", "keep the average on the CPU of rank 0; it is not validated then", needs=(AVERAGED,)
-    ),
+    switch("--model-ema-force-cpu", "keep the average on the CPU of rank 0, not validated", needs=(AVERAGED,)),
 )
 
 PRECISION = Group(
     "Precision and speed",
     *MIXED_PRECISION,
-    flag(
-        "--model-dtype",
-        ("float32", "bfloat16"),
-        "float32",
-        "bfloat16: compute in bfloat16 throughout, with float32 master weights",
-    ),
+    flag("--model-dtype", ("float32", "bfloat16"), "float32", "bfloat16: throughout, float32 master weights"),
     CHANNELS_LAST,
     switch("--grad-checkpointing", "recompute activations in the backward pass to save memory"),
     *COMPILE,
-    flag(
-        "--activation-memory-budget",
-        SHARE,
-        None,
-        "keep at most this share of the activations of a compiled graph, and recompute the others (1)",
-        needs=(INDUCTOR,),
-    ),
+    flag("--activation-memory-budget", SHARE, None, "keep this share of a graph's activations (1)", needs=(INDUCTOR,)),
     OUTLOOK_KERNEL,
     switch("--torchscript", "refused: use --torchcompile", refused=NO_TORCHSCRIPT),
 )
@@ -214,12 +278,7 @@ CHECKPOINTS = Group(
     flag("--patience", COUNT, 0, "stop after so many epochs without a better one; 0: never"),
     flag("--val-interval", POSITIVE, 1, "epochs between validations"),
     flag("--log-interval", POSITIVE, 50, "updates between lines of the log"),
-    flag(
-        "--max-nonfinite --skip-nonfinite",
-        COUNT,
-        10,
-        "skip up to N updates in a row whose gradients are not finite, stop after more",
-    ),
+    flag("--max-nonfinite --skip-nonfinite", COUNT, 10, "skip up to N updates in a row that are not finite, then stop"),
     flag("--tta", Number(int, 0, 1), 0, "test-time augmentation; more than 1 is refused"),
 )
 
@@ -251,15 +310,8 @@ TRACKING = Group(
 DISTRIBUTED = Group(
     "Distributed",
     flag("--shard", POSITIVE, 1, "divide weights, gradients, optimizer state and EMA among N ranks (FSDP2)"),
-    flag(
-        "--tensor-parallel",
-        POSITIVE,
-        1,
-        "divide attention heads and MLPs among N neighbouring ranks, which see the same images",
-    ),
-    flag(
-        "--grad-compression", ("none", "bf16"), "none", "bf16: sum gradients over the ranks in bfloat16, half the bytes"
-    ),
+    flag("--tensor-parallel", POSITIVE, 1, "divide heads and MLPs among N ranks, which see the same images"),
+    flag("--grad-compression", ("none", "bf16"), "none", "bf16: sum gradients over the ranks in bfloat16"),
     flag(
         "--local_rank --local-rank", INT, 0, "from old launchers; LOCAL_RANK or SLURM_LOCALID in the environment wins"
     ),

@@ -1,9 +1,10 @@
-"""A trained model as a folder for the Hugging Face Hub: weights, config.json and a model card."""
+"""A trained model as a folder for the Hugging Face Hub (`volo export --to-hf`), and its upload (`volo push`)."""
 
 from __future__ import annotations
 
 import json
 import shlex
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
@@ -43,31 +44,26 @@ def write_folder(trained: TrainedModel, checkpoint: str, folder: Path, licence: 
     Raises:
         UserError: The folder holds something already, or can't be written.
     """
-    name = name_in_timm(trained)
-    names = class_names(trained.config, trained.model.num_classes)
+    name, classes = name_in_timm(trained), trained.model.num_classes
+    names = class_names(trained.config, classes)
     settings = {key: trained.settings[key] for key in _IMAGES}
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if any(folder.iterdir()):
             raise UserError(f"--to-hf {folder} is not empty: name a new folder")
-        source = {"origin_url": origin_url} if origin_url else {}
         known = {"label_names": names} if names else {}
         save_for_hf(trained.model, str(folder), model_config=known, safe_serialization=True)
         config = json.loads((folder / "config.json").read_text())
         config["architecture"] = name
         theirs = {k: v for k, v in config["pretrained_cfg"].items() if k not in _OF_OTHERS}
-        config["pretrained_cfg"] = theirs | settings | source
+        config["pretrained_cfg"] = theirs | settings | ({"origin_url": origin_url} if origin_url else {})
         if name != trained.args.model:  # timm's function of that name knows the size of its images alone
-            config["model_args"] = {
-                "img_size": trained.settings["input_size"][1:],
-                "num_classes": trained.model.num_classes,
-            }
+            config["model_args"] = {"img_size": trained.settings["input_size"][1:], "num_classes": classes}
         (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-        (folder / "README.md").write_text(card(trained, name, checkpoint, names, licence, origin_url))
+        (folder / "README.md").write_text(card(trained, name, checkpoint, licence, origin_url))
     except OSError as error:
         raise UserError(f"--to-hf {folder} can't be written: {error.strerror}") from error
-    how = needed_import(name) or "timm alone loads it"
-    return f"wrote {folder}: {name}, {len(names) or trained.model.num_classes} classes; {how}"
+    return f"wrote {folder}: {name}, {classes} classes; {needed_import(name) or 'timm alone loads it'}"
 
 
 def name_in_timm(trained: TrainedModel) -> str:
@@ -86,11 +82,10 @@ def needed_import(name: str) -> str:
     return f"import {timm.model_entrypoint(name).__module__.split('.')[0]} first (pip install volo-tlt)"
 
 
-def card(trained: TrainedModel, name: str, checkpoint: str, names: list[str], licence: str, origin_url: str) -> str:
+def card(trained: TrainedModel, name: str, checkpoint: str, licence: str, origin_url: str) -> str:
     """Return the model card: what the Hub reads in its head, then text for people."""
     head: dict[str, Any] = {"library_name": "timm", "tags": ["image-classification", "timm"]}
-    if licence:
-        head["license"] = licence
+    head |= {"license": licence} if licence else {}
     size = " x ".join(map(str, trained.settings["input_size"][1:]))
     model = architecture_of(trained.args.model).name  # in place of a folder
     lines = [f"# {model}", ""]
@@ -106,9 +101,6 @@ def card(trained: TrainedModel, name: str, checkpoint: str, names: list[str], li
     given = {key: settings[key] for key in _SETTINGS if settings.get(key) not in (None, "")}
     if told := [_flag(key, value) for key, value in given.items() if value is not False]:
         lines += ["## Training", "", "```bash", f"volo train DATA --model {model} {' '.join(told)}", "```", ""]
-    if names:
-        more = f" and {len(names) - 100} more" if len(names) > 100 else ""
-        lines += ["## Classes", "", ", ".join(names[:100]) + more]
     return f"---\n{yaml.safe_dump(head, sort_keys=False)}---\n\n" + "\n".join(lines) + "\n"
 
 
@@ -138,3 +130,35 @@ def _accuracy(trained: TrainedModel, checkpoint: str) -> list[str]:
             which = " (averaged weights)" if suffix else ""
             return [f"Top-1 {top1:.2f} % of {images} validation images{which}."]
     return []
+
+
+def run(args: Namespace) -> int:
+    """Upload, or list what would be uploaded.
+
+    Raises:
+        UserError: The folder is not of that kind, or the Hub refuses it.
+    """
+    folder = Path(args.folder)
+    missing = [name for name in ("config.json", "model.safetensors") if not (folder / name).is_file()]
+    if missing:
+        raise UserError(f"--from {folder} has no {missing[0]}: write the folder with volo export --to-hf {folder}")
+    for file in sorted(path for path in folder.rglob("*") if path.is_file()):
+        print(f"{file.stat().st_size / 1e6:9.1f} MB  {file.relative_to(folder)}")
+    if args.dry_run:
+        print(f"--dry-run: nothing was sent to {args.repository}")
+        return 0
+    from huggingface_hub import HfApi  # of timm's own dependencies
+
+    try:
+        api = HfApi()
+        api.create_repo(args.repository, private=args.private or None, exist_ok=True)
+        done = api.upload_folder(
+            repo_id=args.repository, folder_path=folder, revision=args.revision or None, commit_message=args.message
+        )
+    except Exception as error:  # huggingface_hub's, httpx's and requests' share no narrower class
+        reason = " ".join(str(error).split())[:300]
+        raise UserError(
+            f"{args.repository} was not uploaded: {reason} (log in with `hf auth login` or HF_TOKEN)"
+        ) from error
+    print(f"uploaded: {done.commit_url}")
+    return 0
