@@ -32,24 +32,18 @@ def test_a_run_that_recomputes_has_the_same_losses(call: Call, flags: str, tmp_p
     assert runs["tight --grad-checkpointing"] == runs["plain"]
 
 
-def test_a_dry_run_says_what_fits(call: Call, flags: str) -> None:
-    ended = call("train", f"{flags} --model volo_d0 --img-size 64 --amp --model-ema --dry-run")
+@pytest.mark.parametrize("more", ["--model volo_d0 --img-size 64 --amp", "--model resnet10t --no-token-label"])
+def test_a_dry_run_says_what_fits(call: Call, flags: str, more: str) -> None:
+    ended = call("train", f"{flags} --model-ema {more} --dry-run")
     assert ended.code == 0, ended.err
-    model = timm.create_model("volo_d0", img_size=64, num_classes=4)
-    assert f"operations: {flops_per_image(model, (3, 64, 64)) / 2e9:.2f} GMACs an image" in ended.out
-    found = re.findall(r"largest batch on a card of (\d+) GB: (\d+), with --grad-checkpointing (\d+)", ended.out)
-    sizes = [tuple(map(int, row)) for row in found]
+    if "volo" in more:
+        model = timm.create_model("volo_d0", img_size=64, num_classes=4)
+        assert f"operations: {flops_per_image(model, (3, 64, 64)) / 2e9:.2f} GMACs an image" in ended.out
+    sizes = [tuple(map(int, row)) for row in re.findall(r"largest batch on a card of (\d+) GB: (\d+)", ended.out)]
     assert [row[0] for row in sizes] == [24, 40, 80, 141]
-    assert all(plain < recomputed for _, plain, recomputed in sizes)
     assert sizes[3][1] / sizes[0][1] == pytest.approx(141 / 24, rel=0.1)
     image = float(re.search(r"kernels of cpu\): ([\d.]+) MiB an image", ended.out)[1])
     assert 0.7 * 80 * 1024 < sizes[2][1] * image < 80 * 1024
-
-
-def test_a_dry_run_of_any_model(call: Call, flags: str) -> None:
-    ended = call("train", f"{flags} --model resnet10t --no-token-label --dry-run")
-    assert ended.code == 0, ended.err
-    assert "GMACs" in ended.out and re.search(r"largest batch on a card of 24 GB: \d+,", ended.out)
 
 
 @pytest.mark.parametrize(

@@ -57,7 +57,7 @@ train | --torchcompile --torchcompile-mode reduce-overhead --torchcompile-scope 
 train | --sched step --cooldown-epochs 5 | --cooldown-epochs 5 has no effect without --sched cosine
 train | --full-decode --data-backend pil | --full-decode has no effect without --data-backend torchvision
 train | --shard 2 --channels-last | --shard 2 and --channels-last: torch divides contiguous weights alone
-train | --tensor-parallel 2 --clip-grad 1 --clip-mode agc | --tensor-parallel 2 and --clip-mode agc
+train | --shard 2 --clip-grad 1 --clip-mode agc | --shard 2 and --clip-mode agc
 validate | | --model is missing
 validate | --checkpoint c --tf-preprocessing | TensorFlow
 validate | --checkpoint c --pretrained | --checkpoint c and --pretrained set the same: keep one of them

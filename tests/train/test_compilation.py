@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import importlib.util
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -25,7 +24,6 @@ from tlt.models.drop_path import WHOLE, draw_masks
 from tlt.models.layers import ResidualBlock
 from volo.cluster.distributed import World
 from volo.cluster.shard import distribute
-from volo.config.args import parse_train
 from volo.train.compilation import compile_errors_told, compile_model, feature_compiler
 from volo.train.model import wrap_model
 
@@ -101,7 +99,7 @@ def test_a_kind_of_block_is_one_graph_and_computes_what_eager_mode_does(
     assert graphs() == training + evaluation
 
 
-def test_a_copy_is_not_compiled_and_shares_the_graphs_once_it_is() -> None:
+def test_a_copy_is_not_compiled() -> None:
     model = small("lvvit_test").eval()
     compile_model(model, flags())
     average = copy.deepcopy(model)
@@ -110,11 +108,6 @@ def test_a_copy_is_not_compiled_and_shares_the_graphs_once_it_is() -> None:
         expected = average(x)
         assert not graphs()
         torch.testing.assert_close(model(x), expected)
-        before = graphs()
-        nn.init.zeros_(average.blocks[0].attn.proj.weight)  # not the original's
-        changed = average(x)
-        torch.testing.assert_close(compile_model(average, flags())(x), changed)
-        assert before and graphs() == before and not torch.equal(changed, expected)
 
 
 @pytest.fixture
@@ -152,11 +145,6 @@ def test_what_cannot_be_done_is_told() -> None:
         compile_model(vit, flags("test_vit", torchcompile_scope="blocks"))
     with pytest.raises(UserError, match="--torchcompile bogus: no such backend"):
         compile_model(small("volo_test"), flags(backend="bogus"))
-    with pytest.raises(UserError, match="--torchcompile-scope blocks has no effect without --torchcompile"):
-        parse_train(["/d", "--torchcompile-scope", "blocks"])
-    with pytest.raises(UserError, match="blocks of other weights share a graph"):
-        line = "/d --torchcompile --torchcompile-scope blocks --torchcompile-mode reduce-overhead"
-        parse_train(line.split())
 
 
 def test_an_annotator_s_features_are_compiled_in_either_scope() -> None:
@@ -180,20 +168,6 @@ def test_errors_of_the_compiler_are_one_line() -> None:
     with told as caught, compile_errors_told(args):
         torch.compile(nn.ReLU(), backend=broken)(torch.ones(2))
     assert "\n" not in str(caught.value)
-    from torch._inductor import config
-
-    missing = config.patch({"cpp.cxx": (None, "/nonexistent"), "force_disable_caches": True})
-    told = pytest.raises(UserError, match="No working C.. compiler")
-    with told, missing, compile_errors_told(args):
-        torch.compile(nn.Softplus())(torch.ones(2))
-    from torch._inductor.runtime.triton_heuristics import NoTritonConfigsError
-
-    kinds = [NoTritonConfigsError]
-    if importlib.util.find_spec("triton"):
-        kinds += [importlib.import_module("triton.runtime.errors").PTXASError]
-    for kind in kinds:  # from a program that is compiled when it runs: none of torch's errors around it
-        with pytest.raises(UserError, match=f"can't compile this .{kind.__name__}: "), compile_errors_told(args):
-            raise kind("registers")
     with pytest.raises(ZeroDivisionError), compile_errors_told(args):
         _ = 1 / 0
 

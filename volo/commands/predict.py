@@ -42,7 +42,7 @@ from volo.record.run_directory import check_writable
 from volo.train.convolutions import check_convolutions
 from volo.train.data import validation_loader
 from volo.train.model import TimmModel, place_model
-from volo.train.precision import Precision, resolve_amp_dtype
+from volo.train.precision import Precision, compute_dtype
 from volo.train.trained_model import TrainedModel, load_model
 
 TOKEN_CLASSES = ("token_class", "token_probability")
@@ -72,7 +72,7 @@ def run(args: Namespace) -> int:
     limit_threads(world)
     fold_batchnorm(trained.model)
     model = place_model(trained.model, args, world)
-    dtype = resolve_amp_dtype(args.amp, args.amp_dtype, world.device)
+    dtype = compute_dtype(args, world.device)
     say(check_convolutions(model, trained.settings["input_size"], dtype, world.device))
     # As validation loads them; any number of them may be unreadable.
     count = len(found.paths)

@@ -46,7 +46,7 @@ from volo.record.run_directory import (
 )
 from volo.record.run_lock import RunLock
 from volo.train.criterion import Criterion, TokenLabelCriterion
-from volo.train.held_out import LIST, as_list
+from volo.train.data import LIST, as_list
 from volo.train.loop import set_train_mode
 from volo.train.model import image_size_by_name
 from volo.train.precision import compute_dtype

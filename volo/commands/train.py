@@ -43,19 +43,10 @@ from volo.config.args import TrainArgs
 from volo.config.flag_rules import divides_weights
 from volo.record.logger import Logger
 from volo.record.run_directory import check_writable, settings_of
-from volo.train.compilation import compile_errors_told
+from volo.train.compilation import compile_errors_told, compile_model
 from volo.train.convolutions import check_convolutions
 from volo.train.criterion import TokenLabelCriterion, make_criterion
-from volo.train.data import (
-    Folders,
-    hold_out,
-    label_agreement,
-    open_folders,
-    open_labels,
-    train_loader,
-    validation_loader,
-)
-from volo.train.held_out import held_out_counts
+from volo.train.data import Folders, hold_out, open_folders, open_labels, train_loader, validation_loader
 from volo.train.loop import out_of_memory_explained, train_epochs
 from volo.train.model import (
     TimmModel,
@@ -68,7 +59,6 @@ from volo.train.model import (
     meshes_of,
     model_config,
     prepare_model,
-    wrap_average,
     wrap_model,
 )
 from volo.train.optim import create_optimizer
@@ -112,12 +102,12 @@ def start(args: TrainArgs, world: World, logger: Logger, guard: StopGuard) -> No
     found = SearchProgress(logger.line, partial(guard.watchdog.at, "start"))
     folders = open_folders(args, world.data_size, found)
     with chosen_directory(args, world, logger) as (directory, lock, resume):
-        images = len(folders.train) - sum(held_out_counts(folders.train, args.val_fraction).values())
-        settled = settle(args, resume.checkpoint, images, len(folders.train.class_names), world.data_size)
+        folders = hold_out(args, folders, *([resume.path.parent] if resume.path else []), directory)
+        images, classes = len(folders.train), len(folders.train.class_names)
+        settled = settle(args, resume.checkpoint, images, classes, world.data_size)
         for message in settled.messages:
             logger.line(message)
         run = Run(settled.args, world, logger, guard, directory, lock, resume.path)
-        folders = hold_out(run.args, folders, *([resume.path.parent] if resume.path else []), directory)
         torch.manual_seed(run.args.seed)  # the same initial weights on every rank
         model = build_model(run.args)
         labels, warnings = open_labels(args, folders.train, model.num_classes, found)
@@ -147,8 +137,6 @@ def build(
     model = add_dense_head(model, args, input_size[1:])
     for warning in folders.warnings + check_num_classes(folders.train, model.num_classes) + warnings:
         logger.line(f"warning: {warning}")
-    if world.is_primary and (line := label_agreement(labels, folders.train)):
-        logger.line(line)
     load_start(model, args, logger)
     teacher = find_teacher(run, model, settings, folders.train.class_names)
     criterion = make_criterion(args, model, input_size[1:], dtype, teacher)
@@ -165,7 +153,9 @@ def build(
     working_copy = WorkingCopy(model) if args.model_dtype == "bfloat16" and meshes is None else None
     ema = create_ema(model, args)
     called = wrap_model(model if working_copy is None else working_copy.module, args, world, meshes)
-    average = None if ema is None or args.model_ema_force_cpu else wrap_average(ema.module, args, world, meshes)
+    average = None if ema is None or args.model_ema_force_cpu else ema.module
+    if average is not None:  # it sends no gradients
+        average = compile_model(average, args) if meshes is None else wrap_model(average, args, world, meshes)
 
     clip = None if args.clip_grad is None else Clipping(args.clip_grad, args.clip_mode, heads_of(model))
     norm_of = TensorParallelParams(model).total_norm

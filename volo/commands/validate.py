@@ -37,11 +37,10 @@ from volo.record.metrics import Sums
 from volo.record.run_directory import check_writable
 from volo.train.compilation import compile_errors_told, compile_model
 from volo.train.convolutions import check_convolutions
-from volo.train.data import validation_loader
-from volo.train.held_out import listed_images, part
+from volo.train.data import listed_images, part, validation_loader
 from volo.train.loop import evaluate
 from volo.train.model import TimmModel, place_model
-from volo.train.precision import Precision, resolve_amp_dtype
+from volo.train.precision import Precision, compute_dtype
 from volo.train.trained_model import load_model
 
 
@@ -107,7 +106,7 @@ def evaluate_checkpoint(args: Namespace, path: Path | None, world: World) -> dic
     folder = open_folder(args, config, model, world)
     called = ChosenClasses(model, read_numbers(args.valid_labels)) if args.valid_labels else model
     called = place_model(called, args, world)
-    dtype = resolve_amp_dtype(args.amp, args.amp_dtype, world.device)
+    dtype = compute_dtype(args, world.device)
     say(check_convolutions(model, settings["input_size"], dtype, world.device), world.is_primary)
     called = compile_model(called, args)
     loader = validation_loader(args, folder, args.batch_size, settings, world)

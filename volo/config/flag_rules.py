@@ -95,8 +95,8 @@ DIVIDED: tuple[Rule, ...] = (
         "CUDA graphs (--torchcompile-mode {torchcompile_mode}): blocks are compiled",
     ),
     (
-        lambda a: a.tensor_parallel > 1 and a.clip_grad is not None and a.clip_mode == "agc",
-        "--clip-mode agc: units lie on several ranks; --clip-mode norm, or --shard alone",
+        lambda a: a.clip_grad is not None and a.clip_mode == "agc",
+        "--clip-mode agc: the norms of units would need whole weights; --clip-mode norm",
     ),
 )
 

@@ -197,7 +197,7 @@ SCHEDULE = Group(
         "of the plateau schedule, which is refused",
         refused="belongs to --sched plateau, which is not supported: remove the flag",
     ),
-    flag("--lr-cycle-mul", ABOVE_ZERO, 1.0, "length of a cycle over the one before", needs=(SEVERAL_CYCLES,)),
+    flag("--lr-cycle-mul", Number(float, low=1), 1.0, "length of a cycle over the one before", needs=(SEVERAL_CYCLES,)),
     flag("--lr-k-decay", ABOVE_ZERO, 1.0, "exponent of the time in the curve (arXiv:2004.05909)", needs=(K_DECAYING,)),
     flag("--lr-cycle-limit", POSITIVE, 1, "number of cycles", needs=(CYCLIC,)),
     flag("--lr-noise", AMOUNT, None, "noise from (to) this part of the epochs", nargs="+"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import time
 from collections.abc import Callable
 
 from tlt.data.batch import Batch
@@ -20,32 +19,28 @@ def batch_watcher(run: Run, training: Training) -> Callable[[int, Batch], None]:
     It tells of unreadable images and labels, draws the first batch, and writes the pictures of `--save-images`.
     """
     known: set[str] = set()
-    logger = run.logger
-    drawn = False
+    logger, interval = run.logger, run.args.log_interval
+    draws = logger.directory is not None and importlib.util.find_spec("matplotlib") is not None
 
     def watch(update: int, batch: Batch) -> None:
-        nonlocal drawn
+        nonlocal draws
         bad = [label for label in batch.bad_labels if label.path not in known]
         known.update(label.path for label in bad)
         logger.skipped("skipped-image", training.loader.skips.take_new())
         logger.skipped("bad-label", bad)
-        if logger.directory is None:  # not rank 0
-            return
-        file = logger.directory.path / FILE
-        if not drawn and not (update and file.exists()) and importlib.util.find_spec("matplotlib"):
+        if draws and not (update and (run.directory / FILE).exists()):
             _draw(run, training, update, batch)
-        drawn = True
-        if run.args.save_images and update % run.args.log_interval == 0:
+        draws = False
+        if logger.directory is not None and run.args.save_images and update % interval == 0:
             from torchvision.utils import save_image
 
-            save_image(batch.images, logger.directory.path / f"train-batch-{update}.jpg", padding=0, normalize=True)
+            save_image(batch.images, run.directory / f"train-batch-{update}.jpg", padding=0, normalize=True)
 
     return watch
 
 
 def _draw(run: Run, training: Training, update: int, batch: Batch) -> None:
     """Draw the batch with its targets. A picture that can't be drawn is a warning."""
-    began = time.perf_counter()
     config = training.state.metadata["model_config"]
     try:
         from tlt.tools.drawing import save_figure
@@ -60,7 +55,6 @@ def _draw(run: Run, training: Training, update: int, batch: Batch) -> None:
             title += "\n(--compat: the window is where the labels are read, not where the image is cut)"
         page = draw_page(examples, config["class_names"], title, "smoothed probability of the class")
         save_figure(page, run.directory / FILE)
+        run.logger.line(f"drew {FILE}")
     except Exception as error:  # whatever happens: no run may end because of a picture
         run.logger.line(f"warning: {FILE} could not be drawn: {type(error).__name__}: {error}")
-    else:
-        run.logger.line(f"drew {FILE} in {1000 * (time.perf_counter() - began):.0f} ms")

@@ -24,7 +24,6 @@ from volo.config.flags_train import CUDA_GRAPH_MODES
 F = TypeVar("F", bound=Callable[..., Any])
 
 _CUDA_GRAPHS = "torch._inductor.cudagraph_trees"
-_LONGEST = 300  # characters of torch's message in ours
 
 
 def compile_model(model: Any, args: Namespace) -> Any:
@@ -106,7 +105,7 @@ def compile_errors_told(args: Namespace) -> Iterator[None]:
         if not args.torchcompile or not _is_compile_error(error):
             raise
         raise UserError(
-            f"--torchcompile {args.torchcompile}: torch can't compile this ({_summary(error)}): try another "
+            f"--torchcompile {args.torchcompile}: torch can't compile this ({_reason(error)}): try another "
             "--torchcompile-scope, or leave --torchcompile out; --debug shows all"
         ) from error
 
@@ -133,8 +132,7 @@ def _is_compile_error(error: Exception) -> bool:
     return type(error).__module__.startswith(("torch._dynamo.exc", "torch._inductor.", "triton."))
 
 
-def _summary(error: Exception) -> str:
-    """Return torch's message without its advice on how to debug torch."""
+def _reason(error: Exception) -> str:
+    """Return the beginning of torch's message, without its advice on how to debug torch."""
     inner = getattr(error, "inner_exception", None) or error
-    text = " ".join(f"{type(inner).__name__}: {inner}".split())
-    return text if len(text) <= _LONGEST else text[:_LONGEST] + "..."
+    return " ".join(f"{type(inner).__name__}: {inner}".split())[:300]

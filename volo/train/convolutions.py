@@ -8,7 +8,7 @@ shapes would hold for the next release, so each distinct convolution of a model 
 from __future__ import annotations
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
 from tlt.models.flops import run_on_meta
@@ -18,6 +18,7 @@ from volo.cluster.distributed import from_all
 _TOLERANCE = 0.05
 
 
+@torch.no_grad()
 def check_convolutions(
     model: nn.Module, input_size: tuple[int, int, int], dtype: torch.dtype | None, device: torch.device
 ) -> list[str]:
@@ -30,39 +31,29 @@ def check_convolutions(
         input_size: (channels, H, W) of the images.
         dtype: The type that the model is to compute in; only bfloat16 on a CPU is tried.
     """
-    layers = [(name, layer) for name, layer in model.named_modules() if isinstance(layer, _ConvNd)]
-    if dtype is not torch.bfloat16 or device.type != "cpu" or not layers:
+    if dtype is not torch.bfloat16 or device.type != "cpu":
         return []
-    distinct: dict[object, tuple[str, nn.Module, torch.Tensor]] = {}  # name, layer, input without contents
+    names: dict[nn.Module, str] = {layer: name for name, layer in model.named_modules() if isinstance(layer, _ConvNd)}
+    distinct: dict[object, tuple[nn.Module, Tensor]] = {}  # and an input without contents
 
-    def note(name: str, layer: nn.Module, x: torch.Tensor) -> None:
-        # extra_repr has channels, window, stride, padding, dilation and groups
-        distinct.setdefault((layer.extra_repr(), x.shape, x.stride()), (name, layer, x))
+    def note(layer: nn.Module, given: tuple[Tensor]) -> None:
+        if layer in names:
+            # extra_repr has channels, window, stride, padding, dilation and groups
+            distinct.setdefault((layer.extra_repr(), given[0].shape, given[0].stride()), (layer, given[0]))
 
-    hooks = [
-        layer.register_forward_pre_hook(lambda layer, given, name=name: note(name, layer, given[0]))
-        for name, layer in layers
-    ]
-    try:
+    with nn.modules.module.register_module_forward_pre_hook(note):
         run_on_meta(model, input_size)
-    finally:
-        for hook in hooks:
-            hook.remove()
-    wrong = [name for name, layer, given in distinct.values() if not _error(layer, given) <= _TOLERANCE]
+    wrong = []
+    for layer, given in distinct.values():
+        x = torch.empty_strided(given.shape, given.stride()).normal_(generator=torch.Generator().manual_seed(0))
+        right = layer(x)
+        with torch.autocast("cpu", torch.bfloat16):
+            error = (layer(x).float() - right).abs().max() / right.abs().max().clamp_min(1e-30)
+        if not error <= _TOLERANCE:  # NaN is wrong, too
+            wrong.append(names[layer])
     if not (found := sorted({name for names in from_all(wrong) for name in names})):
         return []
     return [
         f"warning: torch {torch.__version__} computes {', '.join(found)} and convolutions like it wrong in bfloat16 on "
         "this processor: use float32 (without --amp and --model-dtype), or another version of torch"
     ]
-
-
-@torch.no_grad()
-def _error(layer: nn.Module, given: torch.Tensor) -> float:
-    """Return the largest difference of bfloat16 from float32, as a share of the largest value; NaN for NaN values."""
-    generator = torch.Generator().manual_seed(0)
-    x = torch.empty_strided(given.shape, given.stride()).normal_(generator=generator)
-    right = layer(x)
-    with torch.autocast("cpu", torch.bfloat16):
-        low = layer(x)
-    return float((low.float() - right).abs().max() / right.abs().max().clamp_min(1e-30))

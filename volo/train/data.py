@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
 
 from tlt.api import Loader
 from tlt.data.augment.device_stage import EvalStage
@@ -21,27 +24,26 @@ from tlt.data.sources.open_images import open_images
 from tlt.data.sources.source import ImageSource
 from tlt.errors import UserError
 from tlt.io.progress import SearchProgress
-from tlt.labels.store import LabelStore, sampled_agreement
+from tlt.io.text import printable, some_names
 from tlt.labels.store import open_labels as open_label_store
 from volo.cluster.distributed import World
-from volo.train.held_out import LIST, draw_held_out, listed_images, part
 
+LIST = "validation_images.txt"  # in the run directory: the images that `--val-fraction` holds out
+Mask: TypeAlias = npt.NDArray[np.bool_]  # (N,) of a list of images
 # Global batches in an epoch of --data-backend synthetic, and in its validation.
 SYNTHETIC_UPDATES, SYNTHETIC_VALIDATION_BATCHES = 100, 10
-_SAMPLE, _LOW_AGREEMENT = 256, 0.5  # label maps that are compared with their images' classes, and when to warn
 
 
-@dataclass(frozen=True)
-class Folders:
+class Folders(NamedTuple):
     """Training and validation images with one class list."""
 
     train: ImageSource
     validation: ImageSource
-    warnings: list[str] = field(default_factory=list)
+    warnings: list[str]
 
 
 def open_folders(args: Namespace, world_size: int, found: SearchProgress | None = None) -> Folders:
-    """Find the images of both splits; a long search reports to `found`. Each rank lists them for itself.
+    """Find the images of both splits; a long search reports to `found`.
 
     With `--val-fraction` both are the training images, of which `hold_out` makes two parts.
 
@@ -54,6 +56,7 @@ def open_folders(args: Namespace, world_size: int, found: SearchProgress | None 
         return Folders(
             synthetic_folder(SYNTHETIC_UPDATES * batch, classes),
             synthetic_folder(SYNTHETIC_VALIDATION_BATCHES * batch, classes),
+            [],
         )
     names = read_class_map(args.class_map) if args.class_map else None
     whole = args.val_fraction > 0
@@ -79,17 +82,57 @@ def hold_out(args: Namespace, folders: Folders, *directories: Path) -> Folders:
     if lists:
         held = listed_images(folders.train, str(lists[0]), missing_allowed=True)
     else:
-        held = draw_held_out(folders.train, args.val_fraction, args.seed)
+        held = _draw_held_out(folders.train, args.val_fraction, args.seed)
     if not held.any() or held.all():
         raise UserError(f"--val-fraction {args.val_fraction:g}: no class has images for training and for validation")
     return Folders(part(folders.train, ~held), part(folders.train, held), folders.warnings)
 
 
+def _draw_held_out(images: ImageSource, fraction: float, seed: int) -> Mask:
+    """Hold out `fraction` of each class: at least one image of two, and never all; a function of classes and seed."""
+    order = np.random.Generator(np.random.Philox(seed)).permutation(len(images))
+    held = np.zeros(len(images), bool)
+    for number, count in zip(*np.unique(images.classes, return_counts=True), strict=True):
+        held[order[images.classes[order] == number][: min(count - 1, max(1, round(fraction * int(count))))]] = True
+    return held
+
+
+def listed_images(images: ImageSource, file: str, missing_allowed: bool = False) -> Mask:
+    """Return (N,) whether each image is in a list of names, one a line (`as_list`).
+
+    Args:
+        missing_allowed: Some listed images may be gone, but not all.
+
+    Raises:
+        UserError: The file can't be read, or names images that are not there.
+    """
+    try:
+        with open(file, encoding="utf-8", errors="surrogateescape") as lines:
+            names = {line.rstrip("\n") for line in lines if line.strip()}
+    except OSError as error:
+        raise UserError(f"image list {printable(file)} can't be read ({error.strerror})") from error
+    found = np.fromiter((path in names for path in images.paths), bool, len(images))
+    gone = names.difference(images.paths) if found.sum() < len(names) else set()
+    if not found.any() or (gone and not missing_allowed):
+        raise UserError(
+            f"image list {printable(file)}: {len(gone)} of its {len(names)} images are not in {printable(images.root)} "
+            f"({some_names(sorted(gone))}): name the data set and the split that it was made of"
+        )
+    return found
+
+
+def as_list(images: ImageSource) -> bytes:
+    """The names of images, one a line."""
+    return "".join(f"{path}\n" for path in images.paths).encode(errors="surrogateescape")
+
+
+def part(images: ImageSource, mask: Mask) -> ImageSource:
+    """The images where `mask` is true, without the warnings of the whole."""
+    return replace(images.select(np.flatnonzero(mask)), warnings=[])
+
+
 def open_labels(
-    args: Namespace,
-    folder: ImageSource,
-    num_classes: int,
-    found: SearchProgress | None = None,
+    args: Namespace, folder: ImageSource, num_classes: int, found: SearchProgress | None = None
 ) -> tuple[LabelReader | None, list[str]]:
     """Find the token labels of the training images. Returns (labels or None, warnings). Searches report to `found`.
 
@@ -101,9 +144,8 @@ def open_labels(
     if args.data_backend == "synthetic":
         if args.label_tail != "zero":
             raise UserError(f"--label-tail {args.label_tail}: synthetic maps have no log-sum-exp; leave it out")
-        return SyntheticLabels(folder), [
-            f"--token-label-data {args.token_label_data}: synthetic images, synthetic maps"
-        ]
+        warning = f"--token-label-data {args.token_label_data}: synthetic images, synthetic maps"
+        return SyntheticLabels(folder), [warning]
     labels = open_label_store(
         args.token_label_data,
         folder.paths,
@@ -115,19 +157,6 @@ def open_labels(
         found=found,
     )
     return labels, labels.warnings
-
-
-def label_agreement(labels: LabelReader | None, folder: ImageSource) -> str:
-    """A line about how often the token labels name the class of their image, from a sample; "" where they have other
-    classes."""
-    if not isinstance(labels, LabelStore) or labels.info.transfer:
-        return ""
-    found = sampled_agreement(labels, folder.classes, _SAMPLE)
-    share = found.images_agreeing / max(found.images, 1)
-    line = f"the token labels name the class of {100 * share:.1f} % of {found.images} sampled images"
-    if share >= _LOW_AGREEMENT:
-        return line
-    return f"warning: {line}: such labels teach little; look at them with `tlt check` and `tlt show`"
 
 
 def augment_config(args: Namespace, settings: Mapping[str, Any]) -> AugmentConfig:

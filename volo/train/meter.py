@@ -8,7 +8,6 @@ from typing import Any
 from torch import Tensor
 
 from tlt.data.batch import Batch
-from tlt.errors import UserError
 from tlt.loss import LossTerms
 from volo.record.metrics import EpochTotals, Interval, Sums
 from volo.train.run import Run, Training
@@ -24,26 +23,22 @@ class Meter:
         self.state, self.precision, self.loader = training.state, training.precision, training.loader
         self.logger, self.guard, self.log_interval = run.logger, run.guard, run.args.log_interval
         self.sums = Sums(("images", "unreadable", "loss", "cls", "dense"), run.world)
-        self.epoch = dict.fromkeys(self.sums.names, 0.0)
-        self.done = self.reported = 0
-        self.lr = self.epoch_seconds = 0.0
-        self._lap_start, self._waited_before = time.perf_counter(), run.guard.waited
         self.state.sums = self.progress
 
     def begin(self) -> None:
-        """Start an epoch, or continue it where a resumed run has stopped in it.
-
-        Raises:
-            UserError: The checkpoint's sums of the epoch can't be read.
-        """
+        """Start an epoch, or continue it where a resumed run has stopped in it."""
         self.sums.reset()
         self.epoch = dict.fromkeys(self.sums.names, 0.0)
         self.done = self.reported = self.state.update - self.state.epoch * self.state.updates_per_epoch
         self.lr = self.epoch_seconds = 0.0
-        self._lap_start, self._waited_before = time.perf_counter(), self.guard.waited
+        self._start_interval()
         if self.state.progress:
             self._restore(self.state.progress)
         self.state.progress = {}
+
+    def _start_interval(self, seconds: float = 0.0, waited: float = 0.0) -> None:
+        """Measure from now on, or go on in an interval of which so many seconds are over."""
+        self._began, self._waited_before = time.perf_counter() - seconds, self.guard.waited - waited
 
     @property
     def waited(self) -> float:
@@ -57,31 +52,21 @@ class Meter:
             "reported": self.reported,
             "interval": self.sums.by_rank(),
             "epoch": [self.epoch[name] for name in self.sums.names],
-            "seconds": [time.perf_counter() - self._lap_start, self.waited, self.epoch_seconds],
+            "seconds": [time.perf_counter() - self._began, self.waited, self.epoch_seconds],
             "lr": self.lr,
             "skipped_steps": self.precision.counts(),
         }
 
     def _restore(self, progress: dict[str, Any]) -> None:
-        """Continue from `progress`; if it belongs to another update of the epoch, restore only the skipped steps.
-
-        Raises:
-            UserError: It can't be read.
-        """
-        try:
-            self.precision.restore_counts(*progress["skipped_steps"])
-            if not self.done or progress["done"] != self.done:
-                return
-            self.sums.restore(progress["interval"])
-            self.epoch = {n: float(v) for n, v in zip(self.sums.names, progress["epoch"], strict=True)}
-            self.reported, self.lr = int(progress["reported"]), float(progress["lr"])
-            seconds, waited, self.epoch_seconds = map(float, progress["seconds"])
-        except (KeyError, TypeError, ValueError, OverflowError, RuntimeError) as error:
-            raise UserError(
-                f"the checkpoint's sums of the epoch under way can't be read ({type(error).__name__}: {error}): "
-                "resume another checkpoint"
-            ) from error
-        self._lap_start, self._waited_before = time.perf_counter() - seconds, self.guard.waited - waited
+        """Continue from `progress`; if it belongs to another update of the epoch, restore only the skipped steps."""
+        self.precision.restore_counts(*progress["skipped_steps"])
+        if not self.done or progress["done"] != self.done:
+            return
+        self.sums.restore(progress["interval"])
+        self.epoch = dict(zip(self.sums.names, progress["epoch"], strict=True))
+        self.reported, self.lr = progress["reported"], progress["lr"]
+        seconds, waited, self.epoch_seconds = progress["seconds"]
+        self._start_interval(seconds, waited)
 
     def add(self, terms: LossTerms, batch: Batch) -> None:
         """Count a micro-batch without synchronising."""
@@ -100,9 +85,8 @@ class Meter:
         skipped = self.precision.check()  # host synchronisation, once per interval
         totals = self.sums.totals()
         self.sums.reset()
-        now = time.perf_counter()
-        seconds, wait_seconds = now - self._lap_start, self.waited
-        self._lap_start, self._waited_before = now, self.guard.waited
+        seconds, wait_seconds = time.perf_counter() - self._began, self.waited
+        self._start_interval()
         self.epoch_seconds += seconds
         self.epoch = {name: self.epoch[name] + value for name, value in totals.items()}
         interval = Interval(

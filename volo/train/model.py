@@ -1,20 +1,28 @@
-"""Builds the model that the flags describe: created by timm, then configured."""
+"""Builds the model that the flags describe: created by timm, then configured.
+
+`--model` is a registered name, a folder (`local-dir:PATH`) or a repository of the Hugging Face Hub (`hf-hub:ORG/NAME`).
+"""
 
 from __future__ import annotations
 
 import copy
 import difflib
 from argparse import Namespace
-from typing import Any
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import timm
 import torch
 from timm.data import resolve_data_config
 from timm.layers import convert_sync_batchnorm, to_2tuple
+from timm.models import load_model_config_from_hf
+from timm.models._hub import download_from_hf, load_cfg_from_json, load_model_config_from_path
 from torch import nn
 
 from tlt.errors import UserError
 from tlt.io.processes import physical_memory
+from tlt.models import transformers_vit
 from tlt.models.token_labeling import TokenLabelModel
 from tlt.models.wrap import TOKEN_LABEL_MODELS, WithDenseHead, with_dense_head
 from volo.cluster.distributed import World
@@ -24,7 +32,6 @@ from volo.config.flag_rules import divides_weights
 from volo.models import VOLO
 from volo.train.compilation import compile_model, compile_modules
 from volo.train.precision import compute_dtype
-from volo.train.stored_model import architecture_of
 
 # A module with timm's interface (num_classes, get_classifier, ...), which nn.Module's types don't know.
 TimmModel = Any
@@ -32,7 +39,55 @@ TimmModel = Any
 _SMALL = 10_000_000  # weights of a model that is built whatever its checkpoint says
 _MANY_CLASSES = 100_000
 _TF_BATCHNORM = {"momentum": 0.01, "eps": 1e-3}  # --bn-tf
-_LABEL_SETTINGS = ("uncovered", "label_tail")
+
+
+class Architecture(NamedTuple):
+    """A model that timm can build: its registered name, arguments, and where its weights are."""
+
+    name: str
+    kwargs: dict[str, Any]
+    pretrained_cfg: dict[str, Any] | None
+
+
+@cache
+def architecture_of(model: str) -> Architecture:
+    """Return what `--model` names; a registered name stands for itself, whether timm has it or not.
+
+    Raises:
+        UserError: The folder or the repository can't be read, or describes no model that timm knows here.
+    """
+    prefix, colon, name = model.partition(":")
+    if not colon or prefix not in ("local-dir", "hf-hub"):
+        return Architecture(model, {}, None)
+    try:
+        described = load_cfg_from_json(_file(prefix, name, "config.json"))
+        if transformers_vit.describes_vit(described):
+            return _transformers_vit(described, prefix, name)
+        load = load_model_config_from_path if prefix == "local-dir" else load_model_config_from_hf
+        config, name, kwargs = load(name)
+    except UserError as error:
+        raise UserError(f"--model {model}: {error}") from error
+    except Exception as error:  # huggingface_hub and requests derive theirs from nothing narrower
+        reason = " ".join(str(error).split())[:200] or type(error).__name__
+        raise UserError(f"--model {model} can't be read: {reason}") from error
+    if not timm.is_model(name):
+        raise UserError(f"--model {model} is a {name}, which timm does not know: install the package that registers it")
+    return Architecture(name, kwargs or {}, config)
+
+
+def _file(prefix: str, name: str, file: str) -> str:
+    """Return the path of one file of a description. Raises OSError where it is missing."""
+    return str(Path(name, file)) if prefix == "local-dir" else download_from_hf(name, file)
+
+
+def _transformers_vit(described: dict[str, Any], prefix: str, name: str) -> Architecture:
+    try:
+        processor = load_cfg_from_json(_file(prefix, name, "preprocessor_config.json"))
+    except OSError:  # it has none; huggingface_hub's errors derive from it
+        processor = {}
+    kwargs, config = transformers_vit.timm_config(described, processor)
+    where = {"file": name} if prefix == "local-dir" else {"hf_hub_id": name}  # by which timm finds the weights
+    return Architecture(transformers_vit.NAME, kwargs, config | {"source": prefix} | where)
 
 
 def image_size_of(args: Namespace) -> tuple[int, int] | None:
@@ -44,15 +99,17 @@ def image_size_of(args: Namespace) -> tuple[int, int] | None:
     return (args.img_size, args.img_size) if isinstance(args.img_size, int) else tuple(args.img_size)
 
 
+def known_config(model: str) -> dict[str, Any]:
+    """Return what is known of `--model` before it is built: `input_size`, `num_classes`, `fixed_input_size`, ..."""
+    name, kwargs, stored = architecture_of(model)
+    registered = timm.get_pretrained_cfg(name) if timm.is_model(name) else None
+    return (registered.to_dict() if registered else {}) | (stored or {}) | kwargs
+
+
 def image_size_by_name(args: Namespace) -> tuple[int, int]:
     """Return the (H, W) that flags and the model's name tell before a model is built; 224 x 224 of an unknown model."""
-    name, kwargs, config = architecture_of(args.model)
-    asked = (getattr(args, "model_kwargs", None) or {}).get("img_size") or kwargs.get("img_size")
-    if image_size_of(args) is None and asked is None:
-        known = timm.get_pretrained_cfg(name) if timm.is_model(name) else None
-        size = (config or {}).get("input_size") or (known.input_size if known else (3, 224, 224))
-        return size[1], size[2]
-    return image_size_of(args) or to_2tuple(asked)
+    config = known_config(args.model) | args.model_kwargs
+    return to_2tuple(image_size_of(args) or config.get("img_size") or config.get("input_size", (3, 224, 224))[1:])
 
 
 def _channels(args: Namespace) -> int | None:
@@ -90,18 +147,26 @@ def build_model(args: Namespace, recorded: dict[str, Any] | None = None, weights
     except (TypeError, ValueError, AssertionError, RuntimeError) as error:
         if fetched and isinstance(error, RuntimeError):
             raise UserError(_not_fetched(name, error)) from error
-        raise UserError(f"--model {name} cannot be built with {kwargs}: {_first_line(error)}") from error
+        reason = str(error).partition("\n")[0]
+        raise UserError(f"--model {name} cannot be built with {kwargs}: {reason}") from error
     except OSError as error:  # what a hub raises without a network derives from it
         if not fetched:
             raise
         raise UserError(_not_fetched(name, error)) from error
-    set_outlook_kernel(model, getattr(args, "outlook_kernel", "auto"))
-    set_drop_path_mode(model, getattr(args, "drop_path_mode", "mask"))
+    _set_modes(model, getattr(args, "outlook_kernel", "auto"), getattr(args, "drop_path_mode", "mask"))
     return model
 
 
-def _first_line(error: Exception) -> str:
-    return str(error).partition("\n")[0]
+def _set_modes(model: nn.Module, kernel: str, drop_path_mode: str) -> None:
+    """Apply `--outlook-kernel` and `--drop-path-mode`; raise UserError for models that don't have them."""
+    if kernel != "auto":
+        if not isinstance(model, VOLO):
+            raise UserError(f"--outlook-kernel {kernel} has no effect: only VOLO has outlook attention; leave it out")
+        model.set_outlook_kernel(kernel)
+    if drop_path_mode != "mask":
+        if not isinstance(model, TokenLabelModel):
+            raise UserError(f"--drop-path-mode {drop_path_mode} needs --model volo_... or lvvit_...")
+        model.set_drop_path_mode(drop_path_mode)
 
 
 def _not_fetched(name: str, error: Exception) -> str:
@@ -152,11 +217,7 @@ def _model_kwargs(args: Namespace) -> dict[str, Any]:
 
 def _takes_image_size(name: str) -> bool:
     """Whether the model is built for one image size, as ours and timm's vision transformers are."""
-    name = architecture_of(name).name
-    if is_ours(name):
-        return True
-    config = timm.get_pretrained_cfg(name)
-    return config is not None and bool(config.fixed_input_size)
+    return is_ours(architecture_of(name).name) or known_config(name).get("fixed_input_size", False)
 
 
 def is_ours(name: str) -> bool:
@@ -209,32 +270,6 @@ def prepare_model(model: TimmModel, args: Namespace, world: World) -> TimmModel:
             raise UserError("--sync-bn needs GPUs (torch has no SyncBatchNorm for the CPU); use --dist-bn reduce")
         model = convert_sync_batchnorm(model)
     return place_model(model, args, world)
-
-
-def set_outlook_kernel(model: nn.Module, kernel: str) -> None:
-    """Apply `--outlook-kernel`.
-
-    Raises:
-        UserError: The model has no outlook attention.
-    """
-    if kernel == "auto":
-        return
-    if not isinstance(model, VOLO):
-        raise UserError(f"--outlook-kernel {kernel} has no effect: only VOLO has outlook attention; leave it out")
-    model.set_outlook_kernel(kernel)
-
-
-def set_drop_path_mode(model: nn.Module, mode: str) -> None:
-    """Apply `--drop-path-mode`.
-
-    Raises:
-        UserError: The model is no VOLO or LV-ViT, whose residual branches can skip images.
-    """
-    if mode == "mask":
-        return
-    if not isinstance(model, TokenLabelModel):
-        raise UserError(f"--drop-path-mode {mode} needs --model volo_... or lvvit_...: others can't skip branches")
-    model.set_drop_path_mode(mode)
 
 
 def place_model(model: TimmModel, args: Namespace, world: World) -> TimmModel:
@@ -295,11 +330,6 @@ def wrap_model(model: TimmModel, args: Namespace, world: World, meshes: Meshes |
     return compile_model(model, args)
 
 
-def wrap_average(average: TimmModel, args: Namespace, world: World, meshes: Meshes | None = None) -> TimmModel:
-    """Return the module that validation calls for the moving average: no gradients are sent, else as `wrap_model`."""
-    return compile_model(average, args) if meshes is None else wrap_model(average, args, world, meshes)
-
-
 def heads_of(model: TimmModel) -> list[nn.Module]:
     """Return the class heads, and the dense head where the model has one."""
     classifier = model.get_classifier()
@@ -334,18 +364,12 @@ def _recorded_kwargs(args: Namespace) -> dict[str, Any]:
     return stored | ({"global_pool": args.gp} if args.gp else {}) | args.model_kwargs
 
 
-def label_settings(args: Namespace) -> dict[str, Any] | None:
-    """Return how a run reads its token labels; None for a run without them."""
-    if not args.token_label:
-        return None
-    return {"compat": args.compat or []} | {name: getattr(args, name) for name in _LABEL_SETTINGS}
-
-
 def model_config(model: TimmModel, args: Namespace, settings: dict[str, Any], class_names: list[str]) -> dict[str, Any]:
     """Return what a checkpoint records so that other programs build and evaluate the model as it was trained."""
-    labels = label_settings(args)
-    if labels is not None and args.token_label_teacher:
-        labels |= {"teacher": args.token_label_teacher}
+    labels: dict[str, Any] | None = None  # how the run reads its token labels
+    if args.token_label:
+        labels = {"compat": args.compat or [], "uncovered": args.uncovered, "label_tail": args.label_tail}
+        labels |= {"teacher": args.token_label_teacher} if args.token_label_teacher else {}
     return {
         "name": architecture_of(args.model).name,
         "kwargs": _recorded_kwargs(args),

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from timm.utils.agc import adaptive_clip_grad
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 from tlt.errors import NonFiniteError, UserError
 from volo.cluster.shard import total_norm
@@ -24,24 +24,19 @@ from volo.cluster.shard import total_norm
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
-def resolve_amp_dtype(amp: bool, requested: str | None, device: torch.device) -> torch.dtype | None:
-    """Return the autocast dtype, or None for float32.
+def compute_dtype(args: Namespace, device: torch.device) -> torch.dtype | None:
+    """Return the autocast dtype of `--model-dtype` or `--amp`, None for float32.
 
     Raises:
         UserError: float16 is asked for on a CPU.
     """
-    if not amp:
-        return None
-    if device.type == "cpu" and requested == "float16":
-        raise UserError("--amp-dtype float16 is about 50 times slower than float32 on a CPU; use --amp-dtype bfloat16")
-    return DTYPES[requested or ("float16" if device.type == "cuda" else "bfloat16")]
-
-
-def compute_dtype(args: Namespace, device: torch.device) -> torch.dtype | None:
-    """Return the autocast dtype of `--model-dtype` or `--amp`, None for float32. Raises as `resolve_amp_dtype`."""
-    if getattr(args, "model_dtype", "float32") == "bfloat16":  # missing in the records of older runs
+    if getattr(args, "model_dtype", "float32") == "bfloat16":  # a flag of train.py alone
         return torch.bfloat16
-    return resolve_amp_dtype(args.amp, args.amp_dtype, device)
+    if not args.amp:
+        return None
+    if device.type == "cpu" and args.amp_dtype == "float16":
+        raise UserError("--amp-dtype float16 is about 50 times slower than float32 on a CPU; use --amp-dtype bfloat16")
+    return DTYPES[args.amp_dtype or ("float16" if device.type == "cuda" else "bfloat16")]
 
 
 # Norms keep float32 parameters and running statistics, those of the master itself.
@@ -113,8 +108,7 @@ class Clipping:
 
     Attributes:
         mode: `"norm"` (2-norm of all gradients), `"value"` (each element) or `"agc"` (adaptive, per unit).
-        heads: Modules that `"agc"` leaves unclipped, as timm and the paper do (arXiv 2102.06171, section 4.1). Their
-            parameters are looked up at each step, because `--shard` gives them other ones.
+        heads: Modules that `"agc"` leaves unclipped, as timm and the paper do (arXiv 2102.06171, section 4.1).
     """
 
     threshold: float
@@ -129,7 +123,7 @@ class Clipping:
             nn.utils.clip_grad_value_(parameters, self.threshold)
         else:
             left_out = {parameter for head in self.heads for parameter in head.parameters()}
-            clip_units([parameter for parameter in parameters if parameter not in left_out], self.threshold)
+            adaptive_clip_grad([parameter for parameter in parameters if parameter not in left_out], self.threshold)
 
 
 class Precision:
@@ -210,18 +204,18 @@ class Precision:
     def take_broken(self) -> dict[int, bool]:
         """The steps with non-finite gradients since the last call; True where this rank's own loss was not finite.
 
-        Keys count back from the newest step: -1, -2, ... Synchronises with the device, as `check`.
+        Keys count back from the newest step: -1, -2, ... Synchronises with the device, as `counts` and `check`.
         """
-        self._counts, told, self._steps = self.counts(), self._told(), []
-        return {number - len(told): own for number, (broken, own) in enumerate(told) if broken}
+        self._counts, steps, self._steps = self.counts(), self._finished_steps(), []
+        return {number - len(steps): own for number, (broken, own) in enumerate(steps) if broken}
 
-    def _told(self) -> list[list[bool]]:
+    def _finished_steps(self) -> list[list[bool]]:
         return torch.stack(self._steps).tolist() if self._steps else []
 
     def counts(self) -> list[int]:
-        """Return the steps skipped in a row up to now, and in the whole run. Synchronises with the device."""
+        """Return the steps skipped in a row up to now, and in the whole run."""
         in_a_row, skipped = self._counts
-        for broken, _ in self._told():
+        for broken, _ in self._finished_steps():
             in_a_row, skipped = (in_a_row + 1 if broken else 0), skipped + broken
         return [in_a_row, skipped]
 
@@ -243,25 +237,6 @@ class Precision:
                 "in events.jsonl"
             )
         return skipped
-
-
-def clip_units(parameters: list[nn.Parameter], factor: float) -> None:
-    """Clip each unit's gradient to `factor` times its weights' norm (timm's AGC), also of weights divided among ranks.
-
-    Ranks divide a weight by its rows, which are the units; of a vector, which is one unit, all need the whole.
-    """
-    for parameter in parameters:
-        weights, gradient = parameter.detach(), parameter.grad
-        if not isinstance(weights, DTensor) or not isinstance(gradient, DTensor):
-            adaptive_clip_grad([parameter], factor, norm_type=2.0)
-            continue
-        own, whole = gradient.to_local(), weights.ndim < 2
-        unit = nn.Parameter(weights.full_tensor() if whole else weights.to_local())
-        unit.grad = gradient.full_tensor() if whole else own
-        adaptive_clip_grad([unit], factor, norm_type=2.0)
-        if whole:
-            mesh, placements = gradient.device_mesh, gradient.placements
-            own.copy_(distribute_tensor(unit.grad, mesh, placements, src_data_rank=None).to_local())
 
 
 # Their fused steps leave weights and moments as they are where `found_inf` is set, in the first step as well. After

@@ -8,8 +8,6 @@ from argparse import Namespace
 import torch
 from timm.scheduler import create_scheduler_v2
 
-from tlt.errors import UserError
-
 
 def resolve_lr(args: Namespace, global_batch: int) -> tuple[float, str]:
     """Return the peak learning rate and the formula that gave it.
@@ -39,9 +37,6 @@ class LrSchedule:
         args: The flags of the group "Schedule", and `seed`, which keys the noise.
         lr: Peak learning rate.
         updates_per_epoch: Optimizer steps per epoch, at least 1.
-
-    Raises:
-        UserError: Cycles that shrink (`lr_cycle_mul` below 1) end before the epochs do.
     """
 
     def __init__(self, args: Namespace, lr: float, updates_per_epoch: int) -> None:
@@ -68,11 +63,6 @@ class LrSchedule:
             step_on_epochs=not self._on_updates,
             updates_per_epoch=updates_per_epoch,
         )
-        try:
-            self(self.total_updates - 1)
-        except ValueError as error:
-            shown = f"--lr-cycle-mul {args.lr_cycle_mul:g} with --lr-cycle-limit {args.lr_cycle_limit}"
-            raise UserError(f"{shown}: cycles shrink to nothing before the last epoch; take fewer of them") from error
 
     @property
     def total_updates(self) -> int:

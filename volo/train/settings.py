@@ -10,11 +10,9 @@ from __future__ import annotations
 from argparse import Namespace
 from typing import Any, NamedTuple
 
-import timm
-
 from volo.config.args import FrozenArgs, TrainArgs
 from volo.config.flag_rules import check_drop_path
-from volo.train.stored_model import architecture_of
+from volo.train.model import known_config
 
 BATCH_KEY = "batch"  # of a checkpoint
 _LEAST_UPDATES = 4  # in an epoch
@@ -57,8 +55,12 @@ def settle(args: TrainArgs, checkpoint: dict[str, Any], images: int, classes: in
 
 def dataset_defaults(args: TrainArgs, images: int, classes: int, world_size: int) -> tuple[dict[str, Any], str]:
     """Return the values that replace defaults, and a line that tells of them, "" without any. See `settle`."""
-    fitted = _schedule_of(args.epochs)
-    if classes != _own_classes(args.model):
+    fitted: dict[str, Any] = {
+        "warmup_epochs": min(20, args.epochs // 5),
+        "cooldown_epochs": 10 if args.epochs >= 30 else 0,
+        "checkpoint_hist": min(10, max(3, args.epochs // 10)),
+    }
+    if classes != known_config(args.model).get("num_classes"):
         fitted["num_classes"] = classes
     size = _batch_size(images // (args.grad_accum_steps * world_size))
     if size < args.batch_size:
@@ -107,23 +109,7 @@ def steps_to_keep(checkpoint: dict[str, Any], batch_size: int, steps: int, world
             f"{recorded['world_size']} processes before, {world_size} now: {kept} accumulation steps, not {steps}, "
             f"keep the global batch of {before}"
         )
-    return steps, f"warning: the global batch was {before}, it is {now} now; {_remedy(before, batch_size, world_size)}"
-
-
-def _remedy(wanted: int, batch_size: int, world_size: int) -> str:
-    fitting = [size for size in range(batch_size, 0, -1) if wanted % (size * world_size) == 0]
-    if not fitting:
-        return f"{world_size} processes can't share {wanted} images evenly"
-    size = fitting[0]
-    return f"-b {size} --grad-accum-steps {wanted // (size * world_size)} would keep it"
-
-
-def _schedule_of(epochs: int) -> dict[str, Any]:
-    return {
-        "warmup_epochs": min(20, epochs // 5),
-        "cooldown_epochs": 10 if epochs >= 30 else 0,
-        "checkpoint_hist": min(10, max(3, epochs // 10)),
-    }
+    return steps, f"warning: the global batch (-b x --grad-accum-steps x processes) was {before}, it is {now} now"
 
 
 def _batch_size(images: int) -> int:
@@ -132,10 +118,3 @@ def _batch_size(images: int) -> int:
     while size > 1 and size * _LEAST_UPDATES > images:
         size //= 2
     return size
-
-
-def _own_classes(name: str) -> int | None:
-    name, kwargs, _ = architecture_of(name)
-    config = timm.get_pretrained_cfg(name) if timm.is_model(name) else None
-    found: int | None = kwargs.get("num_classes", None if config is None else config.num_classes)
-    return found

@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from tlt.data.batch import Batch
 from tlt.errors import UserError
@@ -80,48 +80,34 @@ def load_teacher(
             the student, or does not take images of this size.
     """
     name, path = args.token_label_teacher, args.token_label_teacher_checkpoint
+    size, shown = settings["input_size"], f"--token-label-teacher {name}"
     asked = Namespace(model=name, pretrained=not path, num_classes=None, gp=None)
     asked.use_ema, asked.no_use_ema = False, False
-    asked.img_size, asked.input_size, asked.model_kwargs = tuple(settings["input_size"][1:]), None, {}
+    asked.img_size, asked.input_size, asked.model_kwargs = tuple(size[1:]), None, {}
     try:
         trained = load_model(asked, path or None, num_classes=student.num_classes)
         model = place_model(trained.model.requires_grad_(False), args, world)
-        _check(model, name, settings["input_size"], world.device)
+        check_dense(model, torch.randn(2, *size, device=world.device), f"--model {name}")
     except UserError as error:
-        raise UserError(f"--token-label-teacher {name}: {error}") from error
-    _compare_classes(args, model, student, trained.config.get("class_names"), class_names)
-    dtype = compute_dtype(args, world.device)
-    annotator = Annotator(model, args.token_label_teacher_top_k, dtype, feature_compiler(model, args))
-    own = trained.settings
-    pixels = (settings["mean"], settings["std"]), (own["mean"], own["std"])
-    area = labelled_area(model, settings["input_size"][1:])
-    shown = f"{name} (EMA)" if trained.args.use_ema else name
-    return Teacher(shown, annotator, *pixels, area, args.label_tail == "exact")
-
-
-def _compare_classes(
-    args: Namespace, teacher: TimmModel, student: TimmModel, recorded: Sequence[str] | None, class_names: list[str]
-) -> None:
-    """Raise UserError if the teacher has other classes than the student, or its checkpoint has other class names."""
-    shown = f"--token-label-teacher {args.token_label_teacher}"
-    if teacher.num_classes != student.num_classes:
+        raise UserError(f"{shown}: {error}") from error
+    except (AssertionError, RuntimeError, ValueError) as error:  # raised by layers for a wrong image size
+        reason = str(error).partition("\n")[0]
         raise UserError(
-            f"{shown} has {teacher.num_classes} classes, --model {args.model} has {student.num_classes}: use an "
+            f"{shown} does not take images of {size[1]} x {size[2]} px ({reason}): use another annotator, or another "
+            "--img-size"
+        ) from error
+    if model.num_classes != student.num_classes:
+        raise UserError(
+            f"{shown} has {model.num_classes} classes, --model {args.model} has {student.num_classes}: use an "
             "annotator for these classes, or --num-classes"
         )
-    if recorded and list(recorded) != class_names:
+    if (recorded := trained.config.get("class_names")) and list(recorded) != class_names:
         raise UserError(f"{shown} was trained on other class folders: use an annotator trained on these")
-
-
-def _check(model: nn.Module, name: str, size: tuple[int, int, int], device: torch.device) -> None:
-    try:
-        check_dense(model, torch.randn(2, *size, device=device), f"--model {name}")
-    except (AssertionError, RuntimeError, ValueError) as error:  # raised by layers for a wrong image size
-        reason = str(error).split("\n")[0]
-        raise UserError(
-            f"--model {name} does not take images of {size[1]} x {size[2]} px ({reason}): use another annotator, or "
-            "another --img-size"
-        ) from error
+    dtype, own = compute_dtype(args, world.device), trained.settings
+    annotator = Annotator(model, args.token_label_teacher_top_k, dtype, feature_compiler(model, args))
+    pixels = (settings["mean"], settings["std"]), (own["mean"], own["std"])
+    name += " (EMA)" if trained.args.use_ema else ""
+    return Teacher(name, annotator, *pixels, labelled_area(model, size[1:]), args.label_tail == "exact")
 
 
 def _colours(values: Sequence[float], device: torch.device) -> Tensor:
