@@ -12,7 +12,6 @@ import timm
 import torch
 from PIL import Image
 from timm.loss import BinaryCrossEntropy
-from timm.scheduler import CosineLRScheduler
 
 from tests.commands.conftest import QUICK, Ended, metrics
 from tlt.api import StepKey
@@ -24,7 +23,6 @@ from volo.config.args import parse_train
 from volo.config.flags_eval import VALIDATE
 from volo.train.criterion import make_criterion
 from volo.train.loop import epochs_since_best
-from volo.train.schedule import LrSchedule
 
 Call = Callable[..., Ended]
 
@@ -61,13 +59,6 @@ def test_binary_cross_entropy_is_timms(flags: str) -> None:
     assert isinstance(criterion.bce, BinaryCrossEntropy)
 
 
-def test_k_decay_is_timms() -> None:
-    args = arguments("--epochs 40 --warmup-epochs 0 --cooldown-epochs 0 --lr-k-decay 2")
-    schedule = LrSchedule(args, 1e-3, updates_per_epoch=1)
-    theirs = CosineLRScheduler(torch.optim.SGD([torch.zeros(1)], lr=1e-3), 40, 1e-5, k_decay=2.0)
-    assert [schedule(t) for t in range(40)] == pytest.approx([theirs._get_lr(t)[0] for t in range(40)], rel=1e-12)
-
-
 def test_one_mean_makes_pillows_grey() -> None:
     levels = torch.from_numpy(np.random.default_rng(0).integers(0, 256, (2, 3, 40, 50), np.uint8))
     found = EvalStage((0.25,), (0.5,))(levels)
@@ -76,13 +67,9 @@ def test_one_mean_makes_pillows_grey() -> None:
     assert found.shape == (2, 1, 40, 50) and torch.allclose(found, expected, atol=1e-6)
 
 
-@pytest.mark.parametrize("model", ["volo_test", "test_resnet"])
 @pytest.mark.usefixtures("pictures")
-def test_a_grey_model_is_trained_and_validated(
-    call: Call, make_dataset: Callable[..., Path], tmp_path: Path, model: str
-) -> None:
-    flags = QUICK.replace("volo_test", model)
-    ended = call("train", f"{make_dataset()} {flags} --in-chans 1 --epochs 1 --output {tmp_path} --experiment run")
+def test_a_grey_model_is_trained_and_validated(call: Call, make_dataset: Callable[..., Path], tmp_path: Path) -> None:
+    ended = call("train", f"{make_dataset()} {QUICK} --in-chans 1 --epochs 1 --output {tmp_path} --experiment run")
     assert ended.code == 0, ended.err
     checkpoint = tmp_path / "run" / "last.pth.tar"
     saved = torch.load(checkpoint, weights_only=True)
@@ -93,9 +80,7 @@ def test_a_grey_model_is_trained_and_validated(
     assert measured.code == 0 and "over 8 images" in measured.out, measured.err
 
 
-@pytest.mark.parametrize(
-    "more", ["--token-label --token-label-size 2", "--model-dtype bfloat16", "--model test_resnet"]
-)
+@pytest.mark.parametrize("more", ["--model-dtype bfloat16", "--model test_resnet"])
 def test_a_linear_probe_trains_the_heads_alone(
     call: Call, make_dataset: Callable[..., Path], tmp_path: Path, more: str
 ) -> None:
@@ -108,11 +93,6 @@ def test_a_linear_probe_trains_the_heads_alone(
     )
     changed = {name.rpartition(".")[0] for name in first if not torch.equal(first[name], last[name])}
     assert changed == ({"fc"} if "resnet" in more else {"head", "aux_head"})
-    again = call(
-        "train",
-        f"{data} {QUICK} --freeze --epochs 3 --lr 0.1 --output {tmp_path} --experiment run {more} --resume auto",
-    )
-    assert again.code == 0, again.err
 
 
 def test_a_run_without_gain_ends_early_and_stays_ended(

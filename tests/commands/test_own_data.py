@@ -6,7 +6,6 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-import pytest
 import torch
 import yaml
 from PIL import Image
@@ -69,15 +68,12 @@ def test_a_resumed_run_validates_on_the_images_that_it_held_out(
     assert "data: 19 training images, 4 validation images" in ended.out and "5 classes" in ended.out
 
 
-@pytest.mark.parametrize(("images", "fraction", "trained"), [(20, 0.2, 15), (28, 0.9, 5)])
-def test_defaults_are_told_for_the_images_that_are_trained_on(
-    images: int, fraction: float, trained: int, call: Call, tmp_path: Path
-) -> None:
+def test_defaults_are_told_for_the_images_that_are_trained_on(call: Call, tmp_path: Path) -> None:
     root = tmp_path / "own"
-    for number in range(images):  # images // 5 of a class, or one more
+    for number in range(28):  # five or six of a class, of which one is trained on
         (root / f"class{number % 5}").mkdir(parents=True, exist_ok=True)
         Image.new("RGB", (8, 8)).save(root / f"class{number % 5}" / f"{number}.png")
-    ended = call("train", f"{root} {OWN} --val-fraction {fraction} --output {tmp_path} --dry-run")
+    ended = call("train", f"{root} {OWN} --val-fraction 0.9 --output {tmp_path} --dry-run")
     assert ended.code == 0, ended.err
-    assert f"data: {trained} training images, {images - trained} validation" in ended.out
-    assert f"defaults for {trained} images of 5 classes" in ended.out
+    assert "data: 5 training images, 23 validation" in ended.out
+    assert "defaults for 5 images of 5 classes" in ended.out

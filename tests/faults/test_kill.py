@@ -54,7 +54,6 @@ def test_fault_01_killed_runs_end_in_the_bits_of_one_that_was_not(
     digits: Path,
     make_labels: Callable[..., Path],
     tmp_path: Path,
-    fault: dict[str, str],
     ranks: int,
     kills: int,
     more: str,
@@ -70,12 +69,6 @@ def test_fault_01_killed_runs_end_in_the_bits_of_one_that_was_not(
         done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=12 * LIMIT)
     assert done.returncode == 0, done.stdout + done.stderr
     record = json.loads(done.stdout.splitlines()[-1])
-    lost, inside = record["lost"], record["inside_a_write"]
-    fault |= {
-        "injected": f"{record['kills']} kill -9 on {ranks} rank(s), {inside} inside a write, "
-        f"{record['before_the_first_checkpoint']} before the first checkpoint; seed {seed}",
-        "survived": f"{record['kills']}; {record['runs']} runs of {record['runs']} with equal SHA-256 and records",
-        "lost": f"mean {sum(lost) / len(lost):.1f}, most {max(lost)}",
-        "message": f"{record['own_starts']} of the killed were no forks; {record['seconds']} s",
-    }
-    assert record["kills"] == len(lost) >= kills and 2 * inside >= kills
+    lost = record["lost"]
+    print(f"{record}; updates lost: mean {sum(lost) / len(lost):.1f}, most {max(lost)}")
+    assert record["kills"] == len(lost) >= kills and 2 * record["inside_a_write"] >= kills

@@ -63,7 +63,7 @@ def _cut(file: Path) -> None:
 
 @pytest.mark.parametrize("damage", [_cut, _flip_a_bit], ids=["04 cut", "05 bit flipped"])
 def test_fault_04_05_a_damaged_newest_checkpoint_costs_one_epoch(
-    call: Call, digits: Path, tmp_path: Path, fault: dict[str, str], damage: Callable[[Path], None]
+    call: Call, digits: Path, tmp_path: Path, damage: Callable[[Path], None]
 ) -> None:
     flags = f"{FLAGS} --epochs 2 --output {tmp_path} --experiment"
     assert call(f"{flags} run", digits).code == 0
@@ -75,13 +75,10 @@ def test_fault_04_05_a_damaged_newest_checkpoint_costs_one_epoch(
     skipped = next(line for line in again.out.splitlines() if line.startswith("skipped: "))
     assert "last.pth.tar" in skipped and "1 epochs, 5 updates done" in again.out
     assert digest(run) == whole
-    fault |= {"injected": "the newest checkpoint", "survived": "equal SHA-256", "lost": "5", "message": skipped}
 
 
 @linux
-def test_fault_14_a_disk_that_fills_up_and_is_emptied(
-    call: Call, digits: Path, tmp_path: Path, fault: dict[str, str]
-) -> None:
+def test_fault_14_a_disk_that_fills_up_and_is_emptied(call: Call, digits: Path, tmp_path: Path) -> None:
     """A limit to the size of files, set and lifted from outside, stands for the disk."""
     flags = f"{FLAGS} --epochs 9999 --recovery-interval 2 --output {tmp_path} --experiment run --max-failed-saves 9999"
     running = start(flags, digits)
@@ -102,12 +99,9 @@ def test_fault_14_a_disk_that_fills_up_and_is_emptied(
     saved = torch.load(tmp_path / "run" / "last.pth.tar", weights_only=True)["update"]
     assert saved == metrics(tmp_path / "run")[-1]["update"]
     assert not list((tmp_path / "run").glob(".staged-*"))
-    fault |= {"injected": "no file over 3 MiB for two saves", "survived": "yes", "lost": "0", "message": message}
 
 
-def test_fault_19_a_second_job_in_the_same_directory(
-    call: Call, digits: Path, tmp_path: Path, fault: dict[str, str]
-) -> None:
+def test_fault_19_a_second_job_in_the_same_directory(call: Call, digits: Path, tmp_path: Path) -> None:
     flags = f"{FLAGS} --epochs 9999 --output {tmp_path} --experiment run"
     running = start(flags, digits)
     try:
@@ -119,13 +113,10 @@ def test_fault_19_a_second_job_in_the_same_directory(
         assert running.end(signal.SIGTERM) == 85
     finally:
         running.process.kill()
-    fault |= {"injected": "a second start", "survived": "the first goes on", "lost": "0", "message": second.err.strip()}
 
 
 @pytest.mark.parametrize("source", ["42 names", "43 cut", "43 missing", "44 pipe"])
-def test_fault_42_43_44_tars_and_shards(
-    call: Call, digits: Path, tmp_path: Path, fault: dict[str, str], source: str
-) -> None:
+def test_fault_42_43_44_tars_and_shards(call: Call, digits: Path, tmp_path: Path, source: str) -> None:
     """Nothing of a tar is unpacked, followed or run, and no image is missed silently."""
     where = tmp_path / "source"
     pack_images(str(digits), str(where), shard_mb=1)
@@ -147,19 +138,16 @@ def test_fault_42_43_44_tars_and_shards(
     assert (ended.code, ended.err.count("\n")) == (2, 1) and str(where) in ended.err
     assert ("which is absolute or leads out of it" in ended.err) == (source == "42 names")
     assert not [*tmp_path.rglob("escaped"), *tmp_path.glob("ran"), *tmp_path.glob("run")]
-    fault |= {"injected": source, "survived": "refused", "lost": "0", "message": ended.err.strip()}
 
 
 @linux
-@pytest.mark.parametrize(("micro_batches", "lost"), [(1, 0), pytest.param(2, 1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("micro_batches", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_fault_22_a_data_worker_is_killed_in_the_middle_of_a_step(
     call: Call,
     digits: Path,
     tmp_path: Path,
-    fault: dict[str, str],
     monkeypatch: pytest.MonkeyPatch,
     micro_batches: int,
-    lost: int,
 ) -> None:
     """The step is completed. Where its next micro-batch never comes, the newest checkpoint counts."""
     size = f"-b {8 // micro_batches} --grad-accum-steps {micro_batches}"
@@ -182,12 +170,10 @@ def test_fault_22_a_data_worker_is_killed_in_the_middle_of_a_step(
     assert update == (4 if micro_batches == 1 else 2)
     assert call(f"{flags} run --resume auto", digits).code == 0
     assert digest(tmp_path / "run") == digest(tmp_path / "whole")
-    fault |= {"injected": f"kill -9, {micro_batches} micro-batches", "survived": "equal SHA-256", "lost": str(lost)}
-    fault["message"] = killed.err.strip()
 
 
 def test_fault_52_a_last_update_of_one_image(
-    call: Call, digits: Path, make_labels: Callable[..., Path], tmp_path: Path, fault: dict[str, str]
+    call: Call, digits: Path, make_labels: Callable[..., Path], tmp_path: Path
 ) -> None:
     labels = make_labels(digits, classes=10)
     flags = f"{FLAGS} -b 13 --epochs 1 --token-label --output {tmp_path} --experiment run --token-label-data"
@@ -196,4 +182,3 @@ def test_fault_52_a_last_update_of_one_image(
     records = metrics(tmp_path / "run")
     assert [record["images"] for record in records] == [13, 13, 13, 1]
     assert all(math.isfinite(record["loss"]) for record in records)
-    fault |= {"injected": "40 images, batches of 13", "survived": "yes", "lost": "0"}

@@ -44,15 +44,8 @@ def test_weight_decay_spares_vectors_and_what_the_model_names() -> None:
     optimizer = create_optimizer(arguments(), model)
     decay = {id(p): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
     names = {name: decay.get(id(p)) for name, p in model.named_parameters()}
-    assert names == {
-        "pos_embed": 0.0,
-        "body.weight": 0.05,
-        "body.bias": 0.0,
-        "norm.weight": 0.0,
-        "norm.bias": 0.0,
-        "unused.weight": None,
-        "unused.bias": None,
-    }
+    spared, untrained = ["pos_embed", "body.bias", "norm.weight", "norm.bias"], ["unused.weight", "unused.bias"]
+    assert names == {"body.weight": 0.05} | dict.fromkeys(spared, 0.0) | dict.fromkeys(untrained)
 
 
 def test_layer_decay_is_timms_and_survives_set_lr() -> None:
@@ -80,16 +73,12 @@ def test_fused_where_torch_has_it() -> None:
     ("line", "device", "message"),
     [
         ("--opt adamx", "cpu", "--opt adamx: timm has no such optimizer, did you mean adam"),
-        ("--opt foo_adamw", "cpu", "timm has no such optimizer"),
         ("--opt adahessian", "cpu", "second derivatives"),
-        ("--opt fusedlamb", "cuda", "needs apex, which is not installed (NVIDIA's PyTorch container ships it)"),
         ("--opt bnbadamw8bit", "cuda", "needs bitsandbytes, which is not installed (pip install bitsandbytes)"),
         ("--momentum 0.5", "cpu", "--momentum 0.5 has no effect: --opt adamw has no momentum"),
         ("--opt sgd --opt-eps 1e-6", "cpu", "--opt-eps 1e-06 has no effect"),
         ("--opt-betas 0.9", "cpu", "--opt adamw takes 2 betas, 1 are given"),
-        ("--opt sgd --opt-betas 0.9 0.9", "cpu", "takes 0 betas"),
         ("--opt-betas 0.9 1.5", "cpu", "--opt adamw: Invalid beta"),
-        ("--opt-kwargs fused=True foreach=True", "cpu", "--opt adamw: `fused` and `foreach` cannot be `True` together"),
     ],
 )
 def test_refused_in_one_line(line: str, device: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,24 +88,17 @@ def test_refused_in_one_line(line: str, device: str, message: str, monkeypatch: 
     assert message in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_apex_optimizers_are_refused_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
-    with pytest.raises(UserError, match="runs on GPUs alone, this run is on the cpu"):
-        create_optimizer(arguments("--opt fusedlamb"), Small())
-
-
-@pytest.mark.parametrize("opt", ["adamw", "sgd"])
-def test_moments_of_another_memory_format(opt: str) -> None:
+def test_moments_of_another_memory_format() -> None:
     torch.manual_seed(0)
     start, gradients = torch.randn(4, 3, 5, 5), [torch.randn(4, 3, 5, 5) for _ in range(2)]
     ends = []
-    for layouts in (("contiguous_format",) * 2, ("contiguous_format", "channels_last"), ("channels_last",) * 2):
+    for layouts in (("contiguous_format",) * 2, ("contiguous_format", "channels_last")):
         saved = None
         weight = start
         for gradient, layout in zip(gradients, layouts, strict=True):
             model = nn.Conv2d(3, 4, 5, bias=False).to(memory_format=getattr(torch, layout))
             model.weight.data.copy_(weight)
-            optimizer = create_optimizer(arguments(f"--opt {opt} --lr 0.1"), model)
+            optimizer = create_optimizer(arguments("--lr 0.1"), model)
             if saved is not None:
                 load_optimizer_state(optimizer, saved)
             model.weight.grad = torch.empty_like(model.weight).copy_(gradient)
@@ -124,10 +106,9 @@ def test_moments_of_another_memory_format(opt: str) -> None:
             weight, saved = model.weight.detach(), optimizer.state_dict()
         ends.append(weight)
     torch.testing.assert_close(ends[1], ends[0])
-    torch.testing.assert_close(ends[2], ends[0])
 
 
-@pytest.mark.parametrize("opt", ["adamw", "sgd", "lookahead_lamb", "novograd", "adopt", "lookahead_radam"])
+@pytest.mark.parametrize("opt", ["adamw", "sgd", "lookahead_lamb", "novograd"])
 def test_an_optimizer_goes_on_where_it_was(opt: str) -> None:
     def build() -> tuple[nn.Module, torch.optim.Optimizer]:
         torch.manual_seed(0)

@@ -43,7 +43,7 @@ def timm_rates(line: str, peak: float, steps: int) -> list[float]:
     cycle = {"cycle_mul": args.lr_cycle_mul, "cycle_limit": args.lr_cycle_limit}
     scheduler = {
         "cosine": lambda: CosineLRScheduler(
-            optimizer, args.epochs, args.min_lr, cycle_decay=args.decay_rate, **cycle, **warmup
+            optimizer, args.epochs, args.min_lr, cycle_decay=args.decay_rate, k_decay=args.lr_k_decay, **cycle, **warmup
         ),
         "tanh": lambda: TanhLRScheduler(optimizer, args.epochs, lr_min=args.min_lr, **cycle, **warmup),
         "poly": lambda: PolyLRScheduler(optimizer, args.epochs, args.decay_rate, args.min_lr, **cycle, **warmup),
@@ -61,7 +61,7 @@ def timm_rates(line: str, peak: float, steps: int) -> list[float]:
     ("line", "epochs"),
     [
         ("--epochs 30", 40),
-        ("--epochs 30 --warmup-prefix", 60),
+        ("--epochs 30 --warmup-prefix --lr-k-decay 2", 60),
         ("--epochs 12 --warmup-epochs 3 --lr-cycle-limit 3 --lr-cycle-mul 1.5 --decay-rate 0.5", 67),
         ("--sched tanh --epochs 12 --warmup-epochs 3 --lr-cycle-limit 2", 34),
         ("--sched poly --epochs 12 --decay-rate 0.9 --warmup-epochs 0", 22),

@@ -12,7 +12,6 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -68,17 +67,9 @@ def note_start(args: Namespace, world: World, logger: Logger) -> None:
         )
 
 
-class ChosenDirectory(NamedTuple):
-    """The directory of a run with its lock, and the checkpoint that it goes on from."""
-
-    directory: Path
-    lock: RunLock
-    resume: Resume
-
-
 @contextmanager
-def chosen_directory(args: Namespace, world: World, logger: Logger) -> Iterator[ChosenDirectory]:
-    """Yield the directory of this run, which rank 0 chooses, and the checkpoint that all ranks read.
+def chosen_directory(args: Namespace, world: World, logger: Logger) -> Iterator[tuple[Path, RunLock, Resume]]:
+    """Yield the directory of this run, which rank 0 chooses, its lock, and the checkpoint that all ranks read.
 
     The lock is taken before the search for a checkpoint, so that no other job saves a newer one. A directory that was
     made for the run is removed if it ends before anything was written there.
@@ -97,7 +88,7 @@ def chosen_directory(args: Namespace, world: World, logger: Logger) -> Iterator[
     name, spec = from_primary(chosen)
     try:
         with RunLock(Path(name), logger.line) as lock:
-            yield ChosenDirectory(Path(name), lock, _find_checkpoint(spec, lock, world, args.dry_run))
+            yield Path(name), lock, _find_checkpoint(spec, lock, world, args.dry_run)
     finally:
         if world.is_primary and not args.experiment:
             with suppress(OSError):

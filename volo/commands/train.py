@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from argparse import Namespace
 from functools import partial
-from typing import TYPE_CHECKING, Any
 
 import torch
 from timm.utils import ModelEmaV3
@@ -67,9 +66,6 @@ from volo.train.run import Run, Training
 from volo.train.schedule import LrSchedule, resolve_lr
 from volo.train.settings import BATCH_KEY, settle
 
-if TYPE_CHECKING:
-    from volo.train.teacher import Teacher
-
 
 def run(args: TrainArgs) -> int:
     """Entry point, after the arguments are parsed."""
@@ -103,42 +99,39 @@ def start(args: TrainArgs, world: World, logger: Logger, guard: StopGuard) -> No
     folders = open_folders(args, world.data_size, found)
     with chosen_directory(args, world, logger) as (directory, lock, resume):
         folders = hold_out(args, folders, *([resume.path.parent] if resume.path else []), directory)
-        images, classes = len(folders.train), len(folders.train.class_names)
-        settled = settle(args, resume.checkpoint, images, classes, world.data_size)
+        settled = settle(args, resume.checkpoint, len(folders.train), len(folders.train.class_names), world.data_size)
         for message in settled.messages:
             logger.line(message)
         run = Run(settled.args, world, logger, guard, directory, lock, resume.path)
         torch.manual_seed(run.args.seed)  # the same initial weights on every rank
         model = build_model(run.args)
-        labels, warnings = open_labels(args, folders.train, model.num_classes, found)
-        training = build(run, folders, labels, warnings, model, settled.batch)
+        labels, warnings = open_labels(run.args, folders.train, model.num_classes, found)
+        for warning in folders.warnings + check_num_classes(folders.train, model.num_classes) + warnings:
+            logger.line(f"warning: {warning}")
+        training = build(run, folders, labels, model, settled.batch)
         go_on_from(resume, run, training)
         describe(run, training)
         (report_dry_run if run.args.dry_run else train)(run, training)
 
 
-def build(
-    run: Run,
-    folders: Folders,
-    labels: LabelReader | None,
-    warnings: list[str],
-    model: TimmModel,
-    batch: dict[str, int],
-) -> Training:
+def build(run: Run, folders: Folders, labels: LabelReader | None, model: TimmModel, batch: dict[str, int]) -> Training:
     """Build what trains the model, in this order: criterion, data, optimizer, schedule.
 
     Args:
-        warnings: About the labels.
         batch: The record of the global batch for checkpoints.
     """
     args, world, logger = run.args, run.world, run.logger
     settings = eval_settings(args, model)
     input_size, dtype = settings["input_size"], compute_dtype(args, world.device)
     model = add_dense_head(model, args, input_size[1:])
-    for warning in folders.warnings + check_num_classes(folders.train, model.num_classes) + warnings:
-        logger.line(f"warning: {warning}")
     load_start(model, args, logger)
-    teacher = find_teacher(run, model, settings, folders.train.class_names)
+    teacher = None
+    if args.token_label_teacher:  # few runs have one
+        from volo.train.teacher import load_teacher
+
+        teacher = load_teacher(args, model, settings, folders.train.class_names, world)
+        size = sum(p.numel() for p in teacher.annotator.model.parameters())
+        logger.line(f"teacher {teacher.name}: {size / 1e6:.2f} M parameters")
     criterion = make_criterion(args, model, input_size[1:], dtype, teacher)
     model = prepare_model(model, args, world)
     for each in (model,) if teacher is None else (model, teacher.annotator.model):
@@ -168,18 +161,6 @@ def build(
     lr, formula = resolve_lr(args, loader.index_stream.global_batch)
     schedule = LrSchedule(args, lr, len(loader))
     return Training(state, called, average, loader, validation, criterion, precision, schedule, formula, work)
-
-
-def find_teacher(run: Run, student: TimmModel, settings: dict[str, Any], class_names: list[str]) -> Teacher | None:
-    """Load the annotator of `--token-label-teacher`, which few runs have; None without one."""
-    if not run.args.token_label_teacher:
-        return None
-    from volo.train.teacher import load_teacher
-
-    teacher = load_teacher(run.args, student, settings, class_names, run.world)
-    parameters = sum(p.numel() for p in teacher.annotator.model.parameters())
-    run.logger.line(f"teacher {teacher.name}: {parameters / 1e6:.2f} M parameters")
-    return teacher
 
 
 def load_start(model: TimmModel, args: Namespace, logger: Logger) -> None:
