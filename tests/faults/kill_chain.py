@@ -23,14 +23,13 @@ from typing import Any
 import torch
 
 from tests.conftest import LIMIT, wait_until
-from tests.faults.lives import Life, start_forks, start_program
+from tests.faults.lives import Life, start_forks
 from tests.same_records import without_times
 from tlt.io.weights import read_checkpoint
 from volo.checkpoint.checkpoint_file import STAGED
 from volo.checkpoint.resume import find_resume
 from volo.record.json_lines import read_json_lines
 
-OWN_STARTS = 10  # one life in so many is no fork
 SKIPPED_WRITES = 3  # a kill inside a write comes in one of so many
 
 
@@ -43,7 +42,6 @@ class Record:
     kills: int = 0
     inside_a_write: int = 0  # an unfinished file was left
     before_the_first_checkpoint: int = 0
-    own_starts: int = 0  # kills of what was no fork
     runs: int = 0
     sha256: str = ""
     lost: list[int] = field(default_factory=list)  # updates, for each kill
@@ -80,10 +78,10 @@ class Chain:
 
     def _uninterrupted(self) -> None:
         """The run that all others are compared with; and a fork, to see how long it takes."""
-        self._wait(self._start(self.out / "whole", fork=False))
+        self._wait(self._start(self.out / "whole"))
         self.record.sha256 = digest(self.out / "whole")
         trial, began, marks = self.out / "trial", time.monotonic(), []
-        life = self._start(trial, fork=True)
+        life = self._start(trial)
         for begun in (True, False):
             while bool(staged(trial)) != begun:
                 assert time.monotonic() - began < LIMIT, self._told("it never saved")
@@ -96,30 +94,28 @@ class Chain:
 
     def _ended_by_itself(self, run: Path) -> bool:
         """Start it and kill it somewhere; True if it was quicker, or was to live."""
-        fork = self.random.randrange(OWN_STARTS) > 0
         aimed = self.record.inside_a_write * 2 <= self.record.kills
-        life = self._start(run, fork)
+        life = self._start(run)
         if self._enough:
             self._wait(life)
             return True
         before = staged(run)
-        instants = self._inside_a_write(run, life) if aimed else self._any_time(life, fork)
+        instants = self._inside_a_write(run, life) if aimed else self._any_time()
         for _ in instants:
             if (codes := life.codes()) is not None:
                 assert set(codes) == {0}, self._told(f"exit codes {codes}")
                 return True
         life.kill(self.random)
         self.record.kills += 1
-        self.record.own_starts += not fork
         inside = bool(staged(run) - before)
         self.record.inside_a_write += inside
         if aimed:  # a loaded machine does not write as quickly as it did before, nor as slowly: two of three shall hit
             self.write *= 1.3 if inside else 0.6
         return False
 
-    def _any_time(self, life: Life, fork: bool) -> Iterator[None]:
+    def _any_time(self) -> Iterator[None]:
         """Wait until a random instant between the start and some saves."""
-        end = time.monotonic() + self.random.uniform(0.0, 2 * self.first_save + (0 if fork else 4))
+        end = time.monotonic() + self.random.uniform(0.0, 2 * self.first_save)
         while time.monotonic() < end:
             yield
             time.sleep(0.001)
@@ -159,9 +155,9 @@ class Chain:
         for name in ("metrics.jsonl", "summary.csv"):
             assert without_times(run / name) == without_times(whole / name), self._told(f"{run.name}: other {name}")
 
-    def _start(self, run: Path, fork: bool) -> Life:
-        flags = [*self.flags, "--experiment", run.name, "--resume", "auto", "-j", "0" if fork else "1"]
-        return (start_forks if fork else start_program)(flags, self.record.ranks, self.log)
+    def _start(self, run: Path) -> Life:
+        flags = [*self.flags, "--experiment", run.name, "--resume", "auto", "-j", "0"]
+        return start_forks(flags, self.record.ranks, self.log)
 
     def _wait(self, life: Life) -> None:
         codes = wait_until(life.codes, lambda: self._told("its end"))
