@@ -24,7 +24,6 @@ from volo.cluster.distributed import World
 from volo.cluster.shard import ShardedEma, is_sharded, shard, shard_meshes, synchronised, units_of, whole_weights
 from volo.cluster.tensor_parallel import TensorParallelParams, divide_layers, in_groups
 from volo.config.args import parse_train
-from volo.train.model import heads_of
 from volo.train.optim import create_optimizer
 from volo.train.precision import Clipping, Precision
 
@@ -49,7 +48,9 @@ class Case(NamedTuple):
 
 CASES = {
     "two copies": Case("volo_test", prepare=subset),
-    "units clipped": Case("volo_test", shards=4, clip=(0.01, "agc"), prepare=lambda m: m.set_grad_checkpointing(True)),
+    "values clipped": Case(
+        "volo_test", shards=4, clip=(0.01, "value"), prepare=lambda m: m.set_grad_checkpointing(True)
+    ),
     "another model": Case("test_vit", opt="sgd"),
     "heads of VOLO": Case("volo_test", parts=2, prepare=subset),
     "heads of LV-ViT": Case("lvvit_test", parts=2, shards=1, prepare=subset),
@@ -80,14 +81,14 @@ def train(case: Case, world: World | None) -> tuple[TrainState, list[Tensor]]:
         world: This rank among all; None: one rank does the work of all.
     """
     model = build(case)
-    average, heads, data_ranks = ShardedEma(model, 0.9), heads_of(model), list(range(RANKS // case.parts))
+    average, data_ranks = ShardedEma(model, 0.9), list(range(RANKS // case.parts))
     if world is not None:
         data_ranks, meshes = [world.data_rank], shard_meshes(case.shards, world)
         for each in (model, average.module):
             if meshes.tensor is not None:
                 divide_layers(each, meshes.tensor)
             shard(each, meshes.data)
-    clipping = Clipping(*case.clip, heads=heads)
+    clipping = Clipping(*case.clip)
     precision = Precision(CPU, None, clipping, norm_of=TensorParallelParams(model).total_norm)
     optimizer = create_optimizer(parse_train(["/data", *f"--lr 1e-3 --opt {case.opt}".split()]), model)
     state, seen = TrainState(model, optimizer, None, average, updates_per_epoch=STEPS), []

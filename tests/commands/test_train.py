@@ -315,8 +315,6 @@ def test_the_published_command_of_d5_at_512(
     weights.mkdir()
     labels = f"--token-label --token-label-data {make_labels(data)} --token-label-size 3"
     flags = f"{data} {QUICK} --img-size 64 --output {tmp_path} --dry-run {labels} --finetune {weights}/"
-    empty = call("train", flags)
-    assert empty.code == 2 and f"--finetune {weights}: no file in it ends in" in empty.err
     torch.save(timm.create_model("volo_test", img_size=32, num_classes=4).state_dict(), weights / "d5.pth.tar")
     ended = call("train", flags)
     assert ended.code == 0, ended.err
