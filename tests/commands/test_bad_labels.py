@@ -85,6 +85,17 @@ def test_fault_48_nan_in_values(train: Train, data: Path, tree: Path, tmp_path: 
     assert train(data, tree, "-j 2 --bad-label skip").code == 0
 
 
+def test_a_run_says_how_often_the_labels_name_the_class(train: Train, data: Path, tree: Path) -> None:
+    said = "the token labels name the class of {} % of 16 sampled images"
+    ended = train(data, tree, "--dry-run")
+    assert said.format("100.0") in ended.out and "warning: the token" not in ended.out
+    for label in tree.glob("*/*.pt"):
+        entry = torch.load(label, weights_only=True)
+        entry[1] = (entry[1] + 1) % 4
+        torch.save(entry, label)
+    assert f"warning: {said.format('0.0')}" in train(data, tree, "--dry-run").out
+
+
 def test_images_without_labels(train: Train, data: Path, archive: Path, tmp_path: Path) -> None:
     shutil.copy(data / "train" / "red" / "red3.jpg", data / "train" / "red" / "new.jpg")
     ended = train(data, archive)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -15,6 +16,7 @@ from tlt.errors import MachineFault, UserError
 from tlt.io.names import Names
 from tlt.io.text import printable
 from tlt.label_map import FULL_AREA, NO_AREA, Area, LabelMap, centre_square
+from tlt.labels.agreement import Agreement
 from tlt.labels.archive import ArchiveReader, is_archive
 from tlt.labels.label_info import AREAS, LabelInfo
 from tlt.labels.shards import ShardReader, shard_folder
@@ -219,6 +221,15 @@ def relative_to_tail(values: torch.Tensor, log_sum_exp: torch.Tensor, num_classe
     share = torch.maximum(-torch.expm1(values.double().logsumexp(-3) - total), last_digit)
     tail = total + torch.log(share / (num_classes - k))
     return (values.double() - tail.unsqueeze(-3)).float()
+
+
+def sampled_agreement(labels: LabelStore, classes: np.ndarray, sample: int) -> Agreement:
+    """How often the maps of a sample of the images name their `classes` (N,); unusable maps are left out."""
+    tally = Agreement()
+    for index in sorted({number * len(labels) // sample for number in range(sample)} - labels.reader.missing):
+        with suppress(UserError):  # an error, or counted, when it is trained on
+            tally.add(int(classes[index]), labels.reader.read(index).validate(labels.num_classes))
+    return tally
 
 
 def _check_classes(info: LabelInfo, where: str, asked: int | None, class_names: Sequence[str] | None) -> None:

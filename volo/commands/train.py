@@ -45,7 +45,15 @@ from volo.record.run_directory import check_writable, settings_of
 from volo.train.compilation import compile_errors_told, compile_model
 from volo.train.convolutions import check_convolutions
 from volo.train.criterion import TokenLabelCriterion, make_criterion
-from volo.train.data import Folders, hold_out, open_folders, open_labels, train_loader, validation_loader
+from volo.train.data import (
+    Folders,
+    hold_out,
+    label_agreement,
+    open_folders,
+    open_labels,
+    train_loader,
+    validation_loader,
+)
 from volo.train.loop import out_of_memory_explained, train_epochs
 from volo.train.model import (
     TimmModel,
@@ -108,6 +116,8 @@ def start(args: TrainArgs, world: World, logger: Logger, guard: StopGuard) -> No
         labels, warnings = open_labels(run.args, folders.train, model.num_classes, found)
         for warning in folders.warnings + check_num_classes(folders.train, model.num_classes) + warnings:
             logger.line(f"warning: {warning}")
+        if world.is_primary and (agreement := label_agreement(labels, folders.train)):
+            logger.line(agreement)
         training = build(run, folders, labels, model, settled.batch)
         go_on_from(resume, run, training)
         describe(run, training)

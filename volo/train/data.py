@@ -25,6 +25,7 @@ from tlt.data.sources.source import ImageSource
 from tlt.errors import UserError
 from tlt.io.progress import SearchProgress
 from tlt.io.text import printable, some_names
+from tlt.labels.store import LabelStore, sampled_agreement
 from tlt.labels.store import open_labels as open_label_store
 from volo.cluster.distributed import World
 
@@ -32,6 +33,7 @@ LIST = "validation_images.txt"  # in the run directory: the images that `--val-f
 Mask: TypeAlias = npt.NDArray[np.bool_]  # (N,) of a list of images
 # Global batches in an epoch of --data-backend synthetic, and in its validation.
 SYNTHETIC_UPDATES, SYNTHETIC_VALIDATION_BATCHES = 100, 10
+_SAMPLE, _LOW_AGREEMENT = 256, 0.5  # label maps that are compared with their images' classes, and when to warn
 
 
 class Folders(NamedTuple):
@@ -157,6 +159,19 @@ def open_labels(
         found=found,
     )
     return labels, labels.warnings
+
+
+def label_agreement(labels: LabelReader | None, images: ImageSource) -> str:
+    """A line that says how often a sample of the token labels names the class of its image; "" where they have other
+    classes than the folders."""
+    if not isinstance(labels, LabelStore) or labels.info.transfer:
+        return ""
+    found = sampled_agreement(labels, images.classes, _SAMPLE)
+    share = found.images_agreeing / max(found.images, 1)
+    line = f"the token labels name the class of {100 * share:.1f} % of {found.images} sampled images"
+    if share >= _LOW_AGREEMENT:
+        return line
+    return f"warning: {line}: such labels teach little; look at them with `tlt check` and `tlt show`"
 
 
 def augment_config(args: Namespace, settings: Mapping[str, Any]) -> AugmentConfig:
