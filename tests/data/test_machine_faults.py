@@ -6,8 +6,7 @@ import errno
 import io
 import os
 import pickle
-import resource
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +32,7 @@ from tlt.tools.check import check
 from tlt.tools.pack_images import pack_images
 
 CONFIG = AugmentConfig((16, 16))
-MACHINES = ["EMFILE", "EIO", "ESTALE", "ENOTCONN"]
-FILES = ["ENOENT", "EACCES", "ELOOP"]
+MACHINES = ["EMFILE", "ESTALE"]
 ALL = BatchKey(0, (0, 1, 2, 3))
 
 
@@ -106,14 +104,6 @@ def test_loaders_raise_it_with_its_exit_code(images: ImageFolder, storage: Stora
         assert caught.value.exit_code == 5 and not training.skips.reasons
 
 
-@pytest.mark.parametrize("code", FILES)
-def test_faults_of_a_file_are_reported_at_once(images: ImageFolder, storage: Storage, code: str) -> None:
-    met = storage(code, "2.png", 10**9)
-    with pytest.raises(BadImage, match=f"^{os.strerror(getattr(errno, code))}$"):
-        images.read(2)
-    assert len(met) == 1
-
-
 def test_real_faults_of_files(tmp_path: Path) -> None:
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
     (tmp_path / "folder").mkdir()
@@ -132,44 +122,6 @@ def test_real_faults_of_files(tmp_path: Path) -> None:
             read_file(str(tmp_path / name))
 
 
-def test_too_many_open_files(images: ImageFolder) -> None:
-    """Really."""
-    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    held: list[int] = []
-    try:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 20, limits[1]))
-        with pytest.raises(OSError, match="Too many"):
-            while True:
-                held.append(os.open(os.devnull, os.O_RDONLY))
-        with pytest.raises(MachineFault, match=r"2\.png can't be read: Too many open files, 4 times in a row"):
-            images.read(2)
-        os.close(held.pop())
-        assert images.read(2)
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-        for descriptor in held:
-            os.close(descriptor)
-
-
-@pytest.mark.parametrize("times", [3, 10**9])
-def test_storage_that_fails_while_it_is_read(images: ImageFolder, monkeypatch: pytest.MonkeyPatch, times: int) -> None:
-    expected, pread, count = images.read(1), os.pread, 0
-
-    def failing(*arguments: Any) -> bytes:
-        nonlocal count
-        count += 1
-        if count <= times:
-            raise OSError(errno.EIO, os.strerror(errno.EIO))
-        return pread(*arguments)
-
-    monkeypatch.setattr(os, "pread", failing)
-    if times == 3:
-        assert images.read(1) == expected and count == 4
-        return
-    with pytest.raises(MachineFault, match=r"1\.png can't be read: Input/output error"):
-        images.read(1)
-
-
 @pytest.fixture
 def shards(tmp_path: Path, images: ImageFolder) -> ImageSource:
     """The images with labels."""
@@ -178,10 +130,9 @@ def shards(tmp_path: Path, images: ImageFolder) -> ImageSource:
     return open_images(str(tmp_path / "shards"), "train")
 
 
-@pytest.mark.parametrize("code", ["EIO", "ESTALE"])
 @pytest.mark.parametrize("what", ["image", "label"])
 def test_a_shard_that_fails_for_a_while_is_opened_anew(
-    shards: ImageSource, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str, what: str
+    shards: ImageSource, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
     labels = open_labels(tmp_path / "shards", shards.paths, bad_label="skip")
     read: Callable[[int], object] = shards.read if what == "image" else lambda row: labels.read(row, 25, 24).values
@@ -194,7 +145,7 @@ def test_a_shard_that_fails_for_a_while_is_opened_anew(
 
     def pread(*arguments: Any) -> bytes:
         if stale:
-            raise OSError(getattr(errno, code), os.strerror(getattr(errno, code)))
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
         return real(*arguments)
 
     monkeypatch.setattr(os, "pread", pread)
@@ -202,7 +153,7 @@ def test_a_shard_that_fails_for_a_while_is_opened_anew(
     assert np.array_equal(read(1), expected)  # type: ignore[arg-type]
     monkeypatch.setattr(os, "open", opens)
     stale = True
-    with pytest.raises(MachineFault, match=rf"00000\.tar can't be read: {os.strerror(getattr(errno, code))}"):
+    with pytest.raises(MachineFault, match=rf"00000\.tar can't be read: {os.strerror(errno.ESTALE)}"):
         read(1)
     assert not labels.take_faults()
 
@@ -240,10 +191,3 @@ def test_an_archive_whose_storage_fails_is_not_a_bad_label(
     with pytest.raises(MachineFault, match=r"values\.npy can't be read: Too many open files in system"):
         pickle.loads(sent).read(2)
     assert not store.take_faults()
-
-
-@pytest.fixture(autouse=True)
-def nothing_stays_open() -> Iterator[None]:
-    before = len(os.listdir("/proc/self/fd"))
-    yield
-    assert len(os.listdir("/proc/self/fd")) < before + 20

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import pickle
 import random
 import shutil
-import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import fields
 from pathlib import Path
@@ -32,7 +32,7 @@ from tlt.data.sources.source import ImageSource
 from tlt.errors import UserError
 from tlt.io.names import Names
 from tlt.io.progress import SearchProgress
-from tlt.io.text import natural_key, printable
+from tlt.io.text import printable
 
 
 def image(path: Path) -> Path:
@@ -46,13 +46,6 @@ def tree(tmp_path: Path) -> Path:
     for name in ("n10/b10.jpg", "n10/b9.JPEG", "n2/B1.png", "N3/deep/x.jpg", "N3/deep/x.webp", "N3/deep/x2.tiff"):
         image(tmp_path / "train" / name)
     return tmp_path / "train"
-
-
-def test_natural_key_orders_like_timm() -> None:
-    rng = random.Random(0)
-    names = ["".join(rng.choices("ab1290_./ZÄ", k=rng.randint(1, 9))) for _ in range(500)]
-    assert sorted(names, key=natural_key) == sorted(names, key=timm_key)
-    assert sorted(["1²3", "1²10", "1a"], key=natural_key) == ["1a", "1²3", "1²10"]  # int() can't read the superscript
 
 
 def test_what_a_search_finds_is_reported_after_three_seconds_and_then_every_ten(
@@ -101,22 +94,6 @@ def test_any_names_are_in_timms_order(tmp_path: Path) -> None:
             listing = FolderListing(root, classes=classes)
             assert listing.names == sorted(expected, key=lambda path: (timm_key(path), path))
             assert [listing.leaves[leaf] for leaf in listing.leaf] == [os.path.dirname(path) for path in listing.names]
-
-
-def test_split_names_are_timms(tmp_path: Path) -> None:
-    for there, asked in (("val", "validation"), ("validation", "validation"), ("mine", "mine")):
-        (tmp_path / there).mkdir()
-        assert find_split(tmp_path, asked) == str(tmp_path / there)
-
-
-def test_fault_28_empty_dataset(tmp_path: Path) -> None:
-    (tmp_path / "train" / "a").mkdir(parents=True)
-    (tmp_path / "train" / "a" / "notes.txt").write_text("x")
-    with pytest.raises(UserError, match=r"no images .*left out 1 files .* by their suffix: a/notes.txt") as caught:
-        scan_folder(tmp_path / "train")
-    assert "\n" not in str(caught.value)
-    with pytest.raises(UserError, match="does not exist"):
-        scan_folder(tmp_path / "none")
 
 
 def test_fault_29_30_empty_and_missing_class_folders(tree: Path) -> None:
@@ -184,56 +161,18 @@ def test_links_to_folders_elsewhere_are_classes(tree: Path, tmp_path: Path) -> N
     assert any("3 links to folders already read: a_link/up, c_link, n4/loop" in line for line in folder.warnings)
 
 
-@pytest.fixture
-def unprivileged() -> Iterator[Path]:
-    """A class folder that can't be read by a user who is not root, to whom permissions do not apply."""
-    root = Path(tempfile.mkdtemp(dir="/tmp"))
-    root.chmod(0o755)
-    image(root / "a" / "1.png").parent.chmod(0)
-    user = os.geteuid()
-    if user == 0:
-        os.seteuid(65534)
-    try:
-        yield root
-    finally:
-        os.seteuid(user)
-        (root / "a").chmod(0o755)
-        shutil.rmtree(root)
-
-
-def test_fault_32_unreadable_class_folder(unprivileged: Path) -> None:
-    with pytest.raises(UserError, match=r"/a can't be read \(Permission denied\)"):
-        scan_folder(unprivileged)
-
-
-def test_fault_32_dangling_link_to_a_class_folder(tree: Path) -> None:
-    (tree / "n4").symlink_to(tree / "gone")
-    with pytest.raises(UserError, match=r"n4 can't be read \(No such file"):
-        scan_folder(tree)
-
-
 def test_fault_33_missing_validation_folder(tree: Path) -> None:
     with pytest.raises(UserError, match=r"no 'validation' folder in .*searched validation, val, valid, eval, eval"):
         find_split(tree.parent, "validation", allow_root=True)
     with pytest.raises(UserError, match="it holds deep"):
         find_split(tree / "N3", "train")
     assert find_split(tree, "validation", allow_root=True) == str(tree)
+    for name in ("val", "validation", "mine"):  # from here on a split of its own name goes first
+        image(tree / name / "x.jpg")
+        asked = "mine" if name == "mine" else "validation"
+        assert find_split(tree, asked) == str(tree / name)
     with pytest.raises(UserError, match="does not exist"):
         find_split(tree / "none", "train")
-
-
-def test_fault_34_35_other_numbers_of_classes(tree: Path) -> None:
-    folder = scan_folder(tree)
-    with pytest.raises(UserError, match=r"--num-classes 2, but .* has 3 class folders: give 3"):
-        check_num_classes(folder, 2)
-    assert check_num_classes(folder, 3) == [] and "--num-classes 4" in check_num_classes(folder, 4)[0]
-
-
-def test_fault_37_same_leaf_name_twice(tree: Path) -> None:
-    image(tree / "animals" / "crane" / "1.jpg")
-    image(tree / "tools" / "crane" / "1.jpg")
-    with pytest.raises(UserError, match="two class folders named 'crane' in .*animals/crane and tools/crane"):
-        scan_folder(tree)
 
 
 def test_fault_38_odd_names_are_found_and_printable(tree: Path) -> None:
@@ -247,21 +186,63 @@ def test_fault_38_odd_names_are_found_and_printable(tree: Path) -> None:
     assert all(line.isprintable() for line in folder.warnings)
 
 
-BAD_MAPS: dict[str, Callable[[Path], object]] = {
-    "names b more than once": lambda path: path.write_text("b\na\nb\n"),
-    "empty": lambda path: path.write_text(""),
-    "can't be read": lambda path: path.unlink(),
-}
-
-
-def test_class_map(tmp_path: Path) -> None:
+def test_class_map_and_numbers_of_classes(tree: Path, tmp_path: Path) -> None:
     path = tmp_path / "map.txt"
     path.write_text("b\na\n\n")
     assert read_class_map(path) == ["b", "a"]
-    for message, damage in BAD_MAPS.items():
-        damage(path)
+    for content, message in (("a\nb\na\n", "names a more than once"), ("", "is empty"), (None, "can't be read")):
+        path.unlink() if content is None else path.write_text(content)
         with pytest.raises(UserError, match=message):
             read_class_map(path)
+    folder = scan_folder(tree)
+    with pytest.raises(UserError, match=r"--num-classes 2, but .* has 3 class folders: give 3"):
+        check_num_classes(folder, 2)
+    assert check_num_classes(folder, 3) == [] and "--num-classes 4" in check_num_classes(folder, 4)[0]
+
+
+def twice(tree: Path) -> None:
+    for folder in ("animals", "tools"):
+        image(tree / folder / "crane" / "1.jpg")
+
+
+def empty(tree: Path) -> None:
+    for path in tree.rglob("*.*"):
+        path.unlink()
+    (tree / "n2" / "notes.txt").write_text("x")
+
+
+BAD_TREES: dict[str, tuple[Callable[[Path], object], str]] = {
+    "fault 28, no images": (empty, r"no images .*left out 1 files .* by their suffix: n2/notes.txt"),
+    "fault 28, no folder": (shutil.rmtree, "does not exist"),
+    "fault 32, dangling link": (
+        lambda tree: (tree / "n4").symlink_to(tree / "gone"),
+        r"n4 can't be read \(No such file",
+    ),
+    "fault 37, one name twice": (twice, "two class folders named 'crane' in .*animals/crane and tools/crane"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_TREES)
+def test_bad_trees_are_one_line(case: str, tree: Path) -> None:
+    damage, message = BAD_TREES[case]
+    damage(tree)
+    with pytest.raises(UserError, match=message) as caught:
+        scan_folder(tree)
+    assert "\n" not in str(caught.value)
+
+
+def test_fault_32_unreadable_class_folder(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As for a user who is not root, to whom permissions do not apply."""
+    scandir = os.scandir
+
+    def refusing(path: str) -> Iterator[os.DirEntry[str]]:
+        if path.endswith("n2"):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", refusing)
+    with pytest.raises(UserError, match=r"/n2 can't be read \(Permission denied\)"):
+        scan_folder(tree)
 
 
 def test_what_data_workers_read_of_a_list_of_images_is_equal() -> None:

@@ -39,15 +39,8 @@ def encoded(kind: str, side: int, **options: object) -> bytearray:
     return bytearray(buffer.getvalue())
 
 
-def with_exif(side: int) -> bytearray:
-    exif = Image.Exif()
-    exif[274] = 6
-    return encoded("JPEG", side, exif=exif)
-
-
 LARGE: dict[str, Callable[[int], bytearray]] = {
     "progressive.jpg": lambda side: encoded("JPEG", side, progressive=True),
-    "exif.jpg": with_exif,
     "x.png": lambda side: encoded("PNG", side),
     "x.tiff": lambda side: encoded("TIFF", side, compression="tiff_lzw"),
 }
@@ -69,21 +62,12 @@ def test_the_header_of_what_is_decoded_decides(backend: Backend, name: str) -> N
     assert not decoded.bad and decoded.images[0, 0].min() > 200
 
 
-def icon(side: int) -> bytes:
+def test_what_holds_an_image_of_another_format_is_not_opened() -> None:
     """An icon that says that it is of 16 x 16 pixels."""
-    data = encoded("PNG", side)
-    return struct.pack("<HHHBBBBHHII", 0, 1, 1, 16, 16, 0, 0, 1, 32, len(data), 22) + data
-
-
-def apple_icon(side: int) -> bytes:
-    data = encoded("PNG", side)
-    return b"icns" + struct.pack(">I", 16 + len(data)) + b"ic07" + struct.pack(">I", 8 + len(data)) + data
-
-
-@pytest.mark.parametrize("make", [icon, apple_icon])
-def test_what_holds_an_image_of_another_format_is_not_opened(make: Callable[[int], bytes]) -> None:
+    data = encoded("PNG", 2000)
+    icon = struct.pack("<HHHBBBBHHII", 0, 1, 1, 16, 16, 0, 0, 1, 32, len(data), 22) + data
     with pytest.raises(BadImage, match="no image format"):
-        read_size(make(2000), LIMIT)
+        read_size(icon, LIMIT)
 
 
 @pytest.fixture
@@ -114,8 +98,6 @@ def test_a_vast_file_is_not_read(backend: Backend, tmp_path: Path) -> None:
     assert isinstance(shown, Batch) and shown.indices.tolist() == [3]
     for skipped, size in zip(shown.skipped, (SPARSE, SPARSE, 100_000_000), strict=True):
         assert skipped.reason == f"{size} bytes are more than an image of --max-pixels 1000000 takes"
-        with pytest.raises(BadImage, match="--max-pixels"):
-            backend.open(skipped.path)
 
 
 @pytest.mark.usefixtures("little_memory")
@@ -148,23 +130,6 @@ def test_a_vast_record_is_not_read(tmp_path: Path) -> None:
     sparse(tmp_path / "train" / "0.tfrecord", SPARSE + 16, length + masked.to_bytes(4, "little"))
     with pytest.raises(UserError, match=f"0.tfrecord: the record at byte 0 has {SPARSE} bytes, more than an image"):
         open_images(str(tmp_path), "train", "tfrecord")
-
-
-@pytest.mark.usefixtures("little_memory")
-def test_a_vast_image_of_a_hub_data_set_is_not_copied(tmp_path: Path) -> None:
-    datasets = pytest.importorskip("datasets")
-    features = datasets.Features({"label": datasets.ClassLabel(names=["a"]), "image": datasets.Image()})
-    vast = str(sparse(tmp_path / "x.jpg"))
-    rows = [{"bytes": bytes(20_000_000), "path": None}, {"bytes": None, "path": vast}, {"bytes": b"", "path": None}]
-    table = datasets.Dataset.from_dict({"label": [0, 0, 0], "image": rows}, features)
-    (tmp_path / "data").mkdir()
-    table.to_parquet(tmp_path / "data" / "train.parquet")
-    images = open_images(str(tmp_path / "cache"), "train", f"hfds/{tmp_path / 'data'}")
-    tracemalloc.reset_peak()
-    for row, reason in ((0, "20000000 bytes.*--max-pixels 100000"), (1, f"{SPARSE} bytes"), (2, "empty file")):
-        with pytest.raises(BadImage, match=reason):
-            images.read(row, 100_000)
-    assert tracemalloc.get_traced_memory()[1] - tracemalloc.get_traced_memory()[0] < 10_000_000
 
 
 def test_no_honest_image_is_refused(tmp_path: Path) -> None:

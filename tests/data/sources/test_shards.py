@@ -16,8 +16,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from PIL import Image
 
+from tests.data.sources.test_dataset_kinds import jpeg
 from tlt.data.sources import tar_shards
 from tlt.data.sources.image_file import BadImage, read_size
 from tlt.data.sources.open_images import open_images
@@ -25,12 +25,6 @@ from tlt.data.sources.records import ROW, RecordImages
 from tlt.data.sources.records import _crc as checksum
 from tlt.data.sources.tar_shards import open_shards, scan_tar
 from tlt.errors import UserError
-
-
-def jpeg(mark: int, size: tuple[int, int] = (30, 20)) -> bytes:
-    pixels = np.random.default_rng(mark).integers(0, 256, (size[1], size[0], 3), np.uint8)
-    Image.fromarray(pixels).save(file := io.BytesIO(), "JPEG")
-    return file.getvalue()
 
 
 def tar(path: Path, files: dict[str, bytes], change: Callable[[tarfile.TarInfo], None] | None = None) -> Path:
@@ -50,7 +44,7 @@ def samples(start: int, count: int, classes: int = 3) -> dict[str, bytes]:
     files = {}
     for number in range(start, start + count):
         key = f"c{number % classes}/image{number}"
-        files |= {f"{key}.jpg": jpeg(number, (20 + number, 30)), f"{key}.cls": str(number % classes).encode()}
+        files |= {f"{key}.jpg": jpeg(number), f"{key}.cls": str(number % classes).encode()}
     return files
 
 
@@ -152,26 +146,18 @@ def test_what_is_no_sample_is_left_out_and_reported_and_names_may_be_anything(tm
         ]
 
 
-def link(kind: bytes) -> Callable[[tarfile.TarInfo], None]:
-    def change(info: tarfile.TarInfo) -> None:
-        if info.name == "s.jpg":
-            info.type, info.linkname, info.size = kind, "/etc/passwd", 0
-
-    return change
+def link(info: tarfile.TarInfo) -> None:
+    if info.name == "s.jpg":
+        info.type, info.linkname, info.size = tarfile.SYMTYPE, "/etc/passwd", 0
 
 
 BAD_MEMBERS = {
     "link": ({"s.jpg": b""}, r"x.tar holds a link, s.jpg: make it of files"),
-    "hard link": ({"s.jpg": b""}, r"x.tar holds a link, s.jpg: make it of files"),
     "leads out": ({"../../x.jpg": jpeg(0)}, r"names \.\./\.\./x\.jpg, which is absolute or leads out of it"),
-    "inside": ({"a/../x.jpg": jpeg(0)}, r"names a/\.\./x\.jpg, which is absolute or leads out of it"),
     "absolute": ({"/etc/x.jpg": jpeg(0)}, "names /etc/x.jpg, which is absolute or leads out of it"),
     "two images": ({"a/x.jpg": jpeg(0), "a/x.png": jpeg(0), "a/x.cls": b"0"}, r"sample a/x has several images \(jpg"),
     "case": ({"a/x.jpg": jpeg(0), "a/x.JPG": jpeg(0)}, "holds two files named a/x.JPG"),
     "no class": ({"a/x.jpg": jpeg(0)}, "sample a/x has no class"),
-    "word": ({"a/x.jpg": jpeg(0), "a/x.cls": b"cat"}, r"sample a/x: \.cls is not a class number"),
-    "too large": ({"a/x.jpg": jpeg(0), "a/x.cls": b"1000000"}, r"\.cls is not a class number"),
-    "digits": ({"a/x.jpg": jpeg(0), "a/x.cls": b"1" * 5000}, r"\.cls is not a class number"),
     "negative": ({"a/x.jpg": jpeg(0), "a/x.json": b'{"label": -1}'}, "'label' in .json is not a class number"),
     "other key": ({"a/x.jpg": jpeg(0), "a/x.json": b'{"class": 1}'}, "'label' in .json is not a class number"),
     "no image": ({"a/x.cls": b"0"}, "no image in 1 files"),
@@ -181,7 +167,7 @@ BAD_MEMBERS = {
 @pytest.mark.parametrize("case", BAD_MEMBERS)
 def test_bad_members_are_one_line(tmp_path: Path, case: str) -> None:
     files, message = BAD_MEMBERS[case]
-    tar(tmp_path / "x.tar", files, link(tarfile.LNKTYPE if case == "hard link" else tarfile.SYMTYPE))
+    tar(tmp_path / "x.tar", files, link)
     with pytest.raises(UserError, match=message) as error:
         opened(tmp_path)
     assert "\n" not in str(error.value) and not (tmp_path / "shards.json").exists()
@@ -255,15 +241,10 @@ BAD_FOLDERS: dict[str, tuple[Callable[[Path], object], str]] = {
     "missing": (lambda split: (split / "a-01.tar").unlink(), "a-01.tar is missing or no regular file"),
     "more": (lambda split: tar(split / "b.tar", samples(20, 1)), "is of 2 files, not of the 3 that are there .b.tar."),
     "packing": (lambda split: (split / "shards.json").rename(split / "packing.json"), "run `tlt pack-images` again"),
-    "cut table": (lambda split: os.truncate(split / "shards.npy", 200), "can't be read"),
-    "other table": (lambda split: np.save(split / "shards.npy", np.zeros(3)), "damaged or something else|be read"),
-    "no names": (lambda split: (split / "shards.names").unlink(), "can't be read"),
     "cut description": (lambda split: os.truncate(split / "shards.json", 100), "can't be read"),
     "pipe": (lambda split: ((split / "a-01.tar").unlink(), os.mkfifo(split / "a-01.tar")), "no regular file"),
     "hostile: file outside": (described(files=[["../a.tar", 1], ["b.tar", 1]]), r"names \.\./a.tar, outside of its fo"),
     "hostile: no such file": (described(files=[["a-00.tar", 1]]), "are damaged or something else"),
-    "hostile: no such class": (described(class_names=["c0"]), "an image is of class 2, but there are 1 classes"),
-    "hostile: no files": (described(files=None), "can't be read"),
 }
 
 
@@ -335,12 +316,3 @@ def test_a_table_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Monk
     shutil.move(tmp_path / "x" / "x.tar", tmp_path / "y")
     with pytest.raises(UserError, match="1 images are there more than once, such as c0/image0.jpg"):
         opened(tmp_path / "y")
-
-
-def test_more_shards_than_files_are_kept_open(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tlt.data.sources.records._OPEN_FILES", 1)
-    source = opened(data / "train")
-    before = len(os.listdir("/proc/self/fd"))
-    found = {source.paths[i]: bytes(source.read(i)) for i in range(12)}
-    assert found == {name: image for name, image in samples(0, 12).items() if name.endswith("jpg")}
-    assert len(os.listdir("/proc/self/fd")) == before + 1

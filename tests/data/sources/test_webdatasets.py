@@ -2,28 +2,19 @@
 
 from __future__ import annotations
 
-import io
 import json
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
-from PIL import Image
 
-from tlt.data.backends.decode import PilBackend
-from tlt.data.sources.image_file import read_size
+from tests.data.sources.test_dataset_kinds import jpeg, pixels
 from tlt.data.sources.open_images import open_images
 from tlt.data.sources.webdatasets import expand_braces
 from tlt.errors import UserError
 
 wds = pytest.importorskip("webdataset")
-
-
-def jpeg(mark: int) -> bytes:
-    noise = np.random.default_rng(mark).integers(0, 256, (20, 30 + mark, 3), np.uint8)
-    Image.fromarray(noise).save(file := io.BytesIO(), "JPEG")
-    return file.getvalue()
 
 
 @pytest.fixture
@@ -56,12 +47,8 @@ def test_images_and_classes_are_timms(name: str, data: Path) -> None:
     theirs = [(np.array(image), number) for image, number in create_reader("wds/set", str(data), name)]
     ours = open_images(str(data), name, "wds/set")
     assert len(ours) == len(theirs) == (4 if name == "validation" else 8)
-    backend = PilBackend()
     for index in range(len(ours)):
-        width, height = read_size(ours.read(index))
-        opened = backend.open(ours.path(index), ours.read(index))
-        image = backend.decode(opened, None, (height, width), "bilinear").permute(1, 2, 0).numpy()
-        (number,) = (number for pixels, number in theirs if np.array_equal(pixels, image))
+        (number,) = (number for image, number in theirs if np.array_equal(image, pixels(ours, index)))
         assert ours.classes[index] == number
 
 
@@ -80,23 +67,13 @@ BAD: dict[str, tuple[str, Callable[[Path], object], str]] = {
     "no such split": ("test", lambda _: None, "has no split test; it has train, validation, alternative"),
     "no list": ("train", lambda d: (d / "_info.json").unlink(), "no _info.json or info.json in .*give a pattern"),
     "not a list": ("train", lambda d: (d / "_info.json").write_text("[]"), "lists no shards as timm does"),
-    "names that are none": ("train", lambda d: edit(d, filenames=[3]), "lists no shards as timm does"),
     "no names": ("train", lambda d: edit(d, filenames=[]), "0 of 0 shards are missing"),
     "a command": ("train", lambda d: edit(d, filenames=["pipe:cat x.tar"]), "pipe:cat x.tar: tar files below"),
-    "a server": (
-        "train",
-        lambda d: edit(d, filenames=["https://x/y.tar"]),
-        "https://x/y.tar: tar files below",
-    ),
     "a path outside": ("train", lambda d: edit(d, filenames=["../../x.tar"]), "tar files below"),
-    "an absolute path": ("train", lambda d: edit(d, filenames=["/etc/x.tar"]), "tar files below"),
-    "compressed": ("train", lambda d: edit(d, filenames=["a.tar.gz"]), "a.tar.gz: tar files below .*uncompressed"),
     "missing shard": ("train", lambda d: (d / "set-01.tar").unlink(), "1 of 2 shards are missing: .*set-01.tar"),
     "pattern without files": ("no-{0..3}.tar", lambda _: None, "4 of 4 shards are missing"),
-    "pattern outside": ("../{0..3}.tar", lambda _: None, "tar files below"),
     "pattern downwards": ("set-{3..1}.tar", lambda _: None, "give patterns like"),
     "pattern of too many": ("{0..99999}{0..99999}.tar", lambda _: None, "a million"),
-    "braces in braces": ("{a,{0..3}}.tar", lambda _: None, "give patterns like"),
     "no braces' content": ("set-{1}.tar", lambda _: None, "give patterns like"),
 }
 
