@@ -20,6 +20,7 @@ from PIL import Image
 from torch._subclasses import FakeTensorMode
 
 torch.set_num_threads(1)
+os.environ["NVIDIA_TF32_OVERRIDE"] = "0"  # a GPU's float32 is compared with a CPU's, in programs too
 T = TypeVar("T")
 LIMIT = 600.0  # seconds for what takes a few: reached where it never comes, not where a machine is slow
 

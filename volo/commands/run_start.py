@@ -219,7 +219,8 @@ def describe(run: Run, training: Training) -> None:
     if args.sync_bn and world.size == 1:
         logger.line("--sync-bn changes nothing with one process")
     dtype = training.precision.amp_dtype
-    precision = "float32" if dtype is None else f"{str(dtype).removeprefix('torch.')} autocast"
+    float32 = "float32 by TF32" if world.device.type == "cuda" else "float32"
+    precision = float32 if dtype is None else f"{str(dtype).removeprefix('torch.')} autocast"
     if training.precision.working_copy is not None:
         precision = "bfloat16, float32 master weights"
     logger.line(

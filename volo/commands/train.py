@@ -79,6 +79,9 @@ def run(args: TrainArgs) -> int:
     """Entry point, after the arguments are parsed."""
     timeout = collective_timeout(args.dist_timeout, args.loader_timeout)
     world = init_world(args.device, args.local_rank, timeout)
+    if world.device.type == "cuda":  # as timm's train.py
+        torch.set_float32_matmul_precision("high")
+        torch.backends.cudnn.benchmark = True
     logger = Logger(world)
     watchdog = Watchdog(world.rank, args.dist_timeout, args.loader_timeout, partial(logger.event, "fault"))
     watchdog.start()

@@ -16,11 +16,13 @@ _IMAGES = 8
 def batch_watcher(run: Run, training: Training) -> Callable[[int, Batch], None]:
     """Return a function to call with each (update, batch).
 
-    It tells of unreadable images and labels, draws the first batch, and writes the pictures of `--save-images`.
+    It tells of unreadable images and labels, draws the first batch, and writes the pictures of `--save-images`. The
+    first batch waits for the second one: a run trains before matplotlib is loaded.
     """
     known: set[str] = set()
     logger, interval = run.logger, run.args.log_interval
     draws = logger.directory is not None and importlib.util.find_spec("matplotlib") is not None
+    first: list[tuple[int, Batch]] = []
 
     def watch(update: int, batch: Batch) -> None:
         nonlocal draws
@@ -28,8 +30,10 @@ def batch_watcher(run: Run, training: Training) -> Callable[[int, Batch], None]:
         known.update(label.path for label in bad)
         logger.skipped("skipped-image", training.loader.skips.take_new())
         logger.skipped("bad-label", bad)
-        if draws and not (update and (run.directory / FILE).exists()):
-            _draw(run, training, update, batch)
+        if first:
+            _draw(run, training, *first.pop())
+        elif draws and not (update and (run.directory / FILE).exists()):
+            first.append((update, batch.select(slice(_IMAGES))))
         draws = False
         if logger.directory is not None and run.args.save_images and update % interval == 0:
             from torchvision.utils import save_image
@@ -39,14 +43,14 @@ def batch_watcher(run: Run, training: Training) -> Callable[[int, Batch], None]:
     return watch
 
 
-def _draw(run: Run, training: Training, update: int, batch: Batch) -> None:
-    """Draw the batch with its targets. A picture that can't be drawn is a warning."""
+def _draw(run: Run, training: Training, update: int, few: Batch) -> None:
+    """Draw a batch with its targets. A picture that can't be drawn is a warning."""
     config = training.state.metadata["model_config"]
     try:
         from tlt.tools.drawing import save_figure
         from tlt.tools.label_page import draw_page, read_examples
 
-        few, criterion = batch.select(slice(_IMAGES)), training.criterion
+        criterion = training.criterion
         targets = criterion.targets(few) if isinstance(criterion, TokenLabelCriterion) else None
         # Synchronises with the device.
         examples = read_examples(training.loader.dataset, few, targets, config["mean"], config["std"])

@@ -186,7 +186,7 @@ def test_fault_38_odd_names_are_found_and_printable(tree: Path) -> None:
     assert all(line.isprintable() for line in folder.warnings)
 
 
-def test_class_map_and_numbers_of_classes(tree: Path, tmp_path: Path) -> None:
+def test_fault_34_35_class_map_and_numbers_of_classes(tree: Path, tmp_path: Path) -> None:
     path = tmp_path / "map.txt"
     path.write_text("b\na\n\n")
     assert read_class_map(path) == ["b", "a"]
@@ -223,7 +223,7 @@ BAD_TREES: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 @pytest.mark.parametrize("case", BAD_TREES)
-def test_bad_trees_are_one_line(case: str, tree: Path) -> None:
+def test_fault_28_37_bad_trees_are_one_line(case: str, tree: Path) -> None:
     damage, message = BAD_TREES[case]
     damage(tree)
     with pytest.raises(UserError, match=message) as caught:
