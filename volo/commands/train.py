@@ -69,7 +69,7 @@ from volo.train.model import (
     wrap_model,
 )
 from volo.train.optim import create_optimizer
-from volo.train.precision import Clipping, Precision, WorkingCopy, compute_dtype
+from volo.train.precision import Clipping, Precision, WorkingCopy, compute_dtype, tune_gpu
 from volo.train.run import Run, Training
 from volo.train.schedule import LrSchedule, resolve_lr
 from volo.train.settings import BATCH_KEY, settle
@@ -79,9 +79,7 @@ def run(args: TrainArgs) -> int:
     """Entry point, after the arguments are parsed."""
     timeout = collective_timeout(args.dist_timeout, args.loader_timeout)
     world = init_world(args.device, args.local_rank, timeout)
-    if world.device.type == "cuda":  # as timm's train.py
-        torch.set_float32_matmul_precision("high")
-        torch.backends.cudnn.benchmark = True
+    tune_gpu(world.device)
     logger = Logger(world)
     watchdog = Watchdog(world.rank, args.dist_timeout, args.loader_timeout, partial(logger.event, "fault"))
     watchdog.start()
