@@ -204,7 +204,19 @@ def _points(
 ) -> _Points:
     """The points of every token of a grid that covers `window` of the crop."""
     h, w = labels.values.shape[2:]
-    n = points_per_token((h, w), grid)
+    source, shown = token_points(affine, visible, grid, window, points_per_token((h, w), grid))
+    area = labels.area[..., None, None]
+    # Strict, so that an empty area covers nothing.
+    inside = (shown & ((source > area[:, :2]) & (source < area[:, 2:])).all(1)).to(affine.dtype)
+    counted = inside if uncovered == "ignore" else known(labels).to(inside)[:, None, None].expand_as(inside)
+    share = (source - area[:, :2]) / (area[:, 2:] - area[:, :2]).clamp(min=torch.finfo(area.dtype).eps)
+    x, y = ((share[:, axis] * size - 0.5).clamp(0, size - 1) for axis, size in enumerate((w, h)))
+    return _Points(x, y, inside, counted)
+
+
+def token_points(affine: Tensor, visible: Tensor, grid: tuple[int, int], window: Area, n: int) -> tuple[Tensor, Tensor]:
+    """n x n = P points of each token of a grid that covers `window` of the crop: (B, 2, N, P) x and y in shares of the
+    source image, and (B, N, P) whether the crop shows them."""
 
     def along(count: int, low: float, high: float) -> Tensor:
         """(count, n) shares of the crop along one axis."""
@@ -218,15 +230,8 @@ def _points(
     source = matrix[:, :, 0] * x + matrix[:, :, 1] * y + matrix[:, :, 2]  # (B, 2, rows, cols, n, n)
     source = source.flatten(4).flatten(2, 3)  # (B, 2, N, P)
     shown = ((x > 0) & (x < 1) & (y > 0) & (y < 1)).flatten(2).flatten(0, 1)  # (N, P)
-    area = labels.area[..., None, None]
-    low = torch.maximum(area[:, :2], visible[:, :2, None, None])
-    high = torch.minimum(area[:, 2:], visible[:, 2:, None, None])
-    # Strict, so that an empty area covers nothing.
-    inside = (shown & ((source > low) & (source < high)).all(1)).to(affine.dtype)
-    counted = inside if uncovered == "ignore" else known(labels).to(inside)[:, None, None].expand_as(inside)
-    share = (source - area[:, :2]) / (area[:, 2:] - area[:, :2]).clamp(min=torch.finfo(area.dtype).eps)
-    x, y = ((share[:, axis] * size - 0.5).clamp(0, size - 1) for axis, size in enumerate((w, h)))
-    return _Points(x, y, inside, counted)
+    low, high = visible[:, :2, None, None], visible[:, 2:, None, None]
+    return source, shown & ((source > low) & (source < high)).all(1)
 
 
 def _crop_logits(labels: LabelBatch, points: _Points, num_classes: int) -> tuple[Tensor, Tensor]:

@@ -61,8 +61,6 @@ def dense_logits(model: nn.Module, images: Tensor) -> Tensor:
 def labelled_area(model: nn.Module, img_size: tuple[int, int]) -> Area:
     """What the positions of `dense_logits` cover in images of (H, W), in shares of the image: `(x0, y0, x1, y1)`. It
     reaches outside where a position looks at padding."""
-    if isinstance(model, TOKEN_LABEL_MODELS):
-        return model.token_positions(img_size).window(model.token_grid(img_size), img_size)
     found = find_tokens(model, img_size)
     return found.positions.window(found.grid, img_size)
 
@@ -167,10 +165,7 @@ def _features(model: nn.Module, images: Tensor) -> tuple[Tensor, bool]:
     kind = type(model).__name__
     if isinstance(model, TOKEN_LABEL_MODELS) and not model.dense_head:
         raise UserError(f"{kind} can't annotate: its dense head is switched off; call set_dense_head(True)")
-    if isinstance(model, TokenLabelModel):
-        tokens = model.forward_features(images)[:, 1:]
-        return tokens.unflatten(1, model.token_grid((images.shape[-2], images.shape[-1]))), True
-    if isinstance(model, WithDenseHead):
+    if isinstance(model, TOKEN_LABEL_MODELS):
         return feature_map(model, model.forward_features(images), (images.shape[-2], images.shape[-1])), True
     if not hasattr(model, "forward_features") or not hasattr(model, "forward_head"):
         raise UserError(f"{kind} has no forward_features and forward_head; {_SUGGESTION}")

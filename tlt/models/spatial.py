@@ -35,7 +35,8 @@ def feature_map(model: nn.Module, features: Any, img_size: tuple[int, int]) -> T
     if features.ndim == 4:
         return features if is_channels_last(model) else features.permute(0, 2, 3, 1)
     layers: list[Any] = [getattr(model, name, None) for name in ("patch_embed", "stem")]
-    measure = next((layer.dynamic_feat_size for layer in layers if hasattr(layer, "dynamic_feat_size")), None)
+    own = getattr(model, "token_grid", None)  # of VOLO and LV-ViT
+    measure = next((layer.dynamic_feat_size for layer in layers if hasattr(layer, "dynamic_feat_size")), own)
     grid, prefix = None if measure is None else tuple(measure(img_size)), prefix_tokens(model)
     if grid is None or features.shape[1] != prefix + grid[0] * grid[1]:
         where = "it doesn't say which patch each shows" if grid is None else f"not {grid[0]} x {grid[1]} patches"

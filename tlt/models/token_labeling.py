@@ -59,6 +59,7 @@ class TokenLabelModel(nn.Module):
     dynamic_img_size = True  # any (H, W) runs; tells timm that the size of construction does not bind
     block_types: tuple[type[nn.Module], ...] = (TransformerBlock,)  # what the model repeats
     pos_of_class = False  # whether the position embedding has an entry for the class token, before the others
+    num_prefix_tokens = 1  # the class token
     mix_scale = 1  # cells of the embedding to one token of the final grid, along each axis
 
     patch_embed: Any

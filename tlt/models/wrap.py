@@ -28,9 +28,11 @@ from tlt.models.token_labeling import TokenLabelModel
 from tlt.models.token_positions import Size, TokenGrid, positions_of, shrinking_layers
 from tlt.models.transformers_vit import from_transformers
 
-# Where a checkpoint keeps the dense head that belongs to the weights in its other entries.
+# Where a checkpoint keeps the dense head that belongs to the weights in its other entries, and with it the projector of
+# a student (`tlt.distill`).
 DENSE_ENTRIES = {WEIGHT_KEYS[0]: "dense_head", EMA_KEYS[0]: "dense_head_ema"}
 DENSE_LAYERS = ("aux_head", "aux_norm")
+PROJECTOR = "kd_projector"
 
 
 class WithDenseHead(nn.Module):
@@ -166,7 +168,10 @@ def with_dense_head(model: Any, img_size: tuple[int, int] | None = None) -> Any:
 
 
 def find_tokens(model: Any, size: Size, mix_point: MixPoint | None = None) -> Tokens:
-    """Run a timm model on an image of (H, W) to see what its last map is. Raises UserError as `with_dense_head`."""
+    """Run a timm model on an image of (H, W) to see what its last map is; VOLO and LV-ViT know it. Raises UserError as
+    `with_dense_head`."""
+    if isinstance(model, TokenLabelModel):
+        return Tokens(model.token_grid(size), model.token_positions(size), model.num_features)
     features, layer = functools.partial(_last_map, model), getattr(model, mix_point.layer) if mix_point else model
     with shrinking_layers(model) as layers:
         found, output = layer_output(layer, features, _probe(model, 1, size))
@@ -226,31 +231,29 @@ def _name(model: Any) -> str:
 
 
 def split_state_dict(model: nn.Module, state: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """(weights under the names of the plain model, those of the dense head) of a model's clean state dict; the second
-    is empty but for a WithDenseHead."""
-    if not isinstance(unwrap(model), WithDenseHead):
-        return state, {}
-    dense = {name: value for name, value in state.items() if is_dense_head(name)}
+    """(weights under the names of the plain model, those of the dense head and the projector) of a model's clean state
+    dict; the second is empty but for a WithDenseHead and a student."""
+    layers = (*(DENSE_LAYERS if isinstance(unwrap(model), WithDenseHead) else ()), PROJECTOR)
+    dense = {name: value for name, value in state.items() if name.partition(".")[0] in layers}
     return {name: value for name, value in state.items() if name not in dense}, dense
 
 
 def joined_state_dict(
     model: nn.Module, checkpoint: dict[str, Any], use_ema: bool | None = None, path: Any = "the checkpoint"
 ) -> dict[str, Tensor]:
-    """As `state_dict_of`, with the dense head that belongs to those weights if `model` has one like it.
+    """As `state_dict_of`, with the dense head and the projector that belong to those weights if `model` has them.
 
     The weights of a ViT of Hugging Face's Transformers get timm's names.
     """
     state = from_transformers(state_dict_of(checkpoint, use_ema, path))
-    if not isinstance(unwrap(model), WithDenseHead):
-        return state
-    return state | dense_head_of(checkpoint, use_ema, path)
+    beside = dense_head_of(checkpoint, use_ema, path)
+    return state | {name: v for name, v in beside.items() if hasattr(unwrap(model), name.partition(".")[0])}
 
 
 def dense_head_of(
     checkpoint: dict[str, Any], use_ema: bool | None = None, path: Any = "the checkpoint"
 ) -> dict[str, Tensor]:
-    """The dense head of a timm model that a checkpoint holds beside the weights, empty where it holds none.
+    """The dense head and the projector that a checkpoint holds beside the weights, empty where it holds none.
 
     Raises:
         UserError: There is something else in its place.
@@ -265,5 +268,5 @@ def dense_head_of(
 
 
 def is_dense_head(name: Any) -> bool:
-    """Whether a parameter of this name belongs to the dense head of a WithDenseHead."""
-    return str(name).startswith(tuple(f"{layer}." for layer in DENSE_LAYERS))
+    """Whether a parameter of this name belongs to the dense head of a WithDenseHead, or to a projector."""
+    return str(name).partition(".")[0] in (*DENSE_LAYERS, PROJECTOR)

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from tlt.errors import NonFiniteError, UserError
 from tlt.io.weights import first_non_finite
-from volo.checkpoint.checkpoint_file import STAGED, duplicate, explained, save_checkpoint, tensor_bytes
+from volo.checkpoint.checkpoint_file import STAGED, duplicate, explained, save_checkpoint, tensor_bytes, the_checkpoint
 from volo.checkpoint.state import TrainState
 
 LAST = "last.pth.tar"
@@ -56,6 +56,16 @@ def rank(scores: Mapping[int, Mapping[str, float]], by: str) -> list[RankedCheck
 def best_of(ranked: list[RankedCheckpoint]) -> RankedCheckpoint | None:
     """Return the best checkpoint of a ranked list; None if none has a metric."""
     return ranked[0] if ranked and ranked[0].metric is not None else None
+
+
+def best_or_last(path: str, flag: str) -> Path:
+    """Return the file that a flag names; of a run's directory the best checkpoint or else the last.
+
+    Raises:
+        UserError: The directory is not a run's, and holds no checkpoint or several.
+    """
+    files = (Path(path, name) for name in (BEST, LAST))
+    return next((file for file in files if file.is_file()), None) or the_checkpoint(path, flag)
 
 
 def _file(epoch: int) -> str:

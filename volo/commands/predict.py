@@ -29,10 +29,8 @@ from tlt.io.text import printable
 from tlt.labels.annotate import labelled_area
 from tlt.models.folding import fold_batchnorm
 from tlt.models.spatial import feature_map
-from tlt.models.token_labeling import TokenLabelModel
 from tlt.tools.drawing import Cells, check_format, drawable, save_figure
-from volo.checkpoint.checkpoint import BEST, LAST
-from volo.checkpoint.checkpoint_file import the_checkpoint
+from volo.checkpoint.checkpoint import best_or_last
 from volo.checkpoint.model_config import class_names
 from volo.cluster.distributed import World, choose_device, limit_threads
 from volo.commands.attention import TOP, View, answers_page
@@ -63,7 +61,10 @@ def run(args: Namespace) -> int:
     found = find_images(args.paths)
     say(f"warning: {line}" for line in found.warnings)
     check_outputs(args, found)
-    trained = load_model(args, checkpoint_of(args.checkpoint), dense=bool(args.token_maps))
+    path = best_or_last(args.checkpoint, "--checkpoint") if args.checkpoint else None
+    if path is not None and Path(args.checkpoint).is_dir():
+        print(f"--checkpoint {printable(args.checkpoint)}: {path.name}", flush=True)
+    trained = load_model(args, path, dense=bool(args.token_maps))
     say(trained.notes)
     check_model(args, trained)
     names = names_of_classes(args.class_names, trained)
@@ -134,21 +135,6 @@ def check_outputs(args: Namespace, found: Found) -> None:
             )
         for name in found.names:
             refuse_existing(os.path.join(args.token_maps, f"{name}.png"), "--token-maps:")
-
-
-def checkpoint_of(spec: str) -> Path | None:
-    """Return the checkpoint that `--checkpoint` names: the file, or in a directory the best or else the last one.
-
-    Raises:
-        UserError: The directory is not a run's, and holds no checkpoint or several.
-    """
-    if not spec:
-        return None
-    for name in (BEST, LAST):
-        if (file := Path(spec, name)).is_file():
-            print(f"--checkpoint {printable(spec)}: {name}", flush=True)
-            return file
-    return the_checkpoint(spec, "--checkpoint")
 
 
 def check_model(args: Namespace, trained: TrainedModel) -> None:
@@ -262,8 +248,6 @@ def embed(model: TimmModel, last: Any, images: Tensor, pooled_only: bool) -> dic
         raise UserError(f"--embeddings: {type(model).__name__} doesn't pool its features here: choose a --gp")
     if pooled_only:
         return found
-    if isinstance(model, TokenLabelModel):
-        return found | {"tokens": last[:, 1:]}
     try:
         return found | {"tokens": feature_map(model, last, (images.shape[-2], images.shape[-1])).flatten(1, 2)}
     except UserError as error:
