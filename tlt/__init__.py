@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from tlt.api import (
         AugmentConfig,
         Batch,
+        DistillLoss,
+        FeatureTeacher,
         LabelBatch,
         Loader,
         StepKey,
@@ -26,11 +28,14 @@ if TYPE_CHECKING:
         open_images,
         open_labels,
         with_dense_head,
+        with_projector,
     )
 
 __all__ = [
     "AugmentConfig",
     "Batch",
+    "DistillLoss",
+    "FeatureTeacher",
     "LabelBatch",
     "Loader",
     "StepKey",
@@ -42,6 +47,7 @@ __all__ = [
     "open_images",
     "open_labels",
     "with_dense_head",
+    "with_projector",
 ]
 
 _SCRIPTS = ("train.py", "validate.py", "generate_label.py", "benchmark.py")  # at the root of a checkout

@@ -27,6 +27,9 @@ from tlt.data.loader import DeviceLoader, SkipCounter
 from tlt.data.sources.image_file import DEFAULT_MAX_PIXELS
 from tlt.data.sources.open_images import open_images as open_images
 from tlt.data.sources.source import ImageSource
+from tlt.distill import DistillLoss as DistillLoss
+from tlt.distill import FeatureTeacher as FeatureTeacher
+from tlt.distill import with_projector as with_projector
 from tlt.errors import UserError as UserError
 from tlt.label_map import LabelBatch as LabelBatch
 from tlt.labels.store import open_labels as open_labels

@@ -29,6 +29,7 @@ SMALL = {
     "(224, 224)": "(64, 64)",
     "batch_size=64": "batch_size=8, workers=0",
     "range(100)": "range(2)",
+    '"vit_small_patch14_dinov2", pretrained=True, img_size=224': '"test_vit2", img_size=64',
 }
 
 
@@ -50,13 +51,22 @@ def test_the_names_are_those_of_the_page_and_every_one_says_what_it_is() -> None
         _ = tlt.labels_of  # type: ignore[attr-defined]
 
 
+@pytest.mark.parametrize("taught", [False, True])
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_the_loop_of_readme_runs(
-    device: str, make_dataset: Callable[..., Path], make_labels: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+    device: str,
+    taught: bool,
+    make_dataset: Callable[..., Path],
+    make_labels: Callable[..., Path],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    (loop,) = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
+    loop, changes = re.findall(r"^```(?:python|diff)\n(.*?)^```", (ROOT / "README.md").read_text(), re.M | re.S)
+    for old, new in re.findall(r"^[ -](.*\n)((?:\+.*\n)+)", changes, re.M) if taught else ():
+        kept = old if f" {old}" in changes.splitlines(keepends=True) else ""
+        assert old in loop
+        loop = loop.replace(old, kept + new.replace("\n+", "\n")[1:])
     for published, small in {**SMALL, '"cuda"': f'"{device}"', ".cuda()": f".{device}()"}.items():
-        assert published in loop
+        assert published in loop or "vit" in published
         loop = loop.replace(published, small)
     data = make_dataset(train=20)
     make_labels(data)

@@ -139,26 +139,31 @@ def _launch_of(file: Path) -> str | None:
 
 
 DATA_KEY = "data"  # of a checkpoint
-_WHAT = {"images": "the training images (names and classes)", "labels": "the token labels"}
+_WHAT = {
+    "images": "the training images (names and classes)",
+    "labels": "the token labels",
+    "teacher": "the weights of the teacher (--kd-model-name)",
+}
 
 
 Fingerprint = dict[str, str | int | None]
 
 
-def fingerprint(folder: ImageSource, labels: LabelReader | None) -> Fingerprint:
-    """Return what `check_same_data` compares: names and classes of the images, and how their labels were made.
+def fingerprint(folder: ImageSource, labels: LabelReader | None, teacher: str | None = None) -> Fingerprint:
+    """Return what `check_same_data` compares: names and classes of the images, how their labels were made, and the
+    checksum of a teacher.
 
     The files are not read: a data set may lie elsewhere, and a million of them take long.
     """
     if folder.root == SYNTHETIC:  # as many images as the flags ask for
-        return {"images": SYNTHETIC, "labels": SYNTHETIC if labels else None, "count": 0}
+        return {"images": SYNTHETIC, "labels": SYNTHETIC if labels else None, "teacher": teacher, "count": 0}
     digest = hashlib.sha256("\0".join(folder.class_names).encode(errors="surrogateescape"))
     pairs = zip(map(os.fsencode, folder.paths), folder.classes, strict=True)
     digest.update(b"".join(b"\n%s\0%d" % pair for pair in pairs))
     made = None
     if isinstance(labels, LabelStore):
         made = hashlib.sha256(repr((labels.shape, labels.area)).encode() + labels.identity()).hexdigest()
-    return {"images": digest.hexdigest(), "labels": made, "count": len(folder)}
+    return {"images": digest.hexdigest(), "labels": made, "teacher": teacher, "count": len(folder)}
 
 
 def check_same_data(checkpoint: dict[str, Any], now: dict[str, Any], path: str | Path, allow: bool) -> list[str]:

@@ -115,7 +115,8 @@ def start(args: TrainArgs, world: World, logger: Logger, guard: StopGuard) -> No
         torch.manual_seed(run.args.seed)  # the same initial weights on every rank
         model = build_model(run.args)
         labels, warnings = open_labels(run.args, folders.train, model.num_classes, found)
-        for warning in folders.warnings + check_num_classes(folders.train, model.num_classes) + warnings:
+        beyond = [] if run.args.kd_only else check_num_classes(folders.train, model.num_classes)
+        for warning in folders.warnings + beyond + warnings:
             logger.line(f"warning: {warning}")
         if world.is_primary and (agreement := label_agreement(labels, folders.train)):
             logger.line(agreement)
@@ -143,6 +144,11 @@ def build(run: Run, folders: Folders, labels: LabelReader | None, model: TimmMod
         teacher = load_teacher(args, model, settings, folders.train.class_names, world)
         size = sum(p.numel() for p in teacher.annotator.model.parameters())
         logger.line(f"teacher {teacher.name}: {size / 1e6:.2f} M parameters")
+    distillation = None
+    if args.kd_model_name:
+        from volo.train.distillation import load_distillation
+
+        distillation = load_distillation(args, model, settings, folders.train, world, logger)
     criterion = make_criterion(args, model, input_size[1:], dtype, teacher)
     model = prepare_model(model, args, world)
     for each in (model,) if teacher is None else (model, teacher.annotator.model):
@@ -167,11 +173,13 @@ def build(run: Run, folders: Folders, labels: LabelReader | None, model: TimmMod
     optimizer = create_optimizer(args, model, world.device)
     config = model_config(model, args, settings, folders.train.class_names)
     metadata = {"arch": config["name"], "args": settings_of(args), "model_config": config}
-    metadata |= {DATA_KEY: fingerprint(folders.train, labels), BATCH_KEY: batch}
+    taught_by = None if distillation is None else distillation.checksum
+    metadata |= {DATA_KEY: fingerprint(folders.train, labels, taught_by), BATCH_KEY: batch}
     state = TrainState(model, optimizer, precision.scaler, ema, metadata=metadata, updates_per_epoch=len(loader))
     lr, formula = resolve_lr(args, loader.index_stream.global_batch)
     schedule = LrSchedule(args, lr, len(loader))
-    return Training(state, called, average, loader, validation, criterion, precision, schedule, formula, work)
+    rest = (criterion, precision, schedule, formula, work, distillation)
+    return Training(state, called, average, loader, validation, *rest)
 
 
 def load_start(model: TimmModel, args: Namespace, logger: Logger) -> None:
@@ -197,7 +205,7 @@ def create_ema(model: nn.Module, args: Namespace) -> ModelEmaV3 | None:
 
 def report_dry_run(run: Run, training: Training) -> None:
     """Print how much work and memory the run takes, and which batch sizes would fit (`--dry-run`)."""
-    from volo.memory.prediction import StepShape, memory_report
+    from volo.memory.prediction import StepShape, memory_report, teacher_memory
 
     with primary_first():
         if run.world.is_primary:
@@ -212,6 +220,10 @@ def report_dry_run(run: Run, training: Training) -> None:
         computing = model if precision.working_copy is None else precision.working_copy.module
         for line in memory_report(run.args, model, computing, shape, run.world.device):
             run.logger.line(line)
+        if training.distillation is not None:
+            teacher = training.distillation.distance.teacher
+            seen = StepShape((config["in_chans"], *teacher.img_size), device_type, teacher.amp_dtype)
+            run.logger.line(teacher_memory(teacher.model, seen, run.args.batch_size))
     run.logger.line("--dry-run: flags, data and model are fine; nothing was trained or written")
 
 

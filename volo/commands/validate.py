@@ -104,6 +104,10 @@ def evaluate_checkpoint(args: Namespace, path: Path | None, world: World) -> dic
             raise UserError(f"--test-pool has no effect on --model {args.model} at this size: leave it out")
 
     folder = open_folder(args, config, model, world)
+    if args.knn:
+        from volo.commands.knn import knn_row
+
+        return knn_row(args, folder, place_model(model, args, world), settings, world)
     called = ChosenClasses(model, read_numbers(args.valid_labels)) if args.valid_labels else model
     called = place_model(called, args, world)
     dtype = compute_dtype(args, world.device)
@@ -139,14 +143,16 @@ def open_folder(args: Namespace, config: dict[str, Any], model: TimmModel, world
     Raises:
         UserError: A class folder that the checkpoint doesn't know, or more classes than outputs.
     """
-    names = read_class_map(args.class_map) if args.class_map else config.get("class_names")
+    recorded = None if args.knn else config.get("class_names")
+    names = read_class_map(args.class_map) if args.class_map else recorded
     folder = open_images(args.data, args.split, args.dataset, names, allow_root=True)
     if args.image_list:
         folder = part(folder, listed_images(folder, args.image_list))
     if args.num_samples is not None and args.num_samples < len(folder):
         folder = folder.select(np.linspace(0, len(folder) - 1, args.num_samples).round())
     outputs = len(read_numbers(args.valid_labels)) if args.valid_labels else model.num_classes
-    say([f"warning: {warning}" for warning in folder.warnings + check_num_classes(folder, outputs)], world.is_primary)
+    beyond = [] if args.knn else check_num_classes(folder, outputs)
+    say([f"warning: {warning}" for warning in folder.warnings + beyond], world.is_primary)
     return folder
 
 

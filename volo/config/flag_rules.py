@@ -11,7 +11,7 @@ from tlt.errors import UserError
 from tlt.upstream.rows import resolve
 from volo.config.flag_table import Flag, check_flags
 from volo.config.flags_data import DENSE, LABELS
-from volo.config.flags_train import CUDA_GRAPH_MODES, CYCLIC_SCHEDULES, TRACKERS
+from volo.config.flags_train import CUDA_GRAPH_MODES, CYCLIC_SCHEDULES, TRACKERS, mixes
 
 # A rule: when it is broken, and the message, in which {flag} stands for its value.
 Rule = tuple[Callable[[Namespace], bool], str]
@@ -75,6 +75,22 @@ TRAIN: tuple[Rule, ...] = (
     (
         lambda a: a.in_chans == 2 or (a.in_chans == 1 and bool(a.token_label_teacher)),
         "--in-chans {in_chans}: 3 (RGB) or 1 (grey), which --token-label-teacher cannot read",
+    ),
+    (
+        lambda a: a.kd_only and (a.token_label or a.bce_loss or mixes(a) or a.val_fraction > 0 or a.patience > 0),
+        "--kd-only has no labels: no --token-label, --bce-loss, --mixup, --cutmix, --val-fraction, --patience",
+    ),
+    (
+        lambda a: a.kd_only and bool(a.num_classes) and a.kd_distill_type != "logit",
+        "--kd-only with --kd-distill-type {kd_distill_type} trains no heads: leave out --num-classes",
+    ),
+    (
+        lambda a: a.freeze and bool(a.kd_model_name) and a.kd_distill_type != "logit",
+        "--freeze and --kd-distill-type {kd_distill_type}: frozen features learn nothing; leave out one of them",
+    ),
+    (
+        lambda a: (mixes(a) or bool(a.compat)) and (a.kd_size is not None or a.kd_view == "whole"),
+        "--mixup, --cutmix and --compat: the teacher must see what the student sees; leave out --kd-size and --kd-view",
     ),
     (
         lambda a: a.freeze and a.grad_checkpointing,

@@ -169,6 +169,32 @@ TOKEN_LABELS = Group(
     ),
 )
 
+TAUGHT = Need("--kd-model-name", lambda a: bool(a.kd_model_name))
+LOGITS = Need("--kd-distill-type logit", lambda a: a.kd_distill_type == "logit")
+TOKENS = Need("--kd-distill-type token", lambda a: a.kd_distill_type == "token")
+
+DISTILLATION = Group(
+    "Distillation",
+    flag(
+        "--kd-model-name",
+        NAME,
+        "",
+        "learn from a frozen teacher: a timm model, hf-hub:..., local-dir:..., a run's folder",
+    ),
+    *needing(
+        TAUGHT,
+        flag(
+            "--kd-distill-type", ("logit", "feature", "token"), "logit", "by logits, pooled features, or every token's"
+        ),
+        flag("--kd-loss-weight --distill-loss-weight", ABOVE_ZERO, 1.0, "weight of its loss beside the labels'"),
+        flag("--kd-temperature", ABOVE_ZERO, 4.0, "by which logits are divided", needs=(LOGITS,)),
+        flag("--kd-dense-loss", ("cosine", "smooth-l1", "gram"), "cosine", "loss of the tokens", needs=(TOKENS,)),
+        flag("--kd-size", POSITIVE, None, "side in px of the images that the teacher sees (the student's)"),
+        flag("--kd-view", ("crop", "whole"), "crop", "it sees the student's crop, or the whole image", needs=(TOKENS,)),
+        switch("--kd-only", "learn from it alone: no labels, heads or validation; images may lie anywhere"),
+    ),
+)
+
 AUGMENTATION = Group(
     "Augmentation",
     switch("--no-aug", "squash the image to its size and do nothing else to it; not with the flags below"),

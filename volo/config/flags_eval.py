@@ -95,6 +95,7 @@ _VALIDATE = (
     Group(
         "Results",
         flag("--real-labels", FILE, "", "real.json: accuracy on ImageNet's reassessed labels"),
+        flag("--knn", DIR, "", "in place of the heads: accuracy of the nearest of these training images, CLASS/IMAGE"),
         flag("--valid-labels", FILE, "", "class numbers, one per line: rank among these alone"),
         flag("--results-file", FILE, "", "write the results there"),
         flag("--results-format", ("csv", "json"), "csv", "format of --results-file", needs=(RESULTS_FILE,)),

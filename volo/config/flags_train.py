@@ -31,7 +31,7 @@ from volo.config.flag_table import (
     key_value,
     switch,
 )
-from volo.config.flags_data import AUGMENTATION, DATA, DEBUG, DEVICE, MODEL_KWARGS, POOL, TOKEN_LABELS
+from volo.config.flags_data import AUGMENTATION, DATA, DEBUG, DEVICE, DISTILLATION, MODEL_KWARGS, POOL, TOKEN_LABELS
 
 # Flags whose defaults depend on the data where neither command line nor recipe has them (volo/train/settings.py).
 FITTED = ("batch_size", "checkpoint_hist", "cooldown_epochs", "lr_base_scale", "num_classes", "warmup_epochs")
@@ -330,6 +330,7 @@ TRAIN_GROUPS = (
     DATA,
     MODEL,
     TOKEN_LABELS,
+    DISTILLATION,
     OPTIMIZER,
     SCHEDULE,
     AUGMENTATION,

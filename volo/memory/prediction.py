@@ -66,10 +66,11 @@ def activations_of(model: nn.Module, shape: StepShape) -> Activations:
     return Activations(2 * few - many, (many - few) / 16)
 
 
-def step_peak(model: nn.Module, shape: StepShape, batch: int) -> int:
+def step_peak(model: nn.Module, shape: StepShape, batch: int, trained: bool = True) -> int:
     """Return the most bytes that a step holds at a time, beside weights, gradients and images, by torch's tracker.
 
-    The loss is the one that takes the most memory: logits and their gradients in float32.
+    The loss is the one that takes the most memory: logits and their gradients in float32. A model that is not `trained`
+    has a forward pass alone.
     """
     kind, dtype, tracker = shape.device_type, shape.amp_dtype, MemTracker()
     with FakeTensorMode(), warnings.catch_warnings():
@@ -78,17 +79,18 @@ def step_peak(model: nn.Module, shape: StepShape, batch: int) -> int:
         values: dict[int, Any] = {id(v): torch.empty(v.shape, dtype=v.dtype, device=kind) for v in model.buffers()}
         for weight in model.parameters():
             empty = torch.empty(weight.shape, dtype=weight.dtype, device=kind)
-            values[id(weight)] = nn.Parameter(empty, weight.requires_grad)
+            values[id(weight)] = nn.Parameter(empty, weight.requires_grad or not trained)
             if weight.requires_grad:  # `fixed_memory` counts the gradients
                 values[id(weight)].register_post_accumulate_grad_hook(lambda own: setattr(own, "grad", None))
         model = copy.deepcopy(model, values.copy())  # of tensors without contents
         tracker.track_external(model, images)
-        with tracker:
+        with tracker, torch.set_grad_enabled(trained):
             with torch.autocast(kind, dtype=dtype, enabled=dtype is not None):
                 outputs = model(images, dense=True) if shape.dense else model(images)
                 loss = sum(each.float().logsumexp(-1).mean() for each in tree_leaves(outputs))
             del outputs
-            loss.backward()
+            if trained:
+                loss.backward()
     peaks = tracker.get_tracker_snapshot("peak").items()
     peak = sum(found["Total"] for device, found in peaks if device.type == kind)
     return peak - _bytes([*values.values(), images])
@@ -163,3 +165,13 @@ def memory_report(
         room = (size - _CONTEXT) * (1 - _MARGIN) - total
         lines.append(f"largest batch on {name}: {activations.largest_batch(room)}")
     return lines
+
+
+def teacher_memory(teacher: nn.Module, shape: StepShape, batch: int) -> str:
+    """Return the line of `--dry-run` about a teacher, which sees images of this shape and is not trained."""
+    weights, most = (
+        _bytes([*teacher.parameters(), *teacher.buffers()]) / GIB,
+        step_peak(teacher, shape, batch, False) / GIB,
+    )
+    work = f"{flops_per_image(teacher, shape.input_size) / 2e9:.2f} GMACs an image"
+    return f"teacher: weights {weights:.2f} GiB, a forward pass of {batch} images {most:.2f} GiB, {work}"

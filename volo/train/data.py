@@ -47,7 +47,8 @@ class Folders(NamedTuple):
 def open_folders(args: Namespace, world_size: int, found: SearchProgress | None = None) -> Folders:
     """Find the images of both splits; a long search reports to `found`.
 
-    With `--val-fraction` both are the training images, of which `hold_out` makes two parts.
+    With `--val-fraction` both are the training images, of which `hold_out` makes two parts; with `--kd-only`, too,
+    whose runs don't validate.
 
     Raises:
         UserError: A split is missing or empty, or the splits' classes differ.
@@ -61,8 +62,8 @@ def open_folders(args: Namespace, world_size: int, found: SearchProgress | None 
             [],
         )
     names = read_class_map(args.class_map) if args.class_map else None
-    whole = args.val_fraction > 0
-    train = open_images(args.data_dir, args.train_split, args.dataset, names, whole, found, "--train-split")
+    whole, asked = args.val_fraction > 0 or args.kd_only, (args.data_dir, args.train_split, args.dataset)
+    train = open_images(*asked, names, whole, found, "--train-split", not args.kd_only)
     if whole:
         return Folders(train, train, train.warnings)
     validation = open_images(

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -38,7 +39,7 @@ def train_epochs(run: Run, training: Training, saver: Saver) -> None:
     """
     args, logger, state, epochs = run.args, run.logger, training.state, training.schedule.total_epochs
     by, meter, watch = ranked_by(vars(args)), Meter(run, training), batch_watcher(run, training)
-    if args.finetune and state.update == 0:
+    if args.finetune and state.update == 0 and not args.kd_only:
         logger.line(f"before fine-tuning: {_evaluated(run, training, state.model)}")
     for epoch in range(state.epoch, epochs):
         if args.patience and epochs_since_best(state, by) >= args.patience:
@@ -48,6 +49,8 @@ def train_epochs(run: Run, training: Training, saver: Saver) -> None:
             training = replace(training, criterion=replace(training.criterion, mix=None))
         logger.start_epoch(epoch, epochs, len(training.loader))
         totals = train_epoch(run, training, meter, watch, saver)
+        if training.distillation is not None:
+            logger.line(training.distillation.told(totals.seconds))
         evaluations = validate_epoch(run, training, epoch)
         state.scores[epoch] = scores_of(evaluations)
         state.epoch += 1
@@ -76,7 +79,11 @@ def train_epoch(
     parameters = [p for p in state.model.parameters() if p.requires_grad]
     micro_batch = 0
     meter.begin()
-    batches = loader.epoch(state.epoch, state.update - state.epoch * len(loader))
+    first = state.update - state.epoch * len(loader)
+    batches, loss_of = loader.epoch(state.epoch, first), training.criterion.loss
+    if training.distillation is not None:
+        batches = training.distillation.paired(batches, state.epoch, first)
+        loss_of = partial(training.distillation.loss, training.criterion)
     for batch in run.guard.iterate_until_stopped(batches):
         is_last, update_size = batch.key.last, batch.key.update_samples
         watch(state.update, batch)
@@ -85,7 +92,7 @@ def train_epoch(
         if micro_batch == 0:
             begin_step()
         with synchronised(model, is_last):
-            loss = training.criterion.loss(model, batch, step)  # targets, MixToken's box, both heads, loss
+            loss = loss_of(model, batch, step)  # targets, MixToken's box, both heads, loss
             # Micro-batches are weighted by their images, so that accumulation equals one large batch of any size.
             precision.backward(loss.total * (batch.size / update_size), reduced=is_last and run.world.size > 1)
         meter.add(loss, batch)
@@ -126,7 +133,8 @@ def validate_epoch(run: Run, training: Training, epoch: int) -> dict[str, Evalua
         for bare, _ in models.values():
             # Every rank has seen other images: all validate with the statistics that rank 0 saves.
             distribute_bn(bare, run.world.size, reduce=run.args.dist_bn == "reduce")
-    if (epoch + 1) % run.args.val_interval and epoch + 1 != training.schedule.total_epochs:
+    last = epoch + 1 == training.schedule.total_epochs
+    if run.args.kd_only or ((epoch + 1) % run.args.val_interval and not last):
         return {}
     evaluations = {}
     for name, (_, called) in models.items():

@@ -321,7 +321,7 @@ def wrap_model(model: TimmModel, args: Namespace, world: World, meshes: Meshes |
         return model
     if world.size > 1:
         # Without a class loss the class head and the class attention get no gradients.
-        unused = args.token_label and args.cls_weight == 0
+        unused = args.kd_only or (args.token_label and args.cls_weight == 0)
         model = distribute(model, world.device, args.grad_compression, unused)
     elif args.grad_compression != "none":
         raise UserError(f"--grad-compression {args.grad_compression} has no effect with one process: leave it out")

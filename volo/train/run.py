@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from torch import nn
 
@@ -19,6 +20,9 @@ from volo.record.run_lock import RunLock
 from volo.train.criterion import Criterion
 from volo.train.precision import Precision
 from volo.train.schedule import LrSchedule
+
+if TYPE_CHECKING:
+    from volo.train.distillation import Distillation
 
 
 @dataclass(frozen=True)
@@ -52,6 +56,7 @@ class Training:
         average: The module that validation calls for the moving average; None without a moving average.
         lr_formula: How the peak learning rate was computed, for the log.
         arithmetic: The arithmetic of a step; None where it can't be counted, and on ranks that write no records.
+        distillation: What a teacher adds to the loss; None without one.
     """
 
     state: TrainState
@@ -64,3 +69,4 @@ class Training:
     schedule: LrSchedule
     lr_formula: str
     arithmetic: Arithmetic | None = None
+    distillation: Distillation | None = None

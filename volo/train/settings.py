@@ -60,7 +60,9 @@ def dataset_defaults(args: TrainArgs, images: int, classes: int, world_size: int
         "cooldown_epochs": 10 if args.epochs >= 30 else 0,
         "checkpoint_hist": min(10, max(3, args.epochs // 10)),
     }
-    if classes != known_config(args.model).get("num_classes"):
+    if args.kd_only:  # heads learn logits alone
+        fitted |= {} if args.kd_distill_type == "logit" else {"num_classes": 0}
+    elif classes != known_config(args.model).get("num_classes"):
         fitted["num_classes"] = classes
     size = _batch_size(images // (args.grad_accum_steps * world_size))
     if size < args.batch_size:

@@ -47,7 +47,7 @@ def load_model(
     config = model_config_of(checkpoint, path or "") or {}
     args = with_recorded(args, config, checkpoint, path)
     if path is not None:
-        args.num_classes = args.num_classes or num_classes
+        args.num_classes = num_classes if args.num_classes is None else args.num_classes
     args.use_ema, notes = choose_weights(args, checkpoint)
     kwargs = config.get("kwargs") if args.model == config.get("name") else None
     model = build_model(args, kwargs, count_weights(checkpoint))

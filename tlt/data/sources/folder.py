@@ -130,14 +130,17 @@ class ImageFolder(ImageSource):
         return read_file(self.path(index), max_pixels)
 
 
-def scan_folder(root: str | os.PathLike[str], found: Found | None = None) -> ImageFolder:
+def scan_folder(root: str | os.PathLike[str], found: Found | None = None, in_classes: bool = True) -> ImageFolder:
     """Find all images under `root`, a folder of class folders, at any depth. The classes are the folders found, in
-    natural order, those without images included.
+    natural order, those without images included. Without `in_classes` images lie anywhere, and all are of one class.
 
     Raises:
         UserError: Missing or unreadable folder, no images, two class folders of one name.
     """
-    listing = FolderListing(root, found)
+    listing = FolderListing(root, found, in_classes)
+    if not in_classes:
+        same = np.zeros(len(listing.names), np.int64)
+        return ImageFolder(listing.root, Names(listing.names), same, ["unlabelled"], [], listing.warnings)
     shown, folders = printable(listing.root), dict[str, str]()
     for folder in listing.leaves:
         first = folders.setdefault(os.path.basename(folder), folder)

@@ -22,6 +22,7 @@ def open_images(
     allow_root: bool = False,
     found: Found | None = None,
     split_flag: str = "--split",
+    classes: bool = True,
 ) -> ImageSource:
     """Find the images of a split. Records in large files are read once, every byte of them, and their table is written
     beside them, where there is none yet (`tlt.data.sources.records`).
@@ -34,6 +35,7 @@ def open_images(
         allow_root: Take `data` itself where no split of any name is in it.
         found: Called often, with what is done and how many images or files were found; None: lines are printed.
         split_flag: The program's flag that names the split.
+        classes: False: images of folders may lie anywhere, and are of one class.
 
     Raises:
         UserError: No such data set, an unknown kind, or it can't be used as it is; names the flag or file.
@@ -48,7 +50,7 @@ def open_images(
             images: ImageSource = opener(name, data, split, found)
         else:
             folder = find_split(data or "", split, allow_root)
-            images = open_shards(folder, found) if _is_sharded(folder) else scan_folder(folder, found)
+            images = open_shards(folder, found) if _is_sharded(folder) else scan_folder(folder, found, classes)
     except MissingSplit as error:
         held_out = "; --val-fraction 0.1 makes a split" if split_flag in ("--train-split", "--val-split") else ""
         raise UserError(f"{error} ({split_flag}){held_out}") from error

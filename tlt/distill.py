@@ -1,0 +1,242 @@
+"""Distillation: a student learns the features of a frozen teacher, each token what the teacher says of its place.
+
+Where a token looks in its image follows from the student's layers, where that is in the file from the plan of the
+augmentation, and where that is on the teacher's last map from its own view and layers. So the teacher may see another
+size, another crop or the whole image. What it says of a token is the mean over n x n points of it, between cells
+linearly (beyond the centres of the outermost on the line through two, which moves no point). Points that either of the
+two does not see, because they are outside of its crop, fill, or dropped at an edge, do not count.
+
+Shapes: B images, N tokens of the student, T = h * w cells of the teacher's map, C channels of the teacher.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, cast
+
+import torch
+import torch.nn.functional as F
+from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
+from torch import Tensor, nn
+
+from tlt.data.batch import Batch
+from tlt.label_map import FULL_AREA, Area
+from tlt.mixtoken import Box, mix_tokens
+from tlt.models.spatial import feature_map
+from tlt.models.token_positions import Size
+from tlt.models.wrap import find_tokens
+from tlt.targets import points_per_token, token_points
+
+
+class FeatureTeacher:
+    """A frozen network, and what it says of images.
+
+    Args:
+        model: Any timm model, VOLO or LV-ViT; it is put in evaluation mode and takes no gradients any more.
+        img_size: (H, W) of the images that it is given.
+        mean, std: By which their pixels are normalised; `model.pretrained_cfg` has its own.
+        amp_dtype: Type of autocast; None for float32.
+        compiled: Compiles a function, or returns it as it is.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        img_size: Size,
+        mean: Sequence[float] = IMAGENET_DEFAULT_MEAN,
+        std: Sequence[float] = IMAGENET_DEFAULT_STD,
+        amp_dtype: torch.dtype | None = None,
+        compiled: Callable[[Callable[..., Tensor]], Callable[..., Tensor]] = lambda function: function,
+    ) -> None:
+        self.model, self.img_size, self.amp_dtype = model.eval().requires_grad_(False), img_size, amp_dtype
+        pixels, device = (mean, std, *map(model.pretrained_cfg.get, ("mean", "std"))), next(model.parameters()).device
+        given_mean, given_std, own_mean, own_std = (torch.tensor(each, device=device)[:, None, None] for each in pixels)
+        self._scale, self._shift = given_std / own_std, (given_mean - own_mean) / own_std
+        self._run = compiled(_features)
+
+    @functools.cached_property
+    def tokens(self) -> tuple[Size, Area, int]:
+        """Rows and columns of its last map, what of the image it covers, and C. Raises UserError: it has none."""
+        return _tokens(self.model, self.img_size)
+
+    def __call__(self, images: Tensor, kind: str = "token") -> Tensor:
+        """Return what it says of images (B, 3, H, W), in float32: its logits ("logit", (B, K)), its features after
+        pooling ("feature", (B, C)), or its last map ("token", (B, T, C))."""
+        with torch.inference_mode(), torch.autocast(images.device.type, self.amp_dtype, self.amp_dtype is not None):
+            found = self._run(self.model, torch.addcmul(self._shift, images, self._scale), kind)
+        return found.to(torch.float32, copy=True)  # what is made in inference mode can take no part in a loss
+
+
+def _features(model: Any, images: Tensor, kind: str) -> Tensor:
+    if kind == "logit":
+        return cast(Tensor, model(images))
+    features = model.forward_features(images)
+    if kind == "feature":
+        return cast(Tensor, model.forward_head(features, pre_logits=True))
+    return feature_map(model, features, (images.shape[-2], images.shape[-1])).flatten(1, 2)
+
+
+def _tokens(model: Any, img_size: Size) -> tuple[Size, Area, int]:
+    grid, positions, channels, *_ = find_tokens(model, img_size)
+    return grid, positions.window(grid, img_size), channels
+
+
+class Student(nn.Module):
+    """What `with_projector` makes of a model. With `taught=True` it also returns what is compared with the teacher's
+    features: its tokens (B, N, C), un-mixed, or its pooled features (B, C)."""
+
+    kd_projector: nn.Module
+    kd_kind: str
+    _last: Any = None  # what `forward_features` has returned in the present forward pass
+
+    def forward_features(self, *inputs: Any, **options: Any) -> Any:
+        """The model's own."""
+        self._last = super().forward_features(*inputs, **options)  # type: ignore[misc]
+        return self._last
+
+    def forward(self, x: Tensor, taught: bool = False, mix_box: Box | None = None, **options: Any) -> Any:
+        """Return the model's own result, and with `taught` the pair of that and the features."""
+        outputs = super().forward(x, **options, **({} if mix_box is None else {"mix_box": mix_box}))
+        features, self._last = self._last, None
+        if not taught:
+            return outputs
+        if self.kd_kind == "feature":
+            return outputs, self.kd_projector(cast(Any, self).forward_head(features, pre_logits=True))
+        tokens = feature_map(self, features, (x.shape[-2], x.shape[-1]))
+        tokens = tokens if mix_box is None else mix_tokens(tokens, mix_box)  # mixing twice changes nothing
+        return outputs, self.kd_projector(tokens.flatten(1, 2))
+
+
+def with_projector(
+    model: Any, teacher: FeatureTeacher, img_size: Size, kind: str = "token", dense_loss: str = "cosine"
+) -> Any:
+    """Give a model a layer norm and a linear layer from its features to the teacher's, in place, and return it, now a
+    Student as well. Call it before the model is compiled or distributed.
+
+    Args:
+        img_size: (H, W) of the student's images.
+        kind, dense_loss: As of `DistillLoss`; "gram" compares the tokens of one network and needs no layers.
+
+    Raises:
+        UserError: One of the two has no tokens, or does not take its size.
+    """
+    pooled, like = kind == "feature", next(model.parameters())
+    own = model.head_hidden_size if pooled else _tokens(model, img_size)[2]
+    wanted = teacher.model.head_hidden_size if pooled else teacher.tokens[2]
+    model.__class__, model.kd_kind = _student_class(cast(Hashable, type(model))), kind
+    layers = [nn.LayerNorm(own), nn.Linear(own, wanted)] if pooled or dense_loss != "gram" else []
+    model.kd_projector = nn.Sequential(*layers).to(like)
+    return model
+
+
+@functools.cache
+def _student_class(kind: Any) -> type[nn.Module]:
+    return type(kind.__name__, (Student, kind), {"__doc__": kind.__doc__, "__module__": __name__})
+
+
+class Lesson(NamedTuple):
+    """What the teacher says of B images: of their tokens (B, N, C), and the share of each that both see (B, N); or
+    pooled features or logits (B, C), and None."""
+
+    target: Tensor
+    weight: Tensor | None
+
+
+@dataclass(frozen=True)
+class DistillLoss:
+    """How far a student is from its teacher. `DistillLoss.of(model, img_size, teacher)` fits a model.
+
+    Args:
+        kind: What is compared: "token", "feature" (mean squared error), "logit" (Kullback-Leibler divergence).
+        dense_loss: Of tokens: 1 - "cosine", "smooth-l1", or "gram", the mean squared error of the cosines between all
+            tokens of an image (DINOv3).
+        temperature: Logits are divided by it, their loss is multiplied by its square.
+        grid, window: Of the student's tokens, as of `tlt.TokenLabelLoss`.
+    """
+
+    teacher: FeatureTeacher
+    kind: str = "token"
+    dense_loss: str = "cosine"
+    temperature: float = 4.0
+    grid: Size = (1, 1)
+    window: Area = FULL_AREA
+
+    @classmethod
+    def of(cls, model: Any, img_size: Size, teacher: FeatureTeacher, **settings: Any) -> DistillLoss:
+        """Return the loss for a student and images of (H, W), with other arguments of the class. Raises UserError: the
+        student has no tokens."""
+        if settings.get("kind", "token") == "token":
+            settings["grid"], settings["window"], _ = _tokens(model, img_size)
+        return cls(teacher, **settings)
+
+    def lesson(self, batch: Batch, seen: Batch | None = None, images: Tensor | None = None) -> Lesson:
+        """Return what the teacher says of a batch.
+
+        Args:
+            seen: What the teacher sees: other views of the same images, normalised alike; None: the batch.
+            images: The images of the batch as the student sees them, where Mixup or CutMix has mixed them.
+        """
+        shown = batch.images if images is None else images
+        found = self.teacher(shown if seen is None else seen.images, self.kind)
+        if self.kind != "token":
+            return Lesson(found, None)
+        with torch.autocast(found.device.type, enabled=False):
+            shares, weight = self.place_shares(batch, batch if seen is None else seen)
+            return Lesson(shares @ found, weight)
+
+    def place_shares(self, batch: Batch, seen: Batch) -> tuple[Tensor, Tensor]:
+        """Return (B, N, T) shares of the teacher's cells in what it says of the place of a token, and (B, N) the share
+        of the token of which it says anything: nothing where the batches hold different images, because one of the
+        views could not be decoded."""
+        cells, area, _ = self.teacher.tokens
+        n = points_per_token(cells, self.grid)
+        parts = zip(batch.visible.split(2, 1), seen.visible.split(2, 1), (torch.maximum, torch.minimum), strict=True)
+        visible = torch.cat([choose(own, other) for own, other, choose in parts], 1)
+        source, inside = token_points(batch.affine, visible, self.grid, self.window, n)  # (B, 2, N, P), (B, N, P)
+        back = torch.linalg.inv_ex(seen.affine[:, :, :2])[0][..., None, None]  # does not wait for the device
+        source = source - seen.affine[:, :, 2, None, None]
+        there = back[:, :, 0] * source[:, None, 0] + back[:, :, 1] * source[:, None, 1]  # of what the teacher sees
+        low, high = torch.tensor(area, device=there.device).view(2, 2, 1, 1)
+        inside = inside & ((there > low.clamp(min=0)) & (there < high.clamp(max=1))).all(1)
+        counted = (inside & (batch.indices == seen.indices)[:, None, None]).to(there.dtype)
+        total = counted.sum(-1)
+        x, y = ((there - low) / (high - low)).unbind(1)
+        rows = _linear(y, cells[0]) * (counted / total.clamp(min=1)[..., None])[..., None]
+        return torch.einsum("bnpr,bnpc->bnrc", rows, _linear(x, cells[1])).flatten(2), total / n**2
+
+    def __call__(self, own: Tensor, lesson: Lesson, mixed: float | Tensor = 0.0) -> Tensor:
+        """Return the loss, a scalar: the mean over images, and over tokens by their weight.
+
+        Args:
+            own: What `model(images, taught=True)` returns beside its result; the student's logits for "logit".
+            mixed: So much of logits and pooled features is the partner's: MixToken's share of tokens.
+        """
+        own, target, weight = own.float(), *lesson
+        with torch.autocast(own.device.type, enabled=False):
+            if weight is not None:
+                return self._tokens_apart(own, target, weight).mean()
+            return (self._apart(own, target) * (1 - mixed) + self._apart(own, target.flip(0)) * mixed).mean()
+
+    def _tokens_apart(self, own: Tensor, target: Tensor, weight: Tensor) -> Tensor:
+        if self.dense_loss == "cosine":
+            return (1 - F.cosine_similarity(own, target, dim=-1)) * weight
+        if self.dense_loss == "smooth-l1":
+            return F.smooth_l1_loss(own, target, reduction="none").mean(-1) * weight
+        cosines, wanted = (unit @ unit.mT for unit in (F.normalize(own, dim=-1), F.normalize(target, dim=-1)))
+        return (cosines - wanted).square() * weight[:, :, None] * weight[:, None, :]
+
+    def _apart(self, own: Tensor, target: Tensor) -> Tensor:
+        if self.kind == "feature":
+            return (own - target).square().mean(-1)
+        log_own, log_target = ((each / self.temperature).log_softmax(-1) for each in (own, target))
+        return F.kl_div(log_own, log_target, reduction="none", log_target=True).sum(-1) * self.temperature**2
+
+
+def _linear(place: Tensor, size: int) -> Tensor:
+    """(...) shares of a map -> (..., size) weights of its cells."""
+    position, cells = place[..., None] * size - 0.5, torch.arange(size, dtype=place.dtype, device=place.device)
+    low = position.floor().clamp(0, max(size - 2, 0))
+    part = position - low if size > 1 else torch.zeros_like(low)
+    return (cells == low) * (1 - part) + (cells == low + 1) * part
