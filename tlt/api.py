@@ -156,8 +156,9 @@ class Loader(DeviceLoader):
 
     def __iter__(self) -> Iterator[Batch]:
         """Yield the batches of the next epoch. Raises as `epoch`."""
+        # Counted when the first batch is asked for: Lightning calls `iter` before `set_epoch`.
         epoch, self._next = self._next, self._next + 1
-        return self.epoch(epoch)
+        yield from self.epoch(epoch)
 
     def epoch(self, epoch: int, start_update: int = 0) -> Iterator[Batch]:
         """Yield the batches of an epoch from an update on; `key` says which is the last one of its update.
