@@ -17,7 +17,6 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from torch._subclasses import FakeTensorMode
 
 torch.set_num_threads(1)
 os.environ["NVIDIA_TF32_OVERRIDE"] = "0"  # a GPU's float32 is compared with a CPU's, in programs too
@@ -61,18 +60,6 @@ def free_port() -> int:
         with socket.socket() as probe, suppress(OSError):
             probe.bind(("", port))
             return port
-
-
-def _imagines_gpus() -> bool:
-    try:
-        with FakeTensorMode():
-            torch.empty(1, 3, 4, 4, device="cuda").contiguous(memory_format=torch.channels_last)
-    except RuntimeError:
-        return False
-    return True
-
-
-imagined_gpu = pytest.mark.skipif(not _imagines_gpus(), reason="this torch asks the driver for what has no contents")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

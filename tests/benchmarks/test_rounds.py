@@ -77,21 +77,10 @@ def test_make_measures_a_gpu_in_calls_of_ten_minutes() -> None:
     line = ["make", "-n", "benchmark-gpu", "PYTHON=python3", "OUT=there"]
     calls = {}
     for device in ("cuda", "cpu"):
-        printed = subprocess.run(
-            [*line, f"DEVICE={device}"], cwd=ROOT, capture_output=True, text=True, check=True
-        ).stdout
+        printed = subprocess.check_output([*line, f"DEVICE={device}"], cwd=ROOT, text=True)
         calls[device] = re.findall(r"^timeout --signal=INT 590 python3 (.*)", printed.replace("\\\n", ""), re.MULTILINE)
         assert len(calls[device]) == 4 and calls[device][0].startswith("-m pytest -m gpu ")
         for words in calls[device][1:]:
             args = parse_benchmark(words.removeprefix("benchmark.py ").split())
-            assert (args.device, args.output, args.peer) == (
-                device,
-                "there/step.jsonl",
-                ["timm", "subset", "timm-compile"],
-            )
+            assert (args.device, args.output) == (device, "there/step.jsonl")
             assert (args.img_size == 32) == (device == "cpu")
-    assert [re.search(r"--model (\w+) -b (\d+)", words).groups() for words in calls["cuda"][1:]] == [  # type: ignore[union-attr]
-        ("volo_d1", "256"),
-        ("volo_d3", "128"),
-        ("volo_d5", "96"),
-    ]

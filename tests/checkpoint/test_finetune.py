@@ -46,9 +46,6 @@ def empty_state(name: str, **kwargs: Any) -> dict[str, Tensor]:
     return {k: torch.zeros(()).expand(v.shape) for k, v in state.items()}
 
 
-# Same model --------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("load", [load_weights, load_finetune, load_pretrained_weights])
 def test_same_class_count_keeps_both_heads(tmp_path: Path, load: Any) -> None:
     source, model = build(seed=1, num_classes=100), build(seed=2, num_classes=100)
@@ -68,9 +65,6 @@ def test_nan_weights_are_refused_and_nothing_is_loaded(tmp_path: Path, load: Any
     with pytest.raises(UserError, match=r"network.2.0.mlp.fc1.bias holds 1 NaN"):
         load(model, tmp_path / "x")
     assert unchanged(before, model)
-
-
-# Another size, other classes, other channels -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -123,19 +117,11 @@ def test_everything_at_once_and_the_report(file: Path) -> None:
     assert isinstance(report, FinetuneReport)
     names = {*report.kept, *report.resized, *report.dropped}
     assert names == {*state, "extra.weight"}
-    text = str(report)
-    assert f"kept {len(report.kept)}\n" in text
-    assert (
-        "resized 2: patch_embed.conv.0.weight (3 -> 1 input channels), pos_embed ((1, 4, 4, 64) -> (1, 6, 4, 64))"
-        in text
-    )
-    assert "dropped 5: head.weight (10 classes, the model has 7)" in text
-    assert "extra.weight (not in the model)" in text
+    text, resized = str(report), "pos_embed ((1, 4, 4, 64) -> (1, 6, 4, 64))"
+    assert f"resized 2: patch_embed.conv.0.weight (3 -> 1 input channels), {resized}" in text
+    assert f"kept {len(report.kept)}\n" in text and str(file) in text
+    assert "dropped 5: head.weight (10 classes, the model has 7)" in text and "extra.weight (not in the model)" in text
     assert "missing 5: " in text and "norm.bias" in text
-    assert str(file) in text
-
-
-# Another model -----------------------------------------------------------------------------------------------------
 
 
 def test_weights_that_do_not_fit_are_told_with_the_remedy(file: Path) -> None:
@@ -175,9 +161,6 @@ def test_file_that_fits_nothing(tmp_path: Path) -> None:
     assert unchanged(before, model)
 
 
-# The published function --------------------------------------------------------------------------------------------
-
-
 def test_published_loader_drops_heads_by_the_files_own_count(file: Path) -> None:
     model = build(num_classes=7, img_size=96)
     load_pretrained_weights(model, file, num_classes=7)  # strict: all but the heads has to fit
@@ -186,9 +169,6 @@ def test_published_loader_drops_heads_by_the_files_own_count(file: Path) -> None
     load_pretrained_weights(model, file)  # the published default, 1000, for a model of 7 classes
     with pytest.raises(UserError, match="num_classes is 12, the model has 7"):
         load_pretrained_weights(model, file, num_classes=12)
-
-
-# What a file says about its model ---------------------------------------------------------------------------------
 
 
 def test_model_config_is_checked() -> None:

@@ -15,6 +15,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+import timm
+import torch
+from torch import nn
 
 from tests.conftest import LIMIT, wait_until, write_dataset
 from volo import cli
@@ -68,9 +71,30 @@ class Ended(NamedTuple):
     out: str
     err: str
 
+    def refused(self, text: str) -> bool:
+        """Whether it ended with exit code 2 and one line that holds `text`."""
+        return self.code == 2 and self.err.count("\n") == 1 and self.err.startswith("error: ") and text in self.err
+
+
+Call = Callable[..., Ended]
+Make = Callable[..., Path]
+Described = Callable[..., tuple[nn.Module, Path]]
+
 
 @pytest.fixture
-def call(capsys: pytest.CaptureFixture[str]) -> Callable[..., Ended]:
+def data(make_dataset: Make) -> Path:
+    """The data set of 16 and 8 images in four classes."""
+    return make_dataset()
+
+
+@pytest.fixture
+def labels(data: Path, make_labels: Make) -> Path:
+    """A label tree of `data`."""
+    return make_labels(data)
+
+
+@pytest.fixture
+def call(capsys: pytest.CaptureFixture[str]) -> Call:
     """Return `call(program, "flags", *more)`: exit code and output of `volo PROGRAM`."""
 
     def call(program: str, flags: str, *more: str | Path) -> Ended:
@@ -82,6 +106,29 @@ def call(capsys: pytest.CaptureFixture[str]) -> Callable[..., Ended]:
         return Ended(code, *capsys.readouterr())
 
     return call
+
+
+@pytest.fixture
+def described(tmp_path: Path) -> Described:
+    """Return `described(name, kwargs, **config)`: a model for the classes a to f and its checkpoint, which says so.
+
+    Its BatchNorm statistics are its own; the moving average is another model's.
+    """
+
+    def save(name: str, kwargs: dict[str, Any] | None = None, **config: Any) -> tuple[nn.Module, Path]:
+        torch.manual_seed(0)
+        size = {"img_size": config["img_size"]} if "img_size" in config else {}
+        models = [timm.create_model(name, num_classes=6, **size, **(kwargs or {})) for _ in range(2)]
+        for module in (module for model in models for module in model.modules()):
+            if isinstance(module, nn.BatchNorm2d):
+                module.running_mean.normal_(std=0.1)  # type: ignore[union-attr]
+                module.running_var.uniform_(0.5, 2)  # type: ignore[union-attr]
+        config |= {"name": name, "kwargs": kwargs or {}, "num_classes": 6, "class_names": list("abcdef")}
+        entries = {"state_dict": models[0].state_dict(), "state_dict_ema": models[1].state_dict()}
+        torch.save(entries | {"model_config": config}, tmp_path / f"{name}.pth")
+        return models[0].eval(), tmp_path / f"{name}.pth"
+
+    return save
 
 
 def launch(processes: int, flags: str, *more: str | Path, code: int = 0) -> str:

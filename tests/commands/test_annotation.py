@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from tests.commands.conftest import QUICK, Ended, metrics
+from tests.commands.conftest import QUICK, Call, Ended, Make, metrics
 from tlt.api import StepKey
 from tlt.data.batch import Batch
 from tlt.label_map import FULL_AREA
@@ -37,7 +37,7 @@ def weights(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def train(call: Callable[..., Ended], make_dataset: Callable[..., Path], tmp_path: Path) -> Callable[..., Ended]:
+def train(call: Call, make_dataset: Make, tmp_path: Path) -> Callable[..., Ended]:
     """Return `train("flags")`: train on 16 images, below tmp_path."""
     data = make_dataset()
     return lambda flags: call("train", f"{data} {QUICK} --epochs 1 --token-label --output {tmp_path} {flags}")
@@ -49,7 +49,7 @@ def losses(run: Path) -> list[float]:
 
 @pytest.mark.parametrize("tail", ["zero", "exact"])
 def test_on_whole_images_a_teacher_says_what_its_label_files_say(
-    call: Callable[..., Ended], train: Callable[..., Ended], weights: Path, tmp_path: Path, tail: str
+    call: Call, train: Callable[..., Ended], weights: Path, tmp_path: Path, tail: str
 ) -> None:
     flags = "--model resnet10t --num-classes 4 --img-size 32 -j 0 --device cpu --top-k 2 -b 8"
     made = call("label", f"{tmp_path / 'data'} {tmp_path / 'labels'} --checkpoint {weights} {flags}")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +11,10 @@ import pytest
 import timm
 import torch
 
-from tests.commands.conftest import QUICK, Ended, launch, metrics
+from tests.commands.conftest import QUICK, Call, Make, launch, metrics
 from tlt.labels.store import open_labels
 from tlt.mix import Mixup
-from tlt.models.wrap import with_dense_head
-from volo import cli
 
-Call = Callable[..., Ended]
 SMALL = QUICK.replace("--model volo_test --img-size 32", "--img-size 64")
 SWIN = {"window_size": 2, "embed_dim": 16, "depths": (1, 1, 1, 1), "num_heads": (1, 1, 2, 2)}
 MODELS: dict[str, dict[str, Any]] = {
@@ -26,16 +22,6 @@ MODELS: dict[str, dict[str, Any]] = {
     "test_convnext": {},
     "swin_tiny_patch4_window7_224": SWIN,
 }
-
-
-@pytest.fixture
-def data(make_dataset: Callable[..., Path]) -> Path:
-    return make_dataset()
-
-
-@pytest.fixture
-def labels(data: Path, make_labels: Callable[..., Path]) -> Path:
-    return make_labels(data)
 
 
 def load(path: Path) -> dict[str, torch.Tensor]:
@@ -85,46 +71,22 @@ def test_a_resumed_run_ends_in_the_same_bits(call: Call, data: Path, labels: Pat
     assert set(whole["dense_head"]) == {"aux_head.weight", "aux_head.bias", "aux_norm.weight", "aux_norm.bias"}
 
 
-def test_a_checkpoint_without_its_dense_head_is_not_resumed(
+def test_a_checkpoint_annotates_with_its_dense_head_and_without_it_is_a_start_but_not_resumed(
     call: Call, data: Path, labels: Path, tmp_path: Path
 ) -> None:
     flags = f"{data} {SMALL} --epochs 2 --model test_vit --token-label --token-label-data {labels} --output {tmp_path}"
     assert call("train", flags, "--experiment", "run").code == 0
-    checkpoint = load(tmp_path / "run" / "last.pth.tar")
-    del checkpoint["dense_head"]
-    torch.save(checkpoint, tmp_path / "cut.pth.tar")
-    ended = call("train", flags, "--experiment", "again", "--resume", tmp_path / "cut.pth.tar")
-    assert ended.code == 2 and "aux_head.weight is missing from it" in ended.err
-    # As a start it will do, like any weights of timm's.
-    ended = call("train", flags, "--experiment", "start", "--initial-checkpoint", tmp_path / "cut.pth.tar")
-    assert ended.code == 0 and "missing 2: aux_head.weight, aux_head.bias (left as initialised)" in ended.out
-
-
-def test_a_trained_vision_transformer_annotates_with_its_dense_head(
-    call: Call, data: Path, labels: Path, tmp_path: Path
-) -> None:
-    flags = f"{data} {SMALL} --epochs 1 --model test_vit --token-label --token-label-data {labels} --output {tmp_path}"
-    assert call("train", flags, "--experiment", "run").code == 0
-    path, out = tmp_path / "run" / "last.pth.tar", tmp_path / "out"
-    assert cli.run("label", [str(data), str(out), "--checkpoint", str(path), "-b8", "-j0", "--top-k=4"]) == 0
+    whole, cut, out = tmp_path / "run" / "last.pth.tar", tmp_path / "cut.pth.tar", tmp_path / "out"
+    assert call("label", f"{data} {out} --checkpoint {whole} -b8 -j0 --top-k=4").code == 0
     assert open_labels(out, ["red/red3.jpg"]).read(0).shape == (4, 4, 4)
-    # The same file without its dense head: only a class token is left.
-    checkpoint = load(path)
-    model = with_dense_head(timm.create_model("test_vit", num_classes=4, img_size=64))
-    model.load_state_dict(checkpoint["state_dict"] | checkpoint.pop("dense_head"))
-    torch.save(checkpoint, path)
-    assert cli.run("label", [str(data), str(tmp_path / "no"), "--checkpoint", str(path), "-b8", "-j0"]) == 2
-
-
-def test_without_a_dense_loss_the_dense_head_stays_as_it_is(
-    call: Call, data: Path, labels: Path, tmp_path: Path
-) -> None:
-    flags = f"{data} {SMALL} --epochs 2 --lr 1e-3 --model test_vit4 --token-label --token-label-data {labels}"
-    assert call("train", f"{flags} --dense-weight 0 --output {tmp_path} --experiment run").code == 0
-    first, last = (load(tmp_path / "run" / f"checkpoint-{n}.pth.tar") for n in (0, 1))
-    assert all(torch.equal(v, last["dense_head"][n]) for n, v in first["dense_head"].items())
-    assert not torch.equal(first["state_dict"]["head.weight"], last["state_dict"]["head.weight"])
-    assert all(r["dense_loss"] == 0 for r in metrics(tmp_path / "run"))
+    checkpoint = load(whole)
+    del checkpoint["dense_head"]
+    torch.save(checkpoint, cut)
+    assert call("label", f"{data} {tmp_path / 'no'} --checkpoint {cut} -b8 -j0").code == 2
+    ended = call("train", flags, "--experiment", "again", "--resume", cut)
+    assert ended.refused("aux_head.weight is missing from it")
+    ended = call("train", flags, "--experiment", "start", "--initial-checkpoint", cut)
+    assert ended.code == 0 and "missing 2: aux_head.weight, aux_head.bias (left as initialised)" in ended.out
 
 
 def test_two_ranks_equal_one(call: Call, data: Path, labels: Path, tmp_path: Path) -> None:
@@ -136,26 +98,8 @@ def test_two_ranks_equal_one(call: Call, data: Path, labels: Path, tmp_path: Pat
         assert [r[name] for r in two] == pytest.approx([r[name] for r in one], abs=1e-5), name
 
 
-@pytest.mark.parametrize(
-    ("flags", "named"),
-    [
-        ("--model levit_128s --img-size 224", "16 tokens, it doesn't say which patch each shows"),
-        ("--model densenet121", "--no-mix-token"),
-        ("--model test_resnet --img-size 80", None),
-    ],
-)
-def test_models_that_can_t_are_one_line_with_exit_code_2(
-    call: Call, data: Path, tmp_path: Path, flags: str, named: str | None
-) -> None:
-    ended = call("train", f"{data} {SMALL} --epochs 1 --token-label --output {tmp_path} --dry-run {flags}")
-    if named is None:
-        assert ended.code == 0, ended.err
-        return
-    assert ended.code == 2 and named in ended.err and len(ended.err.strip().splitlines()) == 1
-
-
 def test_mixup_and_cutmix_beside_token_labels(
-    call: Call, make_dataset: Callable[..., Path], make_labels: Callable[..., Path], tmp_path: Path
+    call: Call, make_dataset: Make, make_labels: Make, tmp_path: Path
 ) -> None:
     data = make_dataset(train=15)  # batches of 5
     flags = f"{data} {SMALL} -b 5 --epochs 2 --lr 1e-3 --token-label --token-label-data {make_labels(data)} --cutmix 1"

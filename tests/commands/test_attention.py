@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +12,7 @@ import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor, nn
 
-from tests.commands.conftest import Ended, TrainedRun
+from tests.commands.conftest import Call, Described, TrainedRun
 from tlt.models.layers import SelfAttention
 from volo.commands.attention import (
     attention_layers,
@@ -26,8 +25,6 @@ from volo.commands.attention import (
 )
 from volo.models.blocks import ClassAttention, OutlookAttention
 
-Call = Callable[..., Ended]
-
 
 @pytest.fixture
 def image(tmp_path: Path) -> Path:
@@ -36,22 +33,12 @@ def image(tmp_path: Path) -> Path:
     return path
 
 
-@pytest.fixture
-def checkpoint(tmp_path: Path) -> Callable[[str], Path]:
-    def save(name: str) -> Path:
-        torch.manual_seed(0)
-        path = tmp_path / f"{name}.pth"
-        torch.save({"state_dict": timm.create_model(name, num_classes=6).state_dict()}, path)
-        return path
-
-    return save
-
-
-@pytest.mark.parametrize("name", ["volo_test", "lvvit_test"])
-def test_a_picture_is_drawn_and_none_is_replaced(
-    name: str, call: Call, image: Path, checkpoint: Callable[[str], Path], tmp_path: Path
+def test_pictures_are_drawn_and_none_is_replaced(
+    call: Call, image: Path, described: Described, trained_run: TrainedRun, tmp_path: Path
 ) -> None:
-    flags = f"--model {name} --num-classes 6 --checkpoint {checkpoint(name)} --query 1 0 --device cpu"
+    ended = call("attention", f"--checkpoint {trained_run.run}/last.pth.tar -o {tmp_path}/page.svg", image)
+    assert ended.code == 0 and "wrote" in ended.out and (tmp_path / "page.svg").stat().st_size > 10_000, ended.err
+    flags = f"--checkpoint {described('lvvit_test')[1]} --query 1 0 --device cpu"
     ended = call("attention", flags, image, "-o", tmp_path / "page.png")
     assert ended.code == 0, ended.err
     with Image.open(tmp_path / "page.png") as page:
@@ -61,22 +48,10 @@ def test_a_picture_is_drawn_and_none_is_replaced(
         ([image, "-o", image], f"-o {image} exists already: remove it, or choose another name"),
         ([image, "-o", "p.txt"], "end the name in .png"),
         (["nothing.jpg", "-o", "p.png"], "image nothing.jpg: No such file"),
+        ([image, "-o", "p.png", "--checkpoint", described("test_resnet")[1]], "has none of the attention layers"),
     ):
-        ended = call("attention", flags, *words)
-        assert ended.code == 2 and told in ended.err and ended.err.count("\n") == 1
+        assert call("attention", flags, *words).refused(told)
     assert image.read_bytes() == before
-
-
-def test_a_checkpoint_of_ours_says_everything(call: Call, trained_run: TrainedRun, image: Path, tmp_path: Path) -> None:
-    ended = call("attention", f"--checkpoint {trained_run.run}/last.pth.tar -o {tmp_path}/page.svg", image)
-    assert ended.code == 0, ended.err
-    assert "wrote" in ended.out and (tmp_path / "page.svg").stat().st_size > 10_000
-
-
-def test_a_model_without_attention_is_refused(call: Call, image: Path, checkpoint: Callable[[str], Path]) -> None:
-    flags = f"-o p.png --model test_resnet --num-classes 6 --checkpoint {checkpoint('test_resnet')} --device cpu"
-    ended = call("attention", flags, image)
-    assert ended.code == 2 and "has none of the attention layers of VOLO and LV-ViT" in ended.err
 
 
 def _inputs_and_outputs(name: str, size: tuple[int, int]) -> list[tuple[nn.Module, Tensor, Tensor]]:

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
 import yaml
 
-from tests.commands.conftest import QUICK, Ended, metrics
+from tests.commands.conftest import QUICK, Call, Ended, Make, metrics
 from tlt.upstream.rows import ROWS
-
-Call = Callable[..., Ended]
 
 
 def test_upstream_is_recorded_and_resumes_to_the_same_bits(
-    call: Call, make_dataset: Callable[..., Path], make_labels: Callable[..., Path], tmp_path: Path
+    call: Call, make_dataset: Make, make_labels: Make, tmp_path: Path
 ) -> None:
     data = make_dataset(size=(60, 36))
     labels = make_labels(data, grid=(6, 8))
@@ -44,10 +41,7 @@ def test_upstream_is_recorded_and_resumes_to_the_same_bits(
     assert len({metrics(tmp_path / name)[0]["loss"] for name in ("whole", "plain", "scale", "sum")}) == 4
 
 
-def test_runs_of_older_versions_go_on_unless_they_retraced_what_is_gone(
-    call: Call, make_dataset: Callable[..., Path], tmp_path: Path
-) -> None:
-    data = make_dataset()
+def test_runs_of_older_versions_go_on_unless_they_retraced_what_is_gone(call: Call, data: Path, tmp_path: Path) -> None:
     flags = f"{data} {QUICK} --lr 1e-3 --epochs 1 --output {tmp_path}"
     assert call("train", f"{flags} --experiment new").code == 0
     checkpoint = torch.load(tmp_path / "new" / "last.pth.tar", weights_only=True)

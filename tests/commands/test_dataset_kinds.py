@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import timm
 import torch
 
-from tests.commands.conftest import QUICK, Ended, metrics
+from tests.commands.conftest import QUICK, Call, Make, metrics
 from tests.data.sources.test_tfrecords import Features, write
-
-Call = Callable[..., Ended]
 
 
 def as_records(data: Path, out: Path) -> Path:
@@ -35,9 +32,9 @@ def as_records(data: Path, out: Path) -> Path:
 
 
 def test_a_run_begun_on_a_folder_ends_in_the_same_bits_on_tfrecords(
-    call: Call, make_dataset: Callable[..., Path], make_labels: Callable[..., Path], tmp_path: Path
+    call: Call, data: Path, make_labels: Make, tmp_path: Path
 ) -> None:
-    folder = make_dataset()
+    folder = data
     records = as_records(folder, tmp_path / "records")
     flags = f"{QUICK} --lr 1e-3 --epochs 2 --token-label --token-label-data {make_labels(folder)} --output {tmp_path}"
     runs = [tmp_path / name for name in ("whole", "both")]
@@ -61,11 +58,9 @@ def test_a_run_begun_on_a_folder_ends_in_the_same_bits_on_tfrecords(
     assert accuracies[0] == accuracies[1] and accuracies[0][2] == 8
 
 
-def test_a_data_set_of_the_hub_is_labelled_and_trained(
-    call: Call, make_dataset: Callable[..., Path], tmp_path: Path
-) -> None:
+def test_a_data_set_of_the_hub_is_labelled_and_trained(call: Call, data: Path, tmp_path: Path) -> None:
     datasets = pytest.importorskip("datasets")
-    folder, parquet = make_dataset(), tmp_path / "parquet"
+    folder, parquet = data, tmp_path / "parquet"
     names = sorted(path.name for path in (folder / "train").iterdir())
     features = datasets.Features({"image": datasets.Image(), "label": datasets.ClassLabel(names=names)})
     for split in ("train", "validation"):

@@ -5,14 +5,13 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
 from tests.commands import interrupted_train
-from tests.commands.conftest import QUICK, ROOT, Ended, launch, metrics
+from tests.commands.conftest import QUICK, ROOT, Call, Make, launch, metrics
 from tests.conftest import LIMIT
 from tests.same_records import without_times
 from tests.train.small_run import tensors
@@ -37,11 +36,7 @@ def assert_same(whole: Path, cut: Path) -> None:
 
 
 def test_fault_11_interrupted_at_several_updates_and_gone_on_with_other_workers_and_from_shards(
-    call: Callable[..., Ended],
-    make_dataset: Callable[..., Path],
-    make_labels: Callable[..., Path],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    call: Call, make_dataset: Make, make_labels: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     data, packed = make_dataset(train=21), tmp_path / "packed"
     labels = make_labels(data)
@@ -70,9 +65,7 @@ def test_fault_11_interrupted_at_several_updates_and_gone_on_with_other_workers_
         "--tensor-parallel 2 --clip-grad 1",
     ],
 )
-def test_fault_11_interrupted_on_two_ranks(
-    make_dataset: Callable[..., Path], make_labels: Callable[..., Path], tmp_path: Path, more: str
-) -> None:
+def test_fault_11_interrupted_on_two_ranks(make_dataset: Make, make_labels: Make, tmp_path: Path, more: str) -> None:
     """Within an epoch the ranks have other running statistics, in the average too, and other sums of losses."""
     data = make_dataset(train=24)
     flags = (
@@ -96,7 +89,7 @@ def test_fault_11_interrupted_on_two_ranks(
 
 @pytest.mark.slow
 def test_fault_13_resumed_on_two_ranks_with_the_global_batch_of_one(
-    call: Callable[..., Ended], make_dataset: Callable[..., Path], tmp_path: Path
+    call: Call, make_dataset: Make, tmp_path: Path
 ) -> None:
     data = make_dataset(train=24)
     flags = f"{QUICK} --lr-base 0.1 --freeze-bn --output {tmp_path} --resume auto -b 4 --experiment"
@@ -111,21 +104,8 @@ def test_fault_13_resumed_on_two_ranks_with_the_global_batch_of_one(
     assert [run[update] for update in (4, 5, 6)] == [whole[update] for update in (4, 5, 6)]
 
 
-def test_a_run_is_not_resumed_on_other_data(
-    call: Callable[..., Ended], make_dataset: Callable[..., Path], tmp_path: Path
-) -> None:
-    data = make_dataset(train=16)
-    flags = f"{data} {QUICK} --epochs 2 --output {tmp_path} --experiment run"
-    assert call("train", f"{flags} --val-interval 2").code == 0
-    (data / "train" / "red" / "red3.jpg").rename(data / "train" / "grey" / "red3.jpg")
-    refused = call("train", f"{flags} --resume auto")
-    assert refused.code == 2 and "--allow-changed-data" in refused.err
-    allowed = call("train", f"{flags} --resume auto --allow-changed-data")
-    assert allowed.code == 0 and "warning: the training images" in allowed.out
-
-
 def test_ranks_that_read_different_checkpoints_do_not_wait_for_each_other(
-    call: Callable[..., Ended], make_dataset: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    call: Call, make_dataset: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     flags = f"{make_dataset(train=16)} {QUICK} --epochs 1 --output {tmp_path} --experiment run"
     assert call("train", flags).code == 0

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from PIL import Image
 
-from tests.commands.conftest import QUICK, Ended
+from tests.commands.conftest import QUICK, Call
 from tlt.tools import label_page
 from tlt.tools.label_page import Example, draw_page
 from volo.train import batch_watch
 
-Call = Callable[..., Ended]
 pytestmark = pytest.mark.usefixtures("pictures")
 
 
@@ -35,19 +33,18 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> list[list[Example]]:
 def test_every_kind_of_run_has_one(
     mode: str,
     call: Call,
-    make_dataset: Callable[..., Path],
-    make_labels: Callable[..., Path],
+    data: Path,
+    labels: Path,
     tmp_path: Path,
     drawn: list[list[Example]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(batch_watch, "_IMAGES", 3)
-    data = make_dataset()
     flags = "--data-backend synthetic" if mode == "synthetic" else ""
     if mode == "plain":
         more = [str(data), "-b", "4", "--grad-accum-steps", "2"]  # two batches in the first update
     else:
-        more = ["--token-label", "--token-label-data", str(make_labels(data)), "-b", "2"]
+        more = ["--token-label", "--token-label-data", str(labels), "-b", "2"]
     monkeypatch.setattr("volo.train.data.SYNTHETIC_UPDATES", 2)
     flags = f"{QUICK} --epochs 1 --reprob 0 {flags} --output {tmp_path} --experiment run"
     ended = call("train", flags, *more)
@@ -63,12 +60,12 @@ def test_every_kind_of_run_has_one(
 
 
 def test_without_matplotlib_one_line_says_what_is_missing(
-    call: Call, make_dataset: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    call: Call, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = batch_watch.importlib.util.find_spec
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "matplotlib" else found(name))
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    ended = call("train", f"{make_dataset()} {QUICK} --epochs 1 --output {tmp_path} --experiment run")
+    ended = call("train", f"{data} {QUICK} --epochs 1 --output {tmp_path} --experiment run")
     assert ended.code == 0, ended.err
     assert ended.out.count("volo-tlt[plot]") == 1
     assert "neither learning curves nor the first batch will be drawn" in ended.out

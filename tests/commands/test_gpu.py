@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import os
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +13,7 @@ import timm
 import torch
 
 from tests.commands import interrupted_train
-from tests.commands.conftest import QUICK, Ended, metrics
+from tests.commands.conftest import QUICK, Call, metrics
 from volo.checkpoint.saver import Saver, host_copy
 from volo.cluster.topology import read_machine, visible_gpus
 from volo.train import loop
@@ -32,20 +31,12 @@ pytestmark = pytest.mark.gpu
         ("--model-dtype bfloat16", "--grad-accum-steps 2 -b 4 --model-ema"),
     ],
 )
-def test_losses_are_those_of_the_cpu(
-    call: Callable[..., Ended],
-    make_dataset: Callable[..., Path],
-    make_labels: Callable[..., Path],
-    tmp_path: Path,
-    amp: str,
-    more: str,
-) -> None:
-    data = make_dataset()
+def test_losses_are_those_of_the_cpu(call: Call, data: Path, labels: Path, tmp_path: Path, amp: str, more: str) -> None:
     if "teacher" in more:
         torch.save(timm.create_model("resnet10t", num_classes=4).state_dict(), tmp_path / "teacher.pth")
         more += f" {tmp_path / 'teacher.pth'}"
     else:
-        more += f" --token-label-data {make_labels(data)}"
+        more += f" --token-label-data {labels}"
     # Dropout and stochastic depth draw other numbers on a GPU.
     flags = f"{data} {QUICK} --epochs 2 --lr 1e-4 --drop-path 0 --token-label --output {tmp_path} {more}"
     assert call("train", f"{flags} --experiment cpu --device cpu").code == 0
@@ -58,12 +49,7 @@ def test_losses_are_those_of_the_cpu(
 
 @pytest.mark.parametrize("more", ["--drop-path-mode subset --model-ema --amp", "--model-dtype bfloat16"])
 def test_between_two_reports_the_host_never_waits(
-    call: Callable[..., Ended],
-    make_dataset: Callable[..., Path],
-    make_labels: Callable[..., Path],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    more: str,
+    call: Call, data: Path, labels: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, more: str
 ) -> None:
     steps, take_broken, checked = itertools.count(), Precision.take_broken, []
 
@@ -78,19 +64,18 @@ def test_between_two_reports_the_host_never_waits(
 
     monkeypatch.setattr(loop, "begin_step", begin_step)
     monkeypatch.setattr(Precision, "take_broken", report)
-    data = make_dataset()
     flags = f"{data} {QUICK} -b 4 --epochs 2 --log-interval 4 --lr 1e-4 --drop-path 0.5 --device cuda {more}"
     try:
-        ended = call("train", f"{flags} --token-label --token-label-data {make_labels(data)} --output {tmp_path}")
+        ended = call("train", f"{flags} --token-label --token-label-data {labels} --output {tmp_path}")
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert ended.code == 0 and checked == [0, 2], ended.err
 
 
 def test_a_run_that_is_resumed_on_the_gpu_goes_on_as_before(
-    call: Callable[..., Ended], make_dataset: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    call: Call, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    flags = f"{make_dataset()} {QUICK} -b 4 --epochs 2 --lr 1e-3 --drop-path 0.5 --drop-path-mode subset --amp"
+    flags = f"{data} {QUICK} -b 4 --epochs 2 --lr 1e-3 --drop-path 0.5 --drop-path-mode subset --amp"
     flags += f" --token-label --model-ema --device cuda --output {tmp_path} --resume auto --experiment"
     assert call("train", flags, "whole").code == 0
     for name in ("__enter__", "after_update"):
@@ -103,10 +88,8 @@ def test_a_run_that_is_resumed_on_the_gpu_goes_on_as_before(
     assert len(cut) == 8 and [r["loss"] for r in cut] == pytest.approx([r["loss"] for r in whole], rel=1e-3)
 
 
-def test_accuracy_and_labels_are_those_of_the_cpu(
-    call: Callable[..., Ended], make_dataset: Callable[..., Path], tmp_path: Path
-) -> None:
-    data, weights = make_dataset(), tmp_path / "weights.pth"
+def test_accuracy_and_labels_are_those_of_the_cpu(call: Call, data: Path, tmp_path: Path) -> None:
+    weights = tmp_path / "weights.pth"
     torch.manual_seed(0)
     torch.save(timm.create_model("volo_test", img_size=32, num_classes=4).state_dict(), weights)
     model = f"--model volo_test --checkpoint {weights} --num-classes 4 --img-size 32 -b 5 -j 0"
@@ -152,19 +135,13 @@ def test_the_gpu_that_a_rank_is_bound_to_is_torchs() -> None:
     [("volo_test", ""), ("lvvit_test", "--torchcompile-mode reduce-overhead")],
 )
 def test_compiled_losses_are_those_without_and_cuda_graphs_leave_nothing_out(
-    call: Callable[..., Ended],
-    make_dataset: Callable[..., Path],
-    make_labels: Callable[..., Path],
-    tmp_path: Path,
-    model: str,
-    more: str,
+    call: Call, data: Path, labels: Path, tmp_path: Path, model: str, more: str
 ) -> None:
     """Two micro-batches an update: gradients lie where the graphs put them while the second one runs."""
     from torch._dynamo.utils import counters
 
-    data = make_dataset()
     flags = f"{data} {QUICK} --model {model} -b 4 --grad-accum-steps 2 --epochs 2 --lr 1e-3 --drop-path 0 --model-ema"
-    flags += f" --token-label --token-label-data {make_labels(data)} --device cuda --output {tmp_path}"
+    flags += f" --token-label --token-label-data {labels} --device cuda --output {tmp_path}"
     assert call("train", f"{flags} --experiment plain").code == 0
     torch.compiler.reset()
     counters.clear()

@@ -7,7 +7,6 @@ import json
 import subprocess
 import sys
 from argparse import Namespace
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +15,9 @@ import timm
 import torch
 import yaml
 
-from tests.commands.conftest import QUICK, Ended
+from tests.commands.conftest import QUICK, Call, Make
 from tests.conftest import LIMIT
 
-Call = Callable[..., Ended]
 # A folder is loaded where neither package is there.
 LOAD = """
 import sys
@@ -32,7 +30,7 @@ torch.save({"weights": model.state_dict(), "logits": model(x).detach(), "cfg": d
 
 
 def test_a_model_described_by_a_folder_is_trained_resumed_and_validated(
-    call: Call, make_dataset: Callable[..., Path], tmp_path: Path
+    call: Call, make_dataset: Make, tmp_path: Path
 ) -> None:
     folder, data = tmp_path / "described", make_dataset()
     torch.manual_seed(0)
@@ -63,7 +61,7 @@ def test_a_model_described_by_a_folder_is_trained_resumed_and_validated(
 
 @pytest.mark.parametrize("model", ["volo_d1", "test_resnet"])
 def test_a_folder_for_the_hub_is_loaded_by_timm_alone(
-    call: Call, make_dataset: Callable[..., Path], tmp_path: Path, model: str
+    call: Call, make_dataset: Make, tmp_path: Path, model: str
 ) -> None:
     size = "--img-size 64"
     flags = f"{QUICK.replace('--model volo_test --img-size 32', f'--model {model} {size}')} -b 4 --epochs 1 --lr 1e-3"
@@ -79,10 +77,11 @@ def test_a_folder_for_the_hub_is_loaded_by_timm_alone(
     loaded = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=LIMIT)
     assert loaded.returncode == 0, loaded.stderr
     found = torch.load(tmp_path / "loaded.pt", weights_only=False)
-    saved = torch.load(checkpoint, weights_only=True)["state_dict"]
+    entries = torch.load(checkpoint, weights_only=True)
+    saved = entries["state_dict"]
     assert found["weights"].keys() <= saved.keys()
     assert all(torch.equal(weight, saved[name]) for name, weight in found["weights"].items())
-    assert found["cfg"]["label_names"] == saved_classes(checkpoint)
+    assert found["cfg"]["label_names"] == entries["model_config"]["class_names"]
     assert tuple(found["cfg"]["input_size"]) == (3, 64, 64) and not found["cfg"].get("test_input_size")
     if model == "volo_d1":
         ours = timm.create_model("volo_d1", img_size=64, num_classes=4).eval()
@@ -99,7 +98,7 @@ def test_a_folder_for_the_hub_is_loaded_by_timm_alone(
 
 
 def test_the_card_tells_the_accuracy_of_the_weights_that_are_exported(
-    call: Call, make_dataset: Callable[..., Path], make_labels: Callable[..., Path], tmp_path: Path
+    call: Call, make_dataset: Make, make_labels: Make, tmp_path: Path
 ) -> None:
     data = make_dataset(train=32)
     flags = f"{data} {QUICK} -b 4 --lr 1e-2 --smoothing 0 --epochs 1 --model-ema --output {tmp_path} --experiment run"
@@ -135,12 +134,6 @@ def test_the_card_tells_the_accuracy_of_the_weights_that_are_exported(
     assert "Top-1" not in card("", "later.pth.tar")  # saved within the next epoch
     file.write_text(file.read_text().replace("62.5", "null"))
     assert "Top-1" not in card("--use-ema")
-
-
-def saved_classes(checkpoint: Path) -> list[str]:
-    """The class names in a checkpoint."""
-    names: list[str] = torch.load(checkpoint, weights_only=True)["model_config"]["class_names"]
-    return names
 
 
 def test_what_timm_lacks_is_told(call: Call, tmp_path: Path) -> None:

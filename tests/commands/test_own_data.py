@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
 import yaml
 from PIL import Image
 
-from tests.commands.conftest import Ended
+from tests.commands.conftest import Call, Make
 from volo.record.run_directory import epochs_of
 
-Call = Callable[..., Ended]
 OWN = "--model volo_test --img-size 32 -j 0 --epochs 2 --seed 3"
 
 
@@ -24,7 +22,7 @@ def folders(made: Path, root: Path) -> Path:
 
 
 def test_class_folders_without_splits_train_as_many_classes_as_there_are(
-    call: Call, make_dataset: Callable[..., Path], tmp_path: Path
+    call: Call, make_dataset: Make, tmp_path: Path
 ) -> None:
     data = folders(make_dataset(train=30, classes=3), tmp_path / "own")
     ended = call("train", f"{data} {OWN} --val-fraction 0.2 --output {tmp_path} --experiment run")
@@ -50,9 +48,7 @@ def test_class_folders_without_splits_train_as_many_classes_as_there_are(
     assert refused.code == 2 and "red/none.jpg" in refused.err
 
 
-def test_a_resumed_run_validates_on_the_images_that_it_held_out(
-    call: Call, make_dataset: Callable[..., Path], tmp_path: Path
-) -> None:
+def test_a_resumed_run_validates_on_the_images_that_it_held_out(call: Call, make_dataset: Make, tmp_path: Path) -> None:
     data = folders(make_dataset(train=20, classes=2), tmp_path / "own")
     flags = f"{data} {OWN} -b 4 --val-fraction 0.2 --num-classes 5 --output {tmp_path} --experiment run"
     assert call("train", flags).code == 0

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torchvision
 
-from tests.commands.conftest import ROOT, Ended, metrics
+from tests.commands.conftest import ROOT, Call, Make, metrics
 from tests.commands.test_dataset_kinds import as_records
 from tests.data.sources.test_dataset_kinds import cifar, pixels
 from tlt.data.sources.open_images import open_images
@@ -38,9 +38,7 @@ def add(tar: tarfile.TarFile, name: str, content: bytes) -> None:
 
 def colossal_ai(folder: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> Data:
     """TFRecords read with DALI; LAMB."""
-    flags = (
-        f"{as_records(folder, out)} --dataset tfrecord --data-backend dali-cpu -c {ROOT}/configs/vit_b32_224_lamb.yaml"
-    )
+    flags = f"{as_records(folder, out)} --dataset tfrecord --data-backend dali-cpu"
     # Records with names have the image folder's numbers, whatever number they hold themselves.
     return f"{flags} -c {ROOT}/configs/vit_b32_224_lamb.yaml", set(_of(folder)), {"exp_avg", "exp_avg_sq"}
 
@@ -74,8 +72,8 @@ def graphcore(folder: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> Data:
 @pytest.mark.parametrize("system", [colossal_ai, nvidia, graphcore], ids=lambda system: system.__name__)
 def test_twenty_updates(
     system: Callable[[Path, Path, pytest.MonkeyPatch], Data],
-    call: Callable[..., Ended],
-    make_dataset: Callable[..., Path],
+    call: Call,
+    make_dataset: Make,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -106,7 +104,7 @@ def test_twenty_updates(
     ],
 )
 def test_the_other_recipes_train_as_well(
-    recipe: str, model: str, call: Callable[..., Ended], make_dataset: Callable[..., Path], tmp_path: Path
+    recipe: str, model: str, call: Call, make_dataset: Make, tmp_path: Path
 ) -> None:
     flags = f"{make_dataset(train=16)} -c {ROOT}/configs/{recipe}.yaml {SMALL.replace('test_vit', model)}"
     ended = call("train", f"{flags} --data-backend pil --output {tmp_path} --num-classes 4 --experiment run")

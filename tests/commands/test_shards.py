@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import filecmp
-from collections.abc import Callable
 from pathlib import Path
 
 import timm
@@ -13,8 +12,8 @@ from tlt.tools.cli import main
 from volo import cli
 
 
-def test_annotator_labels_shards(make_dataset: Callable[..., Path], tmp_path: Path) -> None:
-    data, packed = make_dataset(), tmp_path / "packed"
+def test_annotator_labels_shards(data: Path, tmp_path: Path) -> None:
+    packed = tmp_path / "packed"
     assert main(["pack-images", str(data), str(packed), "--workers", "1"]) == 0
     torch.save(timm.create_model("resnet10t", num_classes=4).state_dict(), tmp_path / "weights.pth")
     flags = f"--model resnet10t --checkpoint {tmp_path / 'weights.pth'} --num-classes 4 --img-size 64 -b 3 -j 0"

@@ -5,12 +5,12 @@ from __future__ import annotations
 import base64
 import os
 import pickle
-from collections.abc import Callable
 from pathlib import Path
 
 from torch.distributed import TCPStore
 
-from tests.commands.conftest import QUICK, environment, start, storage
+from tests.checkpoint.test_weights import Payload
+from tests.commands.conftest import QUICK, Make, environment, start, storage
 
 
 def listening(pids: list[int]) -> set[str]:
@@ -28,18 +28,8 @@ def listening(pids: list[int]) -> set[str]:
     return found
 
 
-class Harm:
-    """What runs a command when it is unpickled."""
-
-    def __init__(self, made: Path) -> None:
-        self.made = made
-
-    def __reduce__(self) -> tuple[Callable[..., int], tuple[str]]:
-        return os.system, (f"touch {self.made}",)
-
-
 def test_a_run_on_one_machine_listens_on_loopback_alone_and_unpickles_nothing(
-    make_dataset: Callable[..., Path], tmp_path: Path
+    make_dataset: Make, tmp_path: Path
 ) -> None:
     data, harmed, go_on = make_dataset(train=16, validation=8), tmp_path / "harmed", tmp_path / "go on"
     flags = f"{QUICK} -b 4 --epochs 2 --lr 1e-3 --output {tmp_path} --experiment run"
@@ -55,7 +45,7 @@ def test_a_run_on_one_machine_listens_on_loopback_alone_and_unpickles_nothing(
     # torch 2.9 has no list_keys.
     keys = getattr(store, "list_keys", lambda: ["node/0"])()
     assert len(keys) > 0
-    harm = pickle.dumps(Harm(harmed)).decode("latin-1")
+    harm = pickle.dumps(Payload(harmed)).decode("latin-1")
     for key in keys:
         for value in (base64.b64encode(harm.encode("latin-1")).decode(), "", '{"id": 1}', harm):
             store.set(key, value)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 from argparse import _SubParsersAction
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -13,11 +13,13 @@ from pathlib import Path
 import pytest
 import yaml
 
+from benchmarks.program import COMMANDS as BENCHMARKS
 from benchmarks.program import benchmark_parser
 from tests.commands.conftest import ROOT
 from tlt.tools.cli import parser as tlt_parser
 from volo.cli import COMMANDS
 from volo.config.args import TRAIN
+from volo.config.flag_table import Flag
 
 PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md")] + sorted((ROOT / "docs").glob("*.md"))
 SCRIPTS = {
@@ -32,6 +34,13 @@ SCRIPTS = {
 MAKE = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
 
 
+def names_of(flags: Iterable[Flag]) -> set[str]:
+    """The flags as they may be given."""
+    flags = list(flags)
+    names = {name for row in flags for name in row.names if name.startswith("-")}
+    return names | {f"--no-{row.label[2:]}" for row in flags if row.switch} | {"--help", "--version"}
+
+
 @cache
 def flags_of(program: str) -> set[str]:
     """The flags of a `volo` command, of "tlt NAME" or of "benchmark NAME"."""
@@ -40,9 +49,24 @@ def flags_of(program: str) -> set[str]:
         commands = next(each for each in tlt_parser()._actions if isinstance(each, _SubParsersAction)).choices
         return {flag for action in commands[name]._actions for flag in action.option_strings}
     program_row = TRAIN if kind == "launch" else COMMANDS[kind].program if kind in COMMANDS else None
-    rows = (program_row.parser() if program_row else benchmark_parser(name)).flags.values()
-    names = {name for row in rows for name in row.names if name.startswith("-")}
-    return names | {f"--no-{row.label[2:]}" for row in rows if row.switch} | {"--help", "--version"}
+    return names_of((program_row.parser() if program_row else benchmark_parser(name)).flags.values())
+
+
+def rows() -> Iterator[Flag]:
+    """Of all programs."""
+    for parser in (*(command.program.parser() for command in COMMANDS.values()), *map(benchmark_parser, BENCHMARKS)):
+        yield from parser.flags.values()
+
+
+def test_the_page_of_flags_names_no_flag_that_is_not_there_and_tells_every_refused_one() -> None:
+    page = (ROOT / "docs" / "flags.md").read_text()
+    known = names_of(rows()) | {"--help", "--no-X"}
+    quoted = re.findall(r"`((?:\w+\.py )?--[a-z][^`]*)`", page)
+    named = {flag for text in quoted for flag in re.findall(r"(?<![\w-])--[a-z][\w-]+", text)}
+    assert len(named) > 40 and not named - known
+    refused = {row.label for row in rows() if row.refused} - {"--num-gpu"}  # which is told with its number
+    told = page[page.index("Refused, because") :].partition("\n\n")[0]
+    assert refused and not {label for label in refused if f"`{label}`" not in told and f"`{label} " not in told}
 
 
 def blocks(language: str) -> Iterator[tuple[str, str]]:

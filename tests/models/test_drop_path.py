@@ -16,8 +16,6 @@ import timm
 import torch
 from timm.layers import DropPath
 from torch import Tensor, nn
-from torch._dynamo.testing import CompileCounterWithBackend
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from tlt.errors import UserError
@@ -132,24 +130,9 @@ def test_the_number_kept_is_the_nearest_and_at_least_one() -> None:
         assert kept_images(batch, kept_share(DropPath(rate))) == max(1, nearest)
 
 
-class Draws(TorchDispatchMode):
-    """Collects the names of the operators that draw random numbers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        if torch.Tag.nondeterministic_seeded in func.tags and "attention" not in func.__name__:
-            self.names.append(func.__name__.split(".")[0])
-        return func(*args, **(kwargs or {}))
-
-
-@pytest.mark.parametrize(
-    ("mode", "operator", "checkpointing"), [("mask", "bernoulli", False), ("subset", "rand", True)]
-)
-def test_a_step_of_d5_s_depth_draws_once_and_each_of_its_72_branches_apart(
-    mode: str, operator: str, checkpointing: bool, make_images: Callable[..., Tensor], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("mode", "checkpointing"), [("mask", False), ("subset", True)])
+def test_a_step_of_d5_s_depth_draws_for_each_of_its_72_branches_apart(
+    mode: str, checkpointing: bool, make_images: Callable[..., Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = timm.create_model("volo_test", img_size=32, layers=(12, 12, 20, 4), drop_path_rate=0.75).train()
     model.set_drop_path_mode(mode)
@@ -158,9 +141,8 @@ def test_a_step_of_d5_s_depth_draws_once_and_each_of_its_72_branches_apart(
     forward = TransformerBlock.forward
     watched = lambda block, x, *drawn: used.extend(drawn) or forward(block, x, *drawn)  # noqa: E731
     monkeypatch.setattr(TransformerBlock, "forward", watched)
-    with Draws() as draws:
-        sum(out.square().mean() for out in model(images, dense=True)).backward()
-    assert draws.names == [operator] and len(used) == 72 * (1 + checkpointing)
+    sum(out.square().mean() for out in model(images, dense=True)).backward()
+    assert len(used) == 72 * (1 + checkpointing)
     assert len({drawn.data_ptr() for drawn in used}) == 72
     if mode == "subset":
         assert all(len(set(drawn.tolist())) == len(drawn) for drawn in used)
@@ -183,22 +165,6 @@ def test_checkpointing_recomputes_what_was_drawn_and_evaluation_drops_nothing(
     assert all(torch.equal(a, b) for a, b in zip(plain, run(3, True), strict=True))
     assert not torch.equal(plain[0], run(4, False)[0])
     assert torch.equal(model.eval()(x), model_of(name, rate=0.0).eval()(x))
-
-
-def test_one_graph_serves_all_draws_and_another_one_all_batches(make_images: Callable[..., Tensor]) -> None:
-    torch.compiler.reset()
-    model, counter = model_of("lvvit_test"), CompileCounterWithBackend("eager")
-    compiled, seen = torch.compile(model, fullgraph=True, backend=counter), set()
-    for step, batch in enumerate((8, 8, 6, 9)):
-        results = []
-        for each in (compiled, model):
-            torch.manual_seed(step)
-            results.append(output_and_gradients(each, make_images(9, 64)[:batch]))
-        torch.testing.assert_close(*results, rtol=1e-4, atol=1e-5)
-        seen.add(results[0][0].sum().item())
-        assert counter.frame_count == (1 if step < 2 else 2)
-    assert len(seen) == 4
-    torch.compiler.reset()
 
 
 @pytest.mark.parametrize("recipe", sorted(CONFIGS.glob("volo_d[345]_*.yaml")), ids=lambda path: path.stem)

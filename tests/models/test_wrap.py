@@ -39,17 +39,6 @@ def images(count: int = 4, size: tuple[int, int] = SIZE) -> torch.Tensor:
     return torch.randn(count, 3, *size, generator=torch.Generator().manual_seed(1))
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_the_model_stays_timm_s(name: str) -> None:
-    model = with_dense_head(plain(name), SIZE)
-    assert isinstance(model, WithDenseHead) and isinstance(model, type(plain(name))) and not model.training
-    names = [n for n in model.state_dict() if not is_dense_head(n)]
-    assert names == list(plain(name).state_dict())
-    with torch.no_grad():
-        assert torch.equal(model(images()), plain(name)(images()))
-    assert model.no_weight_decay() == plain(name).no_weight_decay() if hasattr(model, "no_weight_decay") else True
-
-
 def flat_features(name: str, model: Any) -> torch.Tensor:
     """(B, N, C) by what is known of each model."""
     features = model.forward_features(images())
@@ -59,12 +48,16 @@ def flat_features(name: str, model: Any) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_the_dense_head_sees_each_place_of_the_last_map(name: str) -> None:
-    model = with_dense_head(plain(name), SIZE)
+def test_the_model_stays_timm_s_and_the_dense_head_sees_each_place_of_the_last_map(name: str) -> None:
+    model, reference = with_dense_head(plain(name), SIZE), plain(name)
+    assert isinstance(model, WithDenseHead) and isinstance(model, type(reference)) and not model.training
+    assert [n for n in model.state_dict() if not is_dense_head(n)] == list(reference.state_dict())
+    assert not hasattr(model, "no_weight_decay") or model.no_weight_decay() == reference.no_weight_decay()
     with torch.no_grad():
+        assert torch.equal(model(images()), reference(images()))
         cls, tokens = model(images(), dense=True)
-        expected = model.aux_head(model.aux_norm(flat_features(name, plain(name))))
-        torch.testing.assert_close((cls, tokens), (plain(name)(images()), expected), rtol=1e-5, atol=1e-6)
+        expected = model.aux_head(model.aux_norm(flat_features(name, reference)))
+        torch.testing.assert_close((cls, tokens), (reference(images()), expected), rtol=1e-5, atol=1e-6)
     rows, cols = model.token_grid(SIZE)
     assert tokens.shape == (4, rows * cols, CLASSES) and rows < cols
     assert dense_logits(model, images()).shape == (4, rows, cols, CLASSES)

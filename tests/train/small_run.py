@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,18 @@ from tlt.io.weights import read_checkpoint
 from volo.checkpoint.checkpoint import CheckpointDir, RankedCheckpoint, best_of
 from volo.checkpoint.resume import find_resume
 from volo.checkpoint.state import TrainState
+from volo.config.args import parse_train
 
 METADATA = {
     "arch": "tiny",
     "args": {"lr": 0.1, "data": Path("/data"), "scale": (0.08, 1.0)},
     "model_config": {"img_size": (64, 48), "crop_pct": 0.96},
 }
+
+
+def arguments(line: str = "") -> Namespace:
+    """What train.py makes of flags."""
+    return parse_train(["/data", *line.split()])
 
 
 def build(seed: int = 0, optimizer: str = "adamw", ema: bool = True, scaler: bool = True, **kwargs: Any) -> TrainState:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-from argparse import Namespace
 
 import pytest
 import timm
@@ -11,14 +10,10 @@ import torch
 from timm.optim import param_groups_layer_decay
 from torch import nn
 
+from tests.train.small_run import arguments
 from tlt.errors import UserError
 from volo.checkpoint.state import checked_optimizer_state, load_optimizer_state
-from volo.config.args import parse_train
 from volo.train.optim import create_optimizer, set_lr
-
-
-def arguments(line: str = "") -> Namespace:
-    return parse_train(["/data", *line.split()])
 
 
 class Small(nn.Module):

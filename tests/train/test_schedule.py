@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import math
-from argparse import Namespace
 
 import pytest
 import torch
 from timm.scheduler import CosineLRScheduler, PolyLRScheduler, StepLRScheduler, TanhLRScheduler
 
-from volo.config.args import parse_train
+from tests.train.small_run import arguments
 from volo.train.schedule import LrSchedule, resolve_lr
-
-
-def arguments(line: str = "") -> Namespace:
-    return parse_train(["/data", *line.split()])
 
 
 def published(epoch: int, peak: float = 1.6e-3) -> float:
