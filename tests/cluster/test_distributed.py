@@ -57,15 +57,21 @@ def test_a_rank_that_does_not_come_is_named(monkeypatch: pytest.MonkeyPatch) -> 
         init_world("cpu", timeout_s=1.0)
 
 
-def test_device_names_are_checked() -> None:
+def test_device_names_are_checked_and_an_accelerator_is_taken_where_torch_offers_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     assert choose_device("cpu", 0) == torch.device("cpu")
-    with pytest.raises(UserError, match="--device warp9"):
-        choose_device("warp9", 0)
-    with pytest.raises(UserError, match="--device meta: of cpu, cuda, cuda:N, mps and xpu"):
-        choose_device("meta", 0)
-    if not torch.cuda.is_available():
-        with pytest.raises(UserError, match="--device cuda"):
-            choose_device("cuda", 0)
+    for name in ("warp9", "meta", "mps", *(() if torch.cuda.is_available() else ("cuda",))):
+        with pytest.raises(UserError, match=f"--device {name}"):
+            choose_device(name, 0)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("xpu"))
+    assert choose_device("xpu", 0).type == "xpu"
+    with pytest.raises(UserError, match="--device mps: of cpu, cuda"):
+        choose_device("mps", 0)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(UserError, match="several processes"):
+        choose_device("xpu", 0)
 
 
 def test_gpus_that_torch_cannot_use_are_not_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

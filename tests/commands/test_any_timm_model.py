@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -55,22 +54,6 @@ def test_trains_and_is_plain_timm_afterwards(call: Call, data: Path, labels: Pat
         )
 
 
-def test_a_resumed_run_ends_in_the_same_bits(call: Call, data: Path, labels: Path, tmp_path: Path) -> None:
-    flags = f"{data} {SMALL} --lr 1e-3 --epochs 3 --model test_vit4 --drop-path 0.2 --token-label --model-ema"
-    flags += f" --output {tmp_path} --token-label-data {labels} --recovery-interval 1"
-    assert call("train", flags, "--experiment", "whole").code == 0
-    shutil.copytree(tmp_path / "whole", tmp_path / "cut")
-    (tmp_path / "cut" / "last.pth.tar").unlink()
-    first = tmp_path / "cut" / "checkpoint-0.pth.tar"
-    ended = call("train", flags, "--experiment", "cut", "--resume", first)
-    assert ended.code == 0 and "1 epochs, 2 updates done" in ended.out, ended.err
-    whole, again = (load(tmp_path / name / "last.pth.tar") for name in ("whole", "cut"))
-    for entry in ("state_dict", "state_dict_ema", "dense_head", "dense_head_ema"):
-        assert whole[entry] and all(torch.equal(v, again[entry][n]) for n, v in whole[entry].items()), entry
-    assert not torch.equal(whole["dense_head"]["aux_head.weight"], whole["dense_head_ema"]["aux_head.weight"])
-    assert set(whole["dense_head"]) == {"aux_head.weight", "aux_head.bias", "aux_norm.weight", "aux_norm.bias"}
-
-
 def test_a_checkpoint_annotates_with_its_dense_head_and_without_it_is_a_start_but_not_resumed(
     call: Call, data: Path, labels: Path, tmp_path: Path
 ) -> None:
@@ -98,20 +81,24 @@ def test_two_ranks_equal_one(call: Call, data: Path, labels: Path, tmp_path: Pat
         assert [r[name] for r in two] == pytest.approx([r[name] for r in one], abs=1e-5), name
 
 
-def test_mixup_and_cutmix_beside_token_labels(
+def test_a_run_that_mixes_in_every_way_is_resumed_to_the_same_bits(
     call: Call, make_dataset: Make, make_labels: Make, tmp_path: Path
 ) -> None:
     data = make_dataset(train=15)  # batches of 5
     flags = f"{data} {SMALL} -b 5 --epochs 2 --lr 1e-3 --token-label --token-label-data {make_labels(data)} --cutmix 1"
-    flags += f" --mixup 0.8 --mixup-mode elem --mixup-off-epoch 1 --output {tmp_path} --model test_vit4 --experiment"
-    ended = call("train", f"{flags} run")
+    flags += " --mixup 0.8 --mixup-mode elem --mixup-off-epoch 1 --model test_vit4 --drop-path 0.2 --model-ema"
+    flags += f" --output {tmp_path} --experiment run"
+    ended = call("train", flags)
     assert ended.code == 0, ended.err
     assert all(r["loss"] == pytest.approx(r["cls_loss"] + 0.5 * r["dense_loss"]) for r in metrics(tmp_path / "run"))
-    whole = load(tmp_path / "run" / "last.pth.tar")["state_dict"]
-    resumed = call("train", f"{flags} run --resume", tmp_path / "run" / "checkpoint-0.pth.tar")
+    whole = load(tmp_path / "run" / "last.pth.tar")
+    resumed = call("train", f"{flags} --resume", tmp_path / "run" / "checkpoint-0.pth.tar")
     assert resumed.code == 0 and "1 epochs, 3 updates done" in resumed.out, resumed.err
-    again = load(tmp_path / "run" / "last.pth.tar")["state_dict"]
-    assert all(torch.equal(v, again[n]) for n, v in whole.items())
+    again = load(tmp_path / "run" / "last.pth.tar")
+    for entry in ("state_dict", "state_dict_ema", "dense_head", "dense_head_ema"):
+        assert whole[entry] and all(torch.equal(v, again[entry][n]) for n, v in whole[entry].items()), entry
+    assert not torch.equal(whole["dense_head"]["aux_head.weight"], whole["dense_head_ema"]["aux_head.weight"])
+    assert set(whole["dense_head"]) == {"aux_head.weight", "aux_head.bias", "aux_norm.weight", "aux_norm.bias"}
 
 
 def test_mixing_stops_where_mixup_off_epoch_says(

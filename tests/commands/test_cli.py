@@ -8,12 +8,9 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
-import torch
 
 from tests.commands.conftest import ROOT
-from tlt.errors import UserError
 from volo import cli
-from volo.cluster.distributed import choose_device
 from volo.config import flag_table
 
 
@@ -55,16 +52,3 @@ def test_every_command_runs_and_names_in_help_and_mistakes_what_was_typed(
         assert capsys.readouterr().out.startswith(f"usage: {typed} ")
         assert cli.run(name, ["--nonsense"]) == 2
         assert f"see {typed} --help" in capsys.readouterr().err
-
-
-def test_an_accelerator_is_taken_where_torch_offers_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(UserError, match="--device mps"):
-        choose_device("mps", 0)
-    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("xpu"))
-    assert choose_device("xpu", 0).type == "xpu"
-    with pytest.raises(UserError, match="--device mps: of cpu, cuda"):
-        choose_device("mps", 0)
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(UserError, match="several processes"):
-        choose_device("xpu", 0)

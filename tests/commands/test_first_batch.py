@@ -29,9 +29,16 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> list[list[Example]]:
     return pages
 
 
-@pytest.mark.parametrize("mode", ["plain", "synthetic"])
+@pytest.mark.parametrize(
+    ("flags", "count"),  # two batches in the first update
+    [
+        ("-b 4 --grad-accum-steps 2 DATA", 3),
+        ("-b 2 --data-backend synthetic --token-label --token-label-data LABELS", 2),
+    ],
+)
 def test_every_kind_of_run_has_one(
-    mode: str,
+    flags: str,
+    count: int,
     call: Call,
     data: Path,
     labels: Path,
@@ -40,21 +47,14 @@ def test_every_kind_of_run_has_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(batch_watch, "_IMAGES", 3)
-    flags = "--data-backend synthetic" if mode == "synthetic" else ""
-    if mode == "plain":
-        more = [str(data), "-b", "4", "--grad-accum-steps", "2"]  # two batches in the first update
-    else:
-        more = ["--token-label", "--token-label-data", str(labels), "-b", "2"]
     monkeypatch.setattr("volo.train.data.SYNTHETIC_UPDATES", 2)
-    flags = f"{QUICK} --epochs 1 --reprob 0 {flags} --output {tmp_path} --experiment run"
-    ended = call("train", flags, *more)
-    assert ended.code == 0, ended.err
+    flags = f"{QUICK} {flags.replace('DATA', str(data)).replace('LABELS', str(labels))} --epochs 1 --reprob 0"
+    ended = call("train", f"{flags} --output {tmp_path} --experiment run")
+    assert ended.code == 0 and "drew first_batch.png" in ended.out, ended.err
     (examples,) = drawn  # of the first batch alone
-    assert len(examples) == (2 if mode == "synthetic" else 3) and "drew first_batch.png" in ended.out
-    for example in examples:
-        assert example.augmented.shape == (32, 32, 3)
-        assert (example.label is None) == (mode == "plain")
-        assert (example.tokens is None) == (mode == "plain")
+    assert [example.augmented.shape for example in examples] == [(32, 32, 3)] * count
+    plain = [example.label is None and example.tokens is None for example in examples]
+    assert plain == ["--token-label" not in flags] * count
     with Image.open(tmp_path / "run" / "first_batch.png") as page:
         page.verify()
 

@@ -17,7 +17,6 @@ from tests.commands.conftest import QUICK, Call, metrics
 from volo.checkpoint.saver import Saver, host_copy
 from volo.cluster.topology import read_machine, visible_gpus
 from volo.train import loop
-from volo.train import loop as train
 from volo.train.precision import Precision
 
 pytestmark = pytest.mark.gpu
@@ -80,7 +79,7 @@ def test_a_run_that_is_resumed_on_the_gpu_goes_on_as_before(
     assert call("train", flags, "whole").code == 0
     for name in ("__enter__", "after_update"):
         monkeypatch.setattr(Saver, name, getattr(Saver, name))
-    monkeypatch.setattr(train, "validate_epoch", train.validate_epoch)
+    monkeypatch.setattr(loop, "validate_epoch", loop.validate_epoch)
     interrupted_train.stop_at({3})
     assert call("train", flags, "cut").code == 130
     assert call("train", flags, "cut").code == 0

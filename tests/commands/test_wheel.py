@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -29,48 +30,39 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return copy / "build" / "lib"
 
 
-def volo(package: Path, where: Path, *words: str, **env: str) -> str:
-    """The output of `volo` from the package, in a folder where nothing of the checkout is."""
-    done = subprocess.run(
-        [sys.executable, "-m", "volo", *words],
-        cwd=where,
-        env={**os.environ, "PYTHONPATH": str(package), **env},
-        capture_output=True,
-        text=True,
-        timeout=LIMIT,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+@pytest.fixture
+def run(package: Path, tmp_path: Path) -> Callable[..., str]:
+    """Return `run(*command, code=0)`: what it prints in a folder where nothing of the checkout is, DRY_RUN set."""
+
+    def run(*command: str, code: int = 0, where: Path = tmp_path) -> str:
+        env = {**os.environ, "PYTHONPATH": str(package), "PYTHON": sys.executable, "DRY_RUN": "1"}
+        done = subprocess.run(command, cwd=where, env=env, capture_output=True, text=True, timeout=LIMIT)
+        assert done.returncode == code, done.stderr
+        return done.stdout + done.stderr
+
+    return run
 
 
-def test_a_recipe_is_found_by_its_name(package: Path, tmp_path: Path) -> None:
+def test_a_recipe_is_found_by_its_name(package: Path, run: Callable[..., str]) -> None:
     code = "from volo.config.args import parse_train as p; print(p(['-c', 'volo_d1_224', '/data']).drop_path)"
-    command, env = [sys.executable, "-c", code], {**os.environ, "PYTHONPATH": str(package)}
-    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=LIMIT)
-    assert done.stdout == "0.1\n", done.stderr
-    assert {path.stem for path in (package / "volo/files/configs").iterdir()} == {
-        path.stem for path in (ROOT / "configs").iterdir()
-    }
+    assert run(sys.executable, "-c", code) == "0.1\n"
+    packed, here = (
+        {file.stem for file in path.iterdir()} for path in (package / "volo/files/configs", ROOT / "configs")
+    )
+    assert packed == here
     assert all((package / name / "py.typed").is_file() for name in ("volo", "tlt"))
 
 
-def test_the_launcher_and_the_batch_scripts_are_there(package: Path, tmp_path: Path) -> None:
-    command = volo(package, tmp_path, "launch", "2", "/data", "--model", "volo_d1", DRY_RUN="1")
+def test_the_launcher_and_the_batch_scripts_are_there(run: Callable[..., str], tmp_path: Path) -> None:
+    volo, jobs = (sys.executable, "-m", "volo"), tmp_path / "jobs"
+    command = run(*volo, "launch", "2", "/data", "--model", "volo_d1")
     assert command.startswith("2 processes: ")
     assert command.rstrip().endswith("volo/__main__.py train /data --model volo_d1")
-    assert " label /data out" in volo(package, tmp_path, "launch", "2", "label", "/data", "out", DRY_RUN="1")
+    assert " label /data out" in run(*volo, "launch", "2", "label", "/data", "out")
 
-    volo(package, tmp_path, "slurm", "jobs")
-    jobs = tmp_path / "jobs"
+    run(*volo, "slurm", "jobs")
     assert (jobs / "slurm" / "pretrain.sbatch").read_bytes() == (ROOT / "slurm" / "pretrain.sbatch").read_bytes()
     assert (jobs / "configs" / "volo_d5_224.yaml").is_file()
-    env = {**os.environ, "PYTHONPATH": str(package), "PYTHON": sys.executable, "DRY_RUN": "1"}
-    started = subprocess.run(
-        ["./distributed_train.sh", "3", "/data"], cwd=jobs, env=env, capture_output=True, text=True, timeout=LIMIT
-    )
-    assert started.stdout.startswith("3 processes: ") and started.stdout.rstrip().endswith("train /data"), (
-        started.stderr
-    )
-    command = [sys.executable, "-m", "volo", "slurm", "jobs"]
-    again = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=LIMIT)
-    assert again.returncode == 2 and "not empty" in again.stderr
+    started = run("./distributed_train.sh", "3", "/data", where=jobs)
+    assert started.startswith("3 processes: ") and started.rstrip().endswith("train /data")
+    assert "not empty" in run(*volo, "slurm", "jobs", code=2)

@@ -57,8 +57,5 @@ def test_weights_are_converted_to_size_channels_and_classes(published):
     summed = published.patch_embed.conv1.weight.sum(1, keepdim=True)
     torch.testing.assert_close(loaded.patch_embed.conv1.weight, summed)
     assert loaded.head.out_features == loaded.aux_head.out_features == 10
-
-
-def test_features_only_takes_them_too(published):
     features = timm.create_model("lvvit_t", pretrained=True, features_only=True, out_indices=(2,))
     torch.testing.assert_close(features.model.blocks[2].mlp.fc1.weight, published.blocks[2].mlp.fc1.weight)

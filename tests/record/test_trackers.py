@@ -8,13 +8,12 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.commands.conftest import QUICK, ROOT, Ended, call, metrics  # noqa: F401
+from tests.commands.conftest import QUICK, ROOT, Call, call, data, metrics  # noqa: F401
 from tests.conftest import LIMIT, wait_until
 from tests.record.tracked import READERS, end, open_run, train
 from volo.record import trackers
@@ -91,14 +90,9 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Fake:
     return Fake(folder)
 
 
-def test_what_a_run_records_is_what_is_sent(
-    fake: Fake,
-    call: Callable[..., Ended],  # noqa: F811
-    make_dataset: Callable[..., Path],
-    tmp_path: Path,
-) -> None:
+def test_what_a_run_records_is_what_is_sent(fake: Fake, call: Call, data: Path, tmp_path: Path) -> None:  # noqa: F811
     run = tmp_path / "run"
-    flags = f"{make_dataset()} {QUICK} --log-wandb --wandb-project mine --wandb-tags a b --output {tmp_path}"
+    flags = f"{data} {QUICK} --log-wandb --wandb-project mine --wandb-tags a b --output {tmp_path}"
     assert call("train", f"{flags} --experiment run --epochs 1").code == 0
     ended = call("train", f"{flags} --experiment run --epochs 2 --resume auto")
     assert ended.code == 0 and "warning: --log" not in ended.out

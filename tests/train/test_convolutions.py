@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import volo  # noqa: F401  (registers the models)
-from tests.commands.conftest import QUICK
+from tests.commands.conftest import QUICK, Make
 from volo import cli
 from volo.train.convolutions import check_convolutions
 
@@ -55,9 +54,7 @@ def test_model_and_random_numbers_stay_as_they_are() -> None:
     assert model.training
 
 
-def test_a_run_tells_of_it(
-    make_dataset: Callable[..., Path], tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_tells_of_it(make_dataset: Make, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     data = make_dataset(train=8)
     with Wrong(window=7):
         code = cli.run("train", f"{data} {QUICK} --model-dtype bfloat16 --epochs 1 --output {tmp_path}".split())
