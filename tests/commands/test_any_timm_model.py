@@ -10,7 +10,7 @@ import pytest
 import timm
 import torch
 
-from tests.commands.conftest import QUICK, Call, Make, launch, metrics
+from tests.commands.conftest import QUICK, Call, Make, metrics
 from tlt.labels.store import open_labels
 from tlt.mix import Mixup
 
@@ -70,15 +70,6 @@ def test_a_checkpoint_annotates_with_its_dense_head_and_without_it_is_a_start_bu
     assert ended.refused("aux_head.weight is missing from it")
     ended = call("train", flags, "--experiment", "start", "--initial-checkpoint", cut)
     assert ended.code == 0 and "missing 2: aux_head.weight, aux_head.bias (left as initialised)" in ended.out
-
-
-def test_two_ranks_equal_one(call: Call, data: Path, labels: Path, tmp_path: Path) -> None:
-    flags = f"{SMALL} --epochs 2 --lr 1e-3 --token-label --token-label-data {labels} --no-mix-token --model test_vit4"
-    assert call("train", f"{data} {flags} --output {tmp_path} --experiment one").code == 0
-    launch(2, f"{flags} -b 4 --output {tmp_path} --experiment two", data)
-    one, two = (metrics(tmp_path / name) for name in ("one", "two"))
-    for name in ("loss", "cls_loss", "dense_loss"):
-        assert [r[name] for r in two] == pytest.approx([r[name] for r in one], abs=1e-5), name
 
 
 def test_a_run_that_mixes_in_every_way_is_resumed_to_the_same_bits(

@@ -2,34 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.commands.conftest import QUICK, Ended, launch, metrics
+from tests.commands.conftest import QUICK, Call, Make, launch, metrics
 
 # 40 images, 8 an update. A larger rate without warm-up would amplify rounding beyond any tolerance.
 FLAGS = f"{QUICK} --epochs 2 --lr 2e-4 --token-label --freeze-bn --no-mix-token --drop-path 0"
 
 
-@pytest.fixture
-def dataset(make_dataset: Callable[..., Path], make_labels: Callable[..., Path]) -> tuple[Path, Path]:
-    data = make_dataset(train=40, validation=7, size=(50, 40))
-    return data, make_labels(data)
-
-
-@pytest.mark.parametrize("more", ["", pytest.param("--tensor-parallel 2", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("model", "more"),
+    [
+        ("", "-b 4"),
+        ("--model test_vit4", "-b 4"),
+        pytest.param("", "--tensor-parallel 2", marks=pytest.mark.slow),
+    ],
+)
 def test_two_ranks_equal_one_with_the_same_global_batch(
-    call: Callable[..., Ended],
-    dataset: tuple[Path, Path],
-    tmp_path: Path,
-    more: str,
+    call: Call, make_dataset: Make, make_labels: Make, tmp_path: Path, model: str, more: str
 ) -> None:
-    data, labels = dataset
-    flags = f"{FLAGS} --output {tmp_path} --token-label-data {labels}"
+    data = make_dataset(train=40, validation=7, size=(50, 40))
+    flags = f"{FLAGS} {model} --output {tmp_path} --token-label-data {make_labels(data)}"
     assert call("train", f"{data} {flags} --experiment one").code == 0
-    out = launch(2, f"{flags} {more or '-b 4'} --experiment two", data)
+    out = launch(2, f"{flags} {more} --experiment two", data)
     one, two = (metrics(tmp_path / name) for name in ("one", "two"))
     assert len(one) == len(two) == 10
     for name in ("loss", "cls_loss", "dense_loss", "grad_norm", "lr"):

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
-from tests.commands.conftest import QUICK, ROOT, metrics
-from tests.conftest import LIMIT
+from tests.commands.conftest import QUICK, ROOT, Make, Running, metrics
 
 # Trains in the group, in a thread as Ray does, then fails: the group and the process are the caller's.
 WORKER = """
@@ -30,20 +27,11 @@ dist.destroy_process_group()
 """
 
 
-def test_a_group_of_two_trains_as_one_run_and_stays(make_dataset: Callable[..., Path], tmp_path: Path) -> None:
+def test_a_group_of_two_trains_as_one_run_and_stays(make_dataset: Make, tmp_path: Path) -> None:
     flags = f"{make_dataset(train=32)} {QUICK} --epochs 1 --bind none"
     command = [sys.executable, "-c", WORKER]
-    ranks = [
-        subprocess.Popen(
-            [*command, str(rank), str(tmp_path / "meeting"), str(tmp_path), flags],
-            cwd=ROOT,
-            text=True,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-        )
-        for rank in range(2)
-    ]
-    outputs = [rank.communicate(timeout=LIMIT)[0] for rank in ranks]
-    assert all("codes [0, 2]" in output for output in outputs), outputs
-    assert outputs[0].count("global batch 16 = 8 per device x 2 x 1") == 1
+    where = [str(tmp_path / "meeting"), str(tmp_path), flags]
+    ranks = [Running([*command, str(rank), *where], PYTHONPATH=str(ROOT)) for rank in range(2)]
+    assert all(rank.end() == 0 and "codes [0, 2]" in rank.output for rank in ranks), [rank.output for rank in ranks]
+    assert ranks[0].output.count("global batch 16 = 8 per device x 2 x 1") == 1
     assert len(metrics(tmp_path / "one")) == 2  # updates of 16 of the 32 images

@@ -5,14 +5,13 @@ from __future__ import annotations
 import os
 import sys
 from argparse import Namespace
-from collections.abc import Callable
 from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
 import torch
 
-from tests.commands.conftest import QUICK, ROOT, UPDATES, Running
+from tests.commands.conftest import QUICK, ROOT, UPDATES, Make, Running
 from tests.commands.launch import failing_rank
 from tlt.errors import UserError
 from volo.cluster import distributed
@@ -24,8 +23,9 @@ CASES = [
 ]
 
 
-def run_with(fault: str, data: Path, tmp_path: Path) -> Running:
+def run_with(fault: str, make_dataset: Make, tmp_path: Path) -> Running:
     """Two ranks, after their ends; the second one meets the fault in the second epoch."""
+    data = make_dataset(train=8 * UPDATES, validation=8)
     flags = f"{QUICK} -b 4 --epochs 9 --lr 1e-3 --skip-nonfinite 2 --output {tmp_path} --experiment run"
     launcher = [sys.executable, str(ROOT / "volo/commands/launch.py"), "2"]
     driver = [str(Path(failing_rank.__file__)), fault, "1", str(data)]
@@ -36,9 +36,9 @@ def run_with(fault: str, data: Path, tmp_path: Path) -> Running:
 
 @pytest.mark.parametrize(("fault", "code", "told"), CASES)
 def test_fault_53_all_ranks_end_and_the_code_is_that_of_the_one_that_failed(
-    make_dataset: Callable[..., Path], tmp_path: Path, fault: str, code: int, told: str
+    make_dataset: Make, tmp_path: Path, fault: str, code: int, told: str
 ) -> None:
-    run = run_with(fault, make_dataset(train=8 * UPDATES, validation=8), tmp_path)
+    run = run_with(fault, make_dataset, tmp_path)
     assert run.end() == code, run.output
     assert run.output.count(told) == 1
     saved = torch.load(tmp_path / "run" / "last.pth.tar", weights_only=True)
@@ -47,10 +47,8 @@ def test_fault_53_all_ranks_end_and_the_code_is_that_of_the_one_that_failed(
     assert "hung" not in run.output
 
 
-def test_fault_21_where_a_rank_hangs_all_print_their_stacks_and_end(
-    make_dataset: Callable[..., Path], tmp_path: Path
-) -> None:
-    run = run_with("hang", make_dataset(train=8 * UPDATES, validation=8), tmp_path)
+def test_fault_21_where_a_rank_hangs_all_print_their_stacks_and_end(make_dataset: Make, tmp_path: Path) -> None:
+    run = run_with("hang", make_dataset, tmp_path)
     assert run.end() == 5, run.output
     for rank in (0, 1):
         assert f"[rank {rank}] hung: no progress for " in run.output

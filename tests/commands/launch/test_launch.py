@@ -197,16 +197,11 @@ TWO = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "198.51.100.7"}  # an add
 def test_the_environment_is_heeded() -> None:
     found = {"nnodes": 2, "node_rank": 1, "master_addr": "198.51.100.7", "master_port": 29500}
     assert described({}) == {"master_port": 0}
-    assert described({"MAX_RESTARTS": "3", "SHUTDOWN_TIMEOUT": "60"}) == {
-        "max_restarts": 3,
-        "shutdown_timeout": 60,
-        "master_port": 0,
-    }
+    alone = {"max_restarts": 3, "shutdown_timeout": 60, "master_port": 0}
+    assert described({"MAX_RESTARTS": "3", "SHUTDOWN_TIMEOUT": "60"}) == alone
     assert described(TWO) == found
-    assert described(TWO | {"MASTER_PORT": "210", "JOIN_TIMEOUT": "9"}) == found | {
-        "master_port": 210,
-        "join_timeout": 9,
-    }
+    other = {"master_port": 210, "join_timeout": 9}
+    assert described(TWO | {"MASTER_PORT": "210", "JOIN_TIMEOUT": "9"}) == found | other
 
 
 @pytest.mark.parametrize(

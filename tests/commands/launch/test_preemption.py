@@ -9,13 +9,12 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.commands.conftest import QUICK, ROOT, Running, children, ended, held, metrics, start, storage
+from tests.commands.conftest import QUICK, ROOT, Make, Running, children, ended, held, metrics, start, storage
 from tests.conftest import wait_until
 from volo.record.run_lock import RunLock
 
@@ -26,7 +25,7 @@ FLAGS = f"{QUICK} -j 1 --epochs 9999 --lr 1e-3 --experiment run --output"
 
 
 @pytest.fixture
-def data(make_dataset: Callable[..., Path]) -> Path:
+def data(make_dataset: Make) -> Path:
     return make_dataset(train=40, validation=8)
 
 
@@ -124,9 +123,7 @@ def test_fault_07_a_signal_while_the_data_hangs(data: Path, tmp_path: Path) -> N
 
 
 @slow
-def test_fault_07_a_signal_during_validation_does_not_end_the_epoch(
-    make_dataset: Callable[..., Path], tmp_path: Path
-) -> None:
+def test_fault_07_a_signal_during_validation_does_not_end_the_epoch(make_dataset: Make, tmp_path: Path) -> None:
     data, hanging = make_dataset(train=8), held(tmp_path, at=5, where="/validation/")
     run = start(f"{FLAGS} {tmp_path} -j 0 --validation-batch-size 1", data, **hanging)
     run.read_until("[1/1]")
