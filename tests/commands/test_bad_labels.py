@@ -21,12 +21,6 @@ Train = Callable[..., Ended]
 
 
 @pytest.fixture
-def archive(data: Path, labels: Path, tmp_path: Path) -> Path:
-    assert tlt_command(["pack", str(labels), str(tmp_path / "labels.tlt"), "--images", str(data)]) == 0
-    return tmp_path / "labels.tlt"
-
-
-@pytest.fixture
 def train(call: Call, tmp_path: Path) -> Train:
     """Return `train(data, labels, flags, run="run")`: a run of one epoch in `tmp_path/run`."""
 
@@ -77,7 +71,9 @@ def test_a_run_says_how_often_the_labels_name_the_class(train: Train, data: Path
     assert f"warning: {said.format('0.0')}" in train(data, labels, "--dry-run").out
 
 
-def test_images_without_labels(train: Train, data: Path, archive: Path, tmp_path: Path) -> None:
+def test_images_without_labels(train: Train, data: Path, labels: Path, tmp_path: Path) -> None:
+    archive = tmp_path / "labels.tlt"
+    assert tlt_command(["pack", str(labels), str(archive), "--images", str(data)]) == 0
     shutil.copy(data / "train" / "red" / "red3.jpg", data / "train" / "red" / "new.jpg")
     ended = train(data, archive)
     assert ended.refused("1 of 17 images have no label in") and "epoch 1 [" not in ended.out

@@ -14,7 +14,7 @@ import yaml
 from tlt.errors import UserError
 from volo.record import run_directory
 from volo.record.json_lines import read_json_lines
-from volo.record.run_directory import RunDirectory, choose_directory, epochs_of
+from volo.record.run_directory import RunDirectory, choose_directory
 
 SIZE = (224, 224)
 
@@ -119,17 +119,3 @@ def test_a_full_disk_and_damaged_records_stop_nothing(tmp_path: Path, monkeypatc
         directory.epoch({"epoch": 1, "train_loss": 0.5})
     directory.epoch({"epoch": 2, "train_loss": 0.25})
     assert (tmp_path / "summary.csv").read_text().splitlines() == ["epoch,train_loss", "0,", "1,0.5", "2,0.25"]
-
-
-def test_the_learning_curve_is_a_picture(tmp_path: Path) -> None:
-    matplotlib = pytest.importorskip("matplotlib", reason="the curve needs matplotlib (extra: plot)")
-    directory = RunDirectory(tmp_path)
-    for epoch in range(3):
-        directory.epoch({"epoch": epoch, "train_loss": 2.0 - epoch, "eval_top1": 30.0 * epoch})
-    assert [record["epoch"] for record in epochs_of(tmp_path)] == [0, 1, 2]
-    backend = matplotlib.get_backend()
-    matplotlib.use("svg")  # as a notebook's own, which is left to it
-    file = directory.draw_curve()
-    found = matplotlib.get_backend()
-    matplotlib.use(backend)
-    assert file.read_bytes()[:4] == b"\x89PNG" and found == "svg"

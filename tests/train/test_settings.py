@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.train.small_run import arguments
 from tlt.data.augment.index_stream import IndexStream
-from volo.config.args import parse_train
 from volo.train.settings import batch_record, dataset_defaults, settle, steps_to_keep
 
 
@@ -26,7 +26,7 @@ from volo.train.settings import batch_record, dataset_defaults, settle, steps_to
     ],
 )
 def test_defaults_fit_the_data_and_what_is_given_stays(flags: str, images: int, classes: int, fitted: str) -> None:
-    args = parse_train(["/data", *flags.split()])
+    args = arguments(flags)
     short = {"warmup": "warmup_epochs", "cooldown": "cooldown_epochs", "hist": "checkpoint_hist"}
     words = fitted.split()
     expected = {short.get(name, name): value for name, value in zip(words[::2], words[1::2], strict=True)}
@@ -36,7 +36,7 @@ def test_defaults_fit_the_data_and_what_is_given_stays(flags: str, images: int, 
 
 
 def test_a_resumed_run_keeps_what_its_checkpoint_was_fitted_to() -> None:
-    args = parse_train(["/data", *["--epochs", "4"]])
+    args = arguments("--epochs 4")
     fresh = settle(args, {}, 54, 3, 1)
     assert (fresh.args.batch_size, fresh.args.num_classes, fresh.args.warmup_epochs) == (8, 3, 0)
     checkpoint = {"args": vars(fresh.args), "model_config": {"num_classes": 3}, "batch": fresh.batch}
@@ -45,9 +45,7 @@ def test_a_resumed_run_keeps_what_its_checkpoint_was_fitted_to() -> None:
     assert (again.batch_size, again.num_classes, again.warmup_epochs) == (4, 3, 0)
     with pytest.raises(AttributeError, match="--lr is decided before the run is built"):
         again.lr = 1.0
-    given = settle(
-        parse_train(["/data", *["--epochs", "4", "-b", "2", "--num-classes", "9"]]), checkpoint, 54, 9, 1
-    ).args
+    given = settle(arguments("--epochs 4 -b 2 --num-classes 9"), checkpoint, 54, 9, 1).args
     assert (given.batch_size, given.num_classes) == (2, 9)
 
 
