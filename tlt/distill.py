@@ -190,21 +190,20 @@ class DistillLoss:
         """Return (B, N, T) shares of the teacher's cells in what it says of the place of a token, and (B, N) the share
         of the token of which it says anything: nothing where the batches hold different images, because one of the
         views could not be decoded."""
-        cells, area, _ = self.teacher.tokens
+        cells, (x0, y0, x1, y1), _ = self.teacher.tokens
         n = points_per_token(cells, self.grid)
-        parts = zip(batch.visible.split(2, 1), seen.visible.split(2, 1), (torch.maximum, torch.minimum), strict=True)
-        visible = torch.cat([choose(own, other) for own, other, choose in parts], 1)
+        low, high = torch.maximum(batch.visible, seen.visible), torch.minimum(batch.visible, seen.visible)
+        visible = torch.cat([low[:, :2], high[:, 2:]], 1)
         source, inside = token_points(batch.affine, visible, self.grid, self.window, n)  # (B, 2, N, P), (B, N, P)
         back = torch.linalg.inv_ex(seen.affine[:, :, :2])[0][..., None, None]  # does not wait for the device
         source = source - seen.affine[:, :, 2, None, None]
-        there = back[:, :, 0] * source[:, None, 0] + back[:, :, 1] * source[:, None, 1]  # of what the teacher sees
-        low, high = torch.tensor(area, device=there.device).view(2, 2, 1, 1)
-        inside = inside & ((there > low.clamp(min=0)) & (there < high.clamp(max=1))).all(1)
-        counted = (inside & (batch.indices == seen.indices)[:, None, None]).to(there.dtype)
+        x, y = (back[:, :, 0] * source[:, None, 0] + back[:, :, 1] * source[:, None, 1]).unbind(1)  # (B, N, P)
+        inside = inside & (x > max(x0, 0)) & (x < min(x1, 1)) & (y > max(y0, 0)) & (y < min(y1, 1))
+        counted = (inside & (batch.indices == seen.indices)[:, None, None]).to(x.dtype)
         total = counted.sum(-1)
-        x, y = ((there - low) / (high - low)).unbind(1)
-        rows = _linear(y, cells[0]) * (counted / total.clamp(min=1)[..., None])[..., None]
-        return torch.einsum("bnpr,bnpc->bnrc", rows, _linear(x, cells[1])).flatten(2), total / n**2
+        rows = _linear((y - y0) / (y1 - y0), cells[0]) * (counted / total.clamp(min=1)[..., None])[..., None]
+        cols = _linear((x - x0) / (x1 - x0), cells[1])
+        return torch.einsum("bnpr,bnpc->bnrc", rows, cols).flatten(2), total / n**2
 
     def __call__(self, own: Tensor, lesson: Lesson, mixed: float | Tensor = 0.0) -> Tensor:
         """Return the loss, a scalar: the mean over images, and over tokens by their weight.
