@@ -16,21 +16,16 @@ from tests.commands.conftest import ROOT
 FILE = ROOT / "examples" / "token_labels.ipynb"
 CELLS: list[dict[str, Any]] = [c for c in json.loads(FILE.read_text())["cells"] if c["cell_type"] == "code"]
 IMAGES = 900  # of 1,797
-QUICKER = {
-    "ANNOTATOR_EPOCHS = 4": "ANNOTATOR_EPOCHS = 1",
-    "EPOCHS = 4": "EPOCHS = 1",
-    "--warmup-epochs 1": "--warmup-epochs 0",
-}
+QUICKER = {"EPOCHS = 4": "EPOCHS = 1", "--warmup-epochs 1": "--warmup-epochs 0"}
 
 
 def test_it_is_small_and_was_saved_after_a_whole_run() -> None:
     assert FILE.stat().st_size < 300_000
     assert [cell["execution_count"] for cell in CELLS] == list(range(1, len(CELLS) + 1))
-    pictures = [o for cell in CELLS for o in cell["outputs"] if "image/png" in o.get("data", {})]
+    outputs = [output for cell in CELLS for output in cell["outputs"]]
+    pictures = [o for o in outputs if "image/png" in o.get("data", {})]
     assert len(pictures) == "".join("".join(cell["source"]) for cell in CELLS).count("\nshow(") + 1
-    assert not [
-        o for cell in CELLS for o in cell["outputs"] if o["output_type"] == "error" or o.get("name") == "stderr"
-    ]
+    assert not [o for o in outputs if o["output_type"] == "error" or o.get("name") == "stderr"]
 
 
 def test_its_cells_run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

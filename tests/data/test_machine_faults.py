@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.labels.packed import label_map, make_archive, make_tree, save_image
+from tests.labels.packed import make_archive, make_tree, save_image
 from tlt.api import Loader
 from tlt.data.augment.plan import AugmentConfig
 from tlt.data.batch import Batch, BatchKey
@@ -27,7 +27,6 @@ from tlt.data.sources.source import ImageSource
 from tlt.errors import MachineFault, UserError
 from tlt.io import files
 from tlt.labels.store import open_labels
-from tlt.labels.tree import read_map
 from tlt.tools.check import check
 from tlt.tools.pack_images import pack_images
 
@@ -77,9 +76,7 @@ def storage(monkeypatch: pytest.MonkeyPatch) -> Storage:
 
 
 @pytest.mark.parametrize("code", MACHINES)
-def test_what_passes_costs_no_image_and_what_stays_stops_the_run(
-    images: ImageFolder, storage: Storage, code: str
-) -> None:
+def test_what_passes_costs_no_image_what_stays_the_run(images: ImageFolder, storage: Storage, code: str) -> None:
     training, validation = TrainDataset(images, CONFIG, 3), EvalDataset(images, (16, 16))
     expected = training[ALL]
     met = storage(code, "2.png", 3)
@@ -109,15 +106,8 @@ def test_real_faults_of_files(tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
     (tmp_path / "file").write_bytes(b"x")
     os.mkfifo(tmp_path / "pipe")  # opening it waits for a writer
-    names = {
-        "pipe": "regular file",
-        "loop": "symbolic links",
-        "folder": "regular file",
-        "x" * 300: "too long",
-        "file/x": "Not a dir",
-        "no": "No",
-    }
-    for name, reason in names.items():
+    names = {"pipe": "regular", "loop": "symbolic links", "folder": "regular", "file/x": "Not a dir", "no": "No"}
+    for name, reason in (names | {"x" * 300: "too long"}).items():
         with pytest.raises(BadImage, match=reason):
             read_file(str(tmp_path / name))
 
@@ -158,36 +148,26 @@ def test_a_shard_that_fails_for_a_while_is_opened_anew(
     assert not labels.take_faults()
 
 
-@pytest.mark.parametrize("code", MACHINES)
-def test_a_label_file_that_fails_is_not_a_bad_label(
-    images: ImageFolder, tmp_path: Path, storage: Storage, code: str
+@pytest.mark.parametrize(("make", "file"), [(make_tree, "2.pt"), (make_archive, "values.npy")])
+@pytest.mark.parametrize("code", ["ENFILE", "ESTALE"])
+def test_labels_whose_storage_fails_are_not_bad(
+    images: ImageFolder, tmp_path: Path, storage: Storage, make: Callable[..., Path], code: str, file: str
 ) -> None:
-    root = make_tree(tmp_path / "labels", images)
-    store = open_labels(root, images.paths, bad_label="skip")
-    identity, path = store.identity(), str(root / "c" / "2.pt")
-    met = storage(code, "2.pt", 3)
-    assert np.array_equal(store.read(2).values, label_map(2).values) and len(met) == 3
-    met.clear()
-    assert store.identity() == identity and len(met) == 3
-    storage(code, "2.pt", 10**9)
-    for read in (lambda: store.read(2), lambda: read_map(path), store.identity, lambda: check_all(tmp_path)):
-        with pytest.raises(MachineFault, match=rf"2\.pt can't be read: {os.strerror(getattr(errno, code))}"):
-            read()
-    assert not store.take_faults()
+    store = open_labels(make(tmp_path / "labels", images), images.paths, bad_label="skip")
+    expected, identity, sent = store.read(2).values, store.identity(), pickle.dumps(store)
 
+    def read() -> np.ndarray:
+        return pickle.loads(sent).read(2).values  # as a data worker, which opens the files anew
 
-def check_all(folder: Path) -> object:
-    return check(str(folder / "data"), str(folder / "labels"))
-
-
-def test_an_archive_whose_storage_fails_is_not_a_bad_label(
-    images: ImageFolder, tmp_path: Path, storage: Storage
-) -> None:
-    store = open_labels(make_archive(tmp_path / "labels", images), images.paths, bad_label="skip")
-    expected, sent = store.read(2).values, pickle.dumps(store)  # as a data worker gets it, which opens the files anew
-    met = storage("ENFILE", "values.npy", 3)
-    assert np.array_equal(pickle.loads(sent).read(2).values, expected) and len(met) == 3
-    storage("ENFILE", "values.npy", 10**9)
-    with pytest.raises(MachineFault, match=r"values\.npy can't be read: Too many open files in system"):
-        pickle.loads(sent).read(2)
+    met = storage(code, file, 3)
+    assert np.array_equal(read(), expected) and len(met) == 3
+    reads: list[Callable[[], object]] = [read]
+    if make is make_tree:
+        met.clear()
+        assert store.identity() == identity and len(met) == 3
+        reads += [store.identity, lambda: check(str(tmp_path / "data"), str(tmp_path / "labels"))]
+    storage(code, file, 10**9)
+    for each in reads:
+        with pytest.raises(MachineFault, match=rf"{file} can't be read: {os.strerror(getattr(errno, code))}"):
+            each()
     assert not store.take_faults()

@@ -1,4 +1,4 @@
-"""Token targets by their definition, in float64, one token, point and class after the other."""
+"""Token targets by their definition, in float64, one token, point and class after the other; and what takes memory."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tlt.label_map import FULL_AREA, Area, LabelBatch
 
@@ -87,3 +88,18 @@ def _points(
             logits = np.zeros(len(maps))
         found[row * grid[1] + col].append(logits)
     return found
+
+
+class Sizes(TorchDispatchMode):
+    """Notes the elements of the largest tensor that each operation makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: dict[str, int] = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        result = func(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, (tuple, list)) else [result]:
+            if isinstance(tensor, Tensor):
+                self.made[str(func)] = max(self.made.get(str(func), 0), tensor.numel())
+        return result

@@ -11,7 +11,7 @@ import torch
 
 import volo  # noqa: F401  (registers the models)
 from tlt.errors import UserError
-from tlt.labels.annotate import _annotation, check_dense, dense_logits
+from tlt.labels.annotate import check_dense, dense_logits
 
 
 def build(name: str, **kwargs: Any) -> torch.nn.Module:
@@ -122,13 +122,3 @@ def test_our_models_annotate_with_their_dense_head(name: str) -> None:
     model.set_dense_head(False)
     with pytest.raises(UserError):
         dense_logits(model, images)
-
-
-def test_the_largest_classes_come_first_and_never_more_than_there_are() -> None:
-    dense = torch.randn(2, 3, 4, 5, generator=torch.Generator().manual_seed(0))
-    by_class = dense.numpy().transpose(0, 3, 1, 2).copy()
-    for k in (3, 9):
-        found, order = _annotation(dense.clone(), k), np.argsort(-by_class, axis=1)[:, :k]
-        assert (found.values.dtype, found.ids.dtype) == (torch.float16, torch.int32)
-        np.testing.assert_array_equal(found.ids, order)
-        np.testing.assert_array_equal(found.values, np.take_along_axis(by_class, order, 1).astype(np.float16))

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.data.conftest import refuses
 from tests.labels.packed import NAMES, SHAPE, label_map, same_files
 from tlt.errors import UserError
 from tlt.label_map import NO_AREA, LabelMap
@@ -54,10 +55,8 @@ def check_maps(store: LabelStore, marks: Sequence[int]) -> None:
 
 def test_numpy_alone_reads_it(archive: Path) -> None:
     assert sorted(path.name for path in archive.glob("[!.]*")) == sorted([*COLUMNS, "meta.json"])
-    values, ids, sums, crc32, done, ends = (
-        np.load(archive / f"{name}.npy", mmap_mode="r")
-        for name in ("values", "ids", "lse", "crc32", "done", "name_ends")
-    )
+    columns = ("values", "ids", "lse", "crc32", "done", "name_ends")
+    values, ids, sums, crc32, done, ends = (np.load(archive / f"{name}.npy", mmap_mode="r") for name in columns)
     assert (values.dtype, ids.dtype, sums.dtype, done.tolist()) == (np.float16, np.uint16, np.float32, [1] * len(NAMES))
     block = np.load(archive / "names.npy").tobytes()
     assert [os.fsdecode(block[a:b]) for a, b in zip([0, *ends], ends, strict=False)] == NAMES
@@ -106,15 +105,13 @@ def test_damaged_and_missing_files_are_refused_at_the_start(archive: Path, name:
     ):
         path.write_bytes(spoilt)
         if spoilt != whole:
-            with pytest.raises(UserError) as caught:
+            with refuses(str(archive)):
                 open_labels(archive, NAMES)
-            assert "\n" not in str(caught.value) and str(archive) in str(caught.value)
     path.unlink()
-    with pytest.raises(UserError, match="is missing|is not a label archive|does not exist"):
-        open_labels(archive, NAMES)
-    os.mkfifo(path)
-    with pytest.raises(UserError, match="is missing|is not a label archive|does not exist"):
-        open_labels(archive, NAMES)
+    for make in (lambda path: None, os.mkfifo):
+        make(path)
+        with refuses("is missing|is not a label archive|does not exist"):
+            open_labels(archive, NAMES)
 
 
 def test_cut_while_in_use_is_one_line_and_deleted_goes_on(archive: Path) -> None:
@@ -145,9 +142,7 @@ def test_large_ids_absent_rows_and_maps_that_are_refused(tmp_path: Path) -> None
     writer.write_absent(0)
     writer.finish(NAMES[:1])
     store = open_labels(tmp_path / "out", NAMES[:2])
-    assert (
-        store.reader.missing == {0} and store.warnings == [] and np.load(tmp_path / "out" / "ids.npy").dtype == np.int32
-    )
+    assert store.reader.missing == {0} and store.warnings == []
     np.testing.assert_array_equal(store.read(1).ids, ids)
     small = ArchiveWriter(tmp_path / "small", replace(info, num_classes=None), NAMES[:2])
     with pytest.raises(UserError, match="class id 70000, but nothing says that there are more than 65,536 classes"):
@@ -167,10 +162,7 @@ def test_no_file_of_the_users_is_replaced(archive: Path, tmp_path: Path, overwri
     assert mine.read_bytes() == b"of the user"
     (archive / "notes.txt").write_text("kept")
     if not overwrite:
-        for info, names, said in (
-            (replace(INFO, k=3), NAMES, "k 2, this"),
-            (INFO, NAMES[:8], "records 9, this command"),
-        ):
+        for info, names, said in ((replace(INFO, k=3), NAMES, "k 2, this"), (INFO, NAMES[:8], "records 9, this")):
             with pytest.raises(UserError, match=f"was made with {said}.*choose another OUT, or --overwrite"):
                 ArchiveWriter(archive, info, names)
     writer = ArchiveWriter(archive, INFO, NAMES, overwrite)
@@ -180,9 +172,7 @@ def test_no_file_of_the_users_is_replaced(archive: Path, tmp_path: Path, overwri
     assert len(writer.pending()) == (len(NAMES) if overwrite else 0)
 
 
-def test_a_full_disk_is_one_line_and_half_a_row_is_written_again(
-    archive: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_after_a_full_disk_writing_goes_on(archive: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real, room = os.pwrite, [300]
 
     def pwrite(descriptor: int, data: bytes, offset: int) -> int:

@@ -28,9 +28,7 @@ def written_out(values: Tensor, ids: Tensor, classes: int) -> Tensor:
 
 
 @pytest.mark.parametrize("classes,k,spread", [(6, 1, 0.1), (40, 5, 4.0), (1000, 5, 8.0)])
-def test_listed_classes_have_the_annotators_probabilities_and_the_others_the_rest(
-    classes: int, k: int, spread: float
-) -> None:
+def test_listed_classes_have_the_annotators_probabilities(classes: int, k: int, spread: float) -> None:
     dense = annotator_says(classes, spread)
     found = _annotation(dense.clone(), k)
     # The listed logits are stored in half precision: the truth is a softmax of these and the exact others.

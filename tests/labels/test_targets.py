@@ -8,10 +8,9 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torchvision.ops import roi_align
 
-from tests.labels.brute_force import brute_force
+from tests.labels.brute_force import Sizes, brute_force
 from tlt.errors import UserError
 from tlt.io import chunks
 from tlt.label_map import FULL_AREA, NO_AREA, LabelBatch, LabelMap
@@ -127,26 +126,14 @@ def test_groups_of_images_and_autocast_change_nothing(monkeypatch: pytest.Monkey
     torch.testing.assert_close(made(random_case(2)), at_once, rtol=1e-13, atol=1e-15)
 
 
-class LargestTensor(TorchDispatchMode):
-    """Notes the number of elements of the largest tensor that any operation returns."""
-
-    numel = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        result = func(*args, **(kwargs or {}))
-        tensors = result if isinstance(result, (tuple, list)) else [result]
-        self.numel = max([self.numel, *(t.numel() for t in tensors if isinstance(t, Tensor))])
-        return result
-
-
 def test_no_tensor_has_a_number_for_every_token_and_class_and_large_ids_are_exact() -> None:
     labels, *geometry = random_case(0, batch=2)
     many = LabelBatch(labels.values, labels.ids * 1111, labels.area)
-    with LargestTensor() as largest:
+    with Sizes() as sizes:
         found = make_targets(many, *geometry, (3, 4), 10_000)
     expected = make_targets(labels, *geometry, (3, 4), CLASSES)
     assert (found.cls.argmax(-1) == expected.cls.argmax(-1) * 1111).all()  # ids above 2,048 are exact
-    assert 0 < largest.numel <= 2 * 10_001  # the crops' labels; 12 tokens would be 240,000
+    assert 0 < max(sizes.made.values()) <= 2 * 10_001  # the crops' labels; 12 tokens would be 240,000
 
 
 @pytest.mark.gpu

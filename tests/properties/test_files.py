@@ -6,21 +6,22 @@ import io
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import safetensors.torch
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.labels.packed import SHAPE, label_map, make_tree
 from tests.properties.outcomes import result_or_refusal, spoilt
 from tlt.io.weights import check_finite, peek_checkpoint, read_checkpoint, state_dict_of
 from tlt.label_map import LabelMap
 from tlt.labels.label_info import LabelInfo
 from tlt.labels.store import open_labels
-from tlt.labels.tree import read_map, write_map
+from tlt.labels.tree import read_map
 from tlt.tools.pack import pack, unpack
 from volo.checkpoint.resume import find_resume
 from volo.checkpoint.state import TrainState
@@ -29,33 +30,19 @@ from volo.config.flags_tools import REPORT
 
 pytestmark = pytest.mark.filterwarnings("ignore:Detected pickle protocol")  # torch, of bytes that aren't one
 
-K, H, W = SHAPE = (2, 3, 4)
 NAMES = ["a/0.jpg", "a/1.jpg", "b/2.jpg"]
 CLASSES = 5
 
 
-def _label(mark: int) -> LabelMap:
-    generator = np.random.default_rng(mark)
-    return LabelMap(generator.normal(size=SHAPE).astype(np.float16), generator.integers(0, CLASSES, SHAPE, np.int32))
-
-
 def _same_label(one: LabelMap, two: LabelMap) -> bool:
-    return (
-        one.values.tobytes() == two.values.tobytes()
-        and (one.ids == two.ids).all()
-        and tuple(one.area) == tuple(two.area)
-    )
+    same = one.values.tobytes() == two.values.tobytes() and (one.ids == two.ids).all()
+    return bool(same) and tuple(one.area) == tuple(two.area)
 
 
 @pytest.fixture(scope="module")
 def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("tree")
-    for mark, name in enumerate(NAMES):
-        path = root / Path(name).with_suffix(".pt")
-        path.parent.mkdir(exist_ok=True)
-        write_map(path, _label(mark), CLASSES)
-    LabelInfo(K, (H, W), CLASSES, annotator={"model": "x"}).write(root / "labels.json")
-    return root
+    info = LabelInfo(SHAPE[0], SHAPE[1:], CLASSES, annotator={"model": "x"})
+    return make_tree(tmp_path_factory.mktemp("tree"), SimpleNamespace(paths=NAMES), info)
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +57,7 @@ def test_a_spoilt_label_file_is_refused_or_reads_the_same(data: st.DataObject, t
     file = tmp_path / "label.pt"
     file.write_bytes(data.draw(spoilt((tree / "a" / "0.pt").read_bytes())))
     found = result_or_refusal(lambda: read_map(file, CLASSES))
-    assert found is None or _same_label(found, _label(0))
+    assert found is None or _same_label(found, label_map(0))
 
 
 def _read_all(root: Path) -> list[LabelMap]:
@@ -79,7 +66,7 @@ def _read_all(root: Path) -> list[LabelMap]:
 
 
 @given(data=st.data())
-def test_a_spoilt_archive_is_refused_or_reads_and_unpacks_the_same(
+def test_a_spoilt_archive_reads_the_same(
     data: st.DataObject, archive: Path, tree: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     file = data.draw(st.sampled_from(sorted(archive.glob("[!.]*"))))
@@ -90,7 +77,7 @@ def test_a_spoilt_archive_is_refused_or_reads_and_unpacks_the_same(
         unpacked = result_or_refusal(lambda: unpack(str(archive), str(out)))
     finally:
         file.write_bytes(good)
-    assert found is None or all(_same_label(map_, _label(mark)) for mark, map_ in enumerate(found))
+    assert found is None or all(_same_label(map_, label_map(mark)) for mark, map_ in enumerate(found))
     for path in tree.rglob("*.pt") if unpacked is not None else ():
         assert (out / path.relative_to(tree)).read_bytes() == path.read_bytes()
 
@@ -185,9 +172,7 @@ STRANGE: list[Any] = [
 
 
 @pytest.mark.parametrize("key", sorted(PAYLOAD))
-def test_a_checkpoint_with_a_strange_entry_is_refused_and_changes_nothing_or_is_loaded(
-    key: str, tmp_path: Path
-) -> None:
+def test_a_checkpoint_with_a_strange_entry_changes_nothing_or_is_loaded(key: str, tmp_path: Path) -> None:
     file = tmp_path / "last.pth.tar"
     for value in STRANGE:
         torch.save({**PAYLOAD, key: value}, file)

@@ -56,9 +56,7 @@ def test_check_counts(scenes: tuple[Path, Path], capsys: pytest.CaptureFixture[s
         assert line in said
 
 
-def test_check_measures_agreement(
-    scenes: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_check_measures_agreement(scenes: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
     data, tree = scenes
     tops = {path: torch.load(path)[1, 0] for path in tree.rglob("*.pt")}
     agreeing = sum(int((top == int(path.parent.name[1])).sum()) for path, top in tops.items())
@@ -67,7 +65,7 @@ def test_check_measures_agreement(
     expected = f"{100 * agreeing / cells:.2f} % of {cells} cells ({100 * chance / cells:.2f} % by chance)"
     assert main(["check", str(data), str(tree)]) == 0
     assert expected in capsys.readouterr().out
-    out = tmp_path / "out.tlt"
+    out = data.with_name("out.tlt")
     assert main(["pack", str(tree), str(out), "--images", str(data)]) == 0
     assert expected in capsys.readouterr().out
     assert main(["check", str(data), str(out)]) == 0

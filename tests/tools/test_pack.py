@@ -103,9 +103,7 @@ def test_names_that_lead_out_are_not_unpacked(tmp_path: Path) -> None:
     assert not (tmp_path / "deep").exists()
 
 
-def test_labels_without_image_and_images_without_label(
-    tree: Path, images: Path, names: list[str], tmp_path: Path
-) -> None:
+def test_what_has_no_partner_is_told(tree: Path, images: Path, names: list[str], tmp_path: Path) -> None:
     label = tree / label_names(names)[4]
     label.rename(tree / "other.pt")
     said = pack(str(tree), str(tmp_path / "out"), images=str(images))
@@ -123,9 +121,7 @@ def test_transposed_trees_are_turned(tree: Path, names: list[str], tmp_path: Pat
     np.testing.assert_array_equal(found.ids, label_map(7).ids.transpose(0, 2, 1))
 
 
-def test_labels_that_cannot_be_trained_on_are_not_packed_and_packing_goes_on(
-    tree: Path, names: list[str], tmp_path: Path
-) -> None:
+def test_labels_that_cannot_be_trained_on_are_not_packed(tree: Path, names: list[str], tmp_path: Path) -> None:
     path, out = tree / label_names(names)[5], str(tmp_path / "out")
     good = torch.load(path)
     for content, message in (

@@ -62,9 +62,7 @@ def _one(axes: Axes, label: str) -> Artist:
     return found
 
 
-def test_augmented_images_are_the_batchs_and_their_window_where_the_plan_takes_them_from(
-    data: tuple[Path, Path],
-) -> None:
+def test_augmented_images_are_the_batchs_and_their_window_is_the_plans(data: tuple[Path, Path]) -> None:
     examples, _, images = _examples(data)
     plan = make_plan(CONFIG, 5, 2, [0, 1, 2], [100, 75, 32], [75, 100, 32])
     corners = geometry.apply(plan.affine, [[0, 0], [96, 0], [96, 64], [0, 64]])
@@ -108,9 +106,8 @@ def test_the_label_map_lies_on_its_area_with_the_softmax_over_all_classes(data: 
     assert drawn.get_extent() == [0, 75, 100, 0]
     values, ids = torch.load(data[1] / "c" / "c.v1.pt").double()
     dense = torch.zeros(3, 5, 7, dtype=torch.float64).scatter(0, ids.long(), values)
-    assert np.asarray(drawn.get_array())[..., 3] == pytest.approx(
-        0.6 * dense.softmax(0).max(0).values.numpy(), abs=1e-6
-    )
+    found = np.asarray(drawn.get_array())[..., 3]
+    assert found == pytest.approx(0.6 * dense.softmax(0).max(0).values.numpy(), abs=1e-6)
 
 
 def test_images_are_spread_and_found_by_any_unambiguous_name(data: tuple[Path, Path]) -> None:

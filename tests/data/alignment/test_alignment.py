@@ -128,6 +128,10 @@ def other_labels(change: Callable[[Any], dict[str, torch.Tensor]]) -> Callable[[
     return changed
 
 
+def turned(*names: str) -> Callable[[Batch], Batch]:
+    return other_labels(lambda old: {name: getattr(old, name).mT.contiguous() for name in names})
+
+
 WHOLE = torch.tensor([[0.0, 0.0, 1.0, 1.0]])
 # case, part of the image that the maps show, mistake, pixels that it makes at least
 MISTAKES: dict[str, tuple[str, str, Callable[[Batch], Batch], float]] = {
@@ -135,19 +139,9 @@ MISTAKES: dict[str, tuple[str, str, Callable[[Batch], Batch], float]] = {
     "missing flip": ("hflip", "full", after(lambda n: geometry.hflip(np.ones(n), 1)), 20),
     "sign of rotation": ("Rotate", "full", other_sign, 10),
     "sign of shear": ("ShearY", "center", other_sign, 10),
-    "transposed map": (
-        "crop",
-        "full",
-        other_labels(lambda old: {"values": old.values.mT.contiguous(), "ids": old.ids.mT.contiguous()}),
-        10,
-    ),
-    "transposed classes": ("crop", "full", other_labels(lambda old: {"ids": old.ids.mT.contiguous()}), 0),
-    "centre square taken for all": (
-        "crop",
-        "center",
-        other_labels(lambda old: {"area": WHOLE.expand_as(old.area)}),
-        2,
-    ),
+    "transposed map": ("crop", "full", turned("values", "ids"), 10),
+    "transposed classes": ("crop", "full", turned("ids"), 0),
+    "centre square for all": ("crop", "center", other_labels(lambda old: {"area": WHOLE.expand_as(old.area)}), 2),
     "half a cell": ("crop", "full", other_labels(lambda old: {"area": old.area + 0.5 / 18}), 2),
 }
 

@@ -79,11 +79,8 @@ def test_colour_jitter_equals_torchvisions_on_pil():
     config = AugmentConfig((20, 30), auto_augment=None, color_jitter=0.4, hflip=0.0, reprob=0.0)
     plan, sources = planned(config, 20), pictures(20, (20, 30))
     mine = levels(run(config, sources))
-    adjust = {
-        Kernel.BRIGHTNESS: tvf.adjust_brightness,
-        Kernel.CONTRAST: tvf.adjust_contrast,
-        Kernel.COLOR: tvf.adjust_saturation,
-    }
+    adjust = {Kernel.BRIGHTNESS: tvf.adjust_brightness, Kernel.CONTRAST: tvf.adjust_contrast}
+    adjust[Kernel.COLOR] = tvf.adjust_saturation
     for row, source in enumerate(sources):
         image = Image.fromarray(source)
         for kernel, factor in zip(plan.op[row], plan.argument[row], strict=True):

@@ -42,9 +42,7 @@ def drawing_from(generator: np.random.Generator) -> types.SimpleNamespace:
 @pytest.mark.skipif(Version(timm.__version__) < Version("1.0.31"), reason="older timm cuts boxes one pixel smaller")
 @pytest.mark.parametrize("mode", ["batch", "pair", "elem"])
 @pytest.mark.parametrize("settings", SETTINGS)
-def test_same_draws_give_timms_images_and_targets(
-    monkeypatch: pytest.MonkeyPatch, mode: str, settings: dict[str, Any]
-) -> None:
+def test_same_draws_give_timms(monkeypatch: pytest.MonkeyPatch, mode: str, settings: dict[str, Any]) -> None:
     options: dict[str, Any] = {"mode": mode, "label_smoothing": 0.1, "num_classes": 7, **settings}
     images = torch.randn(6, 3, 12, 17, generator=torch.Generator().manual_seed(0))
     classes = torch.tensor([0, 3, 6, 6, 2, 1])
@@ -85,9 +83,7 @@ def test_wrong_settings_name_the_flag() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(
-    ("mode", "settings"), [*zip(["batch", "pair", "elem", "batch", "elem"], SETTINGS, strict=True)]
-)
+@pytest.mark.parametrize(("mode", "settings"), zip(["batch", "pair", "elem", "batch", "elem"], SETTINGS, strict=True))
 def test_cuda_mixes_as_the_cpu_without_waiting_for_the_host(mode: str, settings: dict[str, Any]) -> None:
     images = torch.randn(6, 3, 12, 17)
     mixup, on_device = Mixup(mode=mode, **settings), images.cuda()

@@ -71,39 +71,3 @@ def test_warp_is_within_one_grey_level_of_pil(resample, size, how):
         # Elsewhere a sampling point on a pixel's exact edge may fall on its other side.
         allowed = {"plain": 1e-9, "mirrored": 1e-3, "without doubles": 0.02}[how]
         assert (abs(mine.astype(int) - theirs) > 1).mean() < allowed, (kernel, value)
-
-
-WIDTH, HEIGHT = 40, 28
-Y, X = np.mgrid[:HEIGHT, :WIDTH] + 0.5
-MAPS = [(lambda ramp, k=k, by=by: run_timm(k, by, ramp), moves) for k, by, moves in maps_of(WIDTH, HEIGHT)] + [
-    (ImageOps.mirror, geometry.hflip([True], WIDTH)),
-    (ImageOps.flip, geometry.vflip([True], HEIGHT)),
-    (
-        lambda ramp: ramp.resize((WIDTH, HEIGHT), Image.Resampling.BILINEAR, box=(3, 5, 29, 23)),
-        geometry.crop(3, 5, 26, 18, WIDTH, HEIGHT),
-    ),
-]
-
-
-def test_maps_say_where_pil_looks():
-    """Ramp images in floats show where PIL took each output pixel from."""
-    ramps = [Image.fromarray(coordinate.astype(np.float32)) for coordinate in (X, Y)]
-    for operation, affine in MAPS:
-        theirs = np.stack([np.asarray(operation(ramp)).ravel() for ramp in ramps], axis=1)
-        mine = geometry.apply(affine, np.stack([X.ravel(), Y.ravel()], axis=1))[0]
-        inner = ((mine > 1) & (mine < np.array([WIDTH, HEIGHT]) - 1)).all(axis=1)  # the edges of a ramp are flat
-        assert inner.mean() > 0.3
-        assert abs(mine - theirs)[inner].max() < 1e-4, affine
-
-
-def test_maps_compose_invert_and_normalise_as_the_points_do():
-    rng = np.random.default_rng(0)
-    first, second = (geometry.identity(2) + rng.normal(size=(2, 2, 3)) * 0.2 for _ in range(2))
-    points = rng.random((2, 7, 2))
-    both = geometry.apply(second, geometry.apply(first, points))  # the last operation of the image comes first
-    assert np.allclose(geometry.apply(geometry.compose(first, second), points), both)
-    assert np.allclose(geometry.compose(first, geometry.invert(first)), geometry.identity(2))
-    widths, heights = np.array([500, 30]), np.array([375, 60])
-    unit = geometry.normalise(first, (heights, widths), (14, 28))
-    expected = geometry.apply(first, points * [28, 14]) / np.stack([widths, heights], axis=1)[:, None]
-    assert np.allclose(geometry.apply(unit, points), expected)

@@ -11,15 +11,8 @@ from timm.data import auto_augment
 from tlt.data.augment.rand_augment import NAMES, OPS, Kernel, RandAugmentPolicy, arguments, parse, sample_layers
 from tlt.errors import UserError
 
-POLICIES = [
-    "rand",
-    "rand-m9-mstd0.5-inc1",
-    "rand-m9-n3-mstd0.5",
-    "rand-m15-mmax30-p0.8",
-    "rand-m7-mstd101-inc1",
-    "rand-m9-mstd0.5-inc0",
-    "rand-mstd1-tweights",
-]
+POLICIES = ["rand", "rand-m9-mstd0.5-inc1", "rand-m9-n3-mstd0.5", "rand-m15-mmax30-p0.8"]
+POLICIES += ["rand-m7-mstd101-inc1", "rand-m9-mstd0.5-inc0", "rand-mstd1-tweights"]
 
 
 @pytest.mark.skipif(Version(timm.__version__) < Version("1.0.31"), reason="older timm reads inc0 as inc1")

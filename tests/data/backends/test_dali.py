@@ -7,13 +7,15 @@ import functools
 import io
 import itertools
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
 
-from tests.data.backends.test_decode import picture
+from tests.data.conftest import encoded as file_of
+from tests.data.conftest import picture
 from tlt.data.backends import dali
 from tlt.data.backends.choice import create_backend
 from tlt.data.backends.dali import DaliBackend, is_sound
@@ -23,21 +25,15 @@ from tlt.errors import UserError
 pytest.importorskip("nvidia.dali", reason="the extra dali")
 
 CROPS = [(0, 0, 96, 72), (31, 21, 50, 41), (5, 3, 7, 60), (40, 30, 1, 1), (0, 0, 96, 1), (95, 71, 1, 1)]
-JPEGS: dict[str, dict[str, object]] = {
-    "4:4:4": {"subsampling": 0},
-    "4:2:2": {"subsampling": 1},
-    "4:2:0": {"subsampling": 2},
-    "progressive": {"progressive": True},
-    "restarts": {"restart_marker_blocks": 3},
-    "rgb": {"keep_rgb": True, "subsampling": 0},
-    "exif": {"exif": b"Exif\0\0MM\0*\0\0\0\x08\0\x01\x01\x12\0\x03\0\0\0\x01\0\x06\0\0\0\0\0\0"},  # a quarter turn
-}
+JPEGS: list[dict[str, object]] = [
+    *({"subsampling": 0}, {"subsampling": 1}, {"subsampling": 2}, {"progressive": True}),
+    *({"restart_marker_blocks": 3}, {"keep_rgb": True, "subsampling": 0}),
+    {"exif": b"Exif\0\0MM\0*\0\0\0\x08\0\x01\x01\x12\0\x03\0\0\0\x01\0\x06\0\0\0\0\0\0"},  # a quarter turn
+]
 
 
 def encoded(image: Image.Image, kind: str = "JPEG", **options: object) -> Encoded:
-    buffer = io.BytesIO()
-    image.save(buffer, kind, **options)
-    return Encoded("x", bytearray(buffer.getvalue()), *image.size)
+    return Encoded("x", bytearray(file_of(image, kind, **options)), *image.size)
 
 
 def shown(
@@ -60,14 +56,13 @@ MAKERS = pytest.mark.parametrize("make", [DaliBackend, graph])
 
 
 @MAKERS
-@pytest.mark.parametrize("kind", [*JPEGS, "gray"])
-def test_decoded_windows_are_pillows(kind: str, make: Callable[[], DaliBackend]) -> None:
-    image = encoded(picture().convert("L") if kind == "gray" else picture(), **JPEGS.get(kind, {}))
-    for x, y, width, height in CROPS:
-        request = Request(image, (x, y, width, height), (height, width), "bilinear")
+def test_decoded_windows_are_pillows(make: Callable[[], DaliBackend]) -> None:
+    for image in (encoded(picture().convert("L")), *(encoded(picture(), **options) for options in JPEGS)):
         assert is_sound(image)
-        theirs = shown(PilBackend(), [request], request.size)
-        assert torch.equal(shown(make(), [request], request.size), theirs)
+        for x, y, width, height in CROPS:
+            request = Request(image, (x, y, width, height), (height, width), "bilinear")
+            theirs = shown(PilBackend(), [request], request.size)
+            assert torch.equal(shown(make(), [request], request.size), theirs)
 
 
 def weights(source: int, target: int, cubic: bool) -> np.ndarray:
@@ -99,15 +94,8 @@ def test_the_graphs_resizing_is_the_antialiased_filter(name: str) -> None:
 def test_a_batch_of_everything_in_its_order(make: Callable[[], DaliBackend]) -> None:
     """Own filters, sizes and windows; what DALI would not decode exactly comes from the host."""
     base = picture()
-    files = [
-        encoded(base),
-        encoded(base, "PNG"),
-        encoded(picture(33, 120), subsampling=2),
-        encoded(base.convert("CMYK")),
-        encoded(base.convert("L")),
-        encoded(picture(1, 90)),
-        encoded(base, "WEBP"),
-    ]
+    files = [encoded(base), encoded(base, "PNG"), encoded(picture(33, 120), subsampling=2)]
+    files += [encoded(base.convert("CMYK")), encoded(base.convert("L")), encoded(picture(1, 90)), encoded(base, "WEBP")]
     requests = [
         Request(
             image, None, (30 + 3 * row, 50 - 4 * row), ("bilinear", "bicubic", "lanczos")[row % 3], -5 + 3 * row, row
@@ -149,39 +137,10 @@ def test_fault_24_bad_images_are_torchvisions(make: Callable[[], DaliBackend]) -
     files = [good, *(Encoded(name, data, 96, 72) for name, data in damaged().items()), good]
     requests = [Request(image, None, (72, 96), "bilinear") for image in files]
     ours, theirs = (backend.decode_batch(requests, (72, 96)) for backend in (make(), TorchvisionBackend()))
-    assert {row: str(error) for row, error in ours.bad.items()} == {
-        row: str(error) for row, error in theirs.bad.items()
-    }
+    assert {r: str(error) for r, error in ours.bad.items()} == {r: str(error) for r, error in theirs.bad.items()}
     assert 2 <= len(theirs.bad) < len(files) - 3
     for row in set(range(len(files))) - set(theirs.bad):
         assert torch.equal(ours.images[row], theirs.images[row]), files[row].path
-
-
-@pytest.fixture
-def fails_at(monkeypatch: pytest.MonkeyPatch) -> Callable[[set[str]], list[int]]:
-    """Let pipelines fail at images of some names; returns the sizes of the runs."""
-
-    def fail(names: set[str]) -> list[int]:
-        runs: list[int] = []
-        build = dali._pipeline.__wrapped__
-
-        class Failing:
-            def __init__(self, *args: object) -> None:
-                self.pipeline = build(*args)  # type: ignore[arg-type]
-                self.used_up = False
-
-            def run(self, encoded: list[np.ndarray], geometry: np.ndarray) -> object:
-                assert not self.used_up, "a pipeline that has failed was run"
-                runs.append(len(encoded))
-                if any(bytes(data[-6:-2]) == name.encode() for data in encoded for name in names):
-                    self.used_up = True
-                    raise RuntimeError("Critical error in pipeline:\nencountered:\n\nfailed here\nmore")
-                return self.pipeline.run(encoded=encoded, geometry=geometry)
-
-        monkeypatch.setattr(dali, "_pipeline", functools.lru_cache(2)(Failing))
-        return runs
-
-    return fail
 
 
 def named(count: int) -> list[Request]:
@@ -192,16 +151,33 @@ def named(count: int) -> list[Request]:
     return [Request(image, (number, 0, 50, 60), (20, 24), "bilinear") for number, image in enumerate(images)]
 
 
-def test_an_image_that_only_the_host_decodes_costs_no_other(fails_at: Callable[[set[str]], list[int]]) -> None:
+def test_an_image_that_only_the_host_decodes_costs_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    names, runs, build = {b"0005"}, list[int](), dali._pipeline.__wrapped__
+
+    def failing(*args: object) -> object:
+        """A pipeline that fails at images of some names, and can't be run from then on."""
+        pipeline, used_up = build(*args), list[bool]()
+
+        def run(encoded: list[np.ndarray], geometry: np.ndarray) -> object:
+            assert not used_up, "a pipeline that has failed was run"
+            runs.append(len(encoded))
+            if any(bytes(data[-6:-2]) in names for data in encoded):
+                used_up.append(True)
+                raise RuntimeError("Critical error in pipeline:\nencountered:\n\nfailed here\nmore")
+            return pipeline.run(encoded=encoded, geometry=geometry)
+
+        return SimpleNamespace(run=run)
+
     requests = named(8)
     whole = shown(DaliBackend(), requests, (20, 24))
-    runs = fails_at({"0005"})
+    monkeypatch.setattr(dali, "_pipeline", functools.lru_cache(2)(failing))
     ours = shown(DaliBackend(), requests, (20, 24))
     assert runs == [8] + 8 * [1]
     assert torch.equal(ours[5], shown(TorchvisionBackend(), requests[5:6], (20, 24))[0])
     others = [row for row in range(8) if row != 5]
     assert torch.equal(ours[others], whole[others])
-    fails_at({f"{number:04d}" for number in range(8)})
+    names |= {b"%04d" % number for number in range(8)}
+    dali._pipeline.cache_clear()
     with pytest.raises(UserError, match="--data-backend dali-cpu: DALI fails at images that are fine: failed here$"):
         DaliBackend().decode_batch(requests, (20, 24))
 

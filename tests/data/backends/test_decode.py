@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import os
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 import torch
 from PIL import Image
 
+from tests.data.conftest import encoded, picture
 from tlt.data.backends import decode
 from tlt.data.backends.choice import create_backend
 from tlt.data.backends.decode import BACKENDS, INTERPOLATIONS, Encoded, TorchvisionBackend
@@ -21,68 +23,39 @@ from tlt.errors import UserError
 CROPS = [(0, 0, 96, 72), (30, 20, 50, 41), (5, 3, 7, 60), (40, 30, 1, 1), (0, 0, 96, 1)]
 
 
-def picture(width: int = 96, height: int = 72) -> Image.Image:
-    """Smooth shapes with noise: every frequency is there."""
-    rng = np.random.default_rng(0)
-    coarse = Image.fromarray(rng.integers(0, 256, (8, 10, 3), dtype=np.uint8)).resize((width, height), 3)
-    noisy = np.asarray(coarse) + rng.normal(0, 15, (height, width, 3))
-    return Image.fromarray(noisy.clip(0, 255).astype(np.uint8))
-
-
 def saved(image: Image.Image, path: Path, **options: Any) -> str:
     image.save(path, **options)
     return str(path)
 
 
-def expected(path: str, crop: tuple[int, int, int, int], size: tuple[int, int], filter_name: str) -> np.ndarray:
-    with Image.open(path) as image:
-        x, y, w, h = crop
-        cut = image.convert("RGB").crop((x, y, x + w, y + h))
-        return np.asarray(cut.resize(size[::-1], Image.Resampling[filter_name.upper()])).astype(int)
-
-
-def decoded(name: str, path: str, crop: tuple[int, int, int, int] | None, size: tuple[int, int], f: str) -> np.ndarray:
-    backend = create_backend(name)
-    pixels = backend.decode(backend.open(path), crop, size, f)
-    assert pixels.dtype == torch.uint8 and pixels.shape == (3, *size)
-    return pixels.permute(1, 2, 0).numpy().astype(int)
-
-
 @pytest.mark.parametrize("filter_name", INTERPOLATIONS)
 @pytest.mark.parametrize("name", BACKENDS)
-def test_crop_and_resize_within_a_grey_level_of_pillow(tmp_path: Path, name: str, filter_name: str) -> None:
-    path = saved(picture(), tmp_path / "x.jpg", quality=90)
-    differences = [
-        abs(decoded(name, path, crop, size, filter_name) - expected(path, crop, size, filter_name)).ravel()
-        for crop in CROPS
-        for size in ((32, 32), (50, 41), (17, 90))
-    ]
-    if name == "pil":
-        assert all(difference.max() == 0 for difference in differences)
-    elif filter_name != "bicubic":
-        assert all(difference.max() <= 1 for difference in differences)
-    else:
-        # Both round and clip between the two axes, and Pillow 13 picks the order of the axes by cost.
-        together = np.concatenate(differences)
-        assert (together > 1).mean() < 1e-3 and together.max() <= 5
+def test_crop_and_resize_within_a_grey_level_of_pillow(name: str, filter_name: str) -> None:
+    backend, data = create_backend(name), bytearray(encoded(picture(), quality=90))
+    image, off = Image.open(io.BytesIO(data)), list[np.ndarray]()
+    for (x, y, w, h), size in itertools.product(CROPS, ((32, 32), (50, 41), (17, 90))):
+        ours = backend.decode(Encoded("x", data, 96, 72), (x, y, w, h), size, filter_name)
+        assert ours.dtype == torch.uint8 and ours.shape == (3, *size)
+        theirs = image.crop((x, y, x + w, y + h)).resize(size[::-1], Image.Resampling[filter_name.upper()])
+        off.append(abs(ours.permute(1, 2, 0).numpy().astype(int) - np.asarray(theirs)).ravel())
+    # Both round and clip between the two axes, and Pillow 13 picks the order of the axes by cost.
+    together = np.concatenate(off)
+    assert together.max() <= (0 if name == "pil" else 5 if filter_name == "bicubic" else 1)
+    assert (together > 1).mean() < 1e-3
 
 
-def jpeg(mode: str = "RGB", **options: Any) -> bytes:
-    picture().convert(mode).save(file := io.BytesIO(), "JPEG", **options)
-    return file.getvalue()
-
-
+JPEG = encoded(picture())
 JPEGS = {
-    **{f"subsampling {kind}": jpeg(subsampling=kind, quality=93) for kind in range(3)},
-    "progressive": jpeg(progressive=True),
-    "restarts": jpeg(restart_marker_blocks=2),
-    "RGB": jpeg(keep_rgb=True),
-    "L": jpeg("L"),
-    "CMYK": jpeg("CMYK"),
-    "turned": jpeg(exif=b"Exif\0\0II*\0\x08\0\0\0\1\0\x12\1\3\0\1\0\0\0\6\0\0\0\0\0\0\0"),
-    "trailing": jpeg() + bytes(9),
-    "damaged": jpeg()[:1500] + b"\xff\xd3" + jpeg()[1502:],  # a marker out of place: libjpeg warns and goes on
-    "damaged scan": jpeg()[:2500] + b"\x12\x34\x56\x78" + jpeg()[2504:],
+    **{f"subsampling {kind}": encoded(picture(), subsampling=kind, quality=93) for kind in range(3)},
+    "progressive": encoded(picture(), progressive=True),
+    "restarts": encoded(picture(), restart_marker_blocks=2),
+    "RGB": encoded(picture(), keep_rgb=True),
+    "L": encoded(picture().convert("L")),
+    "CMYK": encoded(picture().convert("CMYK")),
+    "turned": encoded(picture(), exif=b"Exif\0\0II*\0\x08\0\0\0\1\0\x12\1\3\0\1\0\0\0\6\0\0\0\0\0\0\0"),
+    "trailing": JPEG + bytes(9),
+    "damaged": JPEG[:1500] + b"\xff\xd3" + JPEG[1502:],  # a marker out of place: libjpeg warns and goes on
+    "damaged scan": JPEG[:2500] + b"\x12\x34\x56\x78" + JPEG[2504:],
 }
 
 
@@ -98,7 +71,7 @@ def test_every_pixel_of_a_jpeg_is_pillows(kind: str, without: bool, monkeypatch:
 
 @pytest.mark.parametrize("name", BACKENDS)
 def test_fault_24_truncated_jpeg_is_bad_wherever_it_is_cut(tmp_path: Path, name: str) -> None:
-    data = Path(saved(picture(), tmp_path / "whole.jpg", quality=90)).read_bytes()
+    data = encoded(picture(), quality=90)
     cuts = [*range(1, len(data), len(data) // 25), len(data) - 3]
     backend = create_backend(name)
     for cut in cuts:
@@ -125,10 +98,8 @@ def test_fault_40_pixel_bomb_is_refused_by_its_header(tmp_path: Path, monkeypatc
 
 
 def test_postscript_is_never_run_and_unknown_backends_are_named() -> None:
-    buffer = io.BytesIO()
-    picture().save(buffer, "EPS")
     with pytest.raises(BadImage, match="no image format"):
-        read_size(buffer.getvalue())
+        read_size(encoded(picture(), "EPS"))
     with pytest.raises(UserError, match="--data-backend dali.*torchvision, pil"):
         create_backend("dali")
     assert ".eps" not in image_extensions() and {".jpg", ".webp", ".png", ".mpo", ".tif"} <= image_extensions()

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import io
 from argparse import Namespace
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -72,8 +70,8 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
             (root / folder / name).parent.mkdir(parents=True, exist_ok=True)
         width, height = (int(side) for side in rng.integers(36, 120, 2))
         coarse = Image.fromarray(rng.integers(0, 256, (8, 8, 3), dtype=np.uint8)).resize((width, height), 3)
-        suffix, encode = ENCODERS[number % len(ENCODERS)]
-        (root / "train" / f"{name}{suffix}").write_bytes(encode(coarse))
+        suffix, mode, options = ENCODINGS[number % len(ENCODINGS)]
+        coarse.convert(mode).save(root / "train" / f"{name}{suffix}", **options)
         entry = np.stack([rng.normal(5, 2, (3, 6, 6)), rng.permuted(np.indices((4, 6, 6))[0], axis=0)[:3]])
         torch.save(torch.from_numpy(entry).half(), root / "labels" / f"{name}.pt")
     whole = (root / "train" / BROKEN[0]).read_bytes()
@@ -82,23 +80,14 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def encoder(kind: str, mode: str = "RGB", **options: Any) -> Callable[[Image.Image], bytes]:
-    def encode(image: Image.Image) -> bytes:
-        buffer = io.BytesIO()
-        image.convert(mode).save(buffer, kind, **options)
-        return buffer.getvalue()
-
-    return encode
-
-
-ENCODERS = [
-    (".jpg", encoder("JPEG", quality=90)),
-    (".jpg", encoder("JPEG", quality=95, subsampling=0)),
-    (".jpg", encoder("JPEG", quality=90, subsampling=1, progressive=True)),
-    (".jpg", encoder("JPEG", "L")),
-    (".png", encoder("PNG", "RGBA")),
-    (".jpg", encoder("JPEG", quality=80)),
-    (".webp", encoder("WEBP", quality=90)),
+ENCODINGS: list[tuple[str, str, dict[str, object]]] = [  # suffix, mode, options
+    (".jpg", "RGB", {"quality": 90}),
+    (".jpg", "RGB", {"quality": 95, "subsampling": 0}),
+    (".jpg", "RGB", {"quality": 90, "subsampling": 1, "progressive": True}),
+    (".jpg", "L", {}),
+    (".png", "RGBA", {}),
+    (".jpg", "RGB", {"quality": 80}),
+    (".webp", "RGB", {"quality": 90}),
 ]
 
 

@@ -64,9 +64,6 @@ CASES = [
 ]
 
 
-# What is expected
-
-
 class Expected:
     """What the epoch is, found without a loader: all that doesn't depend on the backend, and Pillow's pixels."""
 
@@ -126,9 +123,6 @@ class Expected:
 
 def _plan_rows(plan: Plan) -> Rows:
     return {field.name: getattr(plan, field.name) for field in fields(Plan) if field.name != "size"}
-
-
-# What the loaders make of it
 
 
 class Recorded(DeviceStage):
@@ -194,9 +188,6 @@ def expected(data: Path, computed: bool) -> Expected:
 def alone(data: Path, backend: str) -> Rows:
     """The epoch as one rank without workers makes it."""
     return epoch_of(data, backend, Way())
-
-
-# The test
 
 
 @pytest.mark.parametrize(

@@ -16,16 +16,7 @@ from timm.data import create_transform
 from torch import nn
 from torch.multiprocessing import start_processes
 
-from tests.data.exactness.conftest import (
-    BROKEN,
-    FILTERS,
-    IMAGES,
-    LARGEST,
-    SETTINGS,
-    Way,
-    parsed,
-    require,
-)
+from tests.data.exactness.conftest import BROKEN, FILTERS, IMAGES, LARGEST, SETTINGS, Way, parsed, require
 from tlt.data.loader import EvalLoader
 from tlt.data.sources.source import ImageSource
 from tlt.errors import UserError
@@ -72,10 +63,8 @@ def expected(root: Path, crop_pct: float) -> dict[str, np.ndarray]:
     transform = create_transform(
         SETTINGS["input_size"], interpolation="bicubic", crop_pct=crop_pct, mean=SETTINGS["mean"], std=SETTINGS["std"]
     )
-    paths = {str(path.relative_to(root / "train")): path for path in (root / "train").glob("*/*")}
-    return {
-        name: transform(Image.open(path).convert("RGB")).numpy() for name, path in paths.items() if name not in BROKEN
-    }
+    names = {str(path.relative_to(root / "train")) for path in (root / "train").glob("*/*")} - {*BROKEN}
+    return {name: transform(Image.open(root / "train" / name).convert("RGB")).numpy() for name in names}
 
 
 @pytest.mark.parametrize(
@@ -102,9 +91,6 @@ def test_every_image_is_seen_once(
     assert sorted(seen) == sorted(expected(data, crop_pct)) and left_out == len(BROKEN)
     levels = np.concatenate(off)
     assert (levels > 1.01).mean() <= FILTERS[backend] and levels.max() <= LARGEST[backend] + 0.01
-
-
-# The evaluation of all ranks
 
 
 def classifier() -> nn.Module:

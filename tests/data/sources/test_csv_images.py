@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
+from tests.data.conftest import refuses
 from tlt.data.sources.open_images import open_images
-from tlt.errors import UserError
 
 
 @pytest.fixture
@@ -52,5 +52,5 @@ ROW = "a row needs a path and a class, and a field for each column"
     ],
 )
 def test_what_a_table_may_not_say_is_one_line(data: Path, text: str, reported: str) -> None:
-    with pytest.raises(UserError, match=rf"table\.csv.* ?{reported}"):
+    with refuses(rf"table\.csv.* ?{reported}"):
         opened(data, text)

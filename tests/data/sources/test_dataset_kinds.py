@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import io
 import pickle
 import sys
 from pathlib import Path
@@ -11,9 +10,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from PIL import Image
 from torchvision import datasets as torch_datasets
 
+from tests.data.conftest import jpeg
 from tlt.data.backends.decode import PilBackend, TorchvisionBackend
 from tlt.data.sources.dataset_kinds import parse_kind
 from tlt.data.sources.image_file import BadImage
@@ -26,13 +25,6 @@ def pixels(source: ImageSource, index: int, backend: type[PilBackend] = PilBacke
     """(H, W, 3) of an image, as the loader decodes it."""
     opened = backend().open(source.path(index), source.read(index))
     return backend().decode(opened, None, (opened.height, opened.width), "bilinear").permute(1, 2, 0).numpy()
-
-
-def jpeg(mark: int) -> bytes:
-    """A picture of its own size for each mark."""
-    noise = np.random.default_rng(mark).integers(0, 256, (20, 30 + mark, 3), np.uint8)
-    Image.fromarray(noise).save(file := io.BytesIO(), "JPEG")
-    return file.getvalue()
 
 
 @pytest.mark.parametrize(
@@ -50,9 +42,6 @@ def test_unknown_kinds_are_one_line_that_names_what_there_is(dataset: str, messa
     assert parse_kind("HFDS/Owner/Name") == ("hfds", "Owner/Name") and parse_kind("ImageFolder") == ("", "")
 
 
-# --- torch/
-
-
 def cifar(root: Path, monkeypatch: pytest.MonkeyPatch, reader: Any) -> Path:
     """Made-up files in the layout of a class of torchvision, which takes their md5 for the published one."""
     folder = root / reader.base_folder
@@ -68,16 +57,11 @@ def cifar(root: Path, monkeypatch: pytest.MonkeyPatch, reader: Any) -> Path:
     def batch(mark: int) -> dict[str, Any]:
         generator = np.random.default_rng(mark)
         numbers = generator.integers(0, len(names), 6).tolist()
-        return {
-            "data": generator.integers(0, 256, (6, 3072), np.uint8),
-            "fine_labels" if fine else "labels": numbers,
-        }
+        return {"data": generator.integers(0, 256, (6, 3072), np.uint8), "fine_labels" if fine else "labels": numbers}
 
     for attribute in ("train_list", "test_list"):
-        files = [file for file, _ in getattr(reader, attribute)]
-        monkeypatch.setattr(
-            reader, attribute, [[file, write(file, batch(len(file) + i))] for i, file in enumerate(files)]
-        )
+        files = [[file, write(file, batch(len(file) + i))] for i, (file, _) in enumerate(getattr(reader, attribute))]
+        monkeypatch.setattr(reader, attribute, files)
     meta = dict(reader.meta)
     meta["md5"] = write(meta["filename"], {meta["key"]: names})
     monkeypatch.setattr(reader, "meta", meta)
@@ -112,22 +96,14 @@ def test_damaged_or_missing_cifar_is_never_unpickled(tmp_path: Path, monkeypatch
         open_images(str(root), "trian", "torch/cifar10")
 
 
-# --- hfds/
-
-
 @pytest.fixture
 def hub(tmp_path: Path) -> Path:
     """A folder of parquet files, as data sets of the hub are."""
     datasets = pytest.importorskip("datasets")
     folder = tmp_path / "parquet"
     folder.mkdir()
-    features = datasets.Features(
-        {
-            "label": datasets.ClassLabel(names=["cat", "b/dog", "eel"]),
-            "img": datasets.Image(),
-            "text": datasets.Value("string"),
-        }
-    )
+    columns = {"img": datasets.Image(), "text": datasets.Value("string")}
+    features = datasets.Features({"label": datasets.ClassLabel(names=["cat", "b/dog", "eel"]), **columns})
     loose = tmp_path / "loose.jpg"
     loose.write_bytes(jpeg(99))
     for split, count in (("train", 7), ("test", 4)):

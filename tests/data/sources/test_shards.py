@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import errno
+import gzip
 import io
 import json
 import multiprocessing
 import os
-import pickle
 import shutil
 import tarfile
 from collections.abc import Callable
@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.data.sources.test_dataset_kinds import jpeg
+from tests.data.conftest import flip, jpeg, refuses
 from tlt.data.sources import tar_shards
-from tlt.data.sources.image_file import BadImage, read_size
+from tlt.data.sources.image_file import BadImage
 from tlt.data.sources.open_images import open_images
 from tlt.data.sources.records import ROW, RecordImages
 from tlt.data.sources.records import _crc as checksum
@@ -55,20 +55,14 @@ def opened(folder: Path, class_names: list[str] | None = None) -> RecordImages:
     return images
 
 
-@pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("shards")
-    tar(root / "train" / "a-00.tar", samples(0, 7))
-    tar(root / "train" / "a-01.tar", samples(7, 5))
-    opened(root / "train")
-    shutil.copytree(root / "train", root / "val")
-    return root
-
-
 @pytest.fixture
-def data(made: Path, tmp_path: Path) -> Path:
+def data(tmp_path: Path) -> Path:
     """Two equal splits of shards with their tables."""
-    return Path(shutil.copytree(made, tmp_path / "data"))
+    for split in ("train", "val"):
+        tar(tmp_path / "data" / split / "a-00.tar", samples(0, 7))
+        tar(tmp_path / "data" / split / "a-01.tar", samples(7, 5))
+        opened(tmp_path / "data" / split)
+    return tmp_path / "data"
 
 
 def test_images_are_those_that_webdataset_reads(tmp_path: Path) -> None:
@@ -102,16 +96,6 @@ def test_the_table_agrees_with_dalis_and_is_read_by_numpy_alone(data: Path) -> N
         theirs = [line.split() for line in (data / "idx").read_text().splitlines()[1:]]
         ours = {paths[i]: rows[i][["offset", "length"]].item() for i in np.flatnonzero(rows["file"] == number)}
         assert ours == {line[3]: (int(line[1]), int(line[2])) for line in theirs}
-
-
-def test_other_processes_get_the_path_and_not_the_index(data: Path) -> None:
-    source = open_images(str(data), "train")
-    part = source.select([5, 2, 1]).select([2, 0])
-    sent = pickle.dumps(part)
-    there = pickle.loads(sent)
-    assert [there.read(i) for i in range(2)] == [source.read(1), source.read(5)]
-    assert list(there.paths) == [source.paths[1], source.paths[5]] and there.classes.tolist() == [0, 1]
-    assert b"image7" not in sent and read_size(there.read(1)) == read_size(source.read(5))
 
 
 def test_class_list_of_the_training_set_numbers_the_shards(data: Path, tmp_path: Path) -> None:
@@ -168,9 +152,9 @@ BAD_MEMBERS = {
 def test_bad_members_are_one_line(tmp_path: Path, case: str) -> None:
     files, message = BAD_MEMBERS[case]
     tar(tmp_path / "x.tar", files, link)
-    with pytest.raises(UserError, match=message) as error:
+    with refuses(message):
         opened(tmp_path)
-    assert "\n" not in str(error.value) and not (tmp_path / "shards.json").exists()
+    assert not (tmp_path / "shards.json").exists()
 
 
 def test_a_tar_cut_anywhere_is_refused(tmp_path: Path) -> None:
@@ -183,13 +167,11 @@ def test_a_tar_cut_anywhere_is_refused(tmp_path: Path) -> None:
         cut.write_bytes(whole[:length])
         with pytest.raises(UserError, match="cut.tar is cut, damaged"):
             scan_tar(str(cut))
-    with tarfile.open(cut, "w:gz"):
-        pass
+    cut.write_bytes(gzip.compress(whole))
     with pytest.raises(UserError, match="no uncompressed tar"):
         scan_tar(str(cut))
-    damaged = bytearray(whole)
-    damaged[at.offset] ^= 1  # a flipped bit in a header
-    cut.write_bytes(damaged)
+    cut.write_bytes(whole)
+    flip(cut, at.offset)  # in a header
     with pytest.raises(UserError, match=f"no end marker at byte {at.offset}"):
         scan_tar(str(cut))
 
@@ -203,9 +185,8 @@ def test_damaged_headers_are_refused_whatever_they_lead_to(tmp_path: Path) -> No
             damaged[124:136], damaged[156], damaged[148:156] = size, kind, b" " * 8
             damaged[148:156] = b"%06o\0 " % sum(damaged[:512])
             (tmp_path / "x.tar").write_bytes(damaged)
-            with pytest.raises(UserError) as error:
+            with refuses(""):
                 scan_tar(str(tmp_path / "x.tar"))
-            assert "\n" not in str(error.value)
 
 
 def test_headers_of_any_length_take_no_memory(tmp_path: Path) -> None:
@@ -231,13 +212,11 @@ def described(**changes: object) -> Callable[[Path], None]:
     return change
 
 
-def cut_tail(split: Path) -> None:
-    path = split / "a-01.tar"
-    path.write_bytes(path.read_bytes()[:-512])
-
-
 BAD_FOLDERS: dict[str, tuple[Callable[[Path], object], str]] = {
-    "cut": (cut_tail, "a-01.tar has [0-9]+ bytes instead of [0-9]+: copy it again, or remove .*shards.json"),
+    "cut": (
+        lambda split: os.truncate(split / "a-01.tar", 512),
+        "has 512 bytes instead of .*: copy it again, or",
+    ),
     "missing": (lambda split: (split / "a-01.tar").unlink(), "a-01.tar is missing or no regular file"),
     "more": (lambda split: tar(split / "b.tar", samples(20, 1)), "is of 2 files, not of the 3 that are there .b.tar."),
     "packing": (lambda split: (split / "shards.json").rename(split / "packing.json"), "run `tlt pack-images` again"),
@@ -252,15 +231,8 @@ BAD_FOLDERS: dict[str, tuple[Callable[[Path], object], str]] = {
 def test_shards_that_do_not_fit_their_table(data: Path, case: str) -> None:
     damage, message = BAD_FOLDERS[case]
     damage(data / "train")
-    with pytest.raises(UserError, match=message) as error:
+    with refuses(message):
         open_images(str(data), "train")
-    assert "\n" not in str(error.value)
-
-
-def flip(path: Path, at: int) -> None:
-    content = bytearray(path.read_bytes())
-    content[at] ^= 1
-    path.write_bytes(content)
 
 
 def test_fault_26_a_flipped_bit_is_noticed(data: Path) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import pickle
+import io
 import shutil
 import subprocess
 import sys
@@ -11,12 +11,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tensorboard.summary.writer.record_writer import RecordWriter
 
-from tests.data.sources.test_dataset_kinds import jpeg
+from tests.data.conftest import flip, jpeg, refuses
 from tlt.data.sources.open_images import open_images
-from tlt.errors import UserError
 
-google_crc32c = pytest.importorskip("google_crc32c")
+pytest.importorskip("google_crc32c")
 
 Features = dict[str, bytes | int | list[float] | list[int]]
 
@@ -50,12 +50,8 @@ def example(features: Features) -> bytes:
 
 
 def framed(data: bytes) -> bytes:
-    def masked(part: bytes) -> bytes:
-        crc = google_crc32c.value(part)
-        return (((crc >> 15 | crc << 17) + 0xA282EAD8) % 2**32).to_bytes(4, "little")
-
-    length = len(data).to_bytes(8, "little")
-    return length + masked(length) + data + masked(data)
+    RecordWriter(file := io.BytesIO()).write(data)
+    return file.getvalue()
 
 
 def write(path: Path, examples: Sequence[Features]) -> Path:
@@ -123,22 +119,6 @@ def test_images_are_those_that_dali_reads(data: Path) -> None:
     assert found == {image: number[label] for image, label in expected} and len(found) == len(expected) == 9
 
 
-def test_named_records_are_the_image_folder(data: Path, tmp_path: Path) -> None:
-    """Names, order and classes, and with them fingerprint, labels and every batch."""
-    for mark in range(9):
-        record = image_record(mark)
-        folder = tmp_path / "folder" / "train" / bytes(record["image/class/synset"]).decode()  # type: ignore[arg-type]
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / f"{folder.name}_{mark}.JPEG").write_bytes(jpeg(mark))
-    folder_images = open_images(str(tmp_path / "folder"), "train")
-    ours = open_images(str(data), "train", "tfrecord")
-    assert list(ours.paths) == list(folder_images.paths) and ours.class_names == folder_images.class_names
-    assert (ours.classes == folder_images.classes).all()
-    for index in range(9):
-        assert ours.read(index) == folder_images.read(index)
-    assert bytes(pickle.loads(pickle.dumps(ours)).read(3)) == bytes(ours.read(3))
-
-
 def test_split_may_be_in_the_files_names_and_classes_without_names_keep_their_numbers(tmp_path: Path) -> None:
     records: list[Features] = [{"image": jpeg(mark), "label": [mark % 2 * 2], "other": -5} for mark in range(4)]
     write(tmp_path / "training.tfrecord", records)
@@ -155,12 +135,7 @@ def second(data: Path) -> Path:
 
 
 def change(byte: int) -> Callable[[Path], object]:
-    def damage(data: Path) -> None:
-        content = bytearray(second(data).read_bytes())
-        content[byte] ^= 1
-        second(data).write_bytes(content)
-
-    return damage
+    return lambda data: flip(second(data), byte)
 
 
 BAD_FILES: dict[str, tuple[Callable[[Path], object], str]] = {
@@ -171,10 +146,7 @@ BAD_FILES: dict[str, tuple[Callable[[Path], object], str]] = {
     "compressed": (lambda d: second(d).write_bytes(b"\x1f\x8b" + bytes(20)), "is compressed"),
     "another file": (lambda d: second(d).write_bytes(b"hello, world, how are you?"), "or no TFRecord file"),
     "no Example": (lambda d: second(d).write_bytes(framed(b"hello")), "record 0 of .*train-00001.* is no Example"),
-    "no image": (
-        lambda d: write(second(d), [{"label": 1}]),
-        "no single image named image/encoded or image: it has label",
-    ),
+    "no image": (lambda d: write(second(d), [{"label": 1}]), "no single image named .* or image: it has label"),
     "two classes": (lambda d: write(second(d), [{"image": b"x", "label": [1, 2]}]), "no single class number"),
     "negative class": (lambda d: write(second(d), [{"image": b"x", "label": -1}]), "-1 is no class number"),
     "missing file": (lambda d: second(d).unlink(), "1 of 2 files train-.*-of-00002 are missing, the first is number 1"),
@@ -186,12 +158,8 @@ BAD_FILES: dict[str, tuple[Callable[[Path], object], str]] = {
 def test_bad_file_is_one_line(case: str, data: Path) -> None:
     damage, text = BAD_FILES[case]
     damage(data)
-    with pytest.raises(UserError, match=text) as raised:
+    with refuses(text):
         open_images(str(data), "train", "tfrecord")
-    assert "\n" not in str(raised.value)
-
-
-# --- tfds/
 
 
 @pytest.fixture
@@ -201,9 +169,7 @@ def prepared(tmp_path: Path) -> Path:
         folder = tmp_path / "flowers" / version
         for number, count in enumerate((3, 2)):
             marks = range(number * 3, number * 3 + count)
-            records: list[Features] = [
-                {"image": jpeg(mark), "label": mark % 2, "file_name": f"{mark}.jpg".encode()} for mark in marks
-            ]
+            records = [{"image": jpeg(m), "label": m % 2, "file_name": f"{m}.jpg".encode()} for m in marks]
             write(folder / f"flowers-train.tfrecord-{number:05d}-of-00002", records)
         (folder / "label.labels.txt").write_text("rose\ntulip\nlily\n")
     return tmp_path
@@ -233,5 +199,5 @@ def test_bad_prepared_data_set_is_one_line(case: str, prepared: Path) -> None:
     dataset, split, text = BAD_PREPARED[case]
     (prepared / "flowers" / "1.10.0" / "flowers-test.tfrecord-00000-of-00002").touch()
     (prepared / "flowers" / "1.9.0" / "label.labels.txt").write_text("rose\n")
-    with pytest.raises(UserError, match=text):
+    with refuses(text):
         open_images(str(prepared), split, dataset)

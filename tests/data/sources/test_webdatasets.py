@@ -9,12 +9,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.data.sources.test_dataset_kinds import jpeg, pixels
+from tests.data.conftest import jpeg, refuses
+from tests.data.sources.test_dataset_kinds import pixels
 from tlt.data.sources.open_images import open_images
 from tlt.data.sources.webdatasets import expand_braces
-from tlt.errors import UserError
 
 wds = pytest.importorskip("webdataset")
+SPLITS = {"train": [0, 1], "validation": [2], "alternative": [0, 1]}
 
 
 @pytest.fixture
@@ -24,21 +25,15 @@ def data(tmp_path: Path) -> Path:
         with wds.TarWriter(str(tmp_path / f"set-{shard:02d}.tar")) as writer:
             for mark in range(shard * 4, shard * 4 + 4):
                 writer.write({"__key__": f"k{mark}", "jpg": jpeg(mark), "cls": mark % 3, "json": {"label_12k": mark}})
-    info = {
-        "name": "set",
-        "splits": {
-            "train": split("train", [0, 1], 8),
-            "validation": split("validation", [2], 4),
-            "alternative": split("alternative", [0, 1], 8) | {"alt_label": "label_12k"},
-        },
-    }
-    (tmp_path / "_info.json").write_text(json.dumps(info))
+    splits = {name: split(name, shards) for name, shards in SPLITS.items()}
+    splits["alternative"]["alt_label"] = "label_12k"
+    (tmp_path / "_info.json").write_text(json.dumps({"name": "set", "splits": splits}))
     return tmp_path
 
 
-def split(name: str, shards: list[int], count: int) -> dict[str, object]:
-    files = [f"set-{shard:02d}.tar" for shard in shards]
-    return {"name": name, "filenames": files, "shard_lengths": [4] * len(files), "num_samples": count}
+def split(name: str, shards: list[int]) -> dict[str, object]:
+    files, lengths = [f"set-{shard:02d}.tar" for shard in shards], [4] * len(shards)
+    return {"name": name, "filenames": files, "shard_lengths": lengths, "num_samples": sum(lengths)}
 
 
 @pytest.mark.parametrize("name", ["train", "validation", "alternative", "set-{00..01}.tar|8", "set-0{0,2}.tar|8"])
@@ -82,6 +77,5 @@ BAD: dict[str, tuple[str, Callable[[Path], object], str]] = {
 def test_bad_list_is_one_line(case: str, data: Path) -> None:
     name, damage, text = BAD[case]
     damage(data)
-    with pytest.raises(UserError, match=text) as raised:
+    with refuses(text):
         open_images(str(data), name, "wds/x")
-    assert "\n" not in str(raised.value)
