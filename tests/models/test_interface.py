@@ -42,11 +42,11 @@ def test_output_contract(name, training, make_images):
 
 
 def test_a_box_mixes_an_empty_one_does_not_and_a_full_one_swaps_the_class_token_alone(name, make_images):
-    model, x = build(name), make_images(4, 64)
+    model, x = build(name), make_images(4, 64, 96)
     plain, mixed = model(x, dense=True), model(x, dense=True, mix_box=(1, 0, 3, 2))
     torch.testing.assert_close(model(x, dense=True, mix_box=(2, 2, 2, 4)), plain)
     assert not torch.allclose(mixed[0], plain[0], atol=1e-4)
-    cls, tokens = model(x, dense=True, mix_box=(0, 0, 4, 4))
+    cls, tokens = model(x, dense=True, mix_box=(0, 0, 4, 6))
     torch.testing.assert_close((cls.flip(0), tokens), plain)
 
 
