@@ -83,7 +83,9 @@ def test_wrong_settings_name_the_flag() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("mode", "settings"), zip(["batch", "pair", "elem", "batch", "elem"], SETTINGS, strict=True))
+@pytest.mark.parametrize(
+    ("mode", "settings"), [*zip(["batch", "pair", "elem", "batch", "elem"], SETTINGS, strict=True)]
+)
 def test_cuda_mixes_as_the_cpu_without_waiting_for_the_host(mode: str, settings: dict[str, Any]) -> None:
     images = torch.randn(6, 3, 12, 17)
     mixup, on_device = Mixup(mode=mode, **settings), images.cuda()
