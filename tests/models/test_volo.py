@@ -8,13 +8,25 @@ import torch
 from timm.layers import DropPath
 
 from tlt.errors import UserError
-from volo.models.volo import WEIGHTS
+from tlt.models.lvvit import VARIANTS as LVVITS
+from volo.models.volo import VARIANTS, WEIGHTS
 
 
 def ours_and_timms(**kwargs):
     ours = timm.create_model("volo_d1", **kwargs)
     theirs = timm.create_model("volo_d1_224", **kwargs)
     return ours, theirs
+
+
+@pytest.mark.parametrize("name", [*VARIANTS, *LVVITS])
+def test_a_variant_is_its_row(name):
+    row = (VARIANTS | LVVITS)[name]
+    with torch.device("meta"):
+        model = timm.create_model(name, num_classes=1000)
+    blocks = sum(row.layers) + 2 if name in VARIANTS else row.depth
+    assert len(list(model.named_blocks())) == blocks and model.pretrained_cfg["crop_pct"] == row.crop_pct
+    assert round(sum(p.numel() for p in model.parameters()) / 1e6, 2) == row.params
+    assert model.token_grid((row.img_size,) * 2) == model.token_grid()
 
 
 @pytest.mark.parametrize("training", [False, True])

@@ -43,7 +43,7 @@ VARIANTS = {
     "lvvit_t":    Variant(12, 240,  4, 1.0,  64, 16, 224, 0.9,   8.53),
     "lvvit_s":    Variant(16, 384,  6, 2.0,  64, 16, 224, 0.9,  26.15),
     "lvvit_m":    Variant(20, 512,  8, 2.0,  64, 16, 224, 1.0,  55.83),
-    "lvvit_l":    Variant(24, 768, 12, 3.0, 128, 16, 224, 1.0, 150.00),
+    "lvvit_l":    Variant(24, 768, 12, 3.0, 128, 16, 224, 1.0, 150.02),
     # For tests; there are no published weights.
     "lvvit_test": Variant(3,   64,  2, 2.0,  16, 16,  64, 1.0,   0.33),
 }

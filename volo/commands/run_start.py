@@ -209,8 +209,11 @@ def describe(run: Run, training: Training) -> None:
         f"{args.grad_accum_steps} accumulation steps; {len(training.loader)} updates an epoch, "
         f"{training.schedule.total_epochs} epochs"
     )
-    if isinstance(training.criterion, TokenLabelCriterion) and training.criterion.dense and args.token_label_size:
-        rows, columns = training.criterion.grid
+    criterion = training.criterion
+    if isinstance(criterion, TokenLabelCriterion) and criterion.mix_token and min(criterion.grid) < 3:
+        logger.line("MixToken mixes nothing: with fewer than 3 tokens in a row or column its boxes are empty")
+    if isinstance(criterion, TokenLabelCriterion) and criterion.dense and args.token_label_size:
+        rows, columns = criterion.grid
         if (rows, columns) != (args.token_label_size, args.token_label_size):  # as published for D5 at 512 px
             logger.line(
                 f"warning: --token-label-size {args.token_label_size} is not used: at {height} x {width} px each of "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tlt.data.sources.dataset_kinds import KINDS
 from volo.config.flag_table import (
     ABOVE_ZERO,
     AMOUNT,
@@ -46,7 +47,7 @@ DATASET = flag(
     "-d --dataset",
     TEXT,
     "",
-    "wds/NAME, tfrecord, tfds/NAME, hfds/NAME, csv/FILE, torch/cifar10 (docs/data.md); folders and shards: none",
+    f"{', '.join(KINDS)} (docs/data.md); folders and shards: none",
     metavar="KIND",
 )
 

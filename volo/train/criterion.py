@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
@@ -30,6 +30,8 @@ from volo.train.precision import autocast
 if TYPE_CHECKING:
     from volo.train.teacher import Teacher
 
+# Settings of the loss that are flags of the same name; how many classes there are is the model's.
+_SETTINGS = {field.name for field in fields(TokenLabelLoss)} - {"num_classes"}
 _MIXUP_STREAM = 0x57EB  # one more random stream of a step, beside those of `tlt.api`
 
 
@@ -141,20 +143,13 @@ def make_criterion(
         )
     if not args.dense_weight:
         model.set_dense_head(False)
-    return TokenLabelCriterion(
-        grid,
-        model.num_classes,
-        model.dense_head and args.token_label_size != 1,
-        args.smoothing,
-        args.cls_weight,
-        args.dense_weight,
-        args.ground_truth,
-        args.gt_weight_agree,
-        args.gt_weight_disagree,
+    return TokenLabelCriterion.of(
+        model,
+        image_size,
+        dense=model.dense_head and args.token_label_size != 1,
+        **{name: value for name, value in vars(args).items() if name in _SETTINGS},
         mix_token=not args.no_mix_token,
         mix=_mixup(args, model.num_classes),
-        uncovered=args.uncovered,
-        window=model.token_positions(image_size).window(grid, image_size),
         published_sum="target-sum" in (args.compat or ()),
         teacher=teacher,
         amp_dtype=amp_dtype,

@@ -19,7 +19,7 @@ OPENERS = {
     "csv": "csv_images.open_csv",
     "torch": "libraries.open_torch_dataset",
 }
-KINDS = ("tfrecord", "wds/NAME", "tfds/NAME", "hfds/NAME", "csv/NAME", *(f"torch/{name}" for name in TORCH_NAMES))
+KINDS = ("tfrecord", "wds/NAME", "tfds/NAME", "hfds/NAME", "csv/FILE", *(f"torch/{name}" for name in TORCH_NAMES))
 
 
 def parse_kind(dataset: str) -> tuple[str, str]:
