@@ -16,13 +16,11 @@ _IMAGES = 8
 def batch_watcher(run: Run, training: Training) -> Callable[[int, Batch], None]:
     """Return a function to call with each (update, batch).
 
-    It tells of unreadable images and labels, draws the first batch, and writes the pictures of `--save-images`. The
-    first batch waits for the second one: a run trains before matplotlib is loaded.
+    It tells of unreadable images and labels, draws the first batch, and writes the pictures of `--save-images`.
     """
     known: set[str] = set()
     logger, interval = run.logger, run.args.log_interval
     draws = logger.directory is not None and importlib.util.find_spec("matplotlib") is not None
-    first: list[tuple[int, Batch]] = []
 
     def watch(update: int, batch: Batch) -> None:
         nonlocal draws
@@ -30,10 +28,9 @@ def batch_watcher(run: Run, training: Training) -> Callable[[int, Batch], None]:
         known.update(label.path for label in bad)
         logger.skipped("skipped-image", training.loader.skips.take_new())
         logger.skipped("bad-label", bad)
-        if first:
-            _draw(run, training, *first.pop())
-        elif draws and not (update and (run.directory / FILE).exists()):
-            first.append((update, batch.select(slice(_IMAGES))))
+        # Before the first step, for which other ranks wait longer (`--dist-timeout`) than for later ones.
+        if draws and not (update and (run.directory / FILE).exists()):
+            _draw(run, training, update, batch.select(slice(_IMAGES)))
         draws = False
         if logger.directory is not None and run.args.save_images and update % interval == 0:
             from torchvision.utils import save_image

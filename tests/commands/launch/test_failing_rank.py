@@ -29,7 +29,9 @@ def run_with(fault: str, make_dataset: Make, tmp_path: Path) -> Running:
     flags = f"{QUICK} -b 4 --epochs 9 --lr 1e-3 --skip-nonfinite 2 --output {tmp_path} --experiment run"
     launcher = [sys.executable, str(ROOT / "volo/commands/launch.py"), "2"]
     driver = [str(Path(failing_rank.__file__)), fault, "1", str(data)]
-    run = Running([*launcher, *driver, *flags.split(), "--dist-timeout", "3"], PYTHONPATH=str(ROOT))
+    run = Running(
+        [*launcher, *driver, *flags.split(), "--dist-timeout", "3" if fault == "hang" else "60"], PYTHONPATH=str(ROOT)
+    )
     run.end()
     return run
 
