@@ -61,14 +61,15 @@ def _warp_work(plan: Plan, fill: Sequence[int]) -> Iterator[Work]:
     flips = geometry.compose(geometry.vflip(mirrored[:, 1], height), geometry.hflip(mirrored[:, 0], width))
     # Operations that cancel out leave rounding behind, in pixels.
     only_flipped = np.all(np.abs(plan.warp - flips) < 1e-9, axis=(1, 2))
-    flipped = mirrored & (only_flipped | moves_lines(plan.warp))[:, None]
+    along = moved_along(plan.warp)
+    flipped = mirrored & (only_flipped | (along >= 0))[:, None]
     maps = np.where(flipped.any(1)[:, None, None], geometry.compose(plan.warp, flips), plan.warp).reshape(-1, 6)
     for side, dimension in enumerate((3, 2)):
         rows = np.flatnonzero(flipped[:, side])
         yield Work(partial(_flip, dimension=dimension), rows, maps[rows])
-    for filter_ in (BILINEAR, BICUBIC):
-        rows = np.flatnonzero(~only_flipped & (plan.warp_interpolation == filter_))
-        yield Work(partial(_warp, fill=fill, cubic=filter_ == BICUBIC), rows, maps[rows])
+    for filter_, axis in product((BILINEAR, BICUBIC), (0, 1, -1)):
+        rows = np.flatnonzero(~only_flipped & (plan.warp_interpolation == filter_) & (along == axis))
+        yield Work(partial(_warp, fill=fill, cubic=filter_ == BICUBIC, along=axis), rows, maps[rows])
 
 
 def _colour(images: Tensor, arguments: Tensor, code: int) -> Tensor:
@@ -79,16 +80,16 @@ def _flip(images: Tensor, _: Tensor, dimension: int) -> Tensor:
     return images.flip(dimension)
 
 
-def _warp(images: Tensor, arguments: Tensor, fill: Sequence[int], cubic: bool) -> Tensor:
-    return warp(images, arguments.view(-1, 2, 3), fill, cubic=cubic)
+def _warp(images: Tensor, arguments: Tensor, fill: Sequence[int], cubic: bool, along: int) -> Tensor:
+    return warp(images, arguments.view(-1, 2, 3), fill, cubic=cubic, along=along)
 
 
-def moves_lines(maps: Floats) -> Bools:
-    """Which maps (B, 2, 3) move whole lines of pixels along one axis, as a shear or a translation does: along the other
-    one they shift by whole pixels or mirror."""
-    not_stretched = np.all(np.abs(maps[:, [0, 1], [0, 1]]) == 1, axis=1)
-    stays = (maps[:, [0, 1], [1, 0]] == 0) & (maps[:, :, 2] == np.round(maps[:, :, 2]))  # (B, 2) x, y
-    return not_stretched & stays.any(1)
+def moved_along(maps: Floats) -> Ints:
+    """The axis, 0 (x) or 1 (y), along which each map (B, 2, 3) moves whole lines of pixels, as a shear or a translation
+    does: along the other one it shifts by whole pixels or mirrors. -1 for other maps."""
+    not_stretched = np.all(np.abs(maps[:, [0, 1], [0, 1]]) == 1, axis=1, keepdims=True)
+    stays = not_stretched & (maps[:, [0, 1], [1, 0]] == 0) & (maps[:, :, 2] == np.round(maps[:, :, 2]))  # (B, 2) x, y
+    return np.where(stays[:, 1], 0, np.where(stays[:, 0], 1, -1))
 
 
 def _run_schedule(images: Tensor, work: list[Work]) -> Tensor:
@@ -101,7 +102,9 @@ def _run_schedule(images: Tensor, work: list[Work]) -> Tensor:
     arguments = send(np.concatenate([each.arguments for each in work]), images.device).split(lengths)
     for each, rows, values in zip(work, all_rows, arguments, strict=True):
         for part in image_chunks(len(rows), images[0].numel(), images.device):
-            images[rows[part]] = each.run(images[rows[part]], values[part])
+            first, *others = each.rows[part].tolist()
+            where = rows[part] if others else slice(first, first + 1)  # one image alone needs no copy
+            images[where] = each.run(images[where], values[part])
     return images
 
 

@@ -163,7 +163,7 @@ OPERATIONS: dict[int, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
-def warp(images: Tensor, maps: Tensor, fill: Sequence[int], *, cubic: bool) -> Tensor:
+def warp(images: Tensor, maps: Tensor, fill: Sequence[int], *, cubic: bool, along: int = -1) -> Tensor:
     """`PIL.Image.transform(size, AFFINE, map, resample, fillcolor)` for a batch, size kept.
 
     Args:
@@ -171,6 +171,8 @@ def warp(images: Tensor, maps: Tensor, fill: Sequence[int], *, cubic: bool) -> T
         maps: (B, 2, 3), output px -> input px, float64 where the device has it.
         fill: Red, green, blue, shown where the mapped centre of a pixel lies outside the image.
         cubic: Bicubic (PIL's, 4 x 4 pixels), else bilinear.
+        along: 0 (x) or 1 (y) where every map moves lines of pixels along this axis, and by whole pixels along the other
+            one: nothing is interpolated there, in half the time or a quarter, with the same result.
 
     Returns:
         (B, 3, H, W) uint8.
@@ -188,13 +190,14 @@ def warp(images: Tensor, maps: Tensor, fill: Sequence[int], *, cubic: bool) -> T
     index = first.long().flatten(1)[:, None].expand(-1, 3, -1)  # the same pixel of every channel
     table = F.pad(images.float(), (_FRAME,) * 4, mode="replicate").flatten(2)
     reach = range(4) if cubic else range(1, 3)
+    reach_x, reach_y = (range(1, 2) if along == other else reach for other in (1, 0))
     weights_x, weights_y = _weights(x - left, cubic), _weights(y - top, cubic)
 
     def row(number: int) -> Tensor:
         start = number * row_length
-        return _between([table[:, :, start + i :].gather(2, index).view(images.shape) for i in reach], weights_x)
+        return _between([table[:, :, start + i :].gather(2, index).view(images.shape) for i in reach_x], weights_x)
 
-    levels = _truncated(_between([row(number) for number in reach], weights_y))
+    levels = _truncated(_between([row(number) for number in reach_y], weights_y))
     for channel, level in zip(levels.unbind(1), fill, strict=True):
         channel.masked_fill_(outside, level)
     return levels
@@ -213,14 +216,16 @@ def _weights(fraction: Tensor, cubic: bool) -> tuple[Tensor, ...]:
 
 
 def _between(pixels: Sequence[Tensor], weights: tuple[Tensor, ...]) -> Tensor:
-    """A value between two pixels, or between the middle two of four: cubic convolution with a = -1, which is PIL's for
-    transforms.
+    """One pixel as it is, or a value between two, or between the middle two of four: cubic convolution with a = -1,
+    which is PIL's for transforms.
 
     By differences of pixels: where all are the same, so is the result, to the last bit.
     """
+    if len(pixels) == 1:
+        return pixels[0]
     if len(pixels) == 2:
         first, second = pixels
-        return (second - first) * weights[0] + first
+        return (second - first).to(weights[0].dtype).mul_(weights[0]).add_(first)
     before, first, second, after = pixels
     total = (before - first).mul_(weights[0]).addcmul_(second - first, weights[1])
     return total.addcmul_(after - first, weights[2]).add_(first)
