@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import os
 import pickle
 from pathlib import Path
@@ -18,7 +19,9 @@ def listening(pids: list[int]) -> set[str]:
     inodes = set()
     for pid in pids:
         for link in Path(f"/proc/{pid}/fd").iterdir():
-            inodes.add(os.readlink(link).removeprefix("socket:[").removesuffix("]"))
+            # A running program may close a file between the listing and this line; a listening socket it keeps.
+            with contextlib.suppress(FileNotFoundError):
+                inodes.add(os.readlink(link).removeprefix("socket:[").removesuffix("]"))
     found = set()
     for table in ("tcp", "tcp6"):
         for line in Path(f"/proc/{pids[0]}/net", table).read_text().splitlines()[1:]:
