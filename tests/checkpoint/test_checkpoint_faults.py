@@ -11,8 +11,7 @@ import pytest
 
 from tests.train.small_run import build, epoch_of, names, resumed, same, save, train
 from tlt.errors import UserError
-from volo.checkpoint.checkpoint import CheckpointDir
-from volo.checkpoint.checkpoint_file import save_checkpoint
+from volo.checkpoint.checkpoint import CheckpointDir, save_checkpoint
 from volo.checkpoint.resume import find_resume
 from volo.checkpoint.state import TrainState
 

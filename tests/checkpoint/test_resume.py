@@ -18,8 +18,7 @@ from tlt.data.sources.folder import ImageFolder
 from tlt.errors import UserError
 from tlt.io.names import Names
 from tlt.io.weights import peek_checkpoint, read_checkpoint
-from volo.checkpoint.checkpoint import CheckpointDir
-from volo.checkpoint.checkpoint_file import save_checkpoint
+from volo.checkpoint.checkpoint import CheckpointDir, save_checkpoint
 from volo.checkpoint.resume import DATA_KEY, check_same_data, find_resume, fingerprint
 
 

@@ -15,8 +15,7 @@ import volo.checkpoint.checkpoint as checkpoint_module
 import volo.checkpoint.saver as module
 from tests.train.small_run import build, names, payload_of, resumed, same, tensors, train
 from tlt.io.weights import read_checkpoint
-from volo.checkpoint.checkpoint import CheckpointDir, RankedCheckpoint
-from volo.checkpoint.checkpoint_file import NotWrittenError, save_checkpoint
+from volo.checkpoint.checkpoint import CheckpointDir, NotWrittenError, RankedCheckpoint, save_checkpoint
 from volo.checkpoint.saver import SavePolicy, Saver, host_copy
 from volo.checkpoint.state import TrainState
 

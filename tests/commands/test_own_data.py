@@ -10,7 +10,7 @@ import yaml
 from PIL import Image
 
 from tests.commands.conftest import Call, Make
-from volo.record.run_directory import epochs_of
+from volo.record.records import epochs_of
 
 OWN = "--model volo_test --img-size 32 -j 0 --epochs 2 --seed 3"
 

@@ -21,8 +21,7 @@ from tlt.errors import UserError
 from tlt.models.flops import flops_per_image
 from tlt.tools.cli import main as tlt_command
 from volo import cli
-from volo.record.json_lines import read_json_lines
-from volo.record.run_directory import epochs_of
+from volo.record.records import epochs_of, read_json_lines
 from volo.train.loop import scores_of
 
 RECORDS = {"args.yaml", "run.json", "log.txt", "metrics.jsonl", "summary.csv", "last.pth.tar", "model_best.pth.tar"}

@@ -26,9 +26,9 @@ from tests.conftest import LIMIT, wait_until
 from tests.faults.lives import Life, start_forks
 from tests.same_records import without_times
 from tlt.io.weights import read_checkpoint
-from volo.checkpoint.checkpoint_file import STAGED
+from volo.checkpoint.checkpoint import STAGED
 from volo.checkpoint.resume import find_resume
-from volo.record.json_lines import read_json_lines
+from volo.record.records import read_json_lines
 
 SKIPPED_WRITES = 3  # a kill inside a write comes in one of so many
 

@@ -14,10 +14,9 @@ from tests.record.tracked import report
 from tlt.data.batch import Skipped
 from tlt.errors import NonFiniteError
 from volo.cluster.distributed import World
-from volo.record import json_lines
-from volo.record.json_lines import EVENTS, LineFile, read_json_lines, strict_json
+from volo.record import records
 from volo.record.logger import Logger
-from volo.record.run_directory import RunDirectory
+from volo.record.records import EVENTS, LineFile, RunRecords, read_json_lines, strict_json
 
 
 def _logger(rank: int = 0) -> Logger:
@@ -90,7 +89,7 @@ def test_lines_wait_while_the_disk_is_full(tmp_path: Path, monkeypatch: pytest.M
         part, room[0] = data[: room[0]], max(0, room[0] - len(data))
         return os_write(descriptor, part)
 
-    monkeypatch.setattr(json_lines.os, "write", write)
+    monkeypatch.setattr(records.os, "write", write)
     lines.append("two")
     lines.append("three")
     monkeypatch.undo()
@@ -103,7 +102,7 @@ def test_the_log_begins_with_what_was_said_before_there_was_a_directory(tmp_path
         logger = _logger(rank)
         logger.line("learning rate 0.1")
         if rank == 0:
-            logger.open(RunDirectory(tmp_path), 10)
+            logger.open(RunRecords(tmp_path), 10)
         logger.line("epoch 1")
     lines = (tmp_path / "log.txt").read_text().splitlines()
     assert [line.split(" ", 2)[2] for line in lines] == ["learning rate 0.1", "epoch 1"]
@@ -112,7 +111,7 @@ def test_the_log_begins_with_what_was_said_before_there_was_a_directory(tmp_path
 def test_slow_data_is_reported_once_a_run_with_advice(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     logger = _logger()
     logger.open_events(tmp_path)
-    logger.open(RunDirectory(tmp_path), 10)
+    logger.open(RunRecords(tmp_path), 10)
     told = []
     # Of 100 s each: 25 s in all, which may be workers that begin; 17.5 % of the time; more.
     for waited in (25.0, 10.0, 60.0, 60.0):

@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from volo.cluster.distributed import World
-from volo.record.machine_use import Arithmetic, gpu_use, peak_flops
-from volo.record.metrics import Sums, correct_in_top
+from volo.record.metrics import Arithmetic, Sums, correct_in_top, gpu_use, peak_flops
 
 
 def test_top_k_counts_equal_a_sort() -> None:

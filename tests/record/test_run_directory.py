@@ -12,9 +12,9 @@ import pytest
 import yaml
 
 from tlt.errors import UserError
-from volo.record import run_directory
-from volo.record.json_lines import read_json_lines
-from volo.record.run_directory import RunDirectory, choose_directory
+from volo.record import records, run_directory
+from volo.record.records import RunRecords, read_json_lines
+from volo.record.run_directory import choose_directory
 
 SIZE = (224, 224)
 
@@ -82,7 +82,7 @@ def test_runs_that_start_in_the_same_second_keep_apart(tmp_path: Path, monkeypat
 
 
 def test_fault_12_records_of_what_a_resumed_run_does_again_are_removed(tmp_path: Path) -> None:
-    directory, metrics, summary = RunDirectory(tmp_path), tmp_path / "metrics.jsonl", tmp_path / "summary.csv"
+    directory, metrics, summary = RunRecords(tmp_path), tmp_path / "metrics.jsonl", tmp_path / "summary.csv"
     for epoch in range(2):
         for update in (2, 4):
             directory.metrics({"event": "train", "epoch": epoch, "update": 4 * epoch + update})
@@ -104,7 +104,7 @@ def test_fault_12_records_of_what_a_resumed_run_does_again_are_removed(tmp_path:
 def test_a_full_disk_and_damaged_records_stop_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "run.json").write_text("[{")
     (tmp_path / "metrics.jsonl").write_bytes(b'{"event": "epoch", "epoch": 0}\n\x00\x00\xff,2\n')
-    directory = RunDirectory(tmp_path)
+    directory = RunRecords(tmp_path)
     directory.record_start(_args(tmp_path, scale=(0.1, 1.0)), 2, "cpu")
     directory.record_start(_args(tmp_path), 1, "cpu")
     assert yaml.safe_load((tmp_path / "args.yaml").read_text())["model"] == "volo_d1"
@@ -115,7 +115,7 @@ def test_a_full_disk_and_damaged_records_stop_nothing(tmp_path: Path, monkeypatc
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(run_directory, "_write", full)
+        patch.setattr(records, "write_whole", full)
         directory.epoch({"epoch": 1, "train_loss": 0.5})
     directory.epoch({"epoch": 2, "train_loss": 0.25})
     assert (tmp_path / "summary.csv").read_text().splitlines() == ["epoch,train_loss", "0,", "1,0.5", "2,0.25"]

@@ -14,13 +14,13 @@ from pathlib import Path
 import pytest
 
 from tlt.errors import UserError
-from volo.record.run_lock import RunLock
+from volo.record.run_directory import RunLock
 
 ROOT = Path(__file__).resolve().parents[2]
 HOLD = """
 import os, sys, time
 from pathlib import Path
-from volo.record.run_lock import RunLock
+from volo.record.run_directory import RunLock
 with RunLock(Path(sys.argv[1]), print) as lock:
     lock.acquire()
     if os.fork() == 0:  # as a data worker, which may outlive its parent

@@ -16,7 +16,7 @@ import yaml
 from volo.cluster.distributed import World
 from volo.record.logger import Logger
 from volo.record.metrics import EpochTotals, Evaluation, Interval
-from volo.record.run_directory import RunDirectory
+from volo.record.records import RunRecords
 
 UPDATES = 3  # of an epoch
 SETTINGS = {"lr": 0.25, "model": "volo_d1", "mean": None, "scale": [0.08, 1.0], "experiment": ""}
@@ -31,7 +31,7 @@ class Tracked(NamedTuple):
 
 def open_run(run: Path, update: int, *trackers: str, project: str = "", tags: tuple[str, ...] = ()) -> Logger:
     """Start a run, or resume it from a checkpoint of this update."""
-    directory = RunDirectory(run)
+    directory = RunRecords(run)
     directory.record_start(Namespace(**SETTINGS), 1, "cpu")
     directory.rewind(update // UPDATES, update)
     logger = Logger(World(0, 0, 1, torch.device("cpu")))

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import volo  # noqa: F401  (registers the models)
 from tests.commands.conftest import QUICK, Make
 from volo import cli
-from volo.train.convolutions import check_convolutions
+from volo.train.precision import check_convolutions
 
 CPU = torch.device("cpu")
 SIZE = (3, 64, 64)

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from volo.train.convolutions import check_convolutions
-from volo.train.precision import Precision, WorkingCopy
+from volo.train.precision import Precision, WorkingCopy, check_convolutions
 
 CPU = torch.device("cpu")
 

@@ -13,22 +13,113 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Mapping
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from tlt.errors import NonFiniteError, UserError
+from tlt.io.files import sync_folder
+from tlt.io.text import natural_key
 from tlt.io.weights import first_non_finite
-from volo.checkpoint.checkpoint_file import STAGED, duplicate, explained, save_checkpoint, tensor_bytes, the_checkpoint
 from volo.checkpoint.state import TrainState
 
 LAST = "last.pth.tar"
 BEST = "model_best.pth.tar"
 NAMES = re.compile(r"(?:last|model_best|checkpoint-(\d+))\.pth\.tar")  # the only names that `auto` reads
-_ABANDONED = "superseded-"
+STAGED, _ABANDONED = ".staged-", "superseded-"
+ENDINGS = (".pth", ".pt", ".tar", ".safetensors")
+
+
+class NotWrittenError(UserError):
+    """A checkpoint can't be written (disk full, read-only, lost mount, ...). Earlier checkpoints are unchanged."""
+
+    exit_code = 4
+
+
+def save_checkpoint(path: Path, payload: dict[str, Any]) -> None:
+    """Write a checkpoint so that `path` is the complete old or new file at any instant, even after a power cut.
+
+    Raises:
+        NotWrittenError: The old file is unchanged, and no temporary file is left.
+    """
+
+    def write(staged: Path) -> None:
+        # A file object, not a path: torch's own writer loses the system's reason (ENOSPC, ...) for a failure.
+        with staged.open("wb") as file:
+            torch.save(payload, file)
+            file.flush()
+            os.fsync(file.fileno())
+
+    with explained(path, lambda: tensor_bytes(payload)):
+        install(path, write)
+
+
+def duplicate(source: Path, target: Path) -> None:
+    """Give `source` a second name atomically; copy it where the file system has no hard links.
+
+    Raises:
+        NotWrittenError: `target` is unchanged.
+    """
+
+    def fill(staged: Path) -> None:
+        try:
+            os.link(source, staged)
+        except OSError:
+            with source.open("rb") as old, staged.open("wb") as new:
+                shutil.copyfileobj(old, new, 1 << 20)
+                new.flush()
+                os.fsync(new.fileno())
+
+    with explained(target, lambda: source.stat().st_size):
+        if not (target.exists() and target.samefile(source)):
+            install(target, fill)
+
+
+def install(path: Path, fill: Callable[[Path], None]) -> None:
+    """Let `fill` write a temporary file beside `path`, then rename it to `path` and sync the directory."""
+    staged = path.with_name(f"{STAGED}{os.getpid()}-{path.name}")
+    try:
+        fill(staged)
+        os.replace(staged, path)
+    finally:
+        # The temporary name is also left if both names are one file: rename then does nothing.
+        with suppress(OSError):
+            staged.unlink(missing_ok=True)
+    sync_folder(path.parent)
+
+
+@contextmanager
+def explained(path: Path, size: Callable[[], int]) -> Iterator[None]:
+    """Turn errors of the system in the block into one line with the bytes needed, `size()`, and free."""
+    try:
+        yield
+    except (OSError, RuntimeError) as error:
+        # torch's zip writer hides the system's error behind one of its own.
+        cause = error if isinstance(error, OSError) else error.__context__
+        if not isinstance(cause, OSError):
+            raise
+        needed = free = 0
+        with suppress(OSError):
+            needed = size()
+            free = shutil.disk_usage(next(parent for parent in path.parents if parent.exists())).free
+        raise NotWrittenError(
+            f"cannot write {path}: {cause.strerror or cause}; it needs {needed / 2**20:.1f} MiB, "
+            f"{free / 2**20:.1f} MiB are free there; what was saved before is untouched"
+        ) from error
+
+
+def tensor_bytes(value: Any) -> int:
+    """Return the bytes of all tensors in nested dicts and lists."""
+    if isinstance(value, Tensor):
+        return value.numel() * value.element_size()
+    values = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
+    return sum(map(tensor_bytes, values))
 
 
 class RankedCheckpoint(NamedTuple):
@@ -56,6 +147,36 @@ def rank(scores: Mapping[int, Mapping[str, float]], by: str) -> list[RankedCheck
 def best_of(ranked: list[RankedCheckpoint]) -> RankedCheckpoint | None:
     """Return the best checkpoint of a ranked list; None if none has a metric."""
     return ranked[0] if ranked and ranked[0].metric is not None else None
+
+
+def checkpoints_in(folder: Path, flag: str) -> list[Path]:
+    """Return the checkpoints in a folder, in natural order.
+
+    Raises:
+        UserError: The folder holds no checkpoint.
+    """
+    files = [
+        path for path in folder.iterdir() if path.is_file() and path.name.endswith(ENDINGS) and path.name[0] != "."
+    ]
+    if not files:
+        raise UserError(f"{flag} {folder}: no file in it ends in {', '.join(ENDINGS)}")
+    return sorted(files, key=lambda path: natural_key(path.name))
+
+
+def the_checkpoint(path: str, flag: str) -> Path:
+    """Return the file that a flag names, or the only checkpoint in the folder that it names.
+
+    Raises:
+        UserError: The folder holds no checkpoint, or several.
+    """
+    if not Path(path).is_dir():
+        return Path(path)
+    first, *others = checkpoints_in(Path(path), flag)
+    if others:
+        raise UserError(
+            f"{flag} {path} holds {1 + len(others)} checkpoints: name one of them, such as {others[-1].name}"
+        )
+    return first
 
 
 def best_or_last(path: str, flag: str) -> Path:

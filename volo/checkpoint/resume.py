@@ -1,7 +1,7 @@
 """The checkpoint that a run resumes, and whether it may: the directory of a restarted run, the same data.
 
 `distributed_train.sh` with MAX_RESTARTS=N and `torchrun --max-restarts N` both pass the number of restarts; what stays
-the same over restarts is in run.json (`volo.record.run_directory.launch_record`).
+the same over restarts is in run.json (`volo.record.records.launch_record`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tlt.upstream.rows import ROWS
 from volo.checkpoint.checkpoint import LAST, NAMES
 from volo.cluster.ranks import restarts
 from volo.config.recipes import GONE
-from volo.record.run_directory import launch_record
+from volo.record.records import launch_record
 
 
 @dataclass(frozen=True)

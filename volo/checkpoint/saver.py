@@ -13,8 +13,15 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from volo.checkpoint.checkpoint import LAST, CheckpointDir, RankedCheckpoint, Save, best_of
-from volo.checkpoint.checkpoint_file import NotWrittenError, tensor_bytes
+from volo.checkpoint.checkpoint import (
+    LAST,
+    CheckpointDir,
+    NotWrittenError,
+    RankedCheckpoint,
+    Save,
+    best_of,
+    tensor_bytes,
+)
 from volo.checkpoint.state import TrainState
 from volo.cluster.distributed import from_primary
 from volo.cluster.shard import is_sharded

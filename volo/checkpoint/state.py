@@ -23,7 +23,7 @@ from tlt.models.fit_weights import fit_state_dict
 from tlt.models.wrap import DENSE_ENTRIES, joined_state_dict, split_state_dict
 from volo.checkpoint.finetune import explain_misfit, needed
 from volo.cluster.tensor_parallel import own_model_state, own_optimizer_state, whole_model_state, whole_optimizer_state
-from volo.record.run_directory import plain
+from volo.record.records import plain
 
 SCALER_KEY = "amp_scaler"
 STATISTICS_KEY = "rank_statistics"

@@ -29,11 +29,11 @@ from tlt.errors import UserError, require
 from tlt.io.files import refuse_existing
 from tlt.io.text import printable
 from tlt.models.folding import fold_batchnorm
-from volo.checkpoint.checkpoint_file import explained, install, tensor_bytes
+from volo.checkpoint.checkpoint import explained, install, tensor_bytes
 from volo.checkpoint.model_config import class_names
 from volo.commands.console import say
 from volo.commands.hub import write_folder
-from volo.train.convolutions import check_convolutions
+from volo.train.precision import check_convolutions
 from volo.train.trained_model import TrainedModel, load_model
 
 BATCHES = (1, 3)  # batch sizes for the check of the file; it was traced with another one

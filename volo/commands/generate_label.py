@@ -52,8 +52,7 @@ from volo.cluster.distributed import (
 )
 from volo.commands.console import say
 from volo.train.compilation import check_scope, compile_errors_told, feature_compiler
-from volo.train.convolutions import check_convolutions
-from volo.train.precision import compute_dtype
+from volo.train.precision import check_convolutions, compute_dtype
 from volo.train.trained_model import TrainedModel, load_model
 
 _RANK_TIMEOUT = 7 * 86400.0  # seconds that ranks wait for rank 0 while it checks the existing labels

@@ -15,7 +15,7 @@ from timm.models import save_for_hf
 from tlt.errors import UserError
 from tlt.io.weights import peek_checkpoint
 from volo.checkpoint.model_config import class_names
-from volo.record.run_directory import epochs_of
+from volo.record.records import epochs_of
 from volo.train.model import architecture_of, is_ours
 from volo.train.trained_model import TrainedModel
 

@@ -37,10 +37,9 @@ from volo.commands.attention import TOP, View, answers_page
 from volo.commands.console import say
 from volo.commands.predictions import prediction_rows, prediction_table, write_embeddings, write_predictions
 from volo.record.run_directory import check_writable
-from volo.train.convolutions import check_convolutions
 from volo.train.data import validation_loader
 from volo.train.model import TimmModel, place_model
-from volo.train.precision import Precision, compute_dtype
+from volo.train.precision import Precision, check_convolutions, compute_dtype
 from volo.train.trained_model import TrainedModel, load_model
 
 TOKEN_CLASSES = ("token_class", "token_probability")

@@ -15,7 +15,7 @@ from torch import Tensor
 from tlt.errors import require
 from tlt.io.text import table
 from tlt.tools.drawing import shorten
-from volo.checkpoint.checkpoint_file import explained, install
+from volo.checkpoint.checkpoint import explained, install
 
 COLUMNS = ("path", "rank", "class_id", "class_name", "probability")
 Rows = Sequence[tuple[str, int, int, str, float]]

@@ -21,8 +21,7 @@ from typing import Any, NamedTuple
 from tlt.errors import UserError
 from tlt.io.text import table
 from tlt.io.weights import peek_checkpoint, read_checkpoint
-from volo.record.json_lines import EVENTS, duration, read_json_lines
-from volo.record.run_directory import METRICS
+from volo.record.records import EVENTS, METRICS, duration, read_json_lines
 
 Record = dict[str, Any]
 PAGE = "report.html"

@@ -34,16 +34,9 @@ from volo.cluster.distributed import World, from_all, from_primary, primary_firs
 from volo.cluster.tensor_parallel import TensorParallelParams
 from volo.config.flag_rules import trackers_of
 from volo.record.logger import Logger
-from volo.record.machine_use import Arithmetic, peak_flops
-from volo.record.run_directory import (
-    DEFAULT_ROOT,
-    RunDirectory,
-    changed_settings,
-    choose_directory,
-    settings_of,
-    versions,
-)
-from volo.record.run_lock import RunLock
+from volo.record.metrics import Arithmetic, peak_flops
+from volo.record.records import RunRecords, settings_of, versions
+from volo.record.run_directory import DEFAULT_ROOT, RunLock, changed_settings, choose_directory
 from volo.train.criterion import Criterion, TokenLabelCriterion
 from volo.train.data import LIST, as_list
 from volo.train.loop import set_train_mode
@@ -164,7 +157,7 @@ def open_run(run: Run, training: Training) -> Saver:
     wait_for_hosts()  # all ranks have read the checkpoint before rank 0 touches the directory
     with primary_first():
         if run.world.is_primary:
-            records = RunDirectory(run.directory)
+            records = RunRecords(run.directory)
             logger.open_events(run.directory)  # where the run that has the lock tells of this one, too
             run.lock.acquire()
             more = {LIST: as_list(training.validation.dataset.source)} if args.val_fraction else {}

@@ -20,8 +20,7 @@ from torch import nn
 from tlt.data.dataset import LabelReader
 from tlt.data.sources.folder import check_num_classes
 from tlt.io.progress import SearchProgress
-from volo.checkpoint.checkpoint import LAST
-from volo.checkpoint.checkpoint_file import the_checkpoint
+from volo.checkpoint.checkpoint import LAST, the_checkpoint
 from volo.checkpoint.finetune import load_finetune, load_weights
 from volo.checkpoint.resume import DATA_KEY, fingerprint
 from volo.checkpoint.state import TrainState
@@ -41,9 +40,9 @@ from volo.commands.run_start import arithmetic, chosen_directory, describe, go_o
 from volo.config.args import TrainArgs
 from volo.config.flag_rules import divides_weights
 from volo.record.logger import Logger
-from volo.record.run_directory import check_writable, settings_of
+from volo.record.records import settings_of
+from volo.record.run_directory import check_writable
 from volo.train.compilation import compile_errors_told, compile_model
-from volo.train.convolutions import check_convolutions
 from volo.train.criterion import TokenLabelCriterion, make_criterion
 from volo.train.data import (
     Folders,
@@ -69,7 +68,7 @@ from volo.train.model import (
     wrap_model,
 )
 from volo.train.optim import create_optimizer
-from volo.train.precision import Clipping, Precision, WorkingCopy, compute_dtype, tune_gpu
+from volo.train.precision import Clipping, Precision, WorkingCopy, check_convolutions, compute_dtype, tune_gpu
 from volo.train.run import Run, Training
 from volo.train.schedule import LrSchedule, resolve_lr
 from volo.train.settings import BATCH_KEY, settle
@@ -251,4 +250,4 @@ def train(run: Run, training: Training) -> None:
                 ask_for_requeue(stop, state.update, run.directory / LAST)
             leave_together(guard.watchdog)
             raise
-    logger.line(f"done: {state.update} updates; results in {logger.directory.path if logger.directory else None}")
+    logger.line(f"done: {state.update} updates; results in {logger.records.path if logger.records else None}")

@@ -30,17 +30,16 @@ from tlt.data.sources.open_images import open_images
 from tlt.data.sources.source import ImageSource
 from tlt.errors import UserError
 from tlt.models.folding import fold_batchnorm
-from volo.checkpoint.checkpoint_file import checkpoints_in
+from volo.checkpoint.checkpoint import checkpoints_in
 from volo.cluster.distributed import World, init_world, lost_rank_explained, primary_first, shut_down
 from volo.commands.console import say
 from volo.record.metrics import Sums
 from volo.record.run_directory import check_writable
 from volo.train.compilation import compile_errors_told, compile_model
-from volo.train.convolutions import check_convolutions
 from volo.train.data import listed_images, part, validation_loader
 from volo.train.loop import evaluate
 from volo.train.model import TimmModel, place_model
-from volo.train.precision import Precision, compute_dtype
+from volo.train.precision import Precision, check_convolutions, compute_dtype
 from volo.train.trained_model import load_model
 
 

@@ -18,10 +18,8 @@ from tqdm import tqdm
 from tlt.data.batch import Skipped
 from tlt.io.text import printable, safe_text
 from volo.cluster.distributed import World
-from volo.record.json_lines import EVENTS, LineFile, duration, strict_json, utc_now
-from volo.record.machine_use import Arithmetic, gpu_use
-from volo.record.metrics import EpochTotals, Evaluation, Interval
-from volo.record.run_directory import RunDirectory
+from volo.record.metrics import Arithmetic, EpochTotals, Evaluation, Interval, gpu_use
+from volo.record.records import EVENTS, LineFile, RunRecords, duration, strict_json, utc_now
 from volo.record.trackers import FOLDER as TRACKERS
 from volo.record.trackers import Trackers
 
@@ -50,7 +48,7 @@ class Logger:
 
     def __init__(self, world: World) -> None:
         self.world = world
-        self.directory: RunDirectory | None = None  # before `open`, and on other ranks
+        self.records: RunRecords | None = None  # before `open`, and on other ranks
         self._events = LineFile()  # events.jsonl; it keeps those from before `open_events`
         self.trackers = Trackers(self.warning)
         self._arithmetic: Arithmetic | None = None
@@ -61,17 +59,17 @@ class Logger:
         self._seconds, self._waited, self._updates = 0.0, 0.0, 0  # of this start
         self._advised = False
 
-    def open(self, directory: RunDirectory, total_updates: int, arithmetic: Arithmetic | None = None) -> None:
-        """Write records to `directory` from now on; earlier lines go to its log.txt, too. `total_updates` are those of
+    def open(self, records: RunRecords, total_updates: int, arithmetic: Arithmetic | None = None) -> None:
+        """Write to `records` from now on; earlier lines go to its log.txt, too. `total_updates` are those of
         the whole run; `arithmetic` is that of a step, None where it can't be counted."""
-        self.directory, self._total_updates, self._arithmetic = directory, total_updates, arithmetic
-        self._lines.open(directory.path / "log.txt")
+        self.records, self._total_updates, self._arithmetic = records, total_updates, arithmetic
+        self._lines.open(records.path / "log.txt")
 
     def track(self, names: Sequence[str], project: str, tags: Sequence[str]) -> None:
         """Send the records to these experiment trackers, too; one that fails is a warning. Call `open` before."""
-        if self.directory is not None and names:
-            self.line(f"trackers: {', '.join(names)}; what they print is in {self.directory.path / TRACKERS}")
-            self.trackers.start(self.directory.path, names, project, tags)
+        if self.records is not None and names:
+            self.line(f"trackers: {', '.join(names)}; what they print is in {self.records.path / TRACKERS}")
+            self.trackers.start(self.records.path, names, project, tags)
 
     def open_events(self, directory: Path) -> None:
         """Write events to the existing `directory` from now on, on every rank that can reach it."""
@@ -134,7 +132,7 @@ class Logger:
 
     def start_epoch(self, epoch: int, epochs: int, updates: int) -> None:
         """Show a progress bar for the epoch if stderr is a terminal."""
-        if self.directory is not None and sys.stderr.isatty():
+        if self.records is not None and sys.stderr.isatty():
             # Fits 80 columns; the intervals' lines go to log.txt alone.
             form = "{desc} {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt}{postfix}"
             title = f"epoch {epoch + 1}/{epochs}"
@@ -148,7 +146,7 @@ class Logger:
 
     def interval(self, interval: Interval) -> None:
         """Print and record an interval of training."""
-        if self.directory is None:
+        if self.records is None:
             return
         self._seconds += interval.seconds
         self._waited += interval.wait_seconds
@@ -174,7 +172,7 @@ class Logger:
             self._bar.set_postfix_str(f"loss {interval.loss:.3f}, {rate}, ETA {duration(remaining)}")
         use = gpu_use(self.world.device) | (self._arithmetic.use(per_device) if self._arithmetic else {})
         more = {"images_per_second": interval.images_per_second, **use, "time": utc_now()}
-        self.directory.metrics({"event": "train", **asdict(interval), **more})
+        self.records.metrics({"event": "train", **asdict(interval), **more})
         self.trackers.check()
         if self._waited > max(WAIT_SHARE * self._seconds, WAIT_SECONDS):
             self._advise(self._waited / self._seconds)
@@ -194,7 +192,7 @@ class Logger:
         if self._bar is not None:
             self._bar.close()
             self._bar = None
-        if self.directory is None:
+        if self.records is None:
             return
         row: dict[str, float | int] = {
             "epoch": epoch,
@@ -211,18 +209,18 @@ class Logger:
             row |= {f"eval_{key}{suffix}": getattr(result, key) for key in ("top1", "top5", "loss", "images")}
         if best is not None:
             row["best"] = best
-        self.directory.epoch(row)
+        self.records.epoch(row)
 
     def sync(self) -> None:
         """Write the records to the disk; call it before a checkpoint is saved, which must not outlive them."""
-        if self.directory is not None:
-            self.directory.sync()
+        if self.records is not None:
+            self.records.sync()
 
     def curve(self) -> None:
         """Draw the learning curves if matplotlib is installed; warn if that fails."""
-        if self.directory is None or importlib.util.find_spec("matplotlib") is None:
+        if self.records is None or importlib.util.find_spec("matplotlib") is None:
             return
         try:
-            self.directory.draw_curve()
+            self.records.draw_curve()
         except Exception as error:  # whatever happens: no run may end because of a picture
             self.line(f"warning: curve.png could not be drawn: {type(error).__name__}: {error}")

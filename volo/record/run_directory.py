@@ -1,49 +1,30 @@
-"""The directory of one run: its arguments, its machines and its results. Only rank 0 writes.
-
-docs/training.md lists the files.
-"""
+"""The directory of one run: which one it is, and that no other job writes there."""
 
 from __future__ import annotations
 
-import csv
-import io
 import itertools
 import json
 import os
-import platform
 import re
 import reprlib
-import socket
-import sys
 from argparse import Namespace
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import datetime
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import torch
 import yaml
+from filelock import FileLock, Timeout
 
-from tlt._version import __version__
 from tlt.errors import UserError
-from volo.cluster.ranks import launch_id
 from volo.config.flags_data import AUGMENTATION, TOKEN_LABELS
 from volo.config.flags_train import BATCH_NORM, EMA, MODEL, OPTIMIZER, REGULARISATION, SCHEDULE
-from volo.record.json_lines import LineFile, read_json_lines, strict_json, utc_now
+from volo.record.records import plain, settings_of
 
-METRICS, SUMMARY = "metrics.jsonl", "summary.csv"
 DEFAULT_ROOT = "output/train"
-_CURVES = {
-    "loss": ("train_loss", "train_cls_loss", "train_dense_loss", "eval_loss"),
-    "accuracy (%)": ("eval_top1", "eval_top5", "eval_top1_ema"),
-}
-# Arguments that only say how a run was started.
-_NOT_SETTINGS = {"config", "notes", "local_rank", "debug", "dry_run", "resume", "no_resume_opt", "start_epoch"}
-_NOT_SETTINGS |= {"allow_changed_data"}
-
+_WAIT = 2.0  # seconds, for data workers of a killed job, which have inherited the lock before filelock 4
 # The settings that define an experiment, without places of files and without the machines.
 _OF_EXPERIMENT = {
     flag.dest
@@ -152,167 +133,69 @@ def _new(root: Path, suffix: str, make: bool) -> Path:
     return path
 
 
-def launch_record() -> str | None:
-    """Return what tells this launch from all others in run.json, the same over restarts: the launcher's id; the process
-    of a torchrun that was given none; None without a launcher."""
-    if launch_id() is not None or "TORCHELASTIC_RUN_ID" not in os.environ:
-        return launch_id()
-    started = ""
-    with suppress(OSError, LookupError):  # in kernel ticks, because the system gives a process's number out again
-        started = Path(f"/proc/{os.getppid()}/stat").read_text().rpartition(")")[2].split()[19]
-    return f"process {os.getppid()} on {socket.gethostname()}, started at {started}"
+class RunLock:
+    """One job per run directory: a second one (a double requeue, say) is kept out. Leaving the context releases it.
 
+    The kernel's lock on RUN/run.lock ends with the process that holds it, however that ends. It keeps out jobs of other
+    machines where the file system passes locks on, as NFS does.
 
-class RunDirectory:
-    """Writes the records of one run. Construct it on rank 0 only."""
+    Args:
+        warn: Receives a line when a directory that was removed is made again.
+    """
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._metrics = LineFile(path / METRICS)
-        self._started: dict[str, bytes] = {}  # contents of the files that a start writes
-        try:
-            path.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise UserError(f"--output {path}: cannot create the run directory ({error.strerror})") from error
+    def __init__(self, directory: Path, warn: Callable[[str], None]) -> None:
+        self.path, self._warn = directory / "run.lock", warn
+        self._lock: FileLock | None = None
+        self._inode = 0
 
-    def record_start(
-        self, args: Namespace, world_size: int, device: str, more: Mapping[str, bytes] | None = None
-    ) -> None:
-        """Write args.yaml and `more` files, and add a record to run.json."""
-        starts: Any = []
-        with suppress(OSError, ValueError):  # missing or damaged; events.jsonl has the starts, too
-            starts = json.loads((self.path / "run.json").read_bytes())
-        start = {
-            "time": datetime.now().astimezone().isoformat(timespec="seconds"),
-            "command": sys.argv,
-            "working_directory": os.getcwd(),
-            "launch": launch_record(),
-            "host": socket.gethostname(),
-            "pid": os.getpid(),
-            "python": platform.python_version(),
-            "versions": versions(),
-            "world_size": world_size,
-            "device": device,
-        }
-        starts = [*starts, start] if isinstance(starts, list) else [start]
-        settings = yaml.safe_dump(settings_of(args), sort_keys=True)
-        self._started = {"args.yaml": settings.encode(), "run.json": json.dumps(starts, indent=1).encode() + b"\n"}
-        self._started |= more or {}
-        for name, content in self._started.items():
-            _write(self.path / name, content)
+    def __enter__(self) -> RunLock:
+        return self
 
-    def rewind(self, epoch: int, update: int) -> int:
-        """Remove the records after a position from metrics.jsonl and summary.csv: the run will make them again.
+    def __exit__(self, *_: object) -> None:
+        if self._lock is not None:
+            self._lock.release()
 
-        Args:
-            epoch, update: Epochs finished, and optimizer steps done.
-
-        Returns:
-            How many lines of metrics.jsonl were removed.
+    def acquire(self) -> None:
+        """Take the lock of a directory that exists; for rank 0. Does nothing if it is held already.
 
         Raises:
-            UserError: The files can't be written.
+            UserError: Another job holds it.
         """
-        file = self.path / METRICS
-        lines = file.read_bytes().splitlines() if file.is_file() else []
-        kept = [line for line in lines if _is_before(line, epoch, update)]
-        if len(kept) < len(lines):
-            try:
-                _write(file, b"".join(line + b"\n" for line in kept))
-                self._write_summary()
-            except OSError as error:
-                raise UserError(f"{file} can't be written ({error.strerror}): make room there") from error
-        return len(lines) - len(kept)
+        if self._lock is not None:
+            return
+        lock = FileLock(self.path, thread_local=False)
+        try:
+            lock.acquire(timeout=_WAIT)
+        except Timeout as error:
+            raise UserError(
+                f"{self.path.parent} is in use by {self._holder()}: end that job first, or name another --experiment"
+            ) from error
+        except (OSError, NotImplementedError) as error:  # no permission, or a file system without locks
+            raise UserError(f"{self.path} cannot be locked ({error}): name another --output") from error
+        self._lock, self._inode = lock, os.stat(self.path).st_ino
 
-    def sync(self) -> None:
-        """Write the records to the disk, as far as possible: a checkpoint must not outlive them.
+    def check(self) -> None:
+        """Create the directory again if it was removed, and take its lock again; does nothing without the lock.
 
-        The files of the start are written again if they were removed.
+        Raises:
+            UserError: Another job has taken the directory meanwhile.
         """
-        for name in [name for name in self._started if not (self.path / name).exists()]:
-            with suppress(OSError):
-                _write(self.path / name, self._started[name])
-        for name in (METRICS, SUMMARY):
-            with suppress(OSError), (self.path / name).open("rb") as file:
-                os.fsync(file.fileno())
+        if self._lock is None:
+            return
+        with suppress(OSError):  # the next save fails for the same reason, reports it and is tried again
+            if self.path.exists() and self.path.stat().st_ino == self._inode:
+                return
+            self.path.parent.mkdir(exist_ok=True)
+            self._lock = None
+            self.acquire()
+            self._warn(
+                f"warning: {self.path.parent} was removed while this run goes on: made anew, without what it held"
+            )
 
-    def metrics(self, record: dict[str, Any]) -> None:
-        """Add a record to metrics.jsonl."""
-        self._metrics.append(strict_json(record))
-
-    def epoch(self, row: dict[str, Any]) -> None:
-        """Add the record of an epoch to metrics.jsonl, and write summary.csv anew from all of them if possible."""
-        self.metrics({"event": "epoch", **row, "time": utc_now()})
-        with suppress(OSError):
-            self._write_summary()
-
-    def _write_summary(self) -> None:
-        rows = [{k: v for k, v in record.items() if k not in ("event", "time")} for record in epochs_of(self.path)]
-        out = io.StringIO(newline="")
-        writer = csv.DictWriter(out, list(dict.fromkeys(name for row in rows for name in row)), restval="")
-        writer.writeheader()
-        writer.writerows(rows)
-        _write(self.path / SUMMARY, out.getvalue().encode())
-
-    def draw_curve(self) -> Path:
-        """Draw curve.png from the records of the epochs. Raises whatever matplotlib raises."""
-        from matplotlib.figure import Figure  # not pyplot, whose backend is a notebook's to choose
-
-        figure, epochs = Figure(figsize=(10, 4), layout="constrained"), epochs_of(self.path)
-        for axes, label, names in zip(figure.subplots(1, 2), _CURVES, _CURVES.values(), strict=True):
-            for name in names:
-                points = [(record["epoch"] + 1, record[name]) for record in epochs if record.get(name) is not None]
-                if any(value for _, value in points):
-                    axes.plot(*zip(*points, strict=True), label=name.replace("_", " "), marker=".")
-            axes.set(xlabel="epoch", ylabel=label)
-            axes.grid(alpha=0.3)
-            if axes.lines:
-                axes.legend()
-        file = self.path / "curve.png"
-        figure.savefig(file, dpi=120)
-        return file
-
-
-def epochs_of(folder: Path) -> list[dict[str, Any]]:
-    """Return the records of the finished epochs of a run."""
-    return [record for record in read_json_lines(folder / METRICS)[0] if record.get("event") == "epoch"]
-
-
-def versions() -> dict[str, str]:
-    """Return the versions of the packages that a run depends on; torch's with its build (+cu130)."""
-    found = {"volo-tlt": __version__, "torch": torch.__version__}
-    for name in ("torchvision", "timm", "numpy", "simplejpeg"):
-        with suppress(PackageNotFoundError):
-            found[name] = version(name)
-    return found
-
-
-def settings_of(args: Namespace) -> dict[str, Any]:
-    """Return the arguments that define the run, as plain types, without those that only say how it was started."""
-    return plain({k: v for k, v in sorted(vars(args).items()) if k not in _NOT_SETTINGS})
-
-
-def _is_before(line: bytes, epoch: int, update: int) -> bool:
-    """Whether a record is from before a position. The epoch is compared first, since epochs may change their length."""
-    try:
-        record = json.loads(line)
-        if record["event"] == "epoch" or record["epoch"] != epoch:
-            return record["epoch"] < epoch
-        return record["update"] <= update
-    except (ValueError, TypeError, KeyError, RecursionError):
-        return False
-
-
-def plain(value: Any) -> Any:
-    """Convert `value` to plain types (tuples to lists, paths to text)."""
-    if isinstance(value, dict):
-        return {str(k): plain(v) for k, v in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [plain(v) for v in value]
-    return value if value is None or isinstance(value, (bool, int, float, str)) else str(value)
-
-
-def _write(file: Path, content: bytes) -> None:
-    staged = file.with_name(file.name + ".tmp")
-    staged.write_bytes(content)
-    staged.replace(file)
+    def _holder(self) -> str:
+        """Return who holds the lock, by the newest start in run.json."""
+        try:
+            start = json.loads((self.path.parent / "run.json").read_bytes())[-1]
+            return f"process {start['pid']} on {start['host']} (since {start['time']})"
+        except (OSError, ValueError, LookupError, TypeError):  # it has not begun, or is damaged
+            return "another job"

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
-# Files of the run directory (`volo.record.run_directory`).
+# Files of the run directory (`volo.record.records`).
 METRICS, ARGUMENTS, FOLDER = "metrics.jsonl", "args.yaml", "trackers"
 DEFAULT_PROJECT = "volo-tlt"
 POLL_S = 1.0

@@ -20,7 +20,7 @@ def batch_watcher(run: Run, training: Training) -> Callable[[int, Batch], None]:
     """
     known: set[str] = set()
     logger, interval = run.logger, run.args.log_interval
-    draws = logger.directory is not None and importlib.util.find_spec("matplotlib") is not None
+    draws = logger.records is not None and importlib.util.find_spec("matplotlib") is not None
 
     def watch(update: int, batch: Batch) -> None:
         nonlocal draws
@@ -32,7 +32,7 @@ def batch_watcher(run: Run, training: Training) -> Callable[[int, Batch], None]:
         if draws and not (update and (run.directory / FILE).exists()):
             _draw(run, training, update, batch.select(slice(_IMAGES)))
         draws = False
-        if logger.directory is not None and run.args.save_images and update % interval == 0:
+        if logger.records is not None and run.args.save_images and update % interval == 0:
             from torchvision.utils import save_image
 
             save_image(batch.images, run.directory / f"train-batch-{update}.jpg", padding=0, normalize=True)

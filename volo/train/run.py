@@ -15,8 +15,8 @@ from volo.cluster.distributed import World
 from volo.cluster.stopping import StopGuard
 from volo.config.args import TrainArgs
 from volo.record.logger import Logger
-from volo.record.machine_use import Arithmetic
-from volo.record.run_lock import RunLock
+from volo.record.metrics import Arithmetic
+from volo.record.run_directory import RunLock
 from volo.train.criterion import Criterion
 from volo.train.precision import Precision
 from volo.train.schedule import LrSchedule

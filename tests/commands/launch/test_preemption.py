@@ -16,7 +16,7 @@ import torch
 
 from tests.commands.conftest import QUICK, ROOT, Make, Running, children, ended, held, metrics, start, storage
 from tests.conftest import wait_until
-from volo.record.run_lock import RunLock
+from volo.record.run_directory import RunLock
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 slow = pytest.mark.slow

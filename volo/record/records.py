@@ -1,0 +1,277 @@
+"""The records of a run: lines of JSON, and the other files in its directory that say what it is and does.
+
+`events.jsonl` has the events of a run, by `volo.record.logger.Logger.event`; docs/training.md lists their kinds and all
+files.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+import os
+import platform
+import socket
+import sys
+from argparse import Namespace
+from collections import deque
+from collections.abc import Mapping
+from contextlib import suppress
+from datetime import datetime, timezone
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+
+from tlt._version import __version__
+from tlt.errors import UserError
+from tlt.io.files import read_at, write_whole
+from volo.cluster.ranks import launch_id
+
+EVENTS, METRICS, SUMMARY = "events.jsonl", "metrics.jsonl", "summary.csv"
+_MOST_PENDING = 10_000  # lines kept in memory while a file can't be written
+_CURVES = {
+    "loss": ("train_loss", "train_cls_loss", "train_dense_loss", "eval_loss"),
+    "accuracy (%)": ("eval_top1", "eval_top5", "eval_top1_ema"),
+}
+# Arguments that only say how a run was started.
+_NOT_SETTINGS = {"config", "notes", "local_rank", "debug", "dry_run", "resume", "no_resume_opt", "start_epoch"}
+_NOT_SETTINGS |= {"allow_changed_data"}
+
+
+def utc_now() -> str:
+    """Return the present time in milliseconds, as ISO 8601."""
+    return datetime.now(timezone.utc).isoformat(timespec="milliseconds")
+
+
+def duration(seconds: float) -> str:
+    """Format seconds as `1d 02:03:04`, `02:03:04` or `03:04`."""
+    minutes, second = divmod(int(seconds), 60)
+    hours, minute = divmod(minutes, 60)
+    days, hour = divmod(hours, 24)
+    clock = f"{hour:02d}:{minute:02d}:{second:02d}" if hours or days else f"{minute:02d}:{second:02d}"
+    return f"{days}d {clock}" if days else clock
+
+
+def plain(value: Any, strict: bool = False) -> Any:
+    """Convert `value` to plain types: tuples to lists, paths to text; for `strict` JSON NaN and infinity to None."""
+    if isinstance(value, dict):
+        return {str(k): plain(v, strict) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(v, strict) for v in value]
+    if strict and isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value if value is None or isinstance(value, (bool, int, float, str)) else str(value)
+
+
+def strict_json(record: dict[str, Any]) -> str:
+    """Return a line of standard JSON."""
+    return json.dumps(plain(record, strict=True), allow_nan=False)
+
+
+def read_json_lines(file: Path) -> tuple[list[dict[str, Any]], int]:
+    """Return the records of a file (none if it is missing), and the number of damaged lines that are left out."""
+    records, damaged = [], 0
+    for line in file.read_bytes().splitlines() if file.is_file() else []:
+        try:
+            record = json.loads(line)
+        except (ValueError, RecursionError):
+            record = None
+        if isinstance(record, dict):
+            records.append(record)
+        elif line.strip():
+            damaged += 1
+    return records, damaged
+
+
+class LineFile:
+    """Appends lines, each by one write, so that processes on one machine do not interleave their lines.
+
+    A line that can't be written (no file yet, full disk) is kept in memory and tried again with the next one: a failed
+    record must not end the run.
+    """
+
+    def __init__(self, path: Path | None = None) -> None:
+        self.path = path  # None until it is known
+        self._pending: deque[bytes] = deque(maxlen=_MOST_PENDING)
+
+    def open(self, path: Path) -> None:
+        """Write to this file from now on, the waiting lines first."""
+        self.path = path
+        self._flush()
+
+    def append(self, line: str) -> None:
+        """Write a line after the waiting ones."""
+        self._pending.append(line.encode(errors="backslashreplace") + b"\n")
+        self._flush()
+
+    def _flush(self) -> None:
+        if self.path is None:
+            return
+        with suppress(OSError), open(self.path, "a+b", buffering=0) as file:
+            # It is taken out first, because a signal handler or another thread may append in the meantime.
+            while self._pending and self._wrote(file.fileno(), self._pending.popleft()):
+                pass
+
+    def _wrote(self, descriptor: int, line: bytes) -> bool:
+        """Write a line; put it back and return False where that fails."""
+        # The file may end within a line, because the machine or the disk failed during a write.
+        size = os.fstat(descriptor).st_size
+        is_torn = size > 0 and read_at(descriptor, 1, size - 1) != b"\n"
+        whole, written = b"\n" + line if is_torn else line, 0
+        with suppress(OSError):
+            written = os.write(descriptor, whole)
+        if written < len(whole):
+            self._pending.appendleft(line)
+        return written == len(whole)
+
+
+class RunRecords:
+    """Writes the records of one run. Construct it on rank 0 only."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._metrics = LineFile(path / METRICS)
+        self._started: dict[str, bytes] = {}  # contents of the files that a start writes
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(f"--output {path}: cannot create the run directory ({error.strerror})") from error
+
+    def record_start(
+        self, args: Namespace, world_size: int, device: str, more: Mapping[str, bytes] | None = None
+    ) -> None:
+        """Write args.yaml and `more` files, and add a record to run.json."""
+        starts: Any = []
+        with suppress(OSError, ValueError):  # missing or damaged; events.jsonl has the starts, too
+            starts = json.loads((self.path / "run.json").read_bytes())
+        start = {
+            "time": datetime.now().astimezone().isoformat(timespec="seconds"),
+            "command": sys.argv,
+            "working_directory": os.getcwd(),
+            "launch": launch_record(),
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "python": platform.python_version(),
+            "versions": versions(),
+            "world_size": world_size,
+            "device": device,
+        }
+        starts = [*starts, start] if isinstance(starts, list) else [start]
+        settings = yaml.safe_dump(settings_of(args), sort_keys=True)
+        self._started = {"args.yaml": settings.encode(), "run.json": json.dumps(starts, indent=1).encode() + b"\n"}
+        self._started |= more or {}
+        for name, content in self._started.items():
+            write_whole(self.path / name, content)
+
+    def rewind(self, epoch: int, update: int) -> int:
+        """Remove the records after a position from metrics.jsonl and summary.csv: the run will make them again.
+
+        Args:
+            epoch, update: Epochs finished, and optimizer steps done.
+
+        Returns:
+            How many lines of metrics.jsonl were removed.
+
+        Raises:
+            UserError: The files can't be written.
+        """
+        file = self.path / METRICS
+        lines = file.read_bytes().splitlines() if file.is_file() else []
+        kept = [line for line in lines if _is_before(line, epoch, update)]
+        if len(kept) < len(lines):
+            try:
+                write_whole(file, b"".join(line + b"\n" for line in kept))
+                self._write_summary()
+            except OSError as error:
+                raise UserError(f"{file} can't be written ({error.strerror}): make room there") from error
+        return len(lines) - len(kept)
+
+    def sync(self) -> None:
+        """Write the records to the disk, as far as possible: a checkpoint must not outlive them.
+
+        The files of the start are written again if they were removed.
+        """
+        for name in [name for name in self._started if not (self.path / name).exists()]:
+            with suppress(OSError):
+                write_whole(self.path / name, self._started[name])
+        with suppress(OSError), (self.path / METRICS).open("rb") as file:
+            os.fsync(file.fileno())
+
+    def metrics(self, record: dict[str, Any]) -> None:
+        """Add a record to metrics.jsonl."""
+        self._metrics.append(strict_json(record))
+
+    def epoch(self, row: dict[str, Any]) -> None:
+        """Add the record of an epoch to metrics.jsonl, and write summary.csv anew from all of them if possible."""
+        self.metrics({"event": "epoch", **row, "time": utc_now()})
+        with suppress(OSError):
+            self._write_summary()
+
+    def _write_summary(self) -> None:
+        rows = [{k: v for k, v in record.items() if k not in ("event", "time")} for record in epochs_of(self.path)]
+        out = io.StringIO(newline="")
+        writer = csv.DictWriter(out, list(dict.fromkeys(name for row in rows for name in row)), restval="")
+        writer.writeheader()
+        writer.writerows(rows)
+        write_whole(self.path / SUMMARY, out.getvalue().encode())
+
+    def draw_curve(self) -> None:
+        """Draw curve.png from the records of the epochs. Raises whatever matplotlib raises."""
+        from matplotlib.figure import Figure  # not pyplot, whose backend is a notebook's to choose
+
+        figure, epochs = Figure(figsize=(10, 4), layout="constrained"), epochs_of(self.path)
+        for axes, label, names in zip(figure.subplots(1, 2), _CURVES, _CURVES.values(), strict=True):
+            for name in names:
+                points = [(record["epoch"] + 1, record[name]) for record in epochs if record.get(name) is not None]
+                if any(value for _, value in points):
+                    axes.plot(*zip(*points, strict=True), label=name.replace("_", " "), marker=".")
+            axes.set(xlabel="epoch", ylabel=label)
+            axes.grid(alpha=0.3)
+            if axes.lines:
+                axes.legend()
+        figure.savefig(self.path / "curve.png", dpi=120)
+
+
+def epochs_of(folder: Path) -> list[dict[str, Any]]:
+    """Return the records of the finished epochs of a run."""
+    return [record for record in read_json_lines(folder / METRICS)[0] if record.get("event") == "epoch"]
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of the packages that a run depends on; torch's with its build (+cu130)."""
+    found = {"volo-tlt": __version__, "torch": torch.__version__}
+    for name in ("torchvision", "timm", "numpy", "simplejpeg"):
+        with suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found
+
+
+def settings_of(args: Namespace) -> dict[str, Any]:
+    """Return the arguments that define the run, as plain types, without those that only say how it was started."""
+    return plain({k: v for k, v in sorted(vars(args).items()) if k not in _NOT_SETTINGS})
+
+
+def _is_before(line: bytes, epoch: int, update: int) -> bool:
+    """Whether a record is from before a position. The epoch is compared first, since epochs may change their length."""
+    try:
+        record = json.loads(line)
+        if record["event"] == "epoch" or record["epoch"] != epoch:
+            return record["epoch"] < epoch
+        return record["update"] <= update
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return False
+
+
+def launch_record() -> str | None:
+    """Return what tells this launch from all others in run.json, the same over restarts: the launcher's id; the process
+    of a torchrun that was given none; None without a launcher."""
+    if launch_id() is not None or "TORCHELASTIC_RUN_ID" not in os.environ:
+        return launch_id()
+    started = ""
+    with suppress(OSError, LookupError):  # in kernel ticks, because the system gives a process's number out again
+        started = Path(f"/proc/{os.getppid()}/stat").read_text().rpartition(")")[2].split()[19]
+    return f"process {os.getppid()} on {socket.gethostname()}, started at {started}"
