@@ -6,41 +6,45 @@ Flags are parsed before torch is imported, so that `--help` and mistakes are ans
 from __future__ import annotations
 
 import sys
-from argparse import Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
+from importlib import import_module
 from typing import NamedTuple
 
 from tlt._version import __version__
 from tlt.errors import UserError
 from volo.cluster.stopping import STOP
 from volo.commands.console import run_program
-from volo.config.args import TRAIN, parse_train
 from volo.config.flag_table import SCRIPTS, Program, nearest
-from volo.config.flags_eval import GENERATE_LABEL, PREDICT, VALIDATE
-from volo.config.flags_tools import ATTENTION, EXPORT, LAUNCH, PREFLIGHT, PUSH, REPORT, SLURM, parse_launch
 
 
 class Command(NamedTuple):
-    """A program, the function that parses its command line, and the module with its `run(args)`."""
+    """A program: where its flags stand, and the module with its `run(args)`. Both are imported when they are needed."""
 
-    program: Program
-    parse: Callable[[Sequence[str] | None], Namespace]
+    flags: str
     module: str
 
+    @property
+    def program(self) -> Program:
+        """Its flags."""
+        module, _, name = self.flags.partition(":")
+        program: Program = getattr(import_module(module), name)
+        return program
 
+
+_OTHERS = "volo.config.flags_programs"
 COMMANDS = {
-    "train": Command(TRAIN, parse_train, "volo.commands.train"),
-    "validate": Command(VALIDATE, VALIDATE.parse, "volo.commands.validate"),
-    "label": Command(GENERATE_LABEL, GENERATE_LABEL.parse, "volo.commands.generate_label"),
-    "predict": Command(PREDICT, PREDICT.parse, "volo.commands.predict"),
-    "export": Command(EXPORT, EXPORT.parse, "volo.commands.export"),
-    "push": Command(PUSH, PUSH.parse, "volo.commands.hub"),
-    "report": Command(REPORT, REPORT.parse, "volo.commands.report"),
-    "attention": Command(ATTENTION, ATTENTION.parse, "volo.commands.attention"),
-    "launch": Command(LAUNCH, parse_launch, "volo.commands.launch"),
-    "slurm": Command(SLURM, SLURM.parse, "volo.commands.slurm"),
-    "preflight": Command(PREFLIGHT, PREFLIGHT.parse, "volo.cluster.preflight"),
+    "train": Command("volo.config.args:TRAIN", "volo.commands.train"),
+    "validate": Command(f"{_OTHERS}:VALIDATE", "volo.commands.validate"),
+    "label": Command(f"{_OTHERS}:GENERATE_LABEL", "volo.commands.generate_label"),
+    "predict": Command(f"{_OTHERS}:PREDICT", "volo.commands.predict"),
+    "export": Command(f"{_OTHERS}:EXPORT", "volo.commands.export"),
+    "push": Command(f"{_OTHERS}:PUSH", "volo.commands.hub"),
+    "report": Command(f"{_OTHERS}:REPORT", "volo.commands.report"),
+    "attention": Command(f"{_OTHERS}:ATTENTION", "volo.commands.attention"),
+    "launch": Command(f"{_OTHERS}:LAUNCH", "volo.commands.launch"),
+    "slurm": Command(f"{_OTHERS}:SLURM", "volo.commands.slurm"),
+    "preflight": Command(f"{_OTHERS}:PREFLIGHT", "volo.cluster.preflight"),
 }
 
 
@@ -74,4 +78,4 @@ def run(name: str, flags: Sequence[str] | None = None) -> int:
     command = COMMANDS[name]
     # A training run handles signals from the start.
     with STOP.handled() if name == "train" else nullcontext():
-        return run_program(command.parse, command.module, flags)
+        return run_program(command.program.parse, command.module, flags)

@@ -20,7 +20,7 @@ import volo
 from tests.commands.conftest import ROOT
 from tlt.tools.pack import pack
 from tlt.tools.pack_images import pack_images
-from volo.config.args import parse_train
+from volo.config.args import TRAIN
 from volo.train.data import augment_config
 
 PAGE = (ROOT / "docs" / "python_api.md").read_text()
@@ -97,7 +97,7 @@ def test_a_loader_passes_from_epoch_to_epoch_and_goes_on_within_one(images: Any)
 
 
 def test_augmentation_is_that_of_volo_train_by_default() -> None:
-    args = parse_train(["data", "--model", "lvvit_s"])
+    args = TRAIN.parse(["data", "--model", "lvvit_s"])
     settings = {"input_size": (3, 224, 224), "mean": (0.485, 0.456, 0.406)}
     assert tlt.AugmentConfig((224, 224)) == augment_config(args, settings)
 

@@ -14,7 +14,7 @@ import tlt
 from benchmarks import data, startup
 from benchmarks.data import BATCHES, CROPS
 from tests.benchmarks.conftest import Measure
-from volo.config.args import parse_train
+from volo.config.args import TRAIN
 from volo.config.flags_data import DATA
 from volo.kernels import KERNELS, windows
 
@@ -94,7 +94,7 @@ def test_startup_lists_the_same_images_in_every_way(tmp_path: Path) -> None:
 
 def test_startup_measures_listings_and_programs(measure: Measure, monkeypatch: pytest.MonkeyPatch) -> None:
     train = startup.PROGRAMS["train.py to its first update"]
-    args = parse_train(train[1:])
+    args = TRAIN.parse(train[1:])
     assert (args.data_dir, args.log_interval) == (".", 1)
     monkeypatch.setitem(startup.PROGRAMS, "import torch, timm", ["-c", "print('loss 1.0')"])
     monkeypatch.delitem(startup.PROGRAMS, "train.py to its first update")

@@ -13,7 +13,7 @@ import torch
 
 from tlt.errors import UserError
 from volo.checkpoint.finetune import load_finetune
-from volo.config.args import parse_train
+from volo.config.args import TRAIN
 from volo.train.model import build_model, eval_settings
 
 transformers = pytest.importorskip("transformers")
@@ -33,7 +33,7 @@ def _saved(kind: str, folder: Path, **settings: Any) -> torch.nn.Module:
 
 
 def _args(*flags: str) -> Namespace:
-    return parse_train(["data", *flags])
+    return TRAIN.parse(["data", *flags])
 
 
 @pytest.mark.parametrize(

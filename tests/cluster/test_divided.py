@@ -23,7 +23,7 @@ from volo.checkpoint.state import TrainState
 from volo.cluster.distributed import World
 from volo.cluster.shard import ShardedEma, is_sharded, shard, shard_meshes, synchronised, units_of, whole_weights
 from volo.cluster.tensor_parallel import TensorParallelParams, divide_layers, in_groups
-from volo.config.args import parse_train
+from volo.config.args import TRAIN
 from volo.train.optim import create_optimizer
 from volo.train.precision import Clipping, Precision
 
@@ -90,7 +90,7 @@ def train(case: Case, world: World | None) -> tuple[TrainState, list[Tensor]]:
             shard(each, meshes.data)
     clipping = Clipping(*case.clip)
     precision = Precision(CPU, None, clipping, norm_of=TensorParallelParams(model).total_norm)
-    optimizer = create_optimizer(parse_train(["/data", *f"--lr 1e-3 --opt {case.opt}".split()]), model)
+    optimizer = create_optimizer(TRAIN.parse(["/data", *f"--lr 1e-3 --opt {case.opt}".split()]), model)
     state, seen = TrainState(model, optimizer, None, average, updates_per_epoch=STEPS), []
     for step in range(STEPS):
         losses = []
@@ -231,5 +231,5 @@ def test_ranks_and_optimizers_that_cannot_be_divided() -> None:
             shard_meshes(3, World(0, 0, size, CPU, tensor_parallel=parts))
     for opt, says in {"lamb": "needs the norm of each whole weight", "muon": "can't be divided among ranks"}.items():
         with pytest.raises(UserError, match=f"--opt {opt} {says}"):
-            args = parse_train(["/data", "--lr", "1e-3", "--tensor-parallel", "2", "--opt", opt])
+            args = TRAIN.parse(["/data", "--lr", "1e-3", "--tensor-parallel", "2", "--opt", opt])
             create_optimizer(args, timm.create_model("volo_test"))

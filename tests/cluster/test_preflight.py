@@ -16,7 +16,7 @@ from tests.conftest import free_port
 from volo import cli
 from volo.cluster import preflight
 from volo.cluster.preflight import Node, find_problems, look
-from volo.config.flags_tools import PREFLIGHT
+from volo.config.flags_programs import PREFLIGHT
 
 MODULE = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.95.05  Tue Sep 23\nGCC version: 12\n"
 OPEN_MODULE = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  575.57.08  Release Build  (dvs)\n"

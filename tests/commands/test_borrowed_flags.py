@@ -19,7 +19,7 @@ from tlt.data.augment.device_stage import EvalStage
 from tlt.errors import UserError
 from volo.cluster.distributed import World
 from volo.commands.validate import validate
-from volo.config.flags_eval import VALIDATE
+from volo.config.flags_programs import VALIDATE
 from volo.train.criterion import make_criterion
 from volo.train.loop import epochs_since_best
 

@@ -14,8 +14,8 @@ import pytest
 
 from tests.commands.conftest import ROOT
 from tlt.tools import cli as tlt_cli
-from volo.config.args import parse_train
-from volo.config.flags_eval import GENERATE_LABEL, PREDICT, VALIDATE
+from volo.config.args import TRAIN
+from volo.config.flags_programs import GENERATE_LABEL, PREDICT, VALIDATE
 
 
 @pytest.fixture
@@ -39,7 +39,7 @@ def understood(command: str) -> object:
         return tlt_cli.parser().parse_args(words[1:])
     if program == "./distributed_train.sh":
         program, words = "train.py", words[1:]
-    return {"train.py": parse_train, "generate_label.py": GENERATE_LABEL.parse, "validate.py": VALIDATE.parse}[program](
+    return {"train.py": TRAIN.parse, "generate_label.py": GENERATE_LABEL.parse, "validate.py": VALIDATE.parse}[program](
         words
     )
 

@@ -13,7 +13,7 @@ import pytest
 from tlt.errors import UserError
 from tlt.upstream.rows import ROWS as ROWS_OF_COMPAT
 from volo.cli import COMMANDS
-from volo.config.args import TRAIN, parse_train
+from volo.config.args import TRAIN
 
 ROOT = Path(__file__).parents[2]
 LABELS = "--token-label --token-label-data l"
@@ -75,7 +75,7 @@ push | | --from DIR is missing
 def test_refused_in_one_line(row: str) -> None:
     program, line, message = (cell.strip() for cell in row.split("|", 2))
     with pytest.raises(UserError) as caught:
-        COMMANDS[program].parse(["/data", *line.replace("LABELS", LABELS).split()])
+        COMMANDS[program].program.parse(["/data", *line.replace("LABELS", LABELS).split()])
     assert message in str(caught.value)
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 250
 
@@ -93,16 +93,16 @@ def test_what_only_one_program_needs_is_refused_there() -> None:
         ("preflight", "--free-gb 3", "--free-gb 3.0 has no effect without --output"),
     ):
         with pytest.raises(UserError, match=re.escape(message)):
-            COMMANDS[program].parse(line.split())
-    assert parse_train(["--data-backend", "synthetic"]).data_dir is None
+            COMMANDS[program].program.parse(line.split())
+    assert TRAIN.parse(["--data-backend", "synthetic"]).data_dir is None
 
 
 def test_compat_is_resolved_to_the_rows_that_change_something() -> None:
-    args = parse_train(["/data", *LABELS.split(), "--compat", "upstream"])
+    args = TRAIN.parse(["/data", *LABELS.split(), "--compat", "upstream"])
     assert (args.compat, args.uncovered) == (list(ROWS_OF_COMPAT), "uniform")
-    args = parse_train(["/data", *LABELS.split(), "--smoothing", "0", "--compat", "upstream"])
+    args = TRAIN.parse(["/data", *LABELS.split(), "--smoothing", "0", "--compat", "upstream"])
     assert args.compat == ["label-crop", "label-scale", "label-area", "uncovered"]
-    assert parse_train(["/data"]).compat is None
+    assert TRAIN.parse(["/data"]).compat is None
 
 
 @pytest.mark.parametrize(
@@ -115,15 +115,15 @@ def test_compat_is_resolved_to_the_rows_that_change_something() -> None:
     ],
 )
 def test_what_is_honoured_but_may_surprise_is_noted(line: str, note: str) -> None:
-    assert parse_train(["/data"]).notes == []
-    notes = parse_train(["/data", *line.split()]).notes
+    assert TRAIN.parse(["/data"]).notes == []
+    notes = TRAIN.parse(["/data", *line.split()]).notes
     assert len(notes) == 1 and note in notes[0]
 
 
 def test_token_label_size_is_1_without_label_data_and_open_with_it() -> None:
-    assert parse_train(["/data", "--token-label"]).token_label_size == 1
-    assert parse_train(["/data", *LABELS.split()]).token_label_size is None
-    assert parse_train(["/data"]).token_label_size is None
+    assert TRAIN.parse(["/data", "--token-label"]).token_label_size == 1
+    assert TRAIN.parse(["/data", *LABELS.split()]).token_label_size is None
+    assert TRAIN.parse(["/data"]).token_label_size is None
 
 
 def test_help_is_grouped_and_imports_nothing_heavy() -> None:
@@ -151,8 +151,8 @@ def test_a_tracker_that_is_not_installed_is_named_with_its_extra(
     (tmp_path / name).mkdir()  # such as the ./wandb that W&B writes: no package
     told = re.escape(f"--log-{name} needs {name}: pip install 'volo-tlt[{name}]'")
     with pytest.raises(UserError, match=f"^{told}$"):
-        parse_train(["/d", f"--log-{name}"])
+        TRAIN.parse(["/d", f"--log-{name}"])
     (tmp_path / name / "__init__.py").touch()
     importlib.invalidate_caches()
-    assert getattr(parse_train(["/d", f"--log-{name}"]), f"log_{name}") is True
+    assert getattr(TRAIN.parse(["/d", f"--log-{name}"]), f"log_{name}") is True
     assert re.search(rf'^{name} = \["{name}>', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)

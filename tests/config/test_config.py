@@ -8,8 +8,7 @@ import pytest
 import yaml
 
 from tlt.errors import UserError
-from volo.config.args import TRAIN, parse_train
-from volo.config.recipes import load_yaml
+from volo.config.args import TRAIN, load_yaml
 
 
 def read(tmp_path: Path, text: str) -> dict[str, object]:
@@ -95,11 +94,11 @@ def recipe(tmp_path: Path, **values: object) -> str:
 
 def test_command_line_wins_over_recipe_and_recipe_over_defaults(tmp_path: Path) -> None:
     path = recipe(tmp_path, epochs=30, batch_size=64, amp=True, model_ema=True)
-    args = parse_train(["-c", path, "/data", "--epochs", "3", "--no-amp"])
+    args = TRAIN.parse(["-c", path, "/data", "--epochs", "3", "--no-amp"])
     assert (args.epochs, args.batch_size, args.workers) == (3, 64, 8)
     assert args.amp is False and args.model_ema is True
     # A flag at its default value is a flag all the same.
-    assert parse_train(["-c", path, "/data", "--batch-size", "128"]).batch_size == 128
+    assert TRAIN.parse(["-c", path, "/data", "--batch-size", "128"]).batch_size == 128
 
 
 @pytest.mark.parametrize(
@@ -127,13 +126,13 @@ def test_command_line_wins_over_recipe_and_recipe_over_defaults(tmp_path: Path) 
 def test_command_line_voids_the_recipes_alternative(
     tmp_path: Path, in_recipe: dict[str, object], line: str, expected: dict[str, object]
 ) -> None:
-    args = parse_train(["-c", recipe(tmp_path, **in_recipe), "/data", *line.split()])
+    args = TRAIN.parse(["-c", recipe(tmp_path, **in_recipe), "/data", *line.split()])
     assert {name: getattr(args, name) for name in expected} == expected
 
 
 def test_resolved_arguments_are_a_recipe_that_repeats_them(tmp_path: Path) -> None:
     line = "/data --apex-amp --drop-connect 0.1 --torchcompile --model-kwargs depth=3 --min-lr 0 --bn-tf --mean 0.5"
-    first = parse_train(line.split())
+    first = TRAIN.parse(line.split())
     settings = {name: value for name, value in vars(first).items() if name not in ("config", "notes")}
-    second = parse_train(["-c", recipe(tmp_path, **settings)])
+    second = TRAIN.parse(["-c", recipe(tmp_path, **settings)])
     assert {**vars(second), "config": ""} == vars(first)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from volo.config.args import TRAIN, parse_train
+from volo.config.args import TRAIN
 from volo.config.flag_table import Program
-from volo.config.flags_eval import GENERATE_LABEL, VALIDATE
+from volo.config.flags_programs import GENERATE_LABEL, VALIDATE
 
 # The published program, one flag a line: destination | default | on a command line | what that gives.
 # It was written down from the published program, not from ours.
@@ -186,7 +186,7 @@ TRANSFER = (
 @pytest.mark.parametrize("prefix", ["", "--local_rank=3 ", "--local-rank=3 "])
 @pytest.mark.parametrize("command", [D1, TRANSFER])
 def test_published_command_lines_are_taken(command: str, prefix: str) -> None:
-    args = parse_train((prefix + command).split())
+    args = TRAIN.parse((prefix + command).split())
     assert args.amp and args.token_label and args.data_dir.startswith("/")
     assert args.local_rank == (3 if prefix else 0)
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import pytest
 
-from volo.config.args import parse_train
+from volo.config.args import TRAIN
 from volo.train.schedule import LrSchedule, resolve_lr
 
 ROOT = Path(__file__).parents[2]
@@ -93,7 +93,7 @@ def test_the_headers_command_gives_the_run_of_another_system(name: str, monkeypa
     monkeypatch.chdir(ROOT)
     expected = OF_OTHERS[name]
     gpus, argv, header = header_command(name)
-    args = parse_train(argv)
+    args = TRAIN.parse(argv)
     assert args.notes == [] and args.config == f"configs/{name}.yaml"
     assert expected.told in header and "Top-1:" in header and "Source:" in header
     global_batch = expected.nodes * gpus * args.batch_size * args.grad_accum_steps
@@ -113,7 +113,7 @@ def test_the_headers_command_gives_the_run_of_another_system(name: str, monkeypa
 def test_few_images_are_fine_tuned_by_the_headers_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     gpus, argv, header = header_command("finetune_small")
-    args = parse_train(argv)
+    args = TRAIN.parse(argv)
     assert gpus == 1 and args.notes == [] and args.config == "configs/finetune_small.yaml"
     assert (args.batch_size, args.finetune, args.val_fraction, args.token_label) == (16, "/path/to/weights", 0.1, False)
     assert resolve_lr(args, 16)[0] == 5e-4
@@ -128,7 +128,7 @@ def test_the_headers_command_gives_the_published_run(name: str, monkeypatch: pyt
     monkeypatch.chdir(ROOT)
     expected = {**FROM_SCRATCH, **FINE_TUNED}[name]
     gpus, argv, header = header_command(name)
-    args = parse_train(argv)
+    args = TRAIN.parse(argv)
     assert args.notes == [] and args.config == f"configs/{name}.yaml"
     assert (args.model, args.img_size, args.batch_size, args.drop_path) == expected[:3] + (expected.drop_path,)
     assert args.token_label_size == expected.size // 16
@@ -149,7 +149,7 @@ def test_the_headers_command_gives_the_published_run(name: str, monkeypatch: pyt
 
 def test_lv_vit_differs_from_the_defaults_as_published() -> None:
     for name in FROM_SCRATCH:
-        args = parse_train(["-c", str(ROOT / "configs" / f"{name}.yaml"), "/data", "--token-label-data", "/labels"])
+        args = TRAIN.parse(["-c", str(ROOT / "configs" / f"{name}.yaml"), "/data", "--token-label-data", "/labels"])
         lv_vit = name.startswith("lvvit")
         assert args.warmup_epochs == (5 if lv_vit else 20)
         assert args.dense_weight == (1.0 if lv_vit else 0.5)

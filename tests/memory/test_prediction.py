@@ -10,7 +10,7 @@ from torch.distributed._tools.mem_tracker import MemTracker, _MemRefType
 
 import volo  # noqa: F401  (registers the models)
 from tlt.models.flops import flops_per_image
-from volo.config.args import parse_train
+from volo.config.args import TRAIN
 from volo.memory.prediction import StepShape, activations_of, fixed_memory
 
 
@@ -74,7 +74,7 @@ def test_predicted_is_what_a_gpu_allocates(name: str, recompute: bool) -> None:
 def test_what_stays_from_step_to_step(flags: str, optimizer: int, ema: int) -> None:
     model = build("volo_test")
     model.set_dense_head(False)
-    args = parse_train(["--data-backend", "synthetic", *flags.split()])
+    args = TRAIN.parse(["--data-backend", "synthetic", *flags.split()])
     found = fixed_memory(args, model, torch.device("cpu"))
     trained = 4 * sum(p.numel() for p in model.parameters() if p.requires_grad)
     weights = sum(v.numel() * v.element_size() for v in model.state_dict().values())

@@ -21,7 +21,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from tlt.errors import UserError
 from tlt.models.drop_path import WHOLE, draw_masks, draw_subsets, kept_images, kept_share
 from tlt.models.layers import TransformerBlock
-from volo.config.args import parse_train
+from volo.config.args import TRAIN
 from volo.models.blocks import Outlooker
 from volo.train.model import build_model
 
@@ -169,7 +169,7 @@ def test_checkpointing_recomputes_what_was_drawn_and_evaluation_drops_nothing(
 
 @pytest.mark.parametrize("recipe", sorted(CONFIGS.glob("volo_d[345]_*.yaml")), ids=lambda path: path.stem)
 def test_recipes_say_how_much_arithmetic_is_left(recipe: Path) -> None:
-    args = parse_train(["/data", "-c", str(recipe), "--token-label-data", "l", "--drop-path-mode", "subset"])
+    args = TRAIN.parse(["/data", "-c", str(recipe), "--token-label-data", "l", "--drop-path-mode", "subset"])
     args.finetune = ""
     with torch.device("meta"):
         model = build_model(args).train()
@@ -186,5 +186,5 @@ def test_recipes_say_how_much_arithmetic_is_left(recipe: Path) -> None:
 def test_timm_models_are_refused_in_one_line() -> None:
     flags = ["/data", "--model", "test_vit", "--drop-path", "0.2", "--drop-path-mode", "subset"]
     with pytest.raises(UserError, match="--drop-path-mode subset needs --model volo_"):
-        build_model(parse_train(flags))
-    assert build_model(parse_train([*flags, "--model", "lvvit_test"])).drop_path_mode == "subset"
+        build_model(TRAIN.parse(flags))
+    assert build_model(TRAIN.parse([*flags, "--model", "lvvit_test"])).drop_path_mode == "subset"

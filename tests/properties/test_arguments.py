@@ -22,13 +22,12 @@ from benchmarks.program import benchmark_parser, parse_benchmark
 from tests.properties.outcomes import result_or_refusal
 from volo.cli import COMMANDS
 from volo.commands.console import run_program
-from volo.config.args import TRAIN, parse_train
+from volo.config.args import TRAIN, load_yaml
 from volo.config.flag_table import Flag, FlagParser
-from volo.config.recipes import load_yaml
 
 BENCHMARK = (parse_benchmark, benchmark_parser(BENCHMARKS[0]), [*BENCHMARKS])
 PROGRAMS: dict[str, tuple[Callable[[Sequence[str] | None], Namespace], FlagParser, list[str]]] = {
-    name: (COMMANDS[name].parse, COMMANDS[name].program.parser(), [])
+    name: (COMMANDS[name].program.parse, COMMANDS[name].program.parser(), [])
     for name in ("train", "validate", "label", "export", "report", "preflight")
 } | {"benchmark": BENCHMARK}
 ODD = (  # no NUL: no command line can hold one
@@ -102,7 +101,7 @@ def test_a_recipe_is_understood_or_refused_in_one_line(document: Any, tmp_path: 
     found = result_or_refusal(lambda: load_yaml(str(file), PARSER))
     if found is not None:
         assert isinstance(document, dict) and len(found) <= len(document) and found.keys() <= KNOWN.keys()
-    code, error = _code(parse_train, ["-c", str(file)])
+    code, error = _code(TRAIN.parse, ["-c", str(file)])
     assert code in (0, 2) and error.count("\n") == (code == 2), error
 
 

@@ -26,7 +26,7 @@ from tlt.tools.pack import pack, unpack
 from volo.checkpoint.resume import find_resume
 from volo.checkpoint.state import TrainState
 from volo.commands.report import run as report
-from volo.config.flags_tools import REPORT
+from volo.config.flags_programs import REPORT
 
 pytestmark = pytest.mark.filterwarnings("ignore:Detected pickle protocol")  # torch, of bytes that aren't one
 

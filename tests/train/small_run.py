@@ -16,7 +16,7 @@ from tlt.io.weights import read_checkpoint
 from volo.checkpoint.checkpoint import CheckpointDir, RankedCheckpoint, best_of
 from volo.checkpoint.resume import find_resume
 from volo.checkpoint.state import TrainState
-from volo.config.args import parse_train
+from volo.config.args import TRAIN
 
 METADATA = {
     "arch": "tiny",
@@ -27,7 +27,7 @@ METADATA = {
 
 def arguments(line: str = "") -> Namespace:
     """What train.py makes of flags."""
-    return parse_train(["/data", *line.split()])
+    return TRAIN.parse(["/data", *line.split()])
 
 
 def build(seed: int = 0, optimizer: str = "adamw", ema: bool = True, scaler: bool = True, **kwargs: Any) -> TrainState:

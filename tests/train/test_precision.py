@@ -12,7 +12,7 @@ from timm.utils.agc import adaptive_clip_grad
 from torch import nn
 
 from tlt.errors import NonFiniteError
-from volo.config.args import parse_train
+from volo.config.args import TRAIN
 from volo.train.model import heads_of
 from volo.train.optim import create_optimizer
 from volo.train.precision import Clipping, Precision, compute_dtype
@@ -77,7 +77,7 @@ def test_a_skipped_first_step_leaves_nothing_behind(
         if opt == "blind":
             optimizer: torch.optim.Optimizer = _Blind(model.parameters(), {})
         else:
-            args = parse_train(["/data", "--opt", opt, "--lr", "0.1", "--opt-kwargs", *options])
+            args = TRAIN.parse(["/data", "--opt", opt, "--lr", "0.1", "--opt-kwargs", *options])
             optimizer = create_optimizer(args, model, torch.device(kind))
         precision = Precision(torch.device(device))
         precision.scaler = torch.amp.GradScaler(device, init_scale=4.0) if scaled else None
@@ -140,7 +140,7 @@ def test_adaptive_clipping_leaves_the_heads_alone() -> None:
     ],
 )
 def test_fault_59_amp_on_a_cpu_is_bfloat16(flags: str, device: str, dtype: torch.dtype | None) -> None:
-    assert compute_dtype(parse_train(["/data", *flags.split()]), torch.device(device)) is dtype
+    assert compute_dtype(TRAIN.parse(["/data", *flags.split()]), torch.device(device)) is dtype
     with Precision(CPU, dtype).autocast():
         assert nn.Linear(2, 2)(torch.ones(1, 2)).dtype is (dtype or torch.float32)
 

@@ -22,7 +22,7 @@ from tlt.labels.store import LabelStore
 from tlt.upstream.rows import ROWS
 from volo.checkpoint.checkpoint import LAST, NAMES
 from volo.cluster.ranks import restarts
-from volo.config.recipes import GONE
+from volo.config.args import GONE
 from volo.record.records import launch_record
 
 

@@ -7,7 +7,7 @@ from argparse import Namespace
 from pathlib import Path
 
 from tlt.errors import UserError
-from volo.config.recipes import shipped
+from volo.config.args import shipped
 
 _LAUNCHER = """#!/usr/bin/env bash
 # Written by `volo slurm`: N DATA [flags of volo train]; the same as `volo launch N DATA ...`.

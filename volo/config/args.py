@@ -1,29 +1,31 @@
-"""The command line of train.py: it is parsed over a recipe and checked before anything starts.
+"""The command line of train.py: it is parsed over a YAML recipe and checked before anything starts.
 
-Reading order: `flag_table` (what a flag is), `flags_train` and `flags_data` (the flags), `recipes`,
-`flag_rules` (contradictions), this file. The other programs' flags stand in `flags_eval` and `flags_tools`.
+Reading order: `flag_table` (what a flag is), `flags_train` and `flags_data` (the flags), `flag_rules`
+(contradictions), this file. The other programs' flags stand in `flags_programs`.
 """
 
 from __future__ import annotations
 
 from argparse import Namespace
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from pathlib import Path
+from reprlib import repr as shortened
 from typing import Any
+
+import yaml
 
 from tlt.errors import UserError
 from volo.config.flag_rules import check_train, join_data_dir
-from volo.config.flag_table import Flag, Program
+from volo.config.flag_table import Flag, FlagParser, Program, key_value, nearest
 from volo.config.flags_data import AUGMENTED, TOKEN_LABELS
 from volo.config.flags_train import FITTED, TRAIN_GROUPS
-from volo.config.recipes import load_yaml
 
-TRAIN = Program(
-    "train",
-    "[-c RECIPE.yaml] DATA_DIR [flags]",
-    "Train VOLO, LV-ViT or any timm model, with or without token labels.",
-    TRAIN_GROUPS,
-    undo=True,
-)
+_PACKAGE = Path(__file__).resolve().parents[1]
+# Flags that are gone, with the value that changes nothing: what older runs have written down holds them. With another
+# value, those of `GONE` trained in another way.
+GONE = {"aug_order": "timm", "train_crop_mode": "rrc"}
+_GONE_AS_WELL = {"activation_memory": None, "checkpoint_format": "file", "worker_type": None}
 
 
 class TrainArgs(Namespace):
@@ -55,22 +57,32 @@ class FrozenArgs(TrainArgs):
         raise AttributeError(f"--{name.replace('_', '-')} is decided before the run is built")
 
 
-def parse_train(argv: Sequence[str] | None = None) -> TrainArgs:
-    """Parse train.py's command line (sys.argv where None) over its recipe (`-c`).
+class _Train(Program):
+    def parse(self, argv: Sequence[str] | None = None) -> TrainArgs:
+        """Parse train.py's command line (sys.argv where None) over its recipe (`-c`).
 
-    Raises:
-        UserError: An unknown flag or key, a wrong value, a contradiction, or a flag that would have no effect.
-    """
-    parser = TRAIN.parser()
-    given = parser.explicit(argv)
-    recipe = load_yaml(given["config"], parser) if given.get("config") else {}
-    args = TrainArgs(**(parser.defaults() | _not_overruled(recipe, given, parser.flags) | given))
-    args.defaulted = tuple(dest for dest in FITTED if dest not in recipe | given)
-    join_data_dir(args, "DATA_DIR", "data_dir")
-    args.notes = check_train(args, parser.flags)
-    if given.get("uncovered", args.uncovered) != args.uncovered:
-        raise UserError(f"--uncovered {given['uncovered']} contradicts --compat uncovered: keep one of them")
-    return args
+        Raises:
+            UserError: An unknown flag or key, a wrong value, a contradiction, or a flag that would have no effect.
+        """
+        parser = self.parser()
+        given = parser.explicit(argv)
+        recipe = load_yaml(given["config"], parser) if given.get("config") else {}
+        args = TrainArgs(**(parser.defaults() | _not_overruled(recipe, given, parser.flags) | given))
+        args.defaulted = tuple(dest for dest in FITTED if dest not in recipe | given)
+        join_data_dir(args, "DATA_DIR", "data_dir")
+        args.notes = check_train(args, parser.flags)
+        if given.get("uncovered", args.uncovered) != args.uncovered:
+            raise UserError(f"--uncovered {given['uncovered']} contradicts --compat uncovered: keep one of them")
+        return args
+
+
+TRAIN = _Train(
+    "train",
+    "[-c RECIPE.yaml] DATA_DIR [flags]",
+    "Train VOLO, LV-ViT or any timm model, with or without token labels.",
+    TRAIN_GROUPS,
+    undo=True,
+)
 
 
 def _not_overruled(recipe: Mapping[str, Any], given: Mapping[str, Any], flags: Mapping[str, Flag]) -> dict[str, Any]:
@@ -85,3 +97,118 @@ def _not_overruled(recipe: Mapping[str, Any], given: Mapping[str, Any], flags: M
     if {"img_size", "input_size"} & given.keys() and recipe.get("token_label_size") != 1:
         void.add("token_label_size")  # it belongs to the recipe's image size
     return {dest: value for dest, value in recipe.items() if dest not in void}
+
+
+def shipped(folder: str) -> Path:
+    """Return the folder "configs" or "slurm": at the root of a checkout, in the package where it is installed."""
+    installed = _PACKAGE / "files" / folder
+    return installed if installed.is_dir() else _PACKAGE.parent / folder
+
+
+def recipe_file(name: str) -> str:
+    """Return the file that `-c` names: a path, or a recipe of this project by its name alone (`volo_d1_224`)."""
+    known = shipped("configs") / f"{name}.yaml"
+    return str(known) if not Path(name).exists() and Path(name).name == name and known.is_file() else name
+
+
+class _Loader(yaml.SafeLoader):
+    """Reads plain data only; refuses duplicate keys, and aliases, which can expand to billions of values."""
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        if self.check_event(yaml.AliasEvent):
+            where = self.peek_event().start_mark
+            raise yaml.composer.ComposerError(None, None, "aliases are not read: write the values out", where)
+        return super().compose_node(parent, index)
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = Counter(key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode))
+        if twice := [key for key, count in keys.items() if count > 1]:
+            raise yaml.constructor.ConstructorError(None, None, f"{twice[0]!r} stands there twice", node.start_mark)
+        return super().construct_mapping(node, deep)
+
+
+def load_yaml(path: str, parser: FlagParser) -> dict[str, Any]:
+    """Read a recipe: a mapping from flag names (dashes or underscores) to values.
+
+    Values are checked as if they stood on the command line: type, range, choices, number of values.
+
+    Args:
+        path: The YAML file, or the name of a recipe of this project.
+        parser: The program's.
+
+    Returns:
+        Values by destination.
+
+    Raises:
+        UserError: The file can't be read, isn't a plain mapping, or has an unknown key (the nearest one is named) or a
+            value that the flag doesn't take.
+    """
+    path = recipe_file(path)
+    # A recipe in a recipe would need rules of precedence; the second name of the data directory is not needed.
+    rows = [row for row in parser.flags.values() if row.dest != "config" and not row.renamed]
+    known = {name.lstrip("-").replace("-", "_"): row for row in rows for name in row.names if len(name) > 3}
+    values: dict[str, Any] = {}
+    for key, value in _mapping(path).items():
+        name = str(key).replace("-", "_")
+        if (name, value) in (GONE | _GONE_AS_WELL).items():
+            continue
+        if name not in known:
+            near = nearest(name, known)
+            raise UserError(f"{path}: unknown key {shortened(key)}" + (f", did you mean {near}?" if near else ""))
+        row = known[name]
+        if name != row.dest and value in (None, False):
+            continue  # another name of a flag, from the time when it was a flag of its own
+        try:
+            converted = _convert(row, value, parser)
+        except UserError as error:
+            raise UserError(f"{path}: {key}: {error}") from error
+        if values.setdefault(row.dest, converted) != converted:
+            raise UserError(f"{path}: {row.dest} stands there twice, under two names")
+    return values
+
+
+def _mapping(path: str) -> dict[Any, Any]:
+    try:
+        with open(path, encoding="utf-8") as file:
+            content = yaml.load(file, Loader=_Loader)  # noqa: S506 (a SafeLoader)
+    except OSError as error:
+        raise UserError(f"--config {path}: {error.strerror}") from error
+    except Exception as error:  # YAML's own, and any effect of bad content: a month 13, brackets nested too deeply
+        raise UserError(f"--config {path} can't be read: {' '.join(str(error).split())[:300]}") from error
+    if not isinstance(content, dict):
+        found = "nothing" if content is None else f"a {type(content).__name__}"
+        raise UserError(f"--config {path}: holds {found} where KEY: VALUE lines are expected")
+    return content
+
+
+def _convert(row: Flag, value: Any, parser: FlagParser) -> Any:
+    """Convert `value` as the flag `row` does on the command line.
+
+    Raises:
+        UserError: The flag doesn't take it.
+    """
+    if row.switch:
+        if not isinstance(value, bool):
+            raise UserError(f"{shortened(value)} is neither true nor false")
+        return value
+    if row.const is not None and isinstance(value, bool):
+        return row.const if value else None
+    if value is None:
+        if row.default is not None:
+            raise UserError("has no value")
+        return None
+    if row.type is key_value:
+        if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
+            raise UserError(f"{shortened(value)} is no mapping from names to values")
+        return value
+    several = row.nargs == "+" or isinstance(row.nargs, int)
+    items = value if several and isinstance(value, list) else [value]
+    for item in items:
+        if isinstance(item, bool) or not isinstance(item, (str, int, float)):
+            raise UserError(f"{shortened(item)} is no value; text that looks like something else needs quotes")
+    words = list(map(str, items))
+    if not row.names[0].startswith("-"):
+        words = ["--", *words]
+    else:
+        words = [row.label, *words] if several else [f"{row.label}={words[0]}"]
+    return parser.explicit(words)[row.dest]

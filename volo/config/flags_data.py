@@ -35,21 +35,13 @@ TOKEN_LABEL_OR_0 = Need("--token-label", lambda a: a.token_label or a.dense_weig
 DENSE_TARGETS_OR_0 = Need(DENSE, lambda a: a.token_label_size != 1 or a.dense_weight == 0)
 TEACHER = Need("--token-label-teacher", lambda a: bool(a.token_label_teacher))
 LABEL_DATA = Need("--token-label-data", lambda a: bool(a.token_label_data))
-LABELS = Need(
-    "--token-label-data or --token-label-teacher", lambda a: bool(a.token_label_data or a.token_label_teacher)
-)
+LABELS = Need("--token-label-data or --token-label-teacher", lambda a: LABEL_DATA.met(a) or TEACHER.met(a))
 GROUND_TRUTH = Need("--ground-truth", lambda a: a.ground_truth)
 JPEG_BACKEND = Need("--data-backend torchvision or dali-cpu", lambda a: a.data_backend in ("torchvision", "dali-cpu"))
 ERASING = Need("--reprob", lambda a: a.reprob > 0)
 AUGMENTED = Need("augmentation (--no-aug)", lambda a: not a.no_aug)
 
-DATASET = flag(
-    "-d --dataset",
-    TEXT,
-    "",
-    f"{', '.join(KINDS)} (docs/data.md); folders and shards: none",
-    metavar="KIND",
-)
+DATASET = flag("-d --dataset", TEXT, "", f"{', '.join(KINDS)} (docs/data.md); folders and shards: none", metavar="KIND")
 
 CLASS_MAP = flag("--class-map", FILE, "", "class folders in the order of the model's outputs, one a line")
 
@@ -88,13 +80,7 @@ DATA = Group(
     *PREPROCESSING,
     flag("-b --batch-size", POSITIVE, 128, "training images per device and step; fewer for small data"),
     flag("-vb --validation-batch-size-multiplier", POSITIVE, 1, "validation batch as a multiple of --batch-size"),
-    flag(
-        "--validation-batch-size",
-        POSITIVE,
-        None,
-        "validation images per device",
-        excludes=("validation_batch_size_multiplier",),
-    ),
+    flag("--validation-batch-size", POSITIVE, None, "per device", excludes=("validation_batch_size_multiplier",)),
     flag("-j --workers", COUNT, 8, "decoding processes per rank; dali-*: threads; 0: none"),
     *LOADING,
     switch("--use-multi-epochs-loader", "keep the decoding processes from epoch to epoch"),
@@ -126,14 +112,7 @@ TOKEN_LABELS = Group(
         "tokens per side (the model's; 1, or absent without label data: class targets alone, ReLabel)",
         needs=(TOKEN_LABEL,),
     ),
-    flag(
-        "--compat",
-        TEXT,
-        None,
-        "repeat the published code's mistakes: rows of docs/parity.md, or upstream for all",
-        nargs="+",
-        metavar="ROW",
-    ),
+    flag("--compat", TEXT, None, "do as published: rows of docs/parity.md, or upstream", nargs="+", metavar="ROW"),
     flag("--dense-weight", AMOUNT, 0.5, "weight of the dense loss", needs=(TOKEN_LABEL_OR_0, DENSE_TARGETS_OR_0)),
     flag("--cls-weight", AMOUNT, 1.0, "weight of the class loss", needs=(TOKEN_LABEL,)),
     switch("--no-mix-token", "do not mix two images after the patch embedding", needs=(TOKEN_LABEL,)),
@@ -176,17 +155,10 @@ TOKENS = Need("--kd-distill-type token", lambda a: a.kd_distill_type == "token")
 
 DISTILLATION = Group(
     "Distillation",
-    flag(
-        "--kd-model-name",
-        NAME,
-        "",
-        "learn from a frozen teacher: a timm model, hf-hub:..., local-dir:..., a run's folder",
-    ),
+    flag("--kd-model-name", NAME, "", "frozen teacher: a timm model, hf-hub:..., local-dir:..., a run's folder"),
     *needing(
         TAUGHT,
-        flag(
-            "--kd-distill-type", ("logit", "feature", "token"), "logit", "by logits, pooled features, or every token's"
-        ),
+        flag("--kd-distill-type", ("logit", "feature", "token"), "logit", "logits, pooled features, or tokens"),
         flag("--kd-loss-weight --distill-loss-weight", ABOVE_ZERO, 1.0, "weight of its loss beside the labels'"),
         flag("--kd-temperature", ABOVE_ZERO, 4.0, "by which logits are divided", needs=(LOGITS,)),
         flag("--kd-dense-loss", ("cosine", "smooth-l1", "gram"), "cosine", "loss of the tokens", needs=(TOKENS,)),

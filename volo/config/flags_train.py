@@ -76,16 +76,13 @@ COMPILE = (
         "--torchcompile-scope",
         ("blocks", "model"),
         None,
-        "one graph for all blocks of a kind, or one of the model (blocks of VOLO and LV-ViT without CUDA graphs)",
+        "one graph per kind of block, or of the model",
         needs=(COMPILED,),
     ),
 )
 OUTLOOK_KERNEL = flag("--outlook-kernel", OUTLOOK_KERNELS, "auto", "how VOLO's outlook attention is computed")
 BIND = flag(
-    "--bind",
-    ("auto", "none", "cpu", "cpu+mem"),
-    "auto",
-    "keep each rank on the CPUs, the memory and the network card nearest its GPU",
+    "--bind", ("auto", "none", "cpu", "cpu+mem"), "auto", "keep ranks on CPUs, memory and network card near their GPU"
 )
 
 SCHEDULES = ("cosine", "tanh", "poly", "step", "constant")
@@ -119,9 +116,7 @@ MODEL = Group(
     "Model",
     flag("--model", NAME, "volo_d1", "volo_d1..d5, lvvit_t/s/m/l or any timm model"),
     switch("--pretrained", "start from the published weights"),
-    flag(
-        "--initial-checkpoint", PATH, "", "start from these weights, which must fit exactly", excludes=("pretrained",)
-    ),
+    flag("--initial-checkpoint", PATH, "", "start from weights that must fit exactly", excludes=("pretrained",)),
     flag(
         "--finetune --pretrained-path",
         PATH,
@@ -172,31 +167,12 @@ SCHEDULE = Group(
     flag("--warmup-epochs", COUNT, 20, "epochs of linear warm-up; at most a fifth of --epochs"),
     flag("--warmup-lr", AMOUNT, 1e-6, "learning rate at the start of the warm-up", metavar="LR", needs=(WARMED_UP,)),
     switch("--warmup-prefix", "put the warm-up before --epochs, not into them", needs=(WARMED_UP,)),
-    flag(
-        "--cooldown-epochs",
-        COUNT,
-        10,
-        "epochs at --min-lr after the schedule; none below 30 --epochs",
-        needs=(COOLED_DOWN,),
-    ),
+    flag("--cooldown-epochs", COUNT, 10, "more epochs at --min-lr; 0 below 30 --epochs", needs=(COOLED_DOWN,)),
     flag("--min-lr", AMOUNT, 1e-5, "learning rate at the end", metavar="LR", needs=(CYCLIC,)),
-    flag(
-        "--start-epoch",
-        COUNT,
-        None,
-        "first epoch (the checkpoint's, or 0); what --resume auto finds beyond it goes on from there",
-    ),
+    flag("--start-epoch", COUNT, None, "first epoch (the checkpoint's, or 0); --resume auto goes on from beyond it"),
     flag("--decay-epochs", ABOVE_ZERO, 30.0, "epochs between decays (step)", needs=(STEPPED,)),
-    flag(
-        "--decay-rate --dr", AMOUNT, 0.1, "decay per step (step) or cycle (cosine); exponent (poly)", needs=(DECAYING,)
-    ),
-    flag(
-        "--patience-epochs",
-        COUNT,
-        10,
-        "of the plateau schedule, which is refused",
-        refused="belongs to --sched plateau, which is not supported: remove the flag",
-    ),
+    flag("--decay-rate --dr", AMOUNT, 0.1, "per step (step) or cycle (cosine); exponent (poly)", needs=(DECAYING,)),
+    flag("--patience-epochs", COUNT, 10, "refused", refused="--sched plateau is not supported: remove the flag"),
     flag("--lr-cycle-mul", Number(float, low=1), 1.0, "length of a cycle over the one before", needs=(SEVERAL_CYCLES,)),
     flag("--lr-k-decay", ABOVE_ZERO, 1.0, "exponent of the time in the curve (arXiv:2004.05909)", needs=(K_DECAYING,)),
     flag("--lr-cycle-limit", POSITIVE, 1, "number of cycles", needs=(CYCLIC,)),
@@ -237,11 +213,7 @@ BATCH_NORM = Group(
     switch("--sync-bn", "statistics over all ranks"),
     switch("--freeze-bn", "normalise by the running statistics and leave them as they are"),
     flag("--dist-bn", ("", "broadcast", "reduce"), "", "share running statistics after each epoch"),
-    switch(
-        "--split-bn",
-        "a BatchNorm per augmentation split; refused",
-        refused="there are no augmentation splits, so BatchNorm cannot be split by them: remove the flag",
-    ),
+    switch("--split-bn", "a BatchNorm per split; refused", refused=_SPLITS),
 )
 
 EMA = Group(
@@ -284,6 +256,7 @@ CHECKPOINTS = Group(
 
 # Each is the name of its package and of its pip extra.
 TRACKERS = {"wandb": "Weights & Biases", "tensorboard": "TensorBoard", "mlflow": "MLflow", "trackio": "Trackio"}
+WANDB = Need("--log-wandb", lambda a: a.log_wandb)
 TRACKED = Need("--log-wandb, --log-mlflow or --log-trackio", lambda a: a.log_wandb or a.log_mlflow or a.log_trackio)
 
 TRACKING = Group(
@@ -296,15 +269,7 @@ TRACKING = Group(
         "project of W&B and Trackio, experiment of MLflow (WANDB_PROJECT, MLFLOW_EXPERIMENT_NAME or volo-tlt)",
         needs=(TRACKED,),
     ),
-    flag(
-        "--wandb-tags",
-        TEXT,
-        None,
-        "tags of the W&B run",
-        nargs="+",
-        metavar="TAG",
-        needs=(Need("--log-wandb", lambda a: a.log_wandb),),
-    ),
+    flag("--wandb-tags", TEXT, None, "tags of the W&B run", nargs="+", metavar="TAG", needs=(WANDB,)),
 )
 
 DISTRIBUTED = Group(
@@ -312,16 +277,8 @@ DISTRIBUTED = Group(
     flag("--shard", POSITIVE, 1, "divide weights, gradients, optimizer state and EMA among N ranks (FSDP2)"),
     flag("--tensor-parallel", POSITIVE, 1, "divide heads and MLPs among N ranks, which see the same images"),
     flag("--grad-compression", ("none", "bf16"), "none", "bf16: sum gradients over the ranks in bfloat16"),
-    flag(
-        "--local_rank --local-rank", INT, 0, "from old launchers; LOCAL_RANK or SLURM_LOCALID in the environment wins"
-    ),
-    flag(
-        "--dist-timeout",
-        POSITIVE,
-        120,
-        "seconds without progress after which a hung run ends (600 while starting, validating and saving)",
-        metavar="S",
-    ),
+    flag("--local_rank --local-rank", INT, 0, "of old launchers; where set, LOCAL_RANK or SLURM_LOCALID wins"),
+    flag("--dist-timeout", POSITIVE, 120, "end a run that hangs for S (600 at start, validation, saves)", metavar="S"),
     BIND,
 )
 

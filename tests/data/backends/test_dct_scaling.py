@@ -15,7 +15,7 @@ from tlt.data.backends import decode
 from tlt.data.backends.choice import create_backend
 from tlt.data.backends.decode import Crop, Encoded, PilBackend, Request, Size, TorchvisionBackend
 from volo.cluster.distributed import World
-from volo.config.args import parse_train
+from volo.config.args import TRAIN
 from volo.train.data import open_folders, train_loader, validation_loader
 
 SCALING = TorchvisionBackend(dct_scaling=True)
@@ -105,7 +105,7 @@ def test_training_scales_but_for_full_decode_and_validation_never(tmp_path: Path
         (tmp_path / split / "c").mkdir(parents=True)
         for i in range(4):
             saved(photograph(), tmp_path / split / "c" / f"{i}.jpg")
-    args = parse_train(f"{tmp_path} --model volo_test --img-size 32 -b 4 -j 0 --aa none --num-classes 1 {flag}".split())
+    args = TRAIN.parse(f"{tmp_path} --model volo_test --img-size 32 -b 4 -j 0 --aa none --num-classes 1 {flag}".split())
     settings = dict(
         input_size=(3, 32, 32), mean=[0, 0, 0], std=[1, 1, 1], crop_pct=1.0, crop_mode="center", interpolation="bicubic"
     )

@@ -14,7 +14,7 @@ from PIL import Image
 from tlt.data.dataset import LabelReader
 from tlt.data.sources.source import ImageSource
 from tlt.tools import cli as tlt_cli
-from volo.config.args import parse_train
+from volo.config.args import TRAIN
 from volo.train import data as train_data
 
 IMAGES, GLOBAL_BATCH, SEED = 28, 8, 11  # the last global batch of an epoch holds four images
@@ -47,7 +47,7 @@ def parsed(data: Path, backend: str, way: Way) -> Namespace:
     flags = f"--model volo_test --num-classes 4 --seed {SEED} --token-label --data-backend {backend} -j {way.workers}"
     flags += f" -b {GLOBAL_BATCH // (way.ranks * way.micro_batches)} --grad-accum-steps {way.micro_batches}"
     labels = data / "labels" if way.source == "folder" else data
-    return parse_train([str(data), *flags.split(), "--token-label-data", str(labels)])
+    return TRAIN.parse([str(data), *flags.split(), "--token-label-data", str(labels)])
 
 
 def opened(args: Namespace) -> tuple[ImageSource, LabelReader | None]:

@@ -1,0 +1,377 @@
+"""The flags of all programs but train.py.
+
+validate.py keeps the 33 flags of the published program. `--model` has no default: a checkpoint of this project says
+what it is.
+"""
+
+from __future__ import annotations
+
+import sys
+from argparse import Namespace
+from collections.abc import Mapping, Sequence
+
+from tlt.errors import UserError
+from volo.config.flag_rules import check_images, check_weights, join_data_dir
+from volo.config.flag_table import (
+    ABOVE_ZERO,
+    AMOUNT,
+    COUNT,
+    DIR,
+    FILE,
+    NAME,
+    PATH,
+    POSITIVE,
+    SHARE,
+    TEXT,
+    Flag,
+    Group,
+    Need,
+    Number,
+    Program,
+    flag,
+    switch,
+)
+from volo.config.flags_data import (
+    CLASS_MAP,
+    DATASET,
+    DEBUG,
+    DEVICE,
+    FILE_BACKENDS,
+    LIMITS,
+    LOADING,
+    MODEL_KWARGS,
+    POOL,
+    PREPROCESSING,
+)
+from volo.config.flags_train import BIND, CHANNELS_LAST, COMPILE, MIXED_PRECISION, NO_TORCHSCRIPT, OUTLOOK_KERNEL
+
+CHECKPOINT = Need("--checkpoint", lambda a: bool(a.checkpoint))
+RESULTS_FILE = Need("--results-file", lambda a: bool(a.results_file))
+EMBEDDINGS = Need("--embeddings", lambda a: bool(a.embeddings))
+MODEL = (
+    flag("-m --model", NAME, None, "model (what the checkpoint says)"),
+    flag("--checkpoint", PATH, "", "weights: .pth, .pth.tar or .safetensors", excludes=("pretrained",)),
+    switch("--pretrained", "the published weights"),
+    switch("--use-ema", "the moving average in the checkpoint (what training selected by)", needs=(CHECKPOINT,)),
+    switch("--no-use-ema", "the plain weights, also where training selected by the average", needs=(CHECKPOINT,)),
+    flag("--num-classes", POSITIVE, None, "number of classes (the model's own)"),
+    POOL,
+    MODEL_KWARGS,
+)
+
+_IMAGES = (
+    *PREPROCESSING,
+    flag("-j --workers", COUNT, 4, "decoding processes per rank; dali-*: threads; 0: none"),
+    *LOADING,
+    flag("--data-backend", FILE_BACKENDS, "torchvision", "what decodes and resizes images"),
+    *LIMITS,
+)
+
+_DEVICE = (DEVICE, *MIXED_PRECISION, CHANNELS_LAST)
+_PRECISION = (
+    *_DEVICE,
+    *COMPILE,
+    OUTLOOK_KERNEL,
+    switch("--torchscript", "refused: use --torchcompile", refused=NO_TORCHSCRIPT),
+    switch("--legacy-jit", "refused: use --torchcompile", refused=NO_TORCHSCRIPT),
+)
+
+
+def _batch_size(default: int) -> Flag:
+    return flag("-b --batch-size", POSITIVE, default, "images per device")
+
+
+_VALIDATE = (
+    Group(
+        "Data",
+        flag("data", TEXT, None, "dataset: DATA/SPLIT/CLASS/IMAGE, or shards", nargs="?", metavar="DATA"),
+        flag("--data-dir", DIR, None, "the same as a flag", renamed="data_dir_option"),
+        DATASET,
+        flag("--split", NAME, "validation", "folder of the images (val is found too)"),
+        CLASS_MAP,
+        flag("--image-list", FILE, "", "these images alone, one CLASS/FILE a line"),
+        flag("--num-samples", POSITIVE, None, "so many images, evenly spaced over the split"),
+        flag("--crop-mode", ("", "center", "squash", "border"), "", "(the model's own)"),
+        _batch_size(256),
+        *_IMAGES,
+        switch("--tf-preprocessing", "refused", refused="TensorFlow's preprocessing is not supported: remove the flag"),
+    ),
+    Group("Model", *MODEL, switch("--test-pool", "test-time pooling"), switch("--no-test-pool", "the default")),
+    Group(
+        "Results",
+        flag("--real-labels", FILE, "", "real.json: accuracy on ImageNet's reassessed labels"),
+        flag("--knn", DIR, "", "in place of the heads: accuracy of the nearest of these training images, CLASS/IMAGE"),
+        flag("--valid-labels", FILE, "", "class numbers, one per line: rank among these alone"),
+        flag("--results-file", FILE, "", "write the results there"),
+        flag("--results-format", ("csv", "json"), "csv", "format of --results-file", needs=(RESULTS_FILE,)),
+        flag("--log-freq", POSITIVE, 50, "batches between lines of the log"),
+        switch("--retry", "halve --batch-size where it does not fit into memory (one process)"),
+        DEBUG,
+    ),
+    Group("Precision and speed", *_PRECISION),
+    Group(
+        "Distributed",
+        flag("--num-gpu", COUNT, 1, "more are refused", refused="start one process per GPU with torchrun"),
+        BIND,
+    ),
+)
+
+_GENERATE_LABEL = (
+    Group(
+        "Data",
+        flag("data", TEXT, None, "images: DATA/SPLIT/CLASS/IMAGE, DATA/CLASS/IMAGE or shards", metavar="DATA"),
+        flag("token_label_root", TEXT, None, "folder of the label archive", metavar="OUT"),
+        DATASET,
+        flag("--split", NAME, "train", "folder of the images"),
+        _batch_size(32),
+        *_IMAGES,
+    ),
+    Group("Model", *MODEL),
+    Group(
+        "Labels",
+        flag("--top-k", POSITIVE, 5, "classes kept per cell of the map"),
+        switch("--no-log-sum-exp", "without what --label-tail exact needs, a sixth smaller"),
+        switch("--transfer", "the annotator's classes are not the folder's: measure no accuracy"),
+        switch("--overwrite", "replace the archive in OUT, and nothing else"),
+        DEBUG,
+    ),
+    Group("Precision and speed", *_PRECISION),
+    Group("Distributed", BIND),
+)
+
+# The endings that files of predictions and of embeddings have.
+_OUTPUTS, _EMBEDDING_FILES = (".csv", ".json", ".parquet"), (".safetensors", ".npz")
+_PREDICT = (
+    Group(
+        "Images",
+        flag("paths", PATH, None, "images, and folders with images at any depth", nargs="+"),
+        _batch_size(64),
+        # Any number of unreadable images is told and left out.
+        *(row for row in _IMAGES if row.dest != "max_bad_images"),
+    ),
+    Group(
+        "Model", *MODEL, note="--checkpoint also takes the directory of a run: its model_best.pth.tar, or last.pth.tar."
+    ),
+    Group(
+        "Predictions",
+        flag("--topk", POSITIVE, 5, "most probable classes of an image"),
+        flag("-o --output", FILE, "", "write them there: .csv, .json or .parquet (a table on the terminal)"),
+        flag("--class-names", FILE, "", "a name per line (the checkpoint's; ImageNet's for 1000 classes)"),
+        flag("--token-maps", DIR, "", "a picture of what the dense head says of each token"),
+        flag("--embeddings", FILE, "", ".safetensors or .npz: pooled features and those of tokens, kept in memory"),
+        switch("--embeddings-pooled-only", "without the features of the tokens", needs=(EMBEDDINGS,)),
+        DEBUG,
+    ),
+    Group("Precision and speed", *_DEVICE, OUTLOOK_KERNEL),
+)
+
+
+def _check_validate(args: Namespace, flags: Mapping[str, Flag]) -> list[str]:
+    join_data_dir(args, "DATA", "data")
+    return check_images(args, flags)
+
+
+def _check_predict(args: Namespace, flags: Mapping[str, Flag]) -> list[str]:
+    for dest, endings in (("output", _OUTPUTS), ("embeddings", _EMBEDDING_FILES)):
+        if (path := getattr(args, dest)) and not path.endswith(endings):
+            raise UserError(f"--{dest} {path}: end the name in {', '.join(endings[:-1])} or {endings[-1]}")
+    return check_weights(args, flags)
+
+
+VALIDATE = Program(
+    "validate",
+    "DATA --checkpoint PATH [flags]",
+    "Measure the accuracy of a checkpoint, or of every checkpoint in a folder.",
+    _VALIDATE,
+    _check_validate,
+)
+GENERATE_LABEL = Program(
+    "label",
+    "DATA OUT --model NAME [--checkpoint PATH | --pretrained] [flags]",
+    "Write a token-label map for every image of a folder: OUT/CLASS/IMAGE.pt, or one archive.",
+    _GENERATE_LABEL,
+    check_images,
+)
+PREDICT = Program(
+    "predict",
+    "PATH [PATH ...] --checkpoint PATH [flags]",
+    "Predict the classes of images; write token maps and features.",
+    _PREDICT,
+    _check_predict,
+)
+
+# The endings that files of a format have.
+ENDINGS = {"onnx": ".onnx", "torch-export": ".pt2"}
+OPSET = 18  # the lowest that torch's exporter writes, so the one that most runtimes know
+
+TO_HF = Need("--to-hf", lambda a: bool(a.to_hf))
+
+_EXPORT = (
+    Group(
+        "File",
+        flag("-o --output", FILE, "", "file to write; it must not exist"),
+        flag("--format", tuple(ENDINGS), None, "ONNX or torch.export's .pt2 (what the file's ending says)"),
+        flag("--opset", Number(int, low=OPSET), OPSET, "of ONNX"),
+        flag("--to-hf", DIR, "", "a folder for the Hugging Face Hub in place of a file"),
+        flag("--licence --license", NAME, "", "for the model card", needs=(TO_HF,)),
+        flag("--origin-url", TEXT, "", "for the model card", metavar="URL", needs=(TO_HF,)),
+        switch("--dense", "two outputs: class logits (B, K) and token logits (B, N, K)"),
+        flag("--model-dtype", ("float32", "float16", "bfloat16"), "float32", "of weights and arithmetic"),
+        DEBUG,
+    ),
+    Group("Model", *MODEL),
+    Group("Images", *PREPROCESSING, note="The size is the file's; the rest is only recorded in it."),
+)
+
+
+def _check_export(args: Namespace, flags: Mapping[str, Flag]) -> list[str]:
+    if args.to_hf and (args.output or args.format or args.dense or args.model_dtype != "float32"):
+        raise UserError("--to-hf writes the weights as they are: leave out -o, --format, --dense and --model-dtype")
+    args.format = None if args.to_hf else _format(args.output, args.format)
+    if args.opset != OPSET and args.format != "onnx":
+        raise UserError(f"--opset {args.opset} has no effect without --format onnx")
+    if args.model_dtype == "bfloat16" and args.format == "onnx":
+        raise UserError("--model-dtype bfloat16: no ONNX runtime has a bfloat16 convolution; use float16, or a .pt2")
+    return check_weights(args, flags)
+
+
+def _format(output: str, asked: str | None) -> str:
+    if not output:
+        raise UserError("-o FILE is missing: where shall the model go?")
+    meant = next((name for name, ending in ENDINGS.items() if output.endswith(ending)), None)
+    if asked is None and meant is None:
+        raise UserError(f"-o {output}: which format? Let it end in {' or '.join(ENDINGS.values())}, or give --format")
+    if asked and meant and asked != meant:
+        raise UserError(f"--format {asked} contradicts -o {output}: its files end in {ENDINGS[asked]}")
+    return asked or meant or ""
+
+
+EXPORT = Program(
+    "export",
+    "-o FILE --checkpoint PATH [flags]",
+    "Write a trained model as a file that runs without this project: ONNX, or torch.export's .pt2.",
+    _EXPORT,
+    _check_export,
+)
+
+
+def _check_attention(args: Namespace, flags: Mapping[str, Flag]) -> list[str]:
+    if not args.output:
+        raise UserError("-o FILE is missing: where shall the picture go?")
+    return check_weights(args, flags)
+
+
+ATTENTION = Program(
+    "attention",
+    "IMAGE -o FILE --checkpoint PATH [flags]",
+    "Draw what the attention layers of a VOLO or LV-ViT look at in an image.",
+    (
+        Group(
+            "Pictures",
+            flag("image", TEXT, None, "image file", metavar="IMAGE"),
+            flag("-o --output", FILE, "", "picture"),
+            flag("--query", SHARE, [0.5, 0.5], "place looked from: x, y shares", nargs=2),
+        ),
+        Group("Model", *MODEL),
+        Group("Images and device", *PREPROCESSING, DEVICE, DEBUG),
+    ),
+    _check_attention,
+)
+
+REPORT = Program(
+    "report",
+    "RUN [flags]",
+    "Report what happened to a run: starts, speed, checkpoints, faults.",
+    (
+        Group(
+            "Report",
+            flag("run", TEXT, None, "directory of a run", metavar="RUN"),
+            switch("--quick", "don't read the checkpoints through to verify them"),
+            switch("--html", "also write RUN/report.html: these texts, the curves, the first batch, the settings"),
+            DEBUG,
+        ),
+    ),
+)
+
+SLURM = Program(
+    "slurm",
+    "DIR",
+    "Write batch scripts for Slurm and recipes into a folder.",
+    (Group("Slurm", flag("directory", TEXT, None, "a new folder", metavar="DIR"), DEBUG),),
+)
+
+
+class _Launch(Program):
+    def parse(self, argv: Sequence[str] | None = None) -> Namespace:
+        """Parse the first word; the others belong to the program that is started.
+
+        Returns:
+            `processes`, `command` and its `flags`.
+
+        Raises:
+            UserError: No number of processes.
+        """
+        words = list(sys.argv[1:] if argv is None else argv)
+        args = super().parse(words[:1])
+        named = words[1:2] in (["train"], ["label"], ["validate"], ["preflight"])
+        args.command, args.flags = (words[1], words[2:]) if named else ("train", words[1:])
+        return args
+
+
+LAUNCH = _Launch(
+    "launch",
+    "N [train|label|validate|preflight] [DATA] [flags of that command]",
+    "Start a command, train unless another is named, in N processes of this machine, as distributed_train.sh does. "
+    "Several machines and other settings: variables of the environment, docs/multinode.md.",
+    (Group("Launch", flag("processes", POSITIVE, None, "how many, one per GPU")),),
+)
+
+
+def _check_push(args: Namespace, flags: Mapping[str, Flag]) -> list[str]:
+    if not args.folder:
+        raise UserError("--from DIR is missing: the folder that volo export --to-hf wrote")
+    return []
+
+
+PUSH = Program(
+    "push",
+    "ORG/NAME --from DIR",
+    "Upload a model to the Hugging Face Hub.",
+    (
+        Group(
+            "Push",
+            flag("repository", TEXT, None, "on the Hub; it is made where it is not there", metavar="ORG/NAME"),
+            flag("--from", DIR, "", "what volo export --to-hf wrote", renamed="folder"),
+            switch("--private", "make the repository private"),
+            flag("--revision", NAME, "", "branch (main)"),
+            flag("--message", TEXT, "Upload model", "of the commit"),
+            switch("--dry-run", "list the files, send nothing"),
+            DEBUG,
+        ),
+    ),
+    _check_push,
+)
+
+_OUTPUT = Need("--output", lambda a: bool(a.output))
+PREFLIGHT = Program(
+    "preflight",
+    "[flags]   (as many processes as the run will have)",
+    "Check that the machines are fit for a run.",
+    (
+        Group(
+            "What the run needs",
+            flag("--data", PATH, [], "images and labels: readable, equal on all nodes", nargs="+"),
+            flag("--output", DIR, None, "where checkpoints go: writable, see --free-gb"),
+            flag("--free-gb", AMOUNT, 20.0, "free space that --output must have", metavar="GB", needs=(_OUTPUT,)),
+            flag("--shm-gb", AMOUNT, 1.0, "free /dev/shm per rank, for data workers", metavar="GB"),
+            flag("--min-bandwidth", ABOVE_ZERO, None, "bus bandwidth per process, all-reduce", metavar="GB/S"),
+        ),
+        Group(
+            "Ranks and output",
+            DEVICE,
+            BIND,
+            flag("--timeout", Number(float, 1, 3600), 120.0, "wait this long for all ranks", metavar="S"),
+            DEBUG,
+        ),
+    ),
+)
