@@ -28,8 +28,7 @@ class Command(NamedTuple):
     def program(self) -> Program:
         """Its flags."""
         module, _, name = self.flags.partition(":")
-        program: Program = getattr(import_module(module), name)
-        return program
+        return getattr(import_module(module), name)
 
 
 _OTHERS = "volo.config.flags_programs"

@@ -26,7 +26,7 @@ from tlt.data.batch import Batch
 from tlt.distill import DistillLoss, FeatureTeacher, Lesson, with_projector
 from tlt.models.wrap import find_tokens
 from volo import cli
-from volo.commands.knn import knn_accuracy
+from volo.commands.validate import knn_accuracy
 from volo.train.distillation import Distillation
 
 AUGMENT = "rand-m9-n3-mstd0.5-inc1"

@@ -24,11 +24,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from tlt.data.augment.device_stage import EvalStage
-from tlt.data.backends.choice import create_backend
 from tlt.data.batch import Skipped
-from tlt.data.dataset import EvalDataset
-from tlt.data.loader import EvalLoader, SkipCounter
+from tlt.data.loader import SkipCounter
 from tlt.data.sources.open_images import open_images
 from tlt.data.sources.source import ImageSource
 from tlt.errors import UserError
@@ -52,6 +49,7 @@ from volo.cluster.distributed import (
 )
 from volo.commands.console import say
 from volo.train.compilation import check_scope, compile_errors_told, feature_compiler
+from volo.train.data import validation_loader
 from volo.train.precision import check_convolutions, compute_dtype
 from volo.train.trained_model import TrainedModel, load_model
 
@@ -99,9 +97,7 @@ def check(trained: TrainedModel, folder: ImageSource) -> None:
     """
     args, count, size = trained.args, trained.model.num_classes, trained.settings["input_size"]
     if args.crop_pct not in (None, 1.0):
-        raise UserError(
-            f"--crop-pct {args.crop_pct:g}: the whole image is labelled, so it can only be 1.0; leave it out"
-        )
+        raise UserError(f"--crop-pct {args.crop_pct:g}: the whole image is labelled: leave it out, or give 1.0")
     if size[0] != 3:
         raise UserError(f"--input-size {size[0]} ...: images have 3 channels")
     if not count:
@@ -170,7 +166,11 @@ def make_labels(
     size, wanted = trained.args.batch_size, set(pending)
     starts = sorted({row // size * size for row in pending})[world.rank :: world.size]
     rows = [row for start in starts for row in range(start, min(start + size, len(folder)))]
-    loader = image_loader(trained, folder, rows, world.device)
+    # Each rank has rows of its own: whole images, squashed to the annotator's input size. Indices count within `rows`.
+    whole = trained.settings | {"crop_pct": 1.0, "crop_mode": "squash"}
+    args = Namespace(**vars(trained.args) | {"workers": min(trained.args.workers, len(rows))})
+    loader = validation_loader(args, folder.select(rows), size, whole, World(0, 0, 1, world.device))
+    loader.skips = SkipCounter(len(folder), args.max_bad_images)
     progress = Progress("labelling", len(pending)) if world.is_primary else None
     for batch in loader:
         values, ids, log_sum_exp = (tensor.cpu().numpy() for tensor in annotator(batch.images))
@@ -192,31 +192,7 @@ def make_labels(
     if progress is not None:
         progress.step(len(pending) - progress.done)
         progress.close()
-        finish(trained.args, folder, writer, wanted, skips)
-
-
-def image_loader(trained: TrainedModel, folder: ImageSource, rows: list[int], device: torch.device) -> EvalLoader:
-    """Load the whole images of some rows, squashed to the annotator's input size; indices count within `rows`."""
-    args, settings = trained.args, trained.settings
-    dataset = EvalDataset(
-        folder.select(rows),
-        settings["input_size"][1:],
-        crop_pct=1.0,
-        crop_mode="squash",
-        interpolation=settings["interpolation"],
-        backend=create_backend(args.data_backend, args.max_pixels, args.workers, device),
-    )
-    return EvalLoader(
-        dataset,
-        args.batch_size,
-        EvalStage(settings["mean"], settings["std"]).to(device),
-        device=device,
-        workers=min(args.workers, len(rows)),
-        pin_memory=args.pin_mem,
-        prefetch=not args.no_prefetcher,
-        timeout=float(args.loader_timeout),
-        skips=SkipCounter(len(folder), args.max_bad_images),
-    )
+        finish(args, folder, writer, wanted, skips)
 
 
 def finish(

@@ -156,8 +156,6 @@ def run(args: Namespace) -> int:
         )
     except Exception as error:  # huggingface_hub's, httpx's and requests' share no narrower class
         reason = " ".join(str(error).split())[:300]
-        raise UserError(
-            f"{args.repository} was not uploaded: {reason} (log in with `hf auth login` or HF_TOKEN)"
-        ) from error
+        raise UserError(f"{args.repository} was not uploaded: {reason} (log in: `hf auth login`, HF_TOKEN)") from error
     print(f"uploaded: {done.commit_url}")
     return 0

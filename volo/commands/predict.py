@@ -10,14 +10,18 @@ others. One process, one device.
 
 from __future__ import annotations
 
+import csv
+import json
 import os
 from argparse import Namespace
 from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
 from tlt.data.loader import EvalLoader
@@ -25,17 +29,16 @@ from tlt.data.sources.folder import FolderListing, ImageFolder
 from tlt.errors import UserError, require
 from tlt.io.files import refuse_existing
 from tlt.io.progress import Progress
-from tlt.io.text import printable
+from tlt.io.text import printable, table
 from tlt.labels.annotate import labelled_area
 from tlt.models.folding import fold_batchnorm
 from tlt.models.spatial import feature_map
-from tlt.tools.drawing import Cells, check_format, drawable, save_figure
-from volo.checkpoint.checkpoint import best_or_last
+from tlt.tools.drawing import Cells, check_format, drawable, save_figure, shorten
+from volo.checkpoint.checkpoint import best_or_last, explained, install
 from volo.checkpoint.model_config import class_names
 from volo.cluster.distributed import World, choose_device, limit_threads
 from volo.commands.attention import TOP, View, answers_page
 from volo.commands.console import say
-from volo.commands.predictions import prediction_rows, prediction_table, write_embeddings, write_predictions
 from volo.record.run_directory import check_writable
 from volo.train.data import validation_loader
 from volo.train.model import TimmModel, place_model
@@ -43,6 +46,9 @@ from volo.train.precision import Precision, check_convolutions, compute_dtype
 from volo.train.trained_model import TrainedModel, load_model
 
 TOKEN_CLASSES = ("token_class", "token_probability")
+COLUMNS = ("path", "rank", "class_id", "class_name", "probability")  # of files of predictions
+Rows = Sequence[tuple[str, int, int, str, float]]
+_WIDTH = 60  # characters of a class name on the terminal
 FEW = 20  # images whose predictions are shown on the terminal even if they are written to a file
 
 
@@ -76,10 +82,10 @@ def run(args: Namespace) -> int:
     say(check_convolutions(model, trained.settings["input_size"], dtype, world.device))
     # As validation loads them; any number of them may be unreadable.
     count = len(found.paths)
-    loading = {"max_bad_images": count, "workers": min(args.workers, -(-count // args.batch_size))}
+    wanted = {"max_bad_images": count, "workers": min(args.workers, -(-count // args.batch_size))}
     folder = ImageFolder("", found.paths, np.zeros(count, np.int64), [])
-    wanted = Namespace(**{**vars(args), **loading})
-    loader = validation_loader(wanted, folder, args.batch_size, trained.settings, world)
+    flags = Namespace(**vars(args) | wanted)
+    loader = validation_loader(flags, folder, args.batch_size, trained.settings, world)
     read, rows = predict(args, trained, loader, Precision(world.device, dtype), found.names, names)
     print(f"{len(read)} images predicted, {loader.skips.total} could not be read", flush=True)
     report(args, [found.paths[index] for index in read], names, rows)
@@ -129,9 +135,7 @@ def check_outputs(args: Namespace, found: Found) -> None:
         check_writable(Path(args.token_maps), "--token-maps")
         name, count = Counter(found.names).most_common(1)[0]
         if count > 1:
-            raise UserError(
-                f"--token-maps: {count} images would share the picture {printable(name)}.png: take them apart"
-            )
+            raise UserError(f"--token-maps: {count} images share the picture {printable(name)}.png: take them apart")
         for name in found.names:
             refuse_existing(os.path.join(args.token_maps, f"{name}.png"), "--token-maps:")
 
@@ -286,11 +290,15 @@ def report(args: Namespace, paths: list[str], names: list[str], rows: dict[str, 
     """
     if "class_id" in rows:
         ids, probabilities = (rows.pop(name)[:, : args.topk] for name in ("class_id", "probability"))
-        table = prediction_rows(paths, ids, probabilities, names)
+        found = prediction_rows(paths, ids, probabilities, names)
         if len(paths) <= FEW or not (args.output or args.embeddings or args.token_maps):
-            print(*prediction_table(table), sep="\n")
+            shown = [
+                (path if rank == 1 else "", str(class_id), shorten(name, _WIDTH), f"{100 * value:5.1f} %")
+                for path, rank, class_id, name, value in found
+            ]
+            print(*table([("image", "id", "class", "probability"), *shown]), sep="\n")
         if args.output:
-            write_predictions(Path(args.output), table)
+            write_predictions(Path(args.output), found)
             print(f"wrote {printable(args.output)}")
     if args.embeddings:
         write_embeddings(Path(args.embeddings), paths, rows)
@@ -298,3 +306,69 @@ def report(args: Namespace, paths: list[str], names: list[str], rows: dict[str, 
         print(f"wrote {printable(args.embeddings)}: {', '.join(shapes)}")
     if args.token_maps:
         print(f"wrote {len(paths)} pictures to {printable(args.token_maps)}")
+
+
+def prediction_rows(paths: Sequence[str], ids: Tensor, probabilities: Tensor, names: Sequence[str]) -> Rows:
+    """Return the values of `COLUMNS`, k rows for each image; rank 1 is the most probable class.
+
+    Args:
+        paths: N of them.
+        ids, probabilities: (N, k), the most probable class first.
+        names: Of all classes.
+    """
+    return [
+        (in_text(path), rank, class_id, names[class_id], round(value, 8))
+        for path, own_ids, values in zip(paths, ids.tolist(), probabilities.tolist(), strict=True)
+        for rank, (class_id, value) in enumerate(zip(own_ids, values, strict=True), start=1)
+    ]
+
+
+def write_predictions(path: Path, rows: Rows) -> None:
+    """Write the rows as .csv, .json (a list of objects) or .parquet, in one step.
+
+    Raises:
+        NotWrittenError: The old file is unchanged.
+    """
+
+    def fill(staged: Path) -> None:
+        if path.suffix == ".parquet":
+            columns = dict(zip(COLUMNS, map(list, zip(*rows, strict=True)), strict=True))
+            arrow = require("pyarrow", extra="parquet").table(columns)
+            return require("pyarrow.parquet", extra="parquet").write_table(arrow, staged)
+        with staged.open("w", newline="", encoding="utf-8") as file:
+            if path.suffix == ".csv":
+                csv.writer(file).writerows([COLUMNS, *rows])
+            else:
+                json.dump([dict(zip(COLUMNS, row, strict=True)) for row in rows], file, ensure_ascii=False, indent=0)
+
+    _replace(path, fill, 100 * len(rows))
+
+
+def write_embeddings(path: Path, paths: Sequence[str], embeddings: dict[str, Tensor]) -> None:
+    """Write (N, ...) tensors and the N paths of their rows, in one step.
+
+    The paths are the array `paths` in .npz, and in .safetensors the JSON list `paths` of the metadata.
+
+    Raises:
+        NotWrittenError: The old file is unchanged.
+    """
+    shown = list(map(in_text, paths))
+
+    def fill(staged: Path) -> None:
+        if path.suffix == ".safetensors":
+            return save_file(embeddings, staged, metadata={"paths": json.dumps(shown)})
+        with staged.open("wb") as file:
+            np.savez(file, **{"paths": np.array(shown)}, **{name: rows.numpy() for name, rows in embeddings.items()})  # type: ignore[arg-type]
+
+    _replace(path, fill, sum(tensor.numel() * tensor.element_size() for tensor in embeddings.values()))
+
+
+def in_text(path: str) -> str:
+    """Return a path as UTF-8 can hold it: other bytes of a file's name are escaped."""
+    return os.fsencode(path).decode("utf-8", "backslashreplace")
+
+
+def _replace(path: Path, fill: Callable[[Path], None], size: int) -> None:
+    with explained(path, lambda: size):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        install(path, fill)

@@ -49,15 +49,8 @@ def note_start(args: Namespace, world: World, logger: Logger) -> None:
     """Record the start as an event: the command, the arguments and the machines."""
     hosts = Counter(from_all(socket.gethostname()))
     if world.is_primary:
-        logger.event(
-            "start",
-            command=sys.argv,
-            args=settings_of(args),
-            versions=versions(),
-            world_size=world.size,
-            hosts=hosts,
-            device=str(world.device),
-        )
+        told = {"command": sys.argv, "args": settings_of(args), "versions": versions()}
+        logger.event("start", **told, world_size=world.size, hosts=hosts, device=str(world.device))
 
 
 @contextmanager
@@ -203,14 +196,14 @@ def describe(run: Run, training: Training) -> None:
         f"{training.schedule.total_epochs} epochs"
     )
     criterion = training.criterion
-    if isinstance(criterion, TokenLabelCriterion) and criterion.mix_token and min(criterion.grid) < 3:
-        logger.line("MixToken mixes nothing: with fewer than 3 tokens in a row or column its boxes are empty")
-    if isinstance(criterion, TokenLabelCriterion) and criterion.dense and args.token_label_size:
-        rows, columns = criterion.grid
-        if (rows, columns) != (args.token_label_size, args.token_label_size):  # as published for D5 at 512 px
+    if isinstance(criterion, TokenLabelCriterion):
+        size, (rows, columns) = args.token_label_size, criterion.grid
+        if criterion.mix_token and min(rows, columns) < 3:
+            logger.line("MixToken mixes nothing: with fewer than 3 tokens in a row or column its boxes are empty")
+        if criterion.dense and size and (rows, columns) != (size, size):  # as published for D5 at 512 px
             logger.line(
-                f"warning: --token-label-size {args.token_label_size} is not used: at {height} x {width} px each of "
-                f"the {rows} x {columns} tokens gets a label of its own"
+                f"warning: --token-label-size {size} is not used: at {height} x {width} px each of the "
+                f"{rows} x {columns} tokens gets a label of its own"
             )
     if args.sync_bn and world.size == 1:
         logger.line("--sync-bn changes nothing with one process")
@@ -236,16 +229,12 @@ def arithmetic(run: Run, model: nn.Module, criterion: Criterion, input_size: tup
     if args.dry_run or not run.world.is_primary:
         return None
     options = {"dense": True} if isinstance(criterion, TokenLabelCriterion) and criterion.dense else {}
-    modes = [(module, module.training) for module in model.modules()]
     # In training mode, which `--drop-path-mode subset` needs to leave out what it drops.
     set_train_mode(model, args.freeze_bn or args.freeze)
     try:
         forward = flops_per_image(model, input_size, images=args.batch_size, **options)
     except (NotImplementedError, RuntimeError):  # an operation that needs a tensor's contents
         return None
-    finally:
-        for module, mode in modes:
-            module.training = mode
     # Every product of the forward pass has two in the backward pass, unless its parameters are frozen.
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad) / sum(p.numel() for p in model.parameters())
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
