@@ -38,7 +38,6 @@ ANY_SIZE = {"dynamic_img_size": True, "dynamic_img_pad": True}
 
 LAYERS = {
     "patches of 14": [(14, 14, 0)],
-    "patches of 16": [(16, 16, 0)],
     "ResNet": [(7, 2, 3)] + [(3, 2, 1)] * 4,
     "ConvNeXt": [(4, 4, 0)] + [(2, 2, 0)] * 3,
 }
@@ -72,9 +71,20 @@ def positions(plan: Plan) -> Batch:
     return Batch(torch.from_numpy(images).float(), numbers, numbers, affine, visible, None, [], [], rest, plan)
 
 
-@pytest.mark.parametrize("name", STUDENTS)
-@pytest.mark.parametrize("kind", LAYERS)
-@pytest.mark.parametrize("view", ["crop", "size", "whole"])
+@pytest.mark.parametrize(
+    ("name", "kind", "view"),
+    [  # each student with each teacher's padding, each view with each student
+        ("volo_test", "patches of 14", "crop"),
+        ("volo_test", "ResNet", "size"),
+        ("volo_test", "ConvNeXt", "whole"),
+        ("vit_tiny_patch16_224", "ResNet", "crop"),
+        ("vit_tiny_patch16_224", "patches of 14", "size"),
+        ("vit_tiny_patch16_224", "ConvNeXt", "whole"),
+        ("resnet18", "ResNet", "crop"),
+        ("resnet18", "ConvNeXt", "size"),
+        ("resnet18", "patches of 14", "whole"),
+    ],
+)
 def test_a_token_learns_what_the_teacher_says_of_its_place(name: str, kind: str, view: str) -> None:
     (first, pitch), size, shape = STUDENTS[name], (118, 133), np.array(FILES * 8)
     other = size if view == "crop" else (230, 150)
@@ -147,8 +157,9 @@ def test_logits_and_pooled_features_are_timms_and_mixed_by_share() -> None:
         torch.testing.assert_close(apart(student, Lesson(target, None), 0.25), 0.75 * expected[0] + 0.25 * expected[1])
 
 
-@pytest.mark.parametrize("dense", [True, False])
-@pytest.mark.parametrize("name", ["volo_test", "vit_tiny_patch16_224", "resnet10t"])
+@pytest.mark.parametrize(
+    ("name", "dense"), [("volo_test", True), ("vit_tiny_patch16_224", True), ("resnet10t", True), ("resnet10t", False)]
+)
 def test_mixed_tokens_are_those_of_the_image_they_show(name: str, dense: bool) -> None:
     student = timm.create_model(name, num_classes=4, **({} if name == "resnet10t" else {"img_size": 64}))
     student = tlt.with_dense_head(student, (64, 64)) if dense else student
@@ -184,10 +195,9 @@ TOKENS = "--kd-distill-type token"
 @pytest.mark.parametrize(
     "flags",
     [
-        "--kd-distill-type feature --token-label --model-ema --kd-size 48",
-        "--mixup 0.8 --model-dtype bfloat16 --kd-temperature 2",
-        f"{TOKENS} --kd-view whole --amp --grad-accum-steps 2 --token-label --token-label-size 2",
-        f"{TOKENS} --model resnet10t --token-label --kd-dense-loss smooth-l1 --torchcompile eager --cutmix 1.0",
+        "--kd-distill-type feature --token-label --model-ema --kd-size 48 --amp",
+        "--mixup 0.8 --cutmix 1.0 --model-dtype bfloat16 --kd-temperature 2",
+        f"{TOKENS} --kd-view whole --kd-dense-loss smooth-l1 --token-label --token-label-size 2 --grad-accum-steps 2",
         f"{TOKENS} --model test_vit --kd-dense-loss gram --channels-last --distill-loss-weight 3",
     ],
 )
@@ -205,11 +215,11 @@ def test_a_run_that_was_stopped_goes_on_to_the_same_weights(
     again = torch.load(taught / f"{name}b" / "last.pth.tar", weights_only=False)
     for entry in whole.keys() & {"state_dict", "dense_head", "state_dict_ema"}:
         assert all(torch.equal(value, again[entry][each]) for each, value in whole[entry].items())
-    ended, _ = learn(call, taught, f"{name}d", f"{flags} --dry-run")
-    assert ended.code == 0 and "GiB, 0." in ended.out.partition("teacher: weights 0.")[2], ended.err
-    other = f"--resume {run}/checkpoint-0.pth.tar --kd-model-name {run}"
-    ended, _ = learn(call, taught, f"{name}c", f"{flags} {other}")
-    assert ended.code == 2 and ended.err.count("\n") == 1 and "--kd-model-name" in ended.err, ended.err
+    if "--kd-view" in flags:
+        ended, _ = learn(call, taught, f"{name}d", f"{flags} --dry-run")
+        assert ended.code == 0 and "GiB, 0." in ended.out.partition("teacher: weights 0.")[2], ended.err
+        ended, _ = learn(call, taught, f"{name}c", f"{flags} --resume {run}/checkpoint-0.pth.tar --kd-model-name {run}")
+        assert ended.refused("--kd-model-name"), ended
 
 
 def test_the_teacher_sees_other_views_of_the_same_images(taught: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.commands import interrupted_train
-from tests.commands.conftest import QUICK, ROOT, Call, Make, launch, metrics
+from tests.commands.conftest import QUICK, ROOT, Call, Make, TrainedRun, launch, metrics
 from tests.conftest import LIMIT
 from tests.same_records import without_times
 from tests.train.small_run import tensors
@@ -105,11 +105,10 @@ def test_fault_13_resumed_on_two_ranks_with_the_global_batch_of_one(
 
 
 def test_ranks_that_read_different_checkpoints_do_not_wait_for_each_other(
-    call: Call, make_dataset: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    call: Call, trained_run: TrainedRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    flags = f"{make_dataset(train=16)} {QUICK} --epochs 1 --output {tmp_path} --experiment run"
-    assert call("train", flags).code == 0
     real = run_start.from_all
     monkeypatch.setattr(run_start, "from_all", lambda own: [own, [0, 1]] if isinstance(own, list) else real(own))
-    ended = call("train", flags, "--resume", "auto")
-    assert ended.code == 2 and "ranks read it at updates 1 and 2: it is being written to" in ended.err
+    flags = f"{trained_run.data} {QUICK} --epochs 3 --model-ema --output {tmp_path} --experiment run"
+    ended = call("train", flags, "--resume", trained_run.run / "last.pth.tar")
+    assert ended.code == 2 and "ranks read it at updates 1 and 4: it is being written to" in ended.err
