@@ -13,10 +13,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 # The lowest first; a module belongs to the longest name that it begins with, and imports its own room and lower ones.
 ROOMS = (
-    *("tlt._version", "tlt.errors", "tlt.geometry", "tlt.label_map", "tlt.mixtoken"),
+    *("tlt.errors", "tlt.geometry", "tlt.label_map", "tlt.mixtoken"),
     *("tlt.io", "tlt.models", "tlt.data.augment", "tlt.data.sources", "tlt.data.backends", "tlt.data", "tlt.labels"),
     *("tlt.targets", "tlt.mix", "tlt.loss", "tlt.upstream", "tlt.utils"),
-    *("tlt.tools", "tlt"),
+    *("tlt", "tlt.tools", "tlt.__main__"),
     *("volo.config", "volo.kernels", "volo.models", "volo.cluster", "volo.record", "volo.checkpoint", "volo.train"),
     *("volo.memory", "volo.commands", "volo", "benchmarks"),
 )

@@ -9,46 +9,40 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tlt._version import __version__ as __version__
+__version__ = "0.1.0"  # as in pyproject.toml
 
 if TYPE_CHECKING:
-    from tlt.api import (
-        AugmentConfig,
-        Batch,
-        DistillLoss,
-        FeatureTeacher,
-        LabelBatch,
-        Loader,
-        StepKey,
-        Targets,
-        TokenLabelLoss,
-        UserError,
-        draw_box,
-        make_targets,
-        open_images,
-        open_labels,
-        with_dense_head,
-        with_projector,
-    )
+    from tlt.api import Loader as Loader
+    from tlt.api import StepKey as StepKey
+    from tlt.api import draw_box as draw_box
+    from tlt.data.augment.plan import AugmentConfig as AugmentConfig
+    from tlt.data.batch import Batch as Batch
+    from tlt.data.sources.open_images import open_images as open_images
+    from tlt.distill import DistillLoss as DistillLoss
+    from tlt.distill import FeatureTeacher as FeatureTeacher
+    from tlt.distill import with_projector as with_projector
+    from tlt.errors import UserError as UserError
+    from tlt.label_map import LabelBatch as LabelBatch
+    from tlt.labels.store import open_labels as open_labels
+    from tlt.loss import TokenLabelLoss as TokenLabelLoss
+    from tlt.models.wrap import with_dense_head as with_dense_head
+    from tlt.targets import Targets as Targets
+    from tlt.targets import make_targets as make_targets
 
-__all__ = [
-    "AugmentConfig",
-    "Batch",
-    "DistillLoss",
-    "FeatureTeacher",
-    "LabelBatch",
-    "Loader",
-    "StepKey",
-    "Targets",
-    "TokenLabelLoss",
-    "UserError",
-    "draw_box",
-    "make_targets",
-    "open_images",
-    "open_labels",
-    "with_dense_head",
-    "with_projector",
-]
+_NAMES = {  # of modules that are loaded when first asked for
+    "tlt.api": ("Loader", "StepKey", "draw_box"),
+    "tlt.data.augment.plan": ("AugmentConfig",),
+    "tlt.data.batch": ("Batch",),
+    "tlt.data.sources.open_images": ("open_images",),
+    "tlt.distill": ("DistillLoss", "FeatureTeacher", "with_projector"),
+    "tlt.errors": ("UserError",),
+    "tlt.label_map": ("LabelBatch",),
+    "tlt.labels.store": ("open_labels",),
+    "tlt.loss": ("TokenLabelLoss",),
+    "tlt.models.wrap": ("with_dense_head",),
+    "tlt.targets": ("Targets", "make_targets"),
+}
+__all__ = sorted(name for names in _NAMES.values() for name in names)
 
 _SCRIPTS = ("train.py", "validate.py", "generate_label.py", "benchmark.py")  # at the root of a checkout
 _COMMANDS = ("volo", "tlt")
@@ -79,9 +73,10 @@ if not starts_program:
 
 
 def __getattr__(name: str) -> Any:
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module("tlt.api"), name)
+    for module, names in _NAMES.items():
+        if name in names:
+            return getattr(import_module(module), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

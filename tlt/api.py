@@ -1,4 +1,4 @@
-"""Token labeling for a training loop of one's own: the names that `import tlt` offers, those of other modules included.
+"""The loader and the steps of a training loop of one's own.
 
 `volo train` uses the same targets, boxes and loss (`volo.train.criterion`) and makes the same batches: equal seeds give
 equal numbers. docs/python_api.md has such a loop, examples/ whole programs.
@@ -25,19 +25,8 @@ from tlt.data.batch import Batch, BatchKey
 from tlt.data.dataset import LabelReader, LabelView, TrainDataset
 from tlt.data.loader import DeviceLoader, SkipCounter
 from tlt.data.sources.image_file import DEFAULT_MAX_PIXELS
-from tlt.data.sources.open_images import open_images as open_images
 from tlt.data.sources.source import ImageSource
-from tlt.distill import DistillLoss as DistillLoss
-from tlt.distill import FeatureTeacher as FeatureTeacher
-from tlt.distill import with_projector as with_projector
-from tlt.errors import UserError as UserError
-from tlt.label_map import LabelBatch as LabelBatch
-from tlt.labels.store import open_labels as open_labels
-from tlt.loss import TokenLabelLoss as TokenLabelLoss
 from tlt.mixtoken import sample_box
-from tlt.models.wrap import with_dense_head as with_dense_head
-from tlt.targets import Targets as Targets
-from tlt.targets import make_targets as make_targets
 
 # Random streams of one step, different from each other and from those of the data (tlt.data.augment.plan.Stream) and of
 # other users of a step's generators.

@@ -127,10 +127,6 @@ class LabelBatch:
     def __len__(self) -> int:
         return self.values.shape[0]
 
-    @property
-    def device(self) -> torch.device:
-        return self.values.device
-
     def to(self, device: torch.device | str, non_blocking: bool = False) -> LabelBatch:
         """The same labels on another device."""
         return self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking))

@@ -11,7 +11,7 @@ from contextlib import nullcontext
 from importlib import import_module
 from typing import NamedTuple
 
-from tlt._version import __version__
+from tlt import __version__
 from tlt.errors import UserError
 from volo.cluster.stopping import STOP
 from volo.commands.console import run_program

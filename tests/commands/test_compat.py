@@ -8,7 +8,7 @@ import torch
 import yaml
 
 from tests.commands.conftest import QUICK, Call, Ended, Make, metrics
-from tlt.upstream.rows import ROWS
+from tlt.upstream import ROWS
 
 
 def test_upstream_is_recorded_and_resumes_to_the_same_bits(

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tlt.errors import UserError
-from tlt.upstream.rows import ROWS as ROWS_OF_COMPAT
+from tlt.upstream import ROWS as ROWS_OF_COMPAT
 from volo.cli import COMMANDS
 from volo.config.args import TRAIN
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.labels.packed import SHAPE, label_map, make_archive, make_tree, write_images
+from tests.labels.packed import SHAPE, label_map, make_tree, write_images
 from tlt.data.sources.folder import scan_folder
 from tlt.errors import UserError
 from tlt.labels.shards import ShardReader
@@ -37,15 +37,6 @@ def test_images_without_label(data: Path, tmp_path: Path) -> None:
     some = open_labels(tmp_path / "out", [folder.paths[row] for row in (5, 0)])
     np.testing.assert_array_equal(some.read(0).ids, label_map(5).ids)
     np.testing.assert_array_equal(some.read(1).ids, label_map(0).ids)
-
-
-def test_labels_that_do_not_fit(data: Path, tmp_path: Path) -> None:
-    folder = scan_folder(data / "train")
-    pack_images(str(data), str(tmp_path / "out"), labels=str(make_archive(tmp_path / "labels", folder)))
-    with pytest.raises(UserError, match="has labels of 5 classes, but the model has 4"):
-        open_labels(tmp_path / "out", folder.paths, num_classes=4)
-    with pytest.raises(UserError, match="labels are of another data set"):
-        open_labels(tmp_path / "out", ["z/z.jpg"])
     pack_images(str(data), str(tmp_path / "without"))
     with pytest.raises(UserError, match="shards without labels: pack them with `tlt pack-images --labels"):
         open_labels(tmp_path / "without", folder.paths)

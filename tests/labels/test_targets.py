@@ -1,4 +1,4 @@
-"""Token targets against torchvision's roi_align and against a plain float64 loop over points and classes."""
+"""Token targets against a plain float64 loop over points and classes."""
 
 from __future__ import annotations
 
@@ -8,13 +8,12 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from torchvision.ops import roi_align
 
 from tests.labels.brute_force import Sizes, brute_force
 from tlt.errors import UserError
 from tlt.io import chunks
 from tlt.label_map import FULL_AREA, NO_AREA, LabelBatch, LabelMap
-from tlt.targets import make_targets, points_per_token
+from tlt.targets import make_targets
 
 CLASSES, SMOOTHING = 9, 0.1
 WHOLE = torch.tensor([[[1.0, 0.0, 0.0], [0.0, 1.0, 0.0]]])
@@ -39,32 +38,6 @@ def random_case(seed: int, cells: tuple[int, int] = (5, 7), k: int = 3, batch: i
 def single(case: Case) -> Case:
     labels, affine, visible, classes = case
     return labels, affine.float(), visible.float(), classes
-
-
-@pytest.mark.parametrize(("cells", "grid"), [((18, 18), (14, 14)), ((10, 20), (8, 6)), ((1, 7), (14, 14))])
-def test_plain_crops_equal_roi_align_with_the_true_box(cells: tuple[int, int], grid: tuple[int, int]) -> None:
-    rng, (h, w) = np.random.default_rng(1), cells
-    size = 0.2 + 0.5 * rng.random((3, 2))
-    start = rng.random((3, 2)) * (1 - size)
-    boxes = torch.from_numpy(np.concatenate([start, start + size], axis=1))  # x0, y0, x1, y1, off the diagonal
-    values = (rng.standard_normal((3, 5, h, w)) * 4).astype(np.float16)
-    ids = np.argsort(rng.random((3, CLASSES, h, w)), axis=1)[:, :5].astype(np.int32)
-    labels = LabelBatch.stack([LabelMap(v, i) for v, i in zip(values, ids, strict=True)])
-    maps = torch.zeros(3, CLASSES, h, w).double().scatter_(1, labels.ids.long(), labels.values.double())
-    rois = torch.cat([torch.arange(3.0).double()[:, None], boxes * torch.tensor([w, h, w, h])], 1)
-    none, (x0, y0, x1, y1) = torch.zeros(3), boxes.unbind(1)
-    affine = torch.stack([x1 - x0, none, x0, none, y1 - y0, y0], 1).view(-1, 2, 3)
-    made = make_targets(labels, affine, boxes, torch.tensor([4, 0, 8]), grid, CLASSES, SMOOTHING)
-    assert made.tokens is not None and (made.tokens.weight == 1).all()
-    n = points_per_token(cells, grid)
-    for found, size in ((made.tokens.dense(CLASSES), grid), (made.cls[:, None], (1, 1))):
-        points = n if size == grid else n * grid[0]
-        if size == grid or grid[0] == grid[1]:
-            pooled = roi_align(maps, rois, size, sampling_ratio=points, aligned=True).flatten(2).transpose(1, 2)
-            expected = (1 - SMOOTHING) * pooled.softmax(-1) + SMOOTHING / CLASSES
-            torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
-            torch.testing.assert_close(found.sum(-1), torch.ones_like(found[..., 0]))
-    assert made.truth[0].tolist() == pytest.approx([0.1 / 9] * 4 + [0.9 + 0.1 / 9] + [0.1 / 9] * 4)
 
 
 @pytest.mark.parametrize("uncovered", ["ignore", "uniform"])

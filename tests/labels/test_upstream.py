@@ -13,8 +13,8 @@ from tlt import geometry
 from tlt.data.augment.plan import AugmentConfig, make_plan
 from tlt.label_map import NO_AREA, LabelBatch, LabelMap
 from tlt.targets import make_targets, points_per_token
+from tlt.upstream import WINDOW_ROWS
 from tlt.upstream.behaviour import label_view, published_window, summing_to_more
-from tlt.upstream.rows import WINDOW_ROWS
 
 CLASSES, GRID, SMOOTHING = 8, (4, 4), 0.1
 CROPS = AugmentConfig((56, 56), hflip=0.0, auto_augment=None, color_jitter=None)

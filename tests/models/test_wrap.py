@@ -12,7 +12,7 @@ from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from tlt.errors import UserError
-from tlt.labels.annotate import check_dense, dense_logits
+from tlt.labels.annotate import Annotator, check_dense
 from tlt.models.wrap import WithDenseHead, is_dense_head, with_dense_head
 
 SWIN = {"window_size": 2, "embed_dim": 16, "depths": (1, 1, 1, 1), "num_heads": (1, 1, 2, 2)}
@@ -60,7 +60,7 @@ def test_the_model_stays_timm_s_and_the_dense_head_sees_each_place_of_the_last_m
         torch.testing.assert_close((cls, tokens), (reference(images()), expected), rtol=1e-5, atol=1e-6)
     rows, cols = model.token_grid(SIZE)
     assert tokens.shape == (4, rows * cols, CLASSES) and rows < cols
-    assert dense_logits(model, images()).shape == (4, rows, cols, CLASSES)
+    assert Annotator(model, 1)(images()).ids.shape == (4, 1, rows, cols)
 
 
 def spatial_mask(box: tuple[int, int, int, int], grid: tuple[int, int], scale: int = 1, shift: int = 0) -> torch.Tensor:

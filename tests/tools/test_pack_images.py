@@ -138,17 +138,6 @@ def test_what_reads_otherwise_is_reported(data: Path, tmp_path: Path, monkeypatc
     assert not [*(tmp_path / "out" / "train").glob("[!.]*.tar")]
 
 
-@pytest.mark.parametrize(("name", "reason"), [("00000.tar", "other things"), ("packing.json", "does not describe a")])
-def test_no_file_of_the_users_is_removed(data: Path, tmp_path: Path, name: str, reason: str) -> None:
-    out, content = tmp_path / "out" / "train", '{"settings": "in the cellar"}'
-    out.mkdir(parents=True)
-    (out / name).write_text(content)
-    for overwrite in (False, True):
-        with pytest.raises(UserError, match=reason):
-            pack_images(str(data), str(tmp_path / "out"), overwrite=overwrite)
-    assert (out / name).read_text() == content
-
-
 def test_what_is_there_is_never_mixed_with_something_else(data: Path, tmp_path: Path) -> None:
     out = str(tmp_path / "out")
     pack_images(str(data), out)

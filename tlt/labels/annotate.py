@@ -40,27 +40,9 @@ _SUGGESTION = (
 _TOLERANCE = 1e-3
 
 
-@torch.no_grad()
-def dense_logits(model: nn.Module, images: Tensor) -> Tensor:
-    """Logits of every place.
-
-    Args:
-        model: A model with a dense head, or a timm model with `forward_features` and `forward_head`, in evaluation
-            mode.
-        images: (B, 3, H, W), normalised.
-
-    Returns:
-        (B, h, w, C).
-
-    Raises:
-        UserError: The model's features are not a map, its logits not their mean, or its dense head is switched off.
-    """
-    return _classify(model, *_features(model, images))
-
-
 def labelled_area(model: nn.Module, img_size: tuple[int, int]) -> Area:
-    """What the positions of `dense_logits` cover in images of (H, W), in shares of the image: `(x0, y0, x1, y1)`. It
-    reaches outside where a position looks at padding."""
+    """What the positions of an annotator's last map cover in images of (H, W), in shares of the image:
+    `(x0, y0, x1, y1)`. It reaches outside where a position looks at padding."""
     found = find_tokens(model, img_size)
     return found.positions.window(found.grid, img_size)
 
@@ -82,7 +64,8 @@ class Annotator:
     """A network that labels images, in bounded memory however many classes it knows.
 
     Args:
-        model: As of `dense_logits`, in evaluation mode.
+        model: A model with a dense head, or a timm model with `forward_features` and `forward_head`, in evaluation
+            mode.
         k: Classes kept per place.
         amp_dtype: Of autocast; None for float32.
         compiled: Compiles a function, or returns it as it is.
@@ -101,7 +84,7 @@ class Annotator:
 
     @torch.no_grad()
     def __call__(self, images: Tensor) -> Annotation:
-        """Label (B, 3, H, W) normalised images. Raises UserError as `dense_logits`."""
+        """Label (B, 3, H, W) normalised images. Raises UserError: the features are no map, or the dense head is off."""
         parts = []
         autocast = functools.partial(torch.autocast, images.device.type)
         with autocast(enabled=False):  # or what follows the head would be rounded, if the caller casts

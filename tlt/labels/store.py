@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -143,9 +144,9 @@ class LabelStore:
         """(k, h, w) of every map."""
         return self.info.shape
 
-    def identity(self) -> bytes:
-        """What a checkpoint compares to recognise these labels, besides shape and area."""
-        return self.reader.identity()
+    def identity(self) -> str:
+        """The sha256 by which a checkpoint recognises these labels."""
+        return hashlib.sha256(repr((self.shape, self.area)).encode() + self.reader.identity()).hexdigest()
 
     def read(self, index: int, width: int | None = None, height: int | None = None) -> LabelMap:
         """The map of image `index`, of shape `self.shape`.

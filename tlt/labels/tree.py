@@ -94,8 +94,9 @@ def write_map(path: str | Path, label_map: LabelMap, num_classes: int) -> None:
     path = Path(path)
     # No process id in the name: what a killed run leaves behind, the next one overwrites.
     temporary = path.with_name(f".{path.name}.tmp")
+    torch.save(both, content := io.BytesIO())  # into a file it would say of a full disk no more than RuntimeError
     try:
-        torch.save(both, temporary)
+        temporary.write_bytes(content.getvalue())
         # Not flushed to the disk: a million flushes take hours, and a torn file is found and made again.
         os.replace(temporary, path)
     finally:
@@ -118,8 +119,6 @@ def read_map(path: str | Path, num_classes: int | None = None) -> LabelMap:
     shown = f"label {printable(str(path))}"
     try:
         tensor = load_plain(io.BytesIO(with_retries(Path(path).read_bytes, str(path))), shown)
-    except FileNotFoundError as error:
-        raise UserError(f"{shown} does not exist") from error
     except OSError as error:
         raise UserError(f"{shown} can't be read: {error.strerror}") from error
     if not isinstance(tensor, torch.Tensor):

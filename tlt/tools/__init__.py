@@ -1,1 +1,1 @@
-"""`tlt pack | check | show | index | pack-images`."""
+"""`tlt pack | unpack | pack-images | check | show`."""

@@ -13,14 +13,14 @@ Exit codes: 0 done; 2 bad input, or `check` found labels that can't be used (one
 from __future__ import annotations
 
 import sys
-from argparse import ArgumentParser, ArgumentTypeError, Namespace, RawDescriptionHelpFormatter
+from argparse import ArgumentParser, ArgumentTypeError, RawDescriptionHelpFormatter
 from collections.abc import Sequence
 from importlib import import_module
 
-from tlt._version import __version__
+from tlt import __version__
 from tlt.errors import UserError
 from tlt.io.processes import available_cpus
-from tlt.upstream.rows import WINDOW_ROWS
+from tlt.upstream import WINDOW_ROWS
 
 _SPLIT = "folder of the images within DATA, if there is one (train)"
 
@@ -123,26 +123,20 @@ _COMMANDS = {  # arguments, one line of help, and what adds the flags; the descr
 }
 
 
-def run(args: Namespace) -> int:
-    """Run a parsed command and print what it says. Returns the exit code; raises UserError."""
-    name = args.command.replace("-", "_")
-    function = getattr(import_module(f"tlt.tools.{'pack' if name == 'unpack' else name}"), name)
-    given = {key: value for key, value in vars(args).items() if key not in ("command", "debug")}
-    said = function(**given)
-    usable, lines = said if name == "check" else (True, said)
-    print("\n".join(lines), flush=True)
-    return 0 if usable else UserError.exit_code
-
-
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point of the `tlt` command."""
-    args = parser().parse_args(argv)
+    """Entry point of the `tlt` command. Its function gets the flags as arguments, and returns lines to print."""
+    flags = vars(parser().parse_args(argv))
+    name, debug = flags.pop("command").replace("-", "_"), flags.pop("debug")
     try:
-        return run(args)
+        module = import_module(f"tlt.tools.{'pack' if name == 'unpack' else name}")
+        said = getattr(module, name)(**flags)
     except UserError as error:
-        if args.debug:
+        if debug:
             raise
         print(f"error: {error}", file=sys.stderr, flush=True)
         return error.exit_code
     except KeyboardInterrupt:
         return 130
+    usable, lines = said if name == "check" else (True, said)
+    print("\n".join(lines), flush=True)
+    return 0 if usable else UserError.exit_code

@@ -6,7 +6,7 @@ matplotlib is needed to draw, not to import this module; nothing of its global s
 from __future__ import annotations
 
 import io
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -25,13 +25,14 @@ if TYPE_CHECKING:
 Pixels: TypeAlias = npt.NDArray[np.uint8]  # (h, w, 3)
 Colours: TypeAlias = dict[int, str]  # of class ids
 
-INK, FAINT = "#202020", "#707070"
+INK = "#202020"
 # Chosen one after the other, each as far as possible (in OKLab) from those before it; no dark, pale or grey ones.
 PALETTE = (
     "#1e69e1", "#3cf03c", "#ff0000", "#006900", "#f05aff", "#5ad2f0", "#ffb42d", "#872d69", "#a56900", "#f096b4",
     "#8700d2", "#69a500", "#9696ff", "#e10087", "#0f96b4", "#a5d287", "#a51e00", "#a569a5", "#f0782d", "#4b4b96",
 )  # fmt: skip
 _OPACITY = 0.6  # of a cell whose class has probability 1: the image stays visible
+_NAMED = 4  # classes of a picture
 
 
 @dataclass(frozen=True)
@@ -65,13 +66,6 @@ def new_figure(width: float, height: float, **options: Any) -> Figure:
     return figure
 
 
-def write(figure: Figure, left: float, top: float, text: str, size: float = 8, **style: Any) -> None:
-    """Text whose upper left corner is so many inches from that of the page."""
-    width, height = figure.get_size_inches()
-    style = {"va": "top", "color": INK, **style}
-    figure.text(left / width, 1 - top / height, drawable(text), fontsize=size, parse_math=False, **style)
-
-
 def drawable(text: str) -> str:
     """The text on one line; what matplotlib's own font has no sign for is escaped."""
     from matplotlib.font_manager import findfont, get_font
@@ -102,13 +96,17 @@ def show_image(axes: Axes, image: Pixels, size: tuple[float, float] | None = Non
     axes.set(xlim=(0, width), ylim=(height, 0))
 
 
-def draw_cells(axes: Axes, cells: Cells, box: tuple[float, float, float, float], colours: Colours) -> None:
-    """Cells over the box (x0, y0, x1, y1): colour is the class; hatched where no label counts."""
+def draw_cells(
+    axes: Axes, cells: Cells, box: tuple[float, float, float, float], colours: Colours, names: Mapping[int, str]
+) -> None:
+    """Cells over the box (x0, y0, x1, y1): colour is the class; hatched where no label counts. The classes with the
+    most cells are named, each on its cell nearest to the middle of all its cells."""
     from matplotlib.collections import PatchCollection
     from matplotlib.colors import to_rgb
     from matplotlib.patches import Rectangle
+    from matplotlib.patheffects import withStroke
 
-    x0, y0, x1, y1 = box
+    (x0, y0, x1, y1), limits = box, axes.axis()
     # A cell that counts for nothing shows no colour, and its class may have none.
     known = np.vectorize(lambda class_id: to_rgb(colours.get(class_id, INK)), otypes=[float] * 3)
     rgba = np.stack([*known(cells.ids), _OPACITY * cells.probability * cells.weight], axis=-1)  # (r, c, 4)
@@ -118,24 +116,15 @@ def draw_cells(axes: Axes, cells: Cells, box: tuple[float, float, float, float],
     blank = [Rectangle((x0 + c * width, y0 + r * height), width, height) for r, c in np.argwhere(cells.weight == 0)]
     style: dict[str, Any] = {"facecolor": "none", "edgecolor": "#80808080", "linewidth": 0.3, "hatch": "//////"}
     axes.add_collection(PatchCollection(blank, zorder=3, label="blank", **style))
-
-
-def name_regions(
-    axes: Axes, cells: Cells, box: tuple[float, float, float, float], names: dict[int, str], most: int = 4
-) -> None:
-    """Write the names of the classes with the most cells, each onto its cell nearest to the middle of all its cells."""
-    from matplotlib.patheffects import withStroke
-
-    x0, y0, x1, y1 = box
-    rows, cols = cells.ids.shape
     found, counts = np.unique(cells.ids[cells.weight > 0], return_counts=True)
-    for class_id in found[np.argsort(-counts, kind="stable")][:most]:
+    for class_id in found[np.argsort(-counts, kind="stable")][:_NAMED]:
         own = np.argwhere((cells.ids == class_id) & (cells.weight > 0)) + 0.5
         row, col = own[((own - own.mean(axis=0)) ** 2).sum(axis=1).argmin()]
-        style: dict[str, Any] = {"ha": "center", "va": "center", "fontsize": 7, "color": INK, "parse_math": False}
+        style = {"ha": "center", "va": "center", "fontsize": 7, "color": INK, "parse_math": False}
         style["path_effects"] = [withStroke(linewidth=2, foreground="#ffffffd0")]
         text = drawable(shorten(names[int(class_id)], 14))
-        axes.text(x0 + col / cols * (x1 - x0), y0 + row / rows * (y1 - y0), text, zorder=8, clip_on=True, **style)
+        axes.text(x0 + col * width, y0 + row * height, text, zorder=8, clip_on=True, **style)
+    axes.axis(limits)
 
 
 def save_figure(figure: Figure, path: str | Path) -> None:

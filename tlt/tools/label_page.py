@@ -28,7 +28,6 @@ from tlt.tools.drawing import (
     class_colours,
     draw_cells,
     drawable,
-    name_regions,
     new_figure,
     shorten,
     show_image,
@@ -195,7 +194,4 @@ def _draw(axes: Axes, example: Example, panel: str, colours: Colours, names: dic
             cells = example.label
             axes.add_patch(Rectangle((x0, y0), x1 - x0, y1 - y0, fill=False, linestyle="--", label="area", zorder=7))
     if cells is not None:
-        limits = axes.get_xlim(), axes.get_ylim()
-        draw_cells(axes, cells, box, colours)
-        name_regions(axes, cells, box, names)
-        axes.set(xlim=limits[0], ylim=limits[1])
+        draw_cells(axes, cells, box, colours, names)

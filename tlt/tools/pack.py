@@ -31,13 +31,8 @@ def pack(
     transposed: bool = False,
     overwrite: bool = False,
 ) -> list[str]:
-    """Pack every label file of a tree, or an archive of version 1; return lines that say what was done.
-
-    Args:
-        images: The images, or a folder with them in `split`: gives image names, and how well labels agree.
-        area: "full" or "center", what the maps cover; None: as `labels.json` says, else full.
-        transposed: The maps of the tree are stored as (k, w, h): they are turned.
-        overwrite: Begin anew.
+    """Pack every label file of a tree, or an archive of version 1, as the flags of `tlt pack` say; return lines that
+    say what was done.
 
     Raises:
         UserError: No labels, a label that can't be trained on, or `out` can't be written.
@@ -136,7 +131,5 @@ def unpack(archive: str, out: str, overwrite: bool = False) -> list[str]:
         progress.close()
     except OSError as error:
         raise UserError(f"OUT {printable(str(error.filename or out))} can't be written ({error.strerror})") from error
-    except RuntimeError as error:  # torch.save hides a full disk in it
-        raise UserError(f"OUT {printable(out)} can't be written ({error})") from error
     absent = f", {len(reader.missing)} images without label" if reader.missing else ""
     return [f"{len(names) - len(reader.missing)} label files in {printable(out)}{absent}"]

@@ -66,23 +66,19 @@ def pack_images(
     max_side: int | None = None,
     dataset: str = "",
 ) -> list[str]:
-    """Pack the images of a data set into shards; return lines that say what was done.
-
-    Args:
-        splits: What is packed, the training set first: its classes number the others. (): train and, where it is there,
-            validation.
-        labels: Label maps of the first split's images.
-        shard_mb: About so many megabytes make a shard.
-        overwrite: Begin anew: the shards that are there are removed, and nothing else.
-        max_side: Pixels; larger images are made smaller (`made_smaller`).
-        dataset: Kind of data set (`--dataset`).
+    """Pack the images of a data set into shards, as the flags of `tlt pack-images` say; return lines that say what was
+    done. The classes of the first split number the others.
 
     Raises:
         UserError: No images, an image or label that can't be read, or `out` can't be written or holds something else.
     """
     lines: list[str] = []
     class_names: list[str] | None = None
-    for split in splits or _splits_of(data):
+    if not splits:
+        both = ("train", TRAIN_SPLITS), ("validation", VALIDATION_SPLITS)
+        there = [split for split, names in both if any(os.path.isdir(os.path.join(data, name)) for name in names)]
+        splits = there or ["train"]  # which is then missing
+    for split in splits:
         source = open_images(data, split, dataset, class_names)
         first = class_names is None
         store = open_labels(labels, source.paths, None, None, "skip", source.class_names) if labels and first else None
@@ -97,12 +93,6 @@ def pack_images(
                 f"OUT {where} can't be written ({error.strerror}): mend that and run the same command again"
             ) from error
     return lines
-
-
-def _splits_of(data: str) -> list[str]:
-    both = ("train", TRAIN_SPLITS), ("validation", VALIDATION_SPLITS)
-    there = [split for split, names in both if any(os.path.isdir(os.path.join(data, name)) for name in names)]
-    return there or ["train"]  # which is then missing
 
 
 class Packing:
@@ -149,14 +139,12 @@ class Packing:
         images = hashlib.sha256("\0".join(self.source.class_names).encode(errors="surrogateescape"))
         for path, number in zip(self.source.paths, self.source.classes.tolist(), strict=True):
             images.update(f"\n{path}\0{number}".encode(errors="surrogateescape"))
-        labels = self.labels
-        digest = hashlib.sha256(repr((labels.shape, labels.area)).encode() + labels.identity()) if labels else None
         return {
             "format": FORMAT,
             "--max-side": self.max_side,
             "--shard-size": shard_mb,
             "images (sha256 of their names)": images.hexdigest()[:16],
-            "labels (sha256)": digest and digest.hexdigest()[:16],
+            "labels (sha256)": self.labels and self.labels.identity()[:16],
             "images per shard": per_shard,
         }
 
@@ -169,7 +157,7 @@ class Packing:
     def _write_tables(self, shards: list[FileRecords], maps: list[FileRecords]) -> None:
         source, labels = self.source, self.labels
         if labels is not None:
-            about = described(replace(labels.info, area=labels.area), labels.identity())
+            about = described(replace(labels.info, area=labels.area), labels.reader.identity())
             names = [source.paths[row] for row in sorted(self.labelled)]
             table = os.path.join(self.folder, LABELS)
             write_table(table, maps, concatenated(maps), names, source.class_names, about=about)

@@ -15,7 +15,6 @@ from tlt.data.augment.device_stage import DeviceStage
 from tlt.data.augment.plan import AugmentConfig
 from tlt.data.batch import Batch, BatchKey
 from tlt.data.dataset import TrainDataset
-from tlt.data.sources.image_file import BadImage
 from tlt.data.sources.open_images import open_images
 from tlt.data.sources.source import ImageSource
 from tlt.errors import UserError
@@ -42,7 +41,11 @@ def show(**flags: Any) -> list[str]:
     refuse_existing(args.output, "-o")
     folder = open_images(args.data, args.split, allow_root=True)
     store = open_labels(args.labels, folder.paths, area=args.area, bad_label="skip")
-    rows = find_images(folder, args.images) if args.images else spread(folder, args.n, args.seed)
+    if args.images:
+        rows = find_images(folder, args.images)
+    else:  # one at random out of each of n equal stretches of the folder
+        edges = np.linspace(0, len(folder), min(args.n, len(folder)) + 1).astype(int)
+        rows = np.random.default_rng(args.seed).integers(edges[:-1], edges[1:]).tolist()
     if len(rows) > _MAX_IMAGES:
         raise UserError(f"a page holds {_MAX_IMAGES} images: ask for fewer by -n or --images")
     auto_augment = None if args.aa in ("", "none") else args.aa
@@ -62,10 +65,7 @@ def show(**flags: Any) -> list[str]:
     # Without smoothing, so that opacity 1 means certain.
     given = batch.labels, batch.affine, batch.visible, batch.classes
     targets = make_targets(*given, grid, num_classes, smoothing=0.0, uncovered=args.uncovered)
-    try:
-        examples = read_examples(dataset, shown, targets, IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD)
-    except BadImage as error:
-        raise UserError(f"an image in {printable(folder.root)} changed while it was read: {error}") from error
+    examples = read_examples(dataset, shown, targets, IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD)
     k, h, w = store.shape
     title = f"{args.labels}: maps of {h} x {w}, {k} classes each, on {grid[0]} x {grid[1]} tokens"
     save_figure(draw_page(examples, names, title, "probability of the class"), args.output)
@@ -73,25 +73,18 @@ def show(**flags: Any) -> list[str]:
     return [*store.warnings, *notes, f"wrote {printable(args.output)}: {len(examples)} images of {len(folder)}"]
 
 
-def spread(folder: ImageSource, count: int, seed: int) -> list[int]:
-    """One image at random out of each of `count` equal stretches of the folder; every image where there are fewer."""
-    edges = np.linspace(0, len(folder), min(count, len(folder)) + 1).astype(int)
-    return np.random.default_rng(seed).integers(edges[:-1], edges[1:]).tolist()
-
-
 def find_images(folder: ImageSource, wanted: list[str]) -> list[int]:
     """Row numbers of images by path within the folder or by file name. Raises UserError: none has it, or several."""
-    rows: dict[str, set[int]] = {name: set() for name in wanted}
-    for row, path in enumerate(folder.paths):
-        for name in {path, os.path.basename(path)} & rows.keys():
-            rows[name].add(row)
-    for name, found in rows.items():
+    rows, paths = [], list(folder.paths)
+    for name in wanted:
+        found = [row for row, path in enumerate(paths) if name in (path, os.path.basename(path))]
         if len(found) != 1:
             raise UserError(
                 f"--images {printable(name)} names {len(found)} images in {printable(folder.root)}: give the path of "
                 "one within it"
             )
-    return [min(rows[name]) for name in wanted]
+        rows += found
+    return rows
 
 
 def load_batch(dataset: TrainDataset, rows: list[int], epoch: int) -> Batch:

@@ -1,7 +1,7 @@
 """The published code's mistakes that change what is learned, so that their effect can be measured (`--compat`).
 
-They change the window of a label map that the sampler of `tlt.targets` reads, or what it made of it. The rows are in
-`rows.py`; they retrace TokenLabeling (9dbfd59).
+They change the window of a label map that the sampler of `tlt.targets` reads, or what it made of it. The rows stand in
+`__init__.py`; they retrace TokenLabeling (9dbfd59).
 
 Legend: B images, maps of h x w cells, C classes.
 """
@@ -21,7 +21,7 @@ from tlt.data.augment.plan import Plan
 from tlt.data.dataset import LabelView
 from tlt.label_map import FULL_AREA, LabelBatch
 from tlt.targets import Targets, known
-from tlt.upstream.rows import WINDOW_ROWS
+from tlt.upstream import WINDOW_ROWS
 
 
 def label_view(rows: Collection[str]) -> LabelView | None:

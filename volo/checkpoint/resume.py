@@ -18,8 +18,7 @@ from tlt.data.dataset import LabelReader
 from tlt.data.sources.source import ImageSource
 from tlt.errors import UserError
 from tlt.io.weights import InPartsError, check_finite, peek_checkpoint, read_checkpoint, state_dict_of
-from tlt.labels.store import LabelStore
-from tlt.upstream.rows import ROWS
+from tlt.upstream import ROWS
 from volo.checkpoint.checkpoint import LAST, NAMES
 from volo.cluster.ranks import restarts
 from volo.config.args import GONE
@@ -161,8 +160,11 @@ def fingerprint(folder: ImageSource, labels: LabelReader | None, teacher: str | 
     pairs = zip(map(os.fsencode, folder.paths), folder.classes, strict=True)
     digest.update(b"".join(b"\n%s\0%d" % pair for pair in pairs))
     made = None
-    if isinstance(labels, LabelStore):
-        made = hashlib.sha256(repr((labels.shape, labels.area)).encode() + labels.identity()).hexdigest()
+    if labels is not None:
+        from tlt.labels.store import LabelStore
+
+        assert isinstance(labels, LabelStore)
+        made = labels.identity()
     return {"images": digest.hexdigest(), "labels": made, "teacher": teacher, "count": len(folder)}
 
 

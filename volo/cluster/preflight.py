@@ -28,7 +28,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tlt._version import __version__
+from tlt import __version__
 from tlt.errors import UserError
 from tlt.io.text import some_names, table
 from volo.cluster.distributed import World, from_all, from_primary, init_world, shut_down

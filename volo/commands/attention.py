@@ -35,7 +35,6 @@ from tlt.tools.drawing import (
     class_colours,
     draw_cells,
     drawable,
-    name_regions,
     new_figure,
     save_figure,
     shorten,
@@ -231,10 +230,8 @@ def answers_page(
     if seen.tokens is not None:
         shown = np.unique(seen.tokens.ids).tolist()
         show_image(tokens, image, muted=True)
-        draw_cells(tokens, seen.tokens, seen.token_box, class_colours(shown))
         own = {class_id: named.get(class_id, f"class {class_id}") for class_id in shown}
-        name_regions(tokens, seen.tokens, seen.token_box, own)
-        tokens.set(xlim=(0, image.shape[1]), ylim=(image.shape[0], 0))
+        draw_cells(tokens, seen.tokens, seen.token_box, class_colours(shown), own)
         _caption(tokens, "dense head: first class of each token")
     _caption(bars, "most probable classes")
     bars.barh(range(len(seen.top)), [probability for _, probability in seen.top], height=0.35, color="#1e69e1")

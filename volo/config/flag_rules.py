@@ -8,7 +8,7 @@ from importlib.util import find_spec
 
 from tlt.data.sources.dataset_kinds import needs_folder, parse_kind
 from tlt.errors import UserError
-from tlt.upstream.rows import resolve
+from tlt.upstream import resolve
 from volo.config.flag_table import Flag, check_flags
 from volo.config.flags_data import DENSE, LABELS
 from volo.config.flags_train import CUDA_GRAPH_MODES, CYCLIC_SCHEDULES, TRACKERS, mixes

@@ -19,7 +19,7 @@ from functools import partial
 from shutil import get_terminal_size
 from typing import Any, NamedTuple, NoReturn
 
-from tlt._version import __version__
+from tlt import __version__
 from tlt.errors import UserError
 
 

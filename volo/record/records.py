@@ -26,7 +26,7 @@ from typing import Any
 import torch
 import yaml
 
-from tlt._version import __version__
+from tlt import __version__
 from tlt.errors import UserError
 from tlt.io.files import read_at, write_whole
 from volo.cluster.ranks import launch_id

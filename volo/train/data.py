@@ -25,8 +25,6 @@ from tlt.data.sources.source import ImageSource
 from tlt.errors import UserError
 from tlt.io.progress import SearchProgress
 from tlt.io.text import printable, some_names
-from tlt.labels.store import LabelStore, sampled_agreement
-from tlt.labels.store import open_labels as open_label_store
 from volo.cluster.distributed import World
 
 LIST = "validation_images.txt"  # in the run directory: the images that `--val-fraction` holds out
@@ -149,7 +147,9 @@ def open_labels(
             raise UserError(f"--label-tail {args.label_tail}: synthetic maps have no log-sum-exp; leave it out")
         warning = f"--token-label-data {args.token_label_data}: synthetic images, synthetic maps"
         return SyntheticLabels(folder), [warning]
-    labels = open_label_store(
+    from tlt.labels import store
+
+    labels = store.open_labels(
         args.token_label_data,
         folder.paths,
         area=args.token_label_area,
@@ -165,9 +165,13 @@ def open_labels(
 def label_agreement(labels: LabelReader | None, images: ImageSource) -> str:
     """A line that says how often a sample of the token labels names the class of its image; "" where they have other
     classes than the folders."""
-    if not isinstance(labels, LabelStore) or labels.info.transfer:
+    if labels is None:
         return ""
-    found = sampled_agreement(labels, images.classes, _SAMPLE)
+    from tlt.labels import store
+
+    if not isinstance(labels, store.LabelStore) or labels.info.transfer:
+        return ""
+    found = store.sampled_agreement(labels, images.classes, _SAMPLE)
     share = found.images_agreeing / max(found.images, 1)
     line = f"the token labels name the class of {100 * share:.1f} % of {found.images} sampled images"
     if share >= _LOW_AGREEMENT:
