@@ -9,8 +9,8 @@ import pytest
 from PIL import Image
 
 from tests.commands.conftest import QUICK, Call
-from tlt.tools import label_page
-from tlt.tools.label_page import Example, draw_page
+from tlt.tools import drawing
+from tlt.tools.drawing import Example, draw_page
 from volo.train import batch_watch
 
 pytestmark = pytest.mark.usefixtures("pictures")
@@ -25,7 +25,7 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> list[list[Example]]:
         pages.append(examples)
         return draw_page(examples, *rest)
 
-    monkeypatch.setattr(label_page, "draw_page", draw)
+    monkeypatch.setattr(drawing, "draw_page", draw)
     return pages
 
 

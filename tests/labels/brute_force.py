@@ -34,6 +34,31 @@ def brute_force(
 ) -> Expected:
     """Arguments as `tlt.targets.make_targets`."""
 
+    h, w = labels.values.shape[2:]
+    n = max(2, math.ceil(h / grid[0]), math.ceil(w / grid[1]))
+
+    def point(b: int, maps: np.ndarray, u: float, v: float) -> np.ndarray | None:
+        """Logits (C,) at a point of a crop, None where it does not count."""
+        (x, y), area = affine[b].double().numpy() @ [u, v, 1], labels.area[b].double().tolist()
+        if 0 < u < 1 and 0 < v < 1 and all(a[0] < x < a[2] and a[1] < y < a[3] for a in (area, visible[b].tolist())):
+            across = np.clip((x - area[0]) / (area[2] - area[0]) * w - 0.5, 0, w - 1) - np.arange(w)
+            down = np.clip((y - area[1]) / (area[3] - area[1]) * h - 0.5, 0, h - 1) - np.arange(h)
+            return np.maximum(0, 1 - abs(down)) @ maps @ np.maximum(0, 1 - abs(across))
+        return np.zeros(len(maps)) if uncovered == "uniform" and area[2] > area[0] else None
+
+    def points(b: int, maps: np.ndarray, x0: float, y0: float, x1: float, y1: float) -> list[list[np.ndarray]]:
+        """Those of the n x n points of every token that count."""
+        return [
+            [
+                found
+                for i, j in np.ndindex(n, n)
+                for u in [x0 + (col + (j + 0.5) / n) / grid[1] * (x1 - x0)]
+                for v in [y0 + (row + (i + 0.5) / n) / grid[0] * (y1 - y0)]
+                if (found := point(b, maps, u, v)) is not None
+            ]
+            for row, col in np.ndindex(*grid)
+        ]
+
     def soft(points: list[np.ndarray], nothing: np.ndarray) -> np.ndarray:
         powers = np.exp(np.mean(points, 0)) if points else nothing
         return (1 - smoothing) * powers / powers.sum() + smoothing / num_classes
@@ -41,12 +66,10 @@ def brute_force(
     cls, tokens, weight = [], [], []
     for b in range(len(labels)):
         maps = _dense_map(labels, b, num_classes)
-        of_crop = _points(maps, labels, affine, visible, b, grid, FULL_AREA, uncovered)
-        of_tokens = _points(maps, labels, affine, visible, b, grid, window, uncovered)
-        cls.append(soft([p for token in of_crop for p in token if p is not None], np.eye(num_classes)[int(classes[b])]))
-        counted = [[p for p in token if p is not None] for token in of_tokens]
-        tokens.append([soft(points, np.ones(num_classes)) for points in counted])
-        weight.append([len(points) / len(token) for points, token in zip(counted, of_tokens, strict=True)])
+        cls.append(soft(sum(points(b, maps, *FULL_AREA), []), np.eye(num_classes)[int(classes[b])]))
+        counted = points(b, maps, *window)
+        tokens.append([soft(token, np.ones(num_classes)) for token in counted])
+        weight.append([len(token) / n**2 for token in counted])
     return Expected(*(torch.tensor(np.array(part)) for part in (cls, tokens, weight)))
 
 
@@ -58,36 +81,6 @@ def _dense_map(labels: LabelBatch, b: int, num_classes: int) -> np.ndarray:
         place = int(labels.ids[b, j, r, c]), r, c
         dense[place] = max(dense[place], float(labels.values[b, j, r, c]))
     return np.where(np.isinf(dense), 0, dense)
-
-
-def _points(
-    maps: np.ndarray,
-    labels: LabelBatch,
-    affine: Tensor,
-    visible: Tensor,
-    b: int,
-    grid: tuple[int, int],
-    window: Area,
-    uncovered: str,
-) -> list[list[np.ndarray | None]]:
-    """Logits (C,) at the n x n points of every token, None at those that do not count."""
-    (h, w), area = maps.shape[1:], labels.area[b].double().tolist()
-    n = max(2, math.ceil(h / grid[0]), math.ceil(w / grid[1]))
-    found: list[list[np.ndarray | None]] = [[] for _ in range(grid[0] * grid[1])]
-    for row, col, i, j in np.ndindex(*grid, n, n):
-        u = window[0] + (col + (j + 0.5) / n) / grid[1] * (window[2] - window[0])
-        v = window[1] + (row + (i + 0.5) / n) / grid[0] * (window[3] - window[1])
-        x, y = affine[b].double().numpy() @ [u, v, 1]
-        parts = (area, visible[b].tolist())
-        logits: np.ndarray | None = None
-        if 0 < u < 1 and 0 < v < 1 and all(a[0] < x < a[2] and a[1] < y < a[3] for a in parts):
-            across = np.clip((x - area[0]) / (area[2] - area[0]) * w - 0.5, 0, w - 1) - np.arange(w)
-            down = np.clip((y - area[1]) / (area[3] - area[1]) * h - 0.5, 0, h - 1) - np.arange(h)
-            logits = np.maximum(0, 1 - abs(down)) @ maps @ np.maximum(0, 1 - abs(across))
-        elif uncovered == "uniform" and area[2] > area[0]:
-            logits = np.zeros(len(maps))
-        found[row * grid[1] + col].append(logits)
-    return found
 
 
 class Sizes(TorchDispatchMode):

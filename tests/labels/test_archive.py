@@ -16,7 +16,7 @@ import pytest
 from tests.data.conftest import refuses
 from tests.labels.packed import NAMES, SHAPE, label_map, same_files
 from tlt.errors import UserError
-from tlt.label_map import NO_AREA, LabelMap
+from tlt.label_map import LabelMap
 from tlt.labels.archive_writer import ArchiveWriter
 from tlt.labels.label_info import LabelInfo
 from tlt.labels.store import LabelStore, open_labels
@@ -80,16 +80,6 @@ def test_images_find_their_rows_in_any_order(archive: Path) -> None:
         open_labels(archive, [*NAMES, "d/0.jpg"])
     with pytest.raises(UserError, match=r"class ids up to 4, which are not in 0\.\.3|labels of 5 classes"):
         open_labels(archive, NAMES, num_classes=4)
-
-
-@pytest.mark.parametrize("name", ["values", "ids", "lse", "crc32", "done"])
-def test_a_flipped_bit_is_noticed_when_the_row_is_read(archive: Path, name: str) -> None:
-    content = bytearray((archive / f"{name}.npy").read_bytes())
-    content[-1] ^= 1  # of the last row
-    (archive / f"{name}.npy").write_bytes(content)
-    store, last = open_labels(archive, NAMES, bad_label="skip"), len(NAMES) - 1
-    check_maps(store, range(last))
-    assert store.read(last).area == NO_AREA and f"row {last}, is damaged (crc32 is wrong)" in store.take_faults()[0][1]
 
 
 @pytest.mark.parametrize("name", [*COLUMNS, "meta.json"])

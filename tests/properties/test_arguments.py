@@ -10,10 +10,8 @@ from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import pytest
-import yaml
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -84,27 +82,6 @@ def test_a_command_line_is_understood_or_refused_in_one_line(program: str, data:
 
 PARSER = TRAIN.parser()
 KNOWN = PARSER.flags
-_SCALARS = (
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8) | st.dates() | st.binary(max_size=4)
-)
-_TREES = st.recursive(
-    _SCALARS, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(_SCALARS, inner, max_size=3)
-)
-_NAMES = st.sampled_from([*KNOWN, *(name.replace("_", "-") for name in KNOWN), "epocs", "config"]) | st.text(max_size=4)
-_GOOD = st.sampled_from([row.default for row in KNOWN.values()])
-
-
-@given(document=st.dictionaries(_NAMES | _SCALARS, _TREES | _GOOD, max_size=5) | _TREES)
-def test_a_recipe_is_understood_or_refused_in_one_line(document: Any, tmp_path: Path) -> None:
-    file = tmp_path / "recipe.yaml"
-    file.write_text(yaml.dump(document, allow_unicode=True), encoding="utf-8", errors="surrogatepass")
-    found = result_or_refusal(lambda: load_yaml(str(file), PARSER))
-    if found is not None:
-        assert isinstance(document, dict) and len(found) <= len(document) and found.keys() <= KNOWN.keys()
-    code, error = _code(TRAIN.parse, ["-c", str(file)])
-    assert code in (0, 2) and error.count("\n") == (code == 2), error
-
-
 # Nine lists of nine aliases each of the one before: 9 ** 9 items.
 BOMB = "[&a [x], " + ", ".join(f"&{c} [{','.join(['*' + p] * 9)}]" for p, c in pairwise("abcdefghij")) + "]"
 _WORDS = st.sampled_from(

@@ -133,11 +133,8 @@ def test_labels_that_cannot_be_trained_on_are_not_packed(tree: Path, names: list
             pack(str(tree), out)
     torch.save(good, path)
     pack(str(tree), out)  # the same command goes on
-    np.testing.assert_array_equal(open_labels(out, names).read(5).values, label_map(5).values)
     with pytest.raises(UserError, match="complete label archive: choose another folder, or --overwrite"):
         pack(str(tree), out)
-    with pytest.raises(UserError, match="holds other things"):
-        pack(str(tree), str(tree))
 
 
 def write_old(root: Path, names: list[str], known: bool, transposed: bool) -> None:

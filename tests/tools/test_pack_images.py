@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import sys
@@ -12,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 from torchvision import datasets as torch_datasets
 
@@ -19,7 +19,7 @@ from tests.commands.conftest import Running, children, ended, storage
 from tests.commands.conftest import nothing_left_running as nothing_left_running  # a fixture
 from tests.conftest import wait_until
 from tests.data.sources.test_dataset_kinds import cifar
-from tests.labels.packed import make_archive, make_tree, save_image, write_images
+from tests.labels.packed import SHAPE, label_map, make_archive, make_tree, same_files, save_image, write_images
 from tlt.data.sources.folder import ImageFolder, scan_folder
 from tlt.data.sources.image_file import read_size
 from tlt.data.sources.open_images import open_images
@@ -30,7 +30,9 @@ from tlt.io.output_folder import marker_crc
 from tlt.labels.label_info import LabelInfo
 from tlt.labels.shards import ShardReader
 from tlt.labels.store import open_labels
+from tlt.labels.tree import label_names
 from tlt.tools import pack_images as packer
+from tlt.tools.check import check
 from tlt.tools.cli import main
 from tlt.tools.pack_images import Packing, member_names, pack_images
 from volo.checkpoint.resume import fingerprint
@@ -93,10 +95,6 @@ def test_no_two_images_share_a_key() -> None:
     assert member_names(["a.b/IMG_1.JPEG", "a/1.tif"]) == ["a.b/IMG_1.jpg", "a/1.tif"]
 
 
-def digests(folder: Path) -> dict[str, str]:
-    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.iterdir()}
-
-
 def test_a_killed_command_goes_on_to_the_same_bytes(tmp_path: Path) -> None:
     for number in range(60):
         save_image(tmp_path / "data" / "train" / f"c{number % 3}" / f"{number}.png", number, side=140)
@@ -119,7 +117,7 @@ def test_a_killed_command_goes_on_to_the_same_bytes(tmp_path: Path) -> None:
     (out / ".00003.tar.tmp").write_bytes(b"half")  # what a killed writer may leave
     for folder in ("out", "undisturbed"):
         assert main([*flags, str(tmp_path / folder)]) == 0
-    assert digests(out) == digests(tmp_path / "undisturbed" / "train") and len(list(out.glob("*.tar"))) > 3
+    assert same_files(out, tmp_path / "undisturbed" / "train") and len(list(out.glob("*.tar"))) > 3
     assert made.items() <= {path.name: path.stat().st_mtime_ns for path in out.glob("*.tar")}.items()
 
 
@@ -195,3 +193,48 @@ def test_other_kinds_of_data_set_are_packed_in_their_order(tmp_path: Path, monke
         assert list(ours.paths) == list(theirs.paths) and ours.classes.tolist() == theirs.classes.tolist()
         assert ours.class_names == theirs.class_names
         assert [ours.read(i) for i in range(6)] == [theirs.read(i) for i in range(6)]
+
+
+def test_images_without_label(data: Path, tmp_path: Path) -> None:
+    folder = scan_folder(data / "train")
+    root = make_tree(tmp_path / "labels", folder)
+    (root / label_names(folder.paths)[2]).unlink()
+    pack_images(str(data), str(tmp_path / "out"), labels=str(root))
+    with pytest.raises(UserError, match=r"1 of 9 images have no label .* first is b/1%2E.v2.png"):
+        open_labels(tmp_path / "out", folder.paths)
+    store = open_labels(tmp_path / "out", folder.paths, bad_label="skip")
+    assert store.reader.missing == {2} and store.read(2).area == (0, 0, 0, 0)
+    # in another order, and of some of the images
+    some = open_labels(tmp_path / "out", [folder.paths[row] for row in (5, 0)])
+    np.testing.assert_array_equal(some.read(0).ids, label_map(5).ids)
+    np.testing.assert_array_equal(some.read(1).ids, label_map(0).ids)
+    pack_images(str(data), str(tmp_path / "without"))
+    with pytest.raises(UserError, match="shards without labels: pack them with `tlt pack-images --labels"):
+        open_labels(tmp_path / "without", folder.paths)
+
+
+def test_a_label_that_cannot_be_trained_on_stops_the_packing(data: Path, tmp_path: Path) -> None:
+    root = make_tree(tmp_path / "labels", folder := scan_folder(data / "train"))
+    path = root / label_names(folder.paths)[3]
+    for content, message in (
+        (torch.full((2, *SHAPE), torch.nan), "1.v2.pt"),
+        (torch.zeros(2, 2, 5, 4), "the others' is"),
+    ):
+        torch.save(content.half(), path)
+        with pytest.raises(UserError, match=message):
+            pack_images(str(data), str(tmp_path / "out"), labels=str(root), overwrite=True)
+
+
+def test_a_flipped_bit_in_a_label_is_noticed(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = scan_folder(data / "train")
+    pack_images(str(data), str(tmp_path / "out"), labels=str(make_tree(tmp_path / "labels", folder)))
+    store = open_labels(tmp_path / "out", folder.paths)
+    assert isinstance(store.reader, ShardReader) and check(str(tmp_path / "out"), str(tmp_path / "out"))[0]
+    path = tmp_path / "out" / "train" / "00000.tar"
+    content = bytearray(path.read_bytes())
+    content[int(store.reader.table.rows["offset"][4]) + 200] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(UserError, match="label of b/x.jpg in .*crc32 is wrong"):
+        open_labels(tmp_path / "out", folder.paths).read(4)
+    assert main(["check", str(tmp_path / "out"), str(tmp_path / "out")]) == 2
+    assert f"files with a wrong checksum: 1\n  {path}" in capsys.readouterr().out

@@ -19,7 +19,7 @@ from tlt.data.sources.folder import scan_folder
 from tlt.labels.store import open_labels
 from tlt.targets import make_targets
 from tlt.tools.cli import main, parser
-from tlt.tools.label_page import Example, draw_page, read_examples
+from tlt.tools.drawing import Example, draw_page, read_examples
 from tlt.tools.show import load_batch
 
 CONFIG = AugmentConfig(size=(64, 96), scale=(0.3, 0.8), reprob=0.0)

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, Sampler
 from tlt.data.batch import Batch, BatchKey
 from tlt.data.dataset import LESS_MEMORY, BatchDataset, WorkerStatus, out_of_memory
 from tlt.errors import UserError, WorkerDied
-from tlt.io.processes import START_METHOD, end_with_main_process
+from tlt.io.jobs import START_METHOD, end_with_main_process
 from tlt.io.text import printable
 
 PREFETCH_FACTOR = 2  # batches ready or in the making per worker

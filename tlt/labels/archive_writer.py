@@ -22,9 +22,8 @@ from tlt.io.names import Names
 from tlt.io.output_folder import OutputFolder
 from tlt.io.text import printable
 from tlt.label_map import LabelMap
-from tlt.labels.agreement import Agreement
 from tlt.labels.archive import FORMAT, LABEL, META_NAME, NO_LABEL, Column, Rows, column_types, names_crc
-from tlt.labels.label_info import LabelInfo
+from tlt.labels.label_info import Agreement, LabelInfo
 
 
 class ArchiveWriter:

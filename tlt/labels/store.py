@@ -17,9 +17,8 @@ from tlt.errors import MachineFault, UserError
 from tlt.io.names import Names
 from tlt.io.text import printable
 from tlt.label_map import FULL_AREA, NO_AREA, Area, LabelMap, centre_square
-from tlt.labels.agreement import Agreement
 from tlt.labels.archive import ArchiveReader, is_archive
-from tlt.labels.label_info import AREAS, LabelInfo
+from tlt.labels.label_info import AREAS, Agreement, LabelInfo
 from tlt.labels.shards import ShardReader, shard_folder
 from tlt.labels.tree import TreeReader
 

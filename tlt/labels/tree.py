@@ -23,8 +23,8 @@ import torch
 
 from tlt.errors import UserError
 from tlt.io.files import with_retries
+from tlt.io.jobs import SearchProgress
 from tlt.io.names import Names
-from tlt.io.progress import SearchProgress
 from tlt.io.text import natural_sorted, printable
 from tlt.io.weights import load_plain
 from tlt.label_map import LabelMap

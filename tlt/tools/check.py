@@ -8,9 +8,9 @@ from tlt.data.sources.image_file import BadImage
 from tlt.data.sources.open_images import open_images
 from tlt.data.sources.records import RecordImages
 from tlt.errors import MachineFault, UserError
-from tlt.io.progress import Progress
+from tlt.io.jobs import Progress
 from tlt.io.text import printable
-from tlt.labels.agreement import Agreement, agreement_text
+from tlt.labels.label_info import Agreement, agreement_text
 from tlt.labels.shards import ShardReader
 from tlt.labels.store import open_labels
 

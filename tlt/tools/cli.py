@@ -19,7 +19,7 @@ from importlib import import_module
 
 from tlt import __version__
 from tlt.errors import UserError
-from tlt.io.processes import available_cpus
+from tlt.io.jobs import available_cpus
 from tlt.upstream import WINDOW_ROWS
 
 _SPLIT = "folder of the images within DATA, if there is one (train)"

@@ -11,13 +11,12 @@ import numpy as np
 from tlt.data.sources.open_images import open_images
 from tlt.data.sources.source import ImageSource
 from tlt.errors import UserError
-from tlt.io.progress import Progress
+from tlt.io.jobs import Progress
 from tlt.io.text import leads_out, natural_sorted, printable
 from tlt.label_map import LabelMap
-from tlt.labels.agreement import agreement_text
 from tlt.labels.archive import ArchiveReader, is_old_archive, read_description
 from tlt.labels.archive_writer import ArchiveWriter
-from tlt.labels.label_info import INFO_NAME, LabelInfo
+from tlt.labels.label_info import INFO_NAME, LabelInfo, agreement_text
 from tlt.labels.tree import find_labels, label_files_below, label_names, read_map, write_map
 from tlt.tools.old_archive import convert_old_archive
 

@@ -41,8 +41,8 @@ from tlt.data.sources.source import ImageSource
 from tlt.data.sources.tar_shards import LABEL_EXTENSION, LABELS, PACKING, TABLE, scan_packed
 from tlt.errors import UserError
 from tlt.io.files import sync_folder
+from tlt.io.jobs import in_processes
 from tlt.io.output_folder import OutputFolder
-from tlt.io.processes import in_processes
 from tlt.io.text import leads_out, printable
 from tlt.labels.shards import described, label_bytes
 from tlt.labels.store import LabelStore, open_labels

@@ -22,8 +22,7 @@ from tlt.io.files import refuse_existing
 from tlt.io.text import printable
 from tlt.labels.store import open_labels
 from tlt.targets import make_targets
-from tlt.tools.drawing import check_format, save_figure
-from tlt.tools.label_page import draw_page, read_examples
+from tlt.tools.drawing import check_format, draw_page, read_examples, save_figure
 from tlt.upstream.behaviour import label_view
 
 _MAX_IMAGES = 64  # on a page

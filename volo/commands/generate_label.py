@@ -29,13 +29,12 @@ from tlt.data.loader import SkipCounter
 from tlt.data.sources.open_images import open_images
 from tlt.data.sources.source import ImageSource
 from tlt.errors import UserError
-from tlt.io.progress import Progress
+from tlt.io.jobs import Progress
 from tlt.io.text import printable
 from tlt.label_map import FULL_AREA, LabelMap
-from tlt.labels.agreement import agreement_text
 from tlt.labels.annotate import Annotator, check_dense, labelled_area
 from tlt.labels.archive_writer import ArchiveWriter
-from tlt.labels.label_info import LabelInfo
+from tlt.labels.label_info import LabelInfo, agreement_text
 from volo.checkpoint.model_config import class_names
 from volo.cluster.distributed import (
     World,

@@ -28,7 +28,7 @@ from tlt.data.loader import EvalLoader
 from tlt.data.sources.folder import FolderListing, ImageFolder
 from tlt.errors import UserError, require
 from tlt.io.files import refuse_existing
-from tlt.io.progress import Progress
+from tlt.io.jobs import Progress
 from tlt.io.text import printable, table
 from tlt.labels.annotate import labelled_area
 from tlt.models.folding import fold_batchnorm

@@ -19,7 +19,7 @@ from torch import nn
 
 from tlt.data.dataset import LabelReader
 from tlt.data.sources.folder import check_num_classes
-from tlt.io.progress import SearchProgress
+from tlt.io.jobs import SearchProgress
 from volo.checkpoint.checkpoint import LAST, the_checkpoint
 from volo.checkpoint.finetune import load_finetune, load_weights
 from volo.checkpoint.resume import DATA_KEY, fingerprint

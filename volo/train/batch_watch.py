@@ -44,8 +44,7 @@ def _draw(run: Run, training: Training, update: int, few: Batch) -> None:
     """Draw a batch with its targets. A picture that can't be drawn is a warning."""
     config = training.state.metadata["model_config"]
     try:
-        from tlt.tools.drawing import save_figure
-        from tlt.tools.label_page import draw_page, read_examples
+        from tlt.tools.drawing import draw_page, read_examples, save_figure
 
         criterion = training.criterion
         targets = criterion.targets(few) if isinstance(criterion, TokenLabelCriterion) else None

@@ -23,7 +23,7 @@ from tlt.data.sources.folder import compare_classes, read_class_map
 from tlt.data.sources.open_images import open_images
 from tlt.data.sources.source import ImageSource
 from tlt.errors import UserError
-from tlt.io.progress import SearchProgress
+from tlt.io.jobs import SearchProgress
 from tlt.io.text import printable, some_names
 from volo.cluster.distributed import World
 

@@ -21,7 +21,7 @@ from timm.models._hub import download_from_hf, load_cfg_from_json, load_model_co
 from torch import nn
 
 from tlt.errors import UserError
-from tlt.io.processes import physical_memory
+from tlt.io.jobs import physical_memory
 from tlt.models import transformers_vit
 from tlt.models.token_labeling import TokenLabelModel
 from tlt.models.wrap import TOKEN_LABEL_MODELS, WithDenseHead, with_dense_head

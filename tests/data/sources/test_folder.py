@@ -27,7 +27,7 @@ from tlt.data.sources.image_file import image_extensions
 from tlt.data.sources.open_images import open_images
 from tlt.data.sources.source import ImageSource
 from tlt.errors import UserError
-from tlt.io.progress import SearchProgress
+from tlt.io.jobs import SearchProgress
 from tlt.io.text import printable
 
 
@@ -46,7 +46,7 @@ def tree(tmp_path: Path) -> Path:
 
 def test_what_a_search_finds_is_reported_after_3_seconds_and_every_10(monkeypatch: pytest.MonkeyPatch) -> None:
     now, reported, alive = [0.0], list[str](), list[int]()
-    monkeypatch.setattr("tlt.io.progress.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("tlt.io.jobs.time.monotonic", lambda: now[0])
     found = SearchProgress(reported.append, lambda: alive.append(1))
     for second in range(30):
         now[0] = second

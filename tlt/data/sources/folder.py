@@ -16,8 +16,8 @@ import numpy as np
 from tlt.data.sources.image_file import DEFAULT_MAX_PIXELS, image_extensions, read_file
 from tlt.data.sources.source import Found, ImageSource, left_out_lines
 from tlt.errors import MissingSplit, UserError
+from tlt.io.jobs import SearchProgress
 from tlt.io.names import Names
-from tlt.io.progress import SearchProgress
 from tlt.io.text import natural_key, natural_sorted, printable, some_names
 
 TRAIN_SPLITS = ("train", "training")

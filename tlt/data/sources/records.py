@@ -31,9 +31,8 @@ from tlt.data.sources.image_file import DEFAULT_MAX_PIXELS, BadImage, check_leng
 from tlt.data.sources.source import Found, ImageSource, left_out_lines
 from tlt.errors import UserError
 from tlt.io.files import READ_FLAGS, read_into, with_retries, write_whole
+from tlt.io.jobs import SearchProgress, available_cpus, in_processes
 from tlt.io.names import Names
-from tlt.io.processes import available_cpus, in_processes
-from tlt.io.progress import SearchProgress
 from tlt.io.text import leads_out, natural_key, printable, some_names
 
 FORMAT = "volo-tlt table of records, version 1"
