@@ -62,8 +62,8 @@ class LabelMap:
         """Return the map itself if it can be trained on.
 
         Raises:
-            UserError: A value is NaN or infinite, a class id is negative or not below `num_classes`, the arrays are
-                not of one (k, h, w) shape, or the area is none. `source` starts the message.
+            UserError: A value is NaN or infinite, a class id is negative or not below `num_classes`, or the arrays are
+                not of one (k, h, w) shape. `source` starts the message.
         """
         source = self.source
         if self.values.ndim != 3 or self.values.shape != self.ids.shape or 0 in self.values.shape:
@@ -72,9 +72,6 @@ class LabelMap:
             raise UserError(f"{source}: a label value is NaN or infinite; make this label again")
         for class_id in (int(self.ids.min()), int(self.ids.max())):
             check_class_id(class_id, num_classes, source)
-        x0, y0, x1, y1 = self.area
-        if not (-1 < x0 <= x1 < 2 and -1 < y0 <= y1 < 2):
-            raise UserError(f"{source}: area {self.area} is not (x0, y0, x1, y1) in shares of the image")
         return self
 
     @classmethod

@@ -119,7 +119,8 @@ class TokenLabelLoss:
             share = 0.0 if box is None else mixed_share(box, targets.grid)
             # Not torch.lerp: the share may be a number or a tensor on any device.
             target = target * (1 - share) + target.flip(0) * share
-            cls = soft_cross_entropy(cls_logits, target).mean()
+            dtype = cls.dtype
+            cls = F.cross_entropy(cls_logits.to(dtype), target.to(dtype), reduction="none").mean()
         if self.dense_weight and token_logits is not None and targets.tokens is not None:
             dense = _dense_loss(token_logits, targets.tokens, targets, ratios)
         return LossTerms(self.cls_weight * cls + self.dense_weight * dense, cls, dense)
@@ -131,11 +132,6 @@ def blend_truth(cls_target: Tensor, truth: Tensor, agree: float, disagree: float
     same = truth.argmax(-1, keepdim=True) == cls_target.argmax(-1, keepdim=True)  # (B, 1)
     weight = same.to(cls_target.dtype) * (agree - disagree) + disagree
     return torch.lerp(cls_target, truth, weight)
-
-
-def soft_cross_entropy(logits: Tensor, target: Tensor) -> Tensor:
-    """(B, C) logits and soft targets -> (B,) cross-entropy, computed in at least float32."""
-    return F.cross_entropy(logits.to(_precise(logits)), target.to(_precise(logits)), reduction="none")
 
 
 def _precise(logits: Tensor) -> torch.dtype:

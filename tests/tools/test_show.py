@@ -19,7 +19,7 @@ from tlt.data.sources.folder import scan_folder
 from tlt.labels.store import open_labels
 from tlt.targets import make_targets
 from tlt.tools.cli import main, parser
-from tlt.tools.drawing import Example, draw_page, read_examples
+from tlt.tools.drawing import draw_page, read_examples
 from tlt.tools.show import load_batch
 
 CONFIG = AugmentConfig(size=(64, 96), scale=(0.3, 0.8), reprob=0.0)
@@ -42,16 +42,6 @@ def data(tmp_path: Path) -> tuple[Path, Path]:
     return tmp_path / "data", tmp_path / "labels"
 
 
-def _examples(data: tuple[Path, Path]) -> tuple[list[Example], torch.Tensor, torch.Tensor]:
-    """What is drawn of three images; the targets of their tokens (B, N, C); and the images of the batch."""
-    folder = scan_folder(data[0])
-    dataset = TrainDataset(folder, CONFIG, 5, open_labels(data[1], folder.paths))
-    batch = load_batch(dataset, [0, 1, 2], epoch=2)
-    targets = make_targets(batch.labels, batch.affine, batch.visible, batch.classes, GRID, 3)
-    assert targets.tokens is not None
-    return read_examples(dataset, batch, targets, CONFIG.mean, STD), targets.tokens.dense(3), batch.images
-
-
 def _drawn(figure: Figure, panel: str) -> list[Axes]:
     return [axes for axes in figure.axes if axes.get_gid() == panel]
 
@@ -61,52 +51,46 @@ def _one(axes: Axes, label: str) -> Artist:
     return found
 
 
-def test_augmented_images_are_the_batchs_and_their_window_is_the_plans(data: tuple[Path, Path]) -> None:
-    examples, _, images = _examples(data)
+def test_a_page_shows_what_the_pipeline_made(data: tuple[Path, Path]) -> None:
+    folder = scan_folder(data[0])
+    dataset = TrainDataset(folder, CONFIG, 5, open_labels(data[1], folder.paths))
+    batch = load_batch(dataset, [0, 1, 2], epoch=2)
+    targets = make_targets(batch.labels, batch.affine, batch.visible, batch.classes, GRID, 3)
+    assert targets.tokens is not None
+    examples = read_examples(dataset, batch, targets, CONFIG.mean, STD)
+    figure = draw_page(examples, NAMES, "")
     plan = make_plan(CONFIG, 5, 2, [0, 1, 2], [100, 75, 32], [75, 100, 32])
     corners = geometry.apply(plan.affine, [[0, 0], [96, 0], [96, 64], [0, 64]])
     assert not np.allclose(plan.warp, geometry.identity(3))  # something to see
-    figure = draw_page(examples, NAMES, "")
-    for axes, image in zip(_drawn(figure, "augmented"), images, strict=True):
+    for axes, image in zip(_drawn(figure, "augmented"), batch.images, strict=True):
         drawn = np.asarray(axes.get_images()[0].get_array())
         assert (drawn / 255 - CONFIG.mean) / STD == pytest.approx(image.permute(1, 2, 0).numpy(), abs=0.01)
     for axes, expected in zip(_drawn(figure, "source"), corners, strict=True):
         assert _one(axes, "window").get_xy()[:4] == pytest.approx(expected, abs=1e-3)
         assert _one(axes, "window").get_transform().contains_branch(axes.transData)
-
-
-def test_tokens_have_the_colour_of_their_targets_first_class_and_its_probability(data: tuple[Path, Path]) -> None:
-    examples, tokens, _ = _examples(data)
-    numbers = {text.get_text() for text in draw_page(examples, [], "").legends[0].get_texts()}
-    assert numbers == {"class 0", "class 1", "class 2"}  # where no names are known
-    figure = draw_page(examples, NAMES, "")
+    # Each token has the colour of its target's first class, as strong as its probability.
     legend = zip(figure.legends[0].get_texts(), figure.legends[0].get_patches(), strict=True)
-    shown = {text.get_text(): patch.get_facecolor()[:3] for text, patch in legend}
-    blank = 0
-    for axes, target, example in zip(_drawn(figure, "tokens"), tokens, examples, strict=True):
+    shown, blank = {text.get_text(): patch.get_facecolor()[:3] for text, patch in legend}, 0
+    for axes, target, example in zip(_drawn(figure, "tokens"), targets.tokens.dense(3), examples, strict=True):
         assert example.tokens is not None
-        drawn = _one(axes, "cells")
-        assert drawn.get_extent() == [0, 96, 64, 0] and axes.get_ylim() == (64, 0)  # row 0 is above
-        rgba = drawn.get_array().reshape(-1, 4)
-        weight = example.tokens.weight.ravel()
-        for colour, row, share in zip(rgba, target, weight, strict=True):
+        cells, weight = _one(axes, "cells"), example.tokens.weight.ravel()
+        assert cells.get_extent() == [0, 96, 64, 0] and axes.get_ylim() == (64, 0)  # row 0 is above
+        for colour, row, share in zip(cells.get_array().reshape(-1, 4), target, weight, strict=True):
             assert tuple(colour[:3]) == pytest.approx(shown[NAMES[int(row.argmax())].replace("美", "\\u7f8e")])
             assert colour[3] == pytest.approx(0.6 * float(row.max()) * share, abs=1e-6)
         hatched = [c for c in axes.collections if c.get_label() == "blank"]
         blank += sum(len(c.get_paths()) for c in hatched)
         assert sum(len(c.get_paths()) for c in hatched) == (weight == 0).sum()
     assert blank
-
-
-def test_the_label_map_lies_on_its_area_with_the_softmax_over_all_classes(data: tuple[Path, Path]) -> None:
-    examples, _, _ = _examples(data)
-    axes = _drawn(draw_page(examples, NAMES, ""), "label")[1]
-    drawn = _one(axes, "cells")
-    assert drawn.get_extent() == [0, 75, 100, 0]
+    # The label map lies on its area, with the softmax over all classes.
+    cells = _one(_drawn(figure, "label")[1], "cells")
+    assert cells.get_extent() == [0, 75, 100, 0]
     values, ids = torch.load(data[1] / "c" / "c.v1.pt").double()
     dense = torch.zeros(3, 5, 7, dtype=torch.float64).scatter(0, ids.long(), values)
-    found = np.asarray(drawn.get_array())[..., 3]
+    found = np.asarray(cells.get_array())[..., 3]
     assert found == pytest.approx(0.6 * dense.softmax(0).max(0).values.numpy(), abs=1e-6)
+    numbers = {text.get_text() for text in draw_page(examples, [], "").legends[0].get_texts()}
+    assert numbers == {"class 0", "class 1", "class 2"}  # where no names are known
 
 
 @pytest.mark.parametrize(
