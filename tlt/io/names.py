@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, overload
 
 import numpy as np
 
@@ -42,7 +42,13 @@ class Names(Sequence[str]):
     def __len__(self) -> int:
         return len(self.ends)
 
-    def __getitem__(self, index: int) -> str:  # type: ignore[override]  # no slices
+    @overload
+    def __getitem__(self, index: int) -> str: ...
+    @overload
+    def __getitem__(self, index: slice) -> Names: ...
+    def __getitem__(self, index: int | slice) -> str | Names:
+        if isinstance(index, slice):
+            return Names(self[i] for i in range(*index.indices(len(self))))
         row = range(len(self))[index]
         start = int(self.ends[row - 1]) if row else 0
         return os.fsdecode(bytes(self.block[start : int(self.ends[row])]))
