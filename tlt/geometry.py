@@ -19,9 +19,7 @@ Numbers: TypeAlias = npt.ArrayLike  # a number for all samples, or (B,)
 
 def identity(count: int) -> Affine:
     """`count` identity maps (count, 2, 3)."""
-    maps = np.zeros((count, 2, 3))
-    maps[:, 0, 0] = maps[:, 1, 1] = 1.0
-    return maps
+    return np.tile(np.eye(2, 3), (count, 1, 1))
 
 
 def compose(first: Affine, second: Affine) -> Affine:
