@@ -172,7 +172,7 @@ def _set_modes(model: nn.Module, kernel: str, drop_path_mode: str) -> None:
 def _not_fetched(name: str, error: Exception) -> str:
     return (
         f"--model {name}: its published weights can't be fetched ({' '.join(str(error).split())}): name a file of them "
-        "with --initial-checkpoint (validate.py, generate_label.py: --checkpoint)"
+        "with --initial-checkpoint (validate.py, generate_label.py: --checkpoint; --kd-model-name local-dir:FOLDER)"
     )
 
 
