@@ -5,7 +5,6 @@
 #
 # Both in one step, so that an image is unpacked once.
 set -uo pipefail
-
 preflight=()
 while [ "$1" != -- ]; do
   preflight+=("$1")

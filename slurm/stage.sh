@@ -1,19 +1,14 @@
 #!/usr/bin/env bash
-# Bring the data to a node's own disk, before the training and outside of its container.
-#
-#     stage.sh SOURCE TARGET     copy the folder SOURCE, or unpack the tar SOURCE, to the folder TARGET
-#
-# TARGET appears when it is whole; where it exists nothing is done.
+# Bring the data to a node's own disk, before the training and outside of its container: `stage.sh SOURCE TARGET` copies the
+# folder SOURCE, or unpacks the tar SOURCE, to the folder TARGET. That appears when it is whole; where it exists nothing is
+# done.
 set -uo pipefail
 node=$(hostname)
 
 fail() { echo "error: $node: $*" >&2; exit 2; }
 
 source=$1 target=$2
-if [ -d "$target" ]; then
-  echo "$node: data are staged in $target"
-  exit 0
-fi
+[ ! -d "$target" ] || { echo "$node: data are staged in $target"; exit 0; }
 unfinished=$(dirname "$target")/.staging-$SLURM_JOB_ID
 rm -rf "$unfinished" # of an earlier start
 mkdir -p "$unfinished" || fail "STAGE_TO=$(dirname "$target") cannot be written"

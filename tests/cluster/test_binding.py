@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from argparse import Namespace
@@ -10,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.machines import AMD_NPS4, DGX_A100, DGX_H100, LAPTOP, VIRTUAL, build, process, write
+from tests.cluster.machines import AMD_NPS4, DGX_A100, DGX_H100, LAPTOP, VIRTUAL, build, device, process, write
 from tests.commands.conftest import ROOT
 from tests.conftest import LIMIT
 from volo.cluster import binding
 from volo.cluster.binding import Share, apply, bind_process, describe, make_plan, variables
-from volo.cluster.topology import listed, numbers, read_machine
+from volo.cluster.topology import Gpu, listed, numbers, read_machine, visible_gpus
 
 linux = pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="CPU masks are Linux's")
 
@@ -135,18 +136,16 @@ def test_what_is_set_already_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(binding, "interface_to", {"10.0.0.1": "ib7"}.get)
     build(tmp_path, DGX_H100)
     hosts = {"RANK": "8", "LOCAL_RANK": "0", "WORLD_SIZE": "16", "MASTER_ADDR": "10.0.0.1", "HOME": "/home/me"}
-    named = {"NCCL_IB_HCA": H100_CARDS, "UCX_NET_DEVICES": "mlx5_5:1"}
-    interface = {"NCCL_SOCKET_IFNAME": "=ib7", "GLOO_SOCKET_IFNAME": "ib7"}
-    assert added(tmp_path, 3, **hosts) == named | interface
-    assert added(tmp_path, 3, **hosts, NCCL_IB_HCA="^mlx5_1") == {"UCX_NET_DEVICES": "mlx5_5:1"} | interface
-    # One machine needs no interface.
-    assert added(tmp_path, 3, **hosts | {"WORLD_SIZE": "8"}) == named
+    cards = {"NCCL_IB_HCA": H100_CARDS, "UCX_NET_DEVICES": "mlx5_5:1"}
+    names = {*cards, "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"}
+    assert added(tmp_path, 3, **hosts) == cards | {"NCCL_SOCKET_IFNAME": "=ib7", "GLOO_SOCKET_IFNAME": "ib7"}
+    assert added(tmp_path, 3, **hosts, NCCL_IB_HCA="^mlx5_1").keys() == names - {"NCCL_IB_HCA"}
+    assert added(tmp_path, 3, **hosts | {"WORLD_SIZE": "8"}) == cards  # one machine needs no interface
     plan, elsewhere = make_plan(read_machine(tmp_path), "auto", None, 8, {}), hosts | {"MASTER_ADDR": "127.0.1.1"}
     found, reasons = variables(plan, 3, elsewhere, tmp_path)
-    assert found == named and reasons[0].startswith("MASTER_ADDR=127.0.1.1 is no address of another machine")
+    assert found == cards and reasons[0].startswith("MASTER_ADDR=127.0.1.1 is no address of another machine")
     # NCCL's own configuration.
     write(tmp_path, "etc/nccl.conf", "# site\nNCCL_IB_HCA==mlx5_0\n#NCCL_SOCKET_IFNAME=eth0")
-    assert set(added(tmp_path, 3, **hosts)) == {"UCX_NET_DEVICES", *interface}
     write(tmp_path, "home/me/.nccl.conf", "NCCL_SOCKET_IFNAME=eth0")
     assert set(added(tmp_path, 3, **hosts)) == {"UCX_NET_DEVICES", "GLOO_SOCKET_IFNAME"}
 
@@ -168,23 +167,16 @@ TORCHRUN = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE
 SRUN = {"SLURM_PROCID": "1", "SLURM_LOCALID": "1", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "2"}
 
 
-def _policies_can_be_set() -> bool:
-    """Whether this kernel has memory policies and lets this process set them."""
-    code = "__file__ = 'train.py'; from volo.cluster.binding import set_policy; set_policy('bind', 0)"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True)
-    return done.returncode == 0 and Path("/proc/self/numa_maps").exists()
-
-
 @linux
 @pytest.mark.parametrize(("env", "mode"), [(SRUN, "cpu"), (TORCHRUN, "cpu+mem")])
 def test_a_rank_is_bound_before_torch_is_imported_whatever_started_it(env: dict[str, str], mode: str) -> None:
     machine = read_machine()
     if len([core for cores in machine.cores.values() for core in cores if set(core) & machine.allowed]) < 2:
         pytest.skip("two ranks need two cores")
-    if mode == "cpu+mem" and not _policies_can_be_set():
-        pytest.skip("memory policies are not there, or forbidden (docker)")
     command = [sys.executable, "-c", PROBE, *f"data --device cpu --bind {mode}".split()]
     done = subprocess.run(command, cwd=ROOT, env=os.environ | env, capture_output=True, text=True, timeout=LIMIT)
+    if "FAILURES ['memory policy" in done.stdout:
+        pytest.skip(f"forbidden, as in docker: {done.stdout}")
     assert "TORCH False FAILURES []" in done.stdout, done.stdout + done.stderr
     cpus, *policies = done.stdout.split("BOUND ")[1].split()
     assert numbers(cpus) == make_plan(machine, mode, "cpu", 2, {}).shares[1].cpus != tuple(sorted(machine.allowed))
@@ -197,3 +189,70 @@ def test_what_the_kernel_refuses_is_told() -> None:
     assert apply(Share(cpus=(1000,))) == ["CPUs 1000: Invalid argument"] and os.sched_getaffinity(0) == before
     (failure,) = apply(Share(memory="bind", node=1000))
     assert failure.startswith("memory policy bind 1000: ")
+
+
+def test_visible_devices_as_cuda_reads_them() -> None:
+    # As CUDA's programming guide says it: what comes after a GPU that doesn't exist is invisible, too. A part of a UUID
+    # names the only one that begins so; a part of a GPU (MIG) is none.
+    gpus = [Gpu(str(i), (), None, uuid) for i, uuid in enumerate(("GPU-89-a1", "GPU-89-b2", "GPU-a1-c3"))]
+    cases = {"2,0": "20", " 1, 2": "12", "0,9,1": "0", "0,-1,1": "0", "": "", "GPU-89-b,GPU-a1": "12", "GPU-89": ""}
+    for chosen, expected in {**cases, "MIG-1f2e": ""}.items():
+        visible, why = visible_gpus(gpus, {"CUDA_VISIBLE_DEVICES": chosen})
+        assert "".join(gpu.name for gpu in visible) == expected, chosen
+        assert why == ("" if expected else f"CUDA_VISIBLE_DEVICES={chosen} names no whole GPU that /sys shows")
+    assert visible_gpus(gpus, {}) == (gpus, "") and visible_gpus([], {})[1] == "no NVIDIA GPU in /sys"
+
+
+def test_gpus_of_a_container_and_of_a_slurm_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    build(tmp_path, DGX_H100)
+    device(tmp_path, "0", "00/00:01/30", "0x1a03", "0x030000")  # a display of the board
+    device(tmp_path, "0", "00/00:02/31", "0x10de", "0x068000")  # an NVSwitch
+
+    def shown() -> str:
+        machine = read_machine(tmp_path)
+        assert len(machine.gpus) == 8
+        return " ".join(gpu.name[5:7] for gpu in visible_gpus(machine.gpus, {})[0])
+
+    assert shown() == "1b 43 52 61 9d c3 d1 df"
+    access = os.access  # as the job's cgroup answers: its GPUs are the last four
+    denied = tuple(f"nvidia{minor}" for minor in range(4))
+    monkeypatch.setattr(os, "access", lambda path, mode: not str(path).endswith(denied) and access(path, mode))
+    assert shown() == "9d c3 d1 df"
+    (tmp_path / "proc/driver/nvidia/gpus/0000:c3:00.0/information").unlink()
+    assert shown() == "9d d1 df"
+
+
+def test_ports_that_are_down_or_cannot_be_opened_are_left_out(tmp_path: Path) -> None:
+    build(tmp_path, DGX_H100)
+    write(tmp_path, "sys/class/infiniband/mlx5_3/ports/1/state", "2: INIT")
+    for i in range(12):
+        write(tmp_path, f"sys/class/infiniband_verbs/uverbs{i}/ibdev", f"mlx5_{i}")
+        if i != 5:
+            write(tmp_path, f"dev/infiniband/uverbs{i}", "")
+    machine = read_machine(tmp_path)
+    assert [port.name for port in machine.ports] == [f"mlx5_{i}:1" for i in (0, 1, 2, 4, 6, 7, 8, 9, 10, 11)]
+    assert {(port.rate, port.layer) for port in machine.ports} == {(400.0, "InfiniBand")}
+    assert machine.idle_ports == ("mlx5_3:1 is INIT", "mlx5_5:1 is not passed into this container")
+
+
+def test_this_machine_is_read_as_python_sees_it() -> None:
+    machine = read_machine()
+    assert machine.allowed == os.sched_getaffinity(0)
+    assert machine.allowed <= {cpu for cores in machine.cores.values() for core in cores for cpu in core}
+    assert machine.parent_allowed == os.sched_getaffinity(os.getppid())
+
+
+def test_the_interface_is_found_by_the_route_to_an_address() -> None:
+    if not shutil.which("unshare"):
+        pytest.skip("needs unshare: apt-get install util-linux")
+    card = "ip link add eth8 type veth peer name eth9 && ip link set eth8 up && ip link set eth9 up"
+    addresses = "ip addr add 10.9.0.1/24 dev eth8 && ip addr add fd00:9::1/64 dev eth8 nodad"
+    asked = ("10.9.0.7", "10.9.0.1", "fd00:9::7", "10.9.2.7", "127.0.1.1", "::1", "localhost", "no.such.host.invalid")
+    code = f"from volo.cluster.topology import interface_to; print(*map(interface_to, {asked}))"
+    script = f'{card} && {addresses} && echo made && exec {sys.executable} -c "{code}"'
+    namespace = ["unshare", "--map-root-user", "--net", "sh", "-c", script]
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(namespace, env=env, capture_output=True, text=True, timeout=LIMIT)
+    if not done.stdout.startswith("made"):
+        pytest.skip(f"no network namespace can be made: {done.stderr}")
+    assert done.stdout.split()[1:] == ["eth8"] * 3 + ["None"] * 5, done.stderr

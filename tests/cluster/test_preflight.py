@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -33,13 +32,13 @@ MACHINE = {
 LOCKED = {"proc/self/limits": "Max locked memory  65536  65536  bytes\n"}
 
 
-def made_up(root: Path, flags: str = "", ranks: int = 8, **files: str) -> Node:
+def made_up(root: Path, flags: str = "", **files: str) -> Node:
     """What is found on the machine below `root`, which is made of MACHINE and `files`; ROOT in flags stands for it."""
     for name, text in {**MACHINE, **files}.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text(text)
     args = PREFLIGHT.parse(["--shm-gb", "0", *flags.replace("ROOT", str(root)).split()])
-    return look(args, "n1", list(range(ranks)), root)
+    return look(args, "n1", list(range(8)), None, root)
 
 
 def test_a_made_up_machine_is_read(tmp_path: Path) -> None:
@@ -71,12 +70,6 @@ def test_what_a_node_lacks_is_told_with_its_remedy(what: str, tmp_path: Path) ->
     assert told.replace("ROOT", str(tmp_path)) in problem
 
 
-def cluster(what: str, values: Sequence[str | None]) -> list[Node]:
-    """Nodes n1, n2, ... with their values of something that must be equal; None: a node has none."""
-    each = [{"Python": "3.12"} | ({} if value is None else {what: value}) for value in values]
-    return [Node(f"n{i + 1}", [i], equal, 96, 500.0, None, 900.0) for i, equal in enumerate(each)]
-
-
 @pytest.mark.parametrize(
     ("what", "values", "told"),
     [
@@ -85,7 +78,9 @@ def cluster(what: str, values: Sequence[str | None]) -> list[Node]:
     ],
 )
 def test_a_node_that_differs_is_named(what: str, values: list[str | None], told: str) -> None:
-    (found,) = find_problems(cluster(what, values), None, None)
+    each = [{"Python": "3.12"} | ({} if value is None else {what: value}) for value in values]
+    nodes = [Node(f"n{i}", [i], equal, 96, 500.0, None, 900.0) for i, equal in enumerate(each, 1)]
+    (found,) = find_problems(nodes, None, None)
     assert found.startswith(told)
 
 
@@ -112,21 +107,16 @@ sys.exit(run("preflight", sys.argv[1:]))
 """
 
 
-def ranks(hosts: Sequence[str], size: int, *flags: str | Path) -> list[Running]:
-    """The first ranks of `size`, on hosts that they pretend to be, after their ends."""
-    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(size)}
-    command = [sys.executable, "-c", PRETENDING, "--device", "cpu", "--shm-gb", "0.001", *map(str, flags)]
-    started = [Running(command, RANK=str(rank), PRETENDED=host, **meeting) for rank, host in enumerate(hosts)]
-    for each in started:
-        each.end()
-    return started
-
-
 def test_ranks_of_hosts_that_differ_end_with_one_code(tmp_path: Path) -> None:
-    first, *others = ranks(["n1", "n1", "n2"], 3, "--data", tmp_path / "none", "--min-bandwidth", "9999")
-    assert [run.end() for run in (first, *others)] == [6, 6, 6], first.output
-    assert not any("fit" in run.output for run in others)
-    *_, one, two, _, software, data, slow, verdict = first.output.splitlines()
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "3"}
+    flags = f"--device cpu --shm-gb 0.001 --data {tmp_path}/none --min-bandwidth 9999".split()
+    command = [sys.executable, "-c", PRETENDING, *flags]
+    started = [
+        Running(command, RANK=str(rank), PRETENDED=host, **meeting) for rank, host in enumerate(("n1", "n1", "n2"))
+    ]
+    assert [run.end() for run in started] == [6, 6, 6], started[0].output
+    assert not any("fit" in run.output for run in started[1:])
+    *_, one, two, _, software, data, slow, verdict = started[0].output.splitlines()
     assert one.split()[:2] == ["n1", "2"] and float(one.split()[-1]) > 0
     assert two.split()[:2] == ["n2", "1"] and two.split()[-1] == "-"  # a rank alone has nothing to reduce
     assert software.startswith("torch: 2.9.1 on n1; 2.8.0 on n2: start all nodes from the same environment")

@@ -20,7 +20,7 @@ from tlt.errors import UserError
 from tlt.io.weights import InPartsError, check_finite, peek_checkpoint, read_checkpoint, state_dict_of
 from tlt.upstream import ROWS
 from volo.checkpoint.checkpoint import LAST, NAMES
-from volo.cluster.ranks import restarts
+from volo.cluster.distributed import restarts
 from volo.config.args import GONE
 from volo.record.records import launch_record
 

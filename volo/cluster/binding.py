@@ -3,8 +3,8 @@
 What `--bind` of train.py, validate.py, generate_label.py and the preflight decides: docs/binding.md. What the user, the
 launcher or NCCL's configuration has set stays. What can't be done is left out, with the reason in a line.
 
-torchrun's `--numa-binding` binds CPUs alone, needs the numactl program, and ends the run where the cgroup has no CPU of
-a node. Where it is used its CPUs are kept, and the rest is added.
+torchrun's `--numa-binding` binds CPUs alone, and ends the run where the cgroup has none of a node. Where it is used its
+CPUs are kept, and the rest is added.
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tlt.io.text import table
-from volo.cluster.ranks import ranks_from_environment
-from volo.cluster.topology import Device, Gpu, Machine, Port, interface_to, listed, read, read_machine, visible_gpus
+from volo.cluster.topology import Gpu, Machine, Port, interface_to, listed, ranks_of, read, read_machine, visible_gpus
 
 _COLUMNS = ("rank", "GPU", "NUMA node", "CPUs", "memory", "card", "distance")
 _MEMORY = {"auto": "preferred", "cpu": "off", "cpu+mem": "bind"}
@@ -64,7 +63,7 @@ def bind_process(args: Namespace) -> list[str]:
     """
     if args.bind == "none":
         return []
-    rank, local_rank, _, ranks = ranks_from_environment(os.environ, getattr(args, "local_rank", 0))
+    rank, local_rank, _, ranks = ranks_of(os.environ, getattr(args, "local_rank", 0))
     plan = make_plan(read_machine(), args.bind, args.device, max(ranks, local_rank + 1), os.environ)
     share = plan.shares[local_rank]
     if share.gpu is not None:  # CUDA would put the fastest GPU first
@@ -83,13 +82,7 @@ def bind_process(args: Namespace) -> list[str]:
 
 
 def make_plan(machine: Machine, mode: str, device: str | None, ranks: int, env: Mapping[str, str]) -> BindingPlan:
-    """Decide what each of the `ranks` processes on a machine gets.
-
-    Args:
-        mode: Value of `--bind`, but not "none".
-        device: Value of `--device`.
-        env: Gives CUDA_VISIBLE_DEVICES.
-    """
+    """Decide what each of the `ranks` processes on a machine gets; `mode` is the value of `--bind`, but not "none"."""
     kind, _, index = (device or "").partition(":")
     visible, problem = ([], "") if kind == "cpu" else visible_gpus(machine.gpus, env)
     numbers = [int(index) if index.isdigit() else rank for rank in range(ranks)]  # as `choose_device` chooses
@@ -163,14 +156,14 @@ def choose_ports(gpus: Sequence[Gpu], ports: Sequence[Port]) -> tuple[list[Port]
     return usable, nearest
 
 
-def distance(a: Device, b: Device) -> int:
-    """Return the distance of two devices, an index into LEVELS."""
-    common = len(os.path.commonprefix([a.path, b.path]))
+def distance(gpu: Gpu, port: Port) -> int:
+    """Return how far they are from each other, an index into LEVELS."""
+    common = len(os.path.commonprefix([gpu.path, port.path]))
     if common > 1:
-        return 0 if max(len(a.path), len(b.path)) - common <= 2 else 1
+        return 0 if max(len(gpu.path), len(port.path)) - common <= 2 else 1
     if common == 1:
         return _BRIDGE
-    return 3 if a.node is not None and a.node == b.node else _FAR
+    return 3 if gpu.node is not None and gpu.node == port.node else _FAR
 
 
 def variables(
@@ -182,7 +175,7 @@ def variables(
         wanted["NCCL_IB_HCA"] = "=" + ",".join(plan.cards)
     if share.port:
         wanted["UCX_NET_DEVICES"] = share.port.name
-    if ranks_from_environment(env).size > len(plan.shares) and "MASTER_ADDR" in env:
+    if ranks_of(env).size > len(plan.shares) and "MASTER_ADDR" in env:
         if interface := interface_to(env["MASTER_ADDR"]):
             wanted |= {"NCCL_SOCKET_IFNAME": f"={interface}", "GLOO_SOCKET_IFNAME": interface}
         else:
@@ -226,7 +219,6 @@ def describe(plan: BindingPlan, title: str, rank: int, added: Mapping[str, str],
 
     Args:
         rank: Rank of the machine's first process in the whole run.
-        added: Variables that were added to the environment of this process.
         left_out: Reasons besides those of the plan.
     """
     reasons = "; ".join([*plan.reasons, *left_out])

@@ -1,7 +1,6 @@
 """The processes of a run: this one's rank and device, how all of them meet, and the few collectives that programs need.
 
-Rank and world size come from the environment (`volo.cluster.ranks`). NCCL joins GPUs, gloo joins CPUs. Ranks exchange
-JSON: nothing that comes from another process is unpickled.
+NCCL joins GPUs, gloo joins CPUs. Ranks exchange JSON: nothing that comes from another process is unpickled.
 """
 
 from __future__ import annotations
@@ -23,9 +22,8 @@ import torch
 import torch.distributed as dist
 
 from tlt.errors import UserError
-from volo.cluster.ranks import launch_id, ranks_from_environment, restarts
-from volo.cluster.stopping import START_TIMEOUT_S, Watchdog
-from volo.cluster.topology import interface_to
+from volo.cluster.stopping import Watchdog
+from volo.cluster.topology import interface_to, ranks_of
 
 T = TypeVar("T")
 _POLL_S = 0.1
@@ -70,6 +68,17 @@ class World:
         return self.size // self.tensor_parallel
 
 
+def restarts() -> int:
+    """Return how often the launcher has restarted these processes."""
+    return sum(int(os.environ.get(name) or 0) for name in ("LAUNCH_RESTARTS", "TORCHELASTIC_RESTART_COUNT"))
+
+
+def launch_id() -> str | None:
+    """Return the launcher's id, None without one; torchrun's is "none" unless the user sets it."""
+    found = os.environ.get("TORCHELASTIC_RUN_ID")
+    return found if found != "none" else None
+
+
 def choose_device(requested: str | None, local_rank: int) -> torch.device:
     """Resolve `--device`: None or "auto" is this rank's GPU where there is one, else the CPU.
 
@@ -106,7 +115,7 @@ def choose_device(requested: str | None, local_rank: int) -> torch.device:
 
 def init_world(device: str | None = None, local_rank: int = 0, timeout_s: float = 600.0) -> World:
     """Join the other processes, if there are any: those of a process group that exists already (Ray Train, a notebook),
-    which is left as it is, or those that the launcher started.
+    which is left as it is, and needs gloo; or those that the launcher started.
 
     Args:
         timeout_s: Seconds for which a collective, or a rank that another launcher than ours starts, is waited for.
@@ -115,44 +124,34 @@ def init_world(device: str | None = None, local_rank: int = 0, timeout_s: float 
         UserError: MASTER_ADDR is not set on several nodes; or `local_rank` is given without a launcher.
         RankLost: Ranks have not come in time.
     """
-    if dist.is_initialized():
-        return _existing_world(device)
-    rank, own, size, here = ranks_from_environment(os.environ, local_rank)
-    if local_rank and size == 1:
+    joined = dist.is_initialized()
+    rank, own, size, here = ranks_of(os.environ, local_rank)
+    if joined:
+        rank, size = dist.get_rank(), dist.get_world_size()
+        if own >= torch.cuda.device_count() > 0:  # this process sees its own GPU alone
+            own = torch.cuda.current_device()
+    elif local_rank and size == 1:
         raise UserError(
             f"--local-rank {local_rank} has no effect without a launcher that sets RANK and WORLD_SIZE, as torchrun "
             f"does: leave it out (--device cuda:{local_rank} takes that GPU)"
         )
     world = World(rank, own, size, choose_device(device, own))
     limit_threads(world)
-    if size > 1:
+    if size > 1 and not joined:
         _set_addresses(here == size)
         with lost_rank_explained():
             _join(world, here == size, timeout_s)
     return world
 
 
-def _existing_world(device: str | None) -> World:
-    """Return the world of the group that exists; ranks agree on the CPU, for which it needs gloo, too."""
-    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    if local_rank >= torch.cuda.device_count() > 0:  # this process sees its own GPU alone
-        local_rank = torch.cuda.current_device()
-    world = World(dist.get_rank(), local_rank, dist.get_world_size(), choose_device(device, local_rank))
-    limit_threads(world)
-    return world
-
-
 def _set_addresses(here: bool) -> None:
-    """Set where the ranks meet, and by which interface gloo and NCCL connect them; what is set stays.
-
-    Args:
-        here: Whether all ranks are on this machine: no other one has to be let in.
-    """
-    if "MASTER_ADDR" not in os.environ and not here:
-        raise UserError(
-            "MASTER_ADDR is not set: export the first node's address before srun or mpirun, or start with torchrun"
-        )
+    """Set where the ranks meet, and by which interface gloo and NCCL connect them; what is set stays. `here`: all ranks
+    are on this machine, and no other one has to be let in."""
     if "MASTER_ADDR" not in os.environ:
+        if not here:
+            raise UserError(
+                "MASTER_ADDR is not set: export the first node's address before srun or mpirun, or start with torchrun"
+            )
         os.environ["MASTER_ADDR"] = "127.0.0.1"
         # Runs on one machine must not meet at one port; mpirun is the parent of all its processes.
         number = int(os.environ.get("SLURM_JOB_ID") or os.getppid())
@@ -271,7 +270,7 @@ def limit_threads(world: World) -> None:
         with suppress(OSError):
             together = len(os.sched_getaffinity(os.getppid()))
     free = int(world.device.type == "cpu")
-    torch.set_num_threads(max(1, min(own - free, (together - free) // ranks_from_environment(os.environ).local_size)))
+    torch.set_num_threads(max(1, min(own - free, (together - free) // ranks_of(os.environ).local_size)))
 
 
 @contextmanager
@@ -303,11 +302,6 @@ def leave_together(watchdog: Watchdog) -> None:
     wait_for_hosts()  # watched: rank 0 may still be writing
     watchdog.end()
     shut_down()
-
-
-def collective_timeout(dist_timeout: float, loader_timeout: float) -> float:
-    """Seconds after which a collective fails by itself: late enough for the watchdog to tell why before."""
-    return max(dist_timeout, START_TIMEOUT_S, loader_timeout or 7 * 24 * 3600) + 120
 
 
 def sum_over_ranks(values: torch.Tensor) -> torch.Tensor:
@@ -347,11 +341,7 @@ def from_all(value: T) -> list[T]:
 
 
 def wait_for_hosts() -> None:
-    """Wait until every rank has called this, for no GPU, and handle signals meanwhile, as torch's barrier doesn't.
-
-    Raises:
-        RuntimeError: A rank has ended; see `lost_rank_explained`.
-    """
+    """Wait until every rank has called this, for no GPU, and handle signals meanwhile, as torch's barrier doesn't."""
     if dist.is_initialized():
         work = dist.all_reduce(torch.ones(()), async_op=True)
         while not work.is_completed():

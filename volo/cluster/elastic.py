@@ -32,10 +32,9 @@ from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCP
 
 from volo.cluster.distributed import RankLost, connect, meet, serve
 
-# Bad input, divergence, full disk, machines that aren't fit: the same would happen again; or told to end.
-FINAL = (2, 3, 4, 6, 85, 130)
+# Done; bad input, divergence, full disk, machines that aren't fit: the same would happen again; told to end.
+FINAL = (0, 2, 3, 4, 6, 85, 130)
 _SIGNALS = [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP]
-_POLL_S = 0.1
 _SAME_S = 1.0  # one warning may come several times
 _END_S = 60  # for which a node that is done waits for the others
 
@@ -43,17 +42,9 @@ _END_S = 60  # for which a node that is done waits for the others
 class OneAddress(StaticTCPRendezvous):
     """torch's rendezvous of numbered nodes, but at one address alone, with a line where they don't come together."""
 
-    def __init__(self, launch: Launcher) -> None:
-        where = launch.master_addr, launch.master_port, launch.node_rank, launch.nnodes
-        super().__init__(*where, launch.name, launch.join_timeout)
-
     def next_rendezvous(self) -> RendezvousInfo:
-        """Return once all nodes are there.
-
-        Raises:
-            RankLost: One does not come in time.
-            UserError: Two have one number, or the port is in use.
-        """
+        """Return once all nodes are there. Raises RankLost if one does not come in time, UserError if two have one
+        number, or the port is in use."""
         address, port, until = self.master_addr, self.master_port, time.monotonic() + self.timeout.total_seconds()
         store = serve(address, port) if self.rank == 0 else connect(address, port, until, "node")
         meet(store, "node", self.rank, self.world_size, until, self.run_id)
@@ -64,18 +55,13 @@ class OneAddress(StaticTCPRendezvous):
 
 @dataclass
 class Launcher:
-    """This node's launcher: starts of its processes, one after the other, until one ends well or for good.
-
-    Attributes:
-        program: A Python file and its flags.
-        master_addr, master_port: Where the store of node 0 listens; port 0 is any that is free.
-    """
+    """This node's launcher: starts of its processes, one after the other, until one ends well or for good."""
 
     processes: int
-    program: Sequence[str]
+    program: Sequence[str]  # a Python file and its flags
     log_dir: str = ""
-    master_addr: str = "127.0.0.1"
-    master_port: int = 0
+    master_addr: str = "127.0.0.1"  # where the store of node 0 listens
+    master_port: int = 0  # any that is free
     nnodes: int = 1
     node_rank: int = 0
     max_restarts: int = 0
@@ -87,11 +73,7 @@ class Launcher:
     _agent: LocalElasticAgent | None = None
 
     def run(self) -> int:
-        """Return the exit code of this node.
-
-        Raises:
-            UserError: The nodes don't come together; see `OneAddress`.
-        """
+        """Return the exit code of this node. Raises UserError if the nodes don't come together; see `OneAddress`."""
         # What the agent reports is what the processes have said themselves.
         logging.getLogger("torch.distributed.elastic").addHandler(logging.NullHandler())
         logging.getLogger("torch.distributed.elastic").propagate = False
@@ -100,12 +82,11 @@ class Launcher:
             if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # nohup
                 signal.signal(number, self._received)
         try:
-            restart, code = 0, self._start(0)
-            while restart < self.max_restarts and code != 0 and code not in FINAL and not self._signal:
-                restart += 1
+            code, restart = self._start(0), 1
+            while restart <= self.max_restarts and code not in FINAL and not self._signal:
                 of = f"restart {restart} of {self.max_restarts}"
                 print(f"a process ended with code {code}: {of}", file=sys.stderr, flush=True)
-                code = self._start(restart)
+                code, restart = self._start(restart), restart + 1
         except KeyboardInterrupt:  # there were no processes yet
             code = 128 + self._signal
         if self._signal and code in (128 + self._signal, 128 + signal.SIGKILL):  # no process heard it, or soon enough
@@ -115,6 +96,7 @@ class Launcher:
     def _start(self, restart: int) -> int:
         """Run the processes once."""
         prefix = f"[{socket.gethostname()}:${{rank}}] " if self.log_dir or self.nnodes > 1 else None
+        where = self.master_addr, self.master_port, self.node_rank, self.nnodes
         with tempfile.TemporaryDirectory(prefix="volo_launch_", ignore_cleanup_errors=True) as scratch:
             told = Path(scratch, "told")  # where ranks that end note what they say, so that others don't repeat it
             told.touch()
@@ -122,11 +104,11 @@ class Launcher:
             spec = WorkerSpec(
                 role="default",
                 local_world_size=self.processes,
-                rdzv_handler=OneAddress(self),
+                rdzv_handler=OneAddress(*where, self.name, self.join_timeout),
                 entrypoint=sys.executable,
                 args=("-u", *self.program),
                 max_restarts=0,
-                monitor_interval=_POLL_S,
+                monitor_interval=0.1,
             )
             logs = DefaultLogsSpecs(self.log_dir or scratch, tee=Std.ALL if prefix else Std.NONE)
             self._agent = LocalElasticAgent(spec, logs, exit_barrier_timeout=_END_S, log_line_prefix_template=prefix)

@@ -20,7 +20,7 @@ import time
 from argparse import Namespace
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -90,20 +90,16 @@ def examine(args: Namespace, world: World) -> tuple[list[Node], float | None]:
     in GB/s per process (None with one rank)."""
     places = from_all(socket.gethostname())
     own = [rank for rank, place in enumerate(places) if place == places[world.rank]]
-    found = from_all(asdict(look(args, places[world.rank], own)) if world.rank == own[0] else None)
-    nodes = [Node(**each) for each in found if each is not None]
-    if world.size == 1:
-        return nodes, None
     inside = None
-    if len(own) > 1 and len(nodes) > 1:
+    if 1 < len(own) < world.size:
         group: Any = dist.new_group(own, timedelta(seconds=args.timeout), use_local_synchronization=True)
         inside = all_reduce_bandwidth(world.device, group)
-    bandwidths = from_all(inside)
-    overall = from_primary(all_reduce_bandwidth(world.device))
-    return [replace(node, bandwidth=bandwidths[node.ranks[0]]) for node in nodes], overall
+    found = from_all(asdict(look(args, places[world.rank], own, inside)) if world.rank == own[0] else None)
+    overall = from_primary(all_reduce_bandwidth(world.device)) if world.size > 1 else None
+    return [Node(**each) for each in found if each is not None], overall
 
 
-def look(args: Namespace, name: str, ranks: list[int], root: Path = Path("/")) -> Node:
+def look(args: Namespace, name: str, ranks: list[int], bandwidth: float | None, root: Path = Path("/")) -> Node:
     """Look at this node, where these ranks run; `root` stands for / where the kernel's files are read."""
     machine = read_machine(root)
     equal = versions(root) | {f"card {port.name}": f"ACTIVE at {port.rate:g} Gb/s" for port in machine.ports}
@@ -129,7 +125,7 @@ def look(args: Namespace, name: str, ranks: list[int], root: Path = Path("/")) -
     if machine.ports and memlock is not None and memlock < _MEMLOCK_GB:
         remedy = "unlimited in limits.conf, slurmd's LimitMEMLOCK=infinity, or docker run --ulimit memlock=-1"
         problems.append(f"a process may lock {memlock:.3g} GB of memory, too little for InfiniBand: {remedy}")
-    return Node(name, ranks, equal, len(machine.allowed), shm, memlock, free, problems)
+    return Node(name, ranks, equal, len(machine.allowed), shm, memlock, free, problems, bandwidth)
 
 
 def versions(root: Path) -> dict[str, str]:

@@ -73,23 +73,15 @@ def _fill_buckets(wrapped: DistributedDataParallel) -> None:
 
 
 class Meshes(NamedTuple):
-    """The ranks among which weights are divided.
+    """The ranks among which weights are divided."""
 
-    Attributes:
-        data: The axis `shard`, and before it `replicate` where there are several copies.
-        tensor: Neighbouring ranks (`--tensor-parallel`), None for one.
-    """
-
-    data: DeviceMesh
-    tensor: DeviceMesh | None
+    data: DeviceMesh  # the axis `shard`, and before it `replicate` where there are several copies
+    tensor: DeviceMesh | None  # neighbouring ranks (`--tensor-parallel`), None for one
 
 
 def shard_meshes(shards: int, world: World) -> Meshes:
-    """Return the meshes of `--shard` and `--tensor-parallel`: neighbouring ranks hold the parts of one copy.
-
-    Raises:
-        UserError: The ranks can't be divided into groups of `shards`.
-    """
+    """Return the meshes of `--shard` and `--tensor-parallel`: neighbouring ranks hold the parts of one copy. Raises
+    UserError if the ranks can't be divided into groups of `shards`."""
     if world.data_size % shards:
         shared = f" / --tensor-parallel {world.tensor_parallel}" if world.tensor_parallel > 1 else ""
         raise UserError(f"--shard {shards} does not divide the number of processes, {world.size}{shared}")
@@ -138,7 +130,7 @@ def is_sharded(model: nn.Module) -> bool:
 def synchronised(model: nn.Module, last: bool) -> AbstractContextManager[Any]:
     """Return the context of a micro-batch, of which only the `last` one averages the gradients over the ranks.
 
-    Without a process group, and for models that neither DistributedDataParallel nor FSDP2 has wrapped, it does nothing.
+    For models that neither DistributedDataParallel nor FSDP2 has wrapped it does nothing.
     """
     if isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(last)
@@ -168,11 +160,6 @@ def whole_weights(model: nn.Module) -> Iterator[None]:
             part.reshard()
 
 
-def local_part(tensor: Tensor) -> Tensor:
-    """Return this rank's part of a divided tensor; other tensors as they are. The memory is shared."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
 def total_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
     """Return the 2-norm of the gradients, of all ranks' parts together, a scalar; not finite if any value isn't."""
     norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
@@ -183,7 +170,8 @@ class ShardedEma(ModelEmaV3):
     """timm's moving average over this rank's parts; torch's foreach functions don't mix them with plain buffers."""
 
     def apply_update_(self, model: nn.Module, decay: float) -> None:
-        own, new = ([local_part(value) for value in m.state_dict().values()] for m in (self.module, model))
+        states = self.module.state_dict(), model.state_dict()
+        own, new = ([v.to_local() if isinstance(v, DTensor) else v for v in state.values()] for state in states)
         floating = [pair for pair in zip(own, new, strict=True) if pair[0].is_floating_point()]
         torch._foreach_lerp_([a for a, _ in floating], [b for _, b in floating], weight=1.0 - decay)
         for average, value in zip(own, new, strict=True):

@@ -1,5 +1,5 @@
 """Ends a run by a signal: SIGTERM, SIGUSR1 (Slurm's warning before the time limit), SIGHUP or SIGINT (Ctrl-C); and a
-rank that hangs, with exit code 5.
+rank that hangs, or has lost its launcher.
 
 The first signal is noted. Before each update, and once more after an epoch's last, the ranks agree whether one of them
 has to stop, by an all-reduce of one int on the hosts: it waits for no GPU, and finds every rank with the same weights.
@@ -14,6 +14,7 @@ Imports no torch: signals are handled before that is loaded.
 
 from __future__ import annotations
 
+import ctypes
 import faulthandler
 import json
 import os
@@ -37,13 +38,12 @@ T = TypeVar("T")
 PREEMPTED = 85  # "start me again": a code that no shell, Python or torchrun uses
 INTERRUPTED = 130
 HUNG = 5
-START_TIMEOUT_S = 600.0
 _SIGNALS = [  # Windows has but the first two
     getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP", "SIGALRM") if hasattr(signal, name)
 ]
 _ALARM = getattr(signal, "SIGALRM", None)
-# Slurm, torchrun and process groups may deliver one warning several times.
-_SAME_WARNING_S = 1.0
+_PR_SET_PDEATHSIG = 1  # of Linux's prctl
+_SAME_WARNING_S = 1.0  # Slurm, torchrun and process groups may deliver one warning several times
 _OTHERS_S = 2.0  # in which the others print their stacks, before they lose a rank that hangs
 
 
@@ -56,16 +56,11 @@ class Stopped(BaseException):
 
 
 class StopSignal:
-    """The signal that this process received. There is one object per process: `STOP`.
-
-    Attributes:
-        number: The first signal; None if there was none.
-    """
+    """The signal that this process received. There is one object per process: `STOP`."""
 
     def __init__(self) -> None:
-        self.number: int | None = None
-        self._since = 0.0
-        self._raises = False
+        self.number: int | None = None  # of the first one
+        self._since, self._raises = 0.0, False
 
     @property
     def exit_code(self) -> int:
@@ -131,15 +126,28 @@ class StopSignal:
 STOP = StopSignal()
 
 
+def end_with_launcher() -> None:
+    """Have Linux tell this process to save and end (SIGTERM) when the agent that started it ends, even by kill -9."""
+    if sys.platform != "linux" or "TORCHELASTIC_RUN_ID" not in os.environ:
+        return
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    try:
+        os.kill(int(os.environ.get("LAUNCH_PID", os.getppid())), 0)
+    except ProcessLookupError:  # it has ended already
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
 class Watchdog:
     """Watches this process: prints the stacks of all its threads, and ends it, where nothing goes on.
 
     Args:
-        timeout: Seconds without progress (`--dist-timeout`). At least `START_TIMEOUT_S` up to the end of the first
-            step, and from a validation or a save, for which other ranks may still be waiting, to the end of the next.
+        timeout: Seconds without progress (`--dist-timeout`). At least `START_S` up to the end of the first step, and
+            from a validation or a save, for which other ranks may still be waiting, to the end of the next.
         loader_timeout: Seconds for which a rank may wait for data; 0: for ever.
         note: Called with the fields of an event before the end.
     """
+
+    START_S = 600.0
 
     def __init__(self, rank: int, timeout: float, loader_timeout: float, note: Callable[..., None]) -> None:
         self.rank, self.timeout, self.loader_timeout, self.note = rank, timeout, loader_timeout, note
@@ -170,7 +178,7 @@ class Watchdog:
 
     def allowed(self) -> float:
         """Return the seconds that this rank may spend in the present phase without doing anything."""
-        waits = max(self.timeout, START_TIMEOUT_S) if self._patient else self.timeout
+        waits = max(self.timeout, self.START_S) if self._patient else self.timeout
         if self._phase in ("data", "others"):  # the others wait for the rank whose data are late
             return max(waits, self.loader_timeout + 30) if self.loader_timeout else float("inf")
         return waits
@@ -190,18 +198,12 @@ class Watchdog:
 
 
 class StopGuard:
-    """Yields batches until the run has to stop, and reports progress to the watchdog.
-
-    Args:
-        largest: Returns the largest of the ints that all ranks call it with.
-
-    Attributes:
-        waited: Seconds spent waiting for batches.
-    """
+    """Yields batches until the run has to stop, and reports progress to the watchdog. `largest` returns the largest of
+    the ints that all ranks call it with."""
 
     def __init__(self, stop: StopSignal, watchdog: Watchdog, largest: Callable[[int], int]) -> None:
         self.stop, self.watchdog, self._largest = stop, watchdog, largest
-        self.waited = 0.0
+        self.waited = 0.0  # seconds, for batches
 
     def iterate_until_stopped(self, batches: Iterable[Batch]) -> Iterator[Batch]:
         """Yield training batches. An update begins when all ranks have its first batch.
@@ -221,11 +223,7 @@ class StopGuard:
             yield batch
 
     def batches(self, loader: Iterable[T]) -> Iterator[T]:
-        """Yield validation batches; at the end the ranks agree whether each has had all of its batches.
-
-        Raises:
-            Stopped: As `iterate_until_stopped`.
-        """
+        """Yield validation batches; at the end the ranks agree whether each has had all of its own, or stop."""
         iterator = iter(loader)
         while True:
             item, failure = self._next(iterator, True)

@@ -43,11 +43,8 @@ _BETWEEN = ("q_norm", "k_norm", "norm", "gate")
 
 
 def in_groups(world: World, parts: int) -> World:
-    """Return `world` with groups of `parts` neighbouring ranks that see the same images.
-
-    Raises:
-        UserError: The number of ranks is no multiple of it.
-    """
+    """Return `world` with groups of `parts` neighbouring ranks that see the same images. Raises UserError if the ranks
+    can't be divided so."""
     if world.size % parts:
         raise UserError(f"--tensor-parallel {parts} does not divide the number of processes, {world.size}")
     return replace(world, tensor_parallel=parts)
@@ -79,15 +76,11 @@ class ShardSpec:
 
 
 class DividedLinear(nn.Linear):
-    """A linear layer of which this rank holds a part of the weights.
-
-    Attributes:
-        specs: How each parameter is divided; others are whole.
-    """
+    """A linear layer of which this rank holds a part of the weights."""
 
     def __init__(self, layer: nn.Linear, specs: dict[str, ShardSpec]) -> None:
         nn.Module.__init__(self)
-        self.specs = specs
+        self.specs = specs  # how each parameter is divided; others are whole
         for name in ("weight", "bias"):  # in the order of every linear layer, by which optimizers number them
             whole = getattr(layer, name)
             if whole is not None and name in specs:
@@ -127,14 +120,21 @@ def divide_layers(model: nn.Module, mesh: DeviceMesh) -> None:
     Raises:
         UserError: The model has none of these, or one that can't be divided.
     """
-    modules = divisible(model)
+    modules: list[tuple[str, Any]] = divisible(model)
     if not modules:
         what = "attention or MLP of VOLO, LV-ViT or timm's ViT"
         raise UserError(f"--tensor-parallel {mesh.size()}: the model has no {what}; use --shard")
     for name, module in modules:
         if problem := _problem(module, mesh.size()):
             raise UserError(f"--tensor-parallel {mesh.size()} can't divide {name}: {problem}")
-        _divide(module, mesh)
+        first, last = _LAYERS[type(module)]
+        for each, pieces in first.items():
+            setattr(module, each, FirstLinear(getattr(module, each), pieces, mesh))
+        setattr(module, last, LastLinear(getattr(module, last), mesh))
+        if "fc1" not in first:
+            module.num_heads //= mesh.size()
+        if isinstance(module, Attention):
+            module.attn_dim //= mesh.size()
 
 
 def divisible(model: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -156,17 +156,6 @@ def _problem(module: Any, parts: int) -> str:
     return f"{others[0]} is no plain linear layer, or needs all heads or channels" if others else ""
 
 
-def _divide(module: Any, mesh: DeviceMesh) -> None:
-    first, last = _LAYERS[type(module)]
-    for name, pieces in first.items():
-        setattr(module, name, FirstLinear(getattr(module, name), pieces, mesh))
-    setattr(module, last, LastLinear(getattr(module, last), mesh))
-    if "fc1" not in first:
-        module.num_heads //= mesh.size()
-    if isinstance(module, Attention):
-        module.attn_dim //= mesh.size()
-
-
 class TensorParallelParams:
     """The parameters of a model of which each rank of a group holds a part, and how each is divided.
 
@@ -174,18 +163,13 @@ class TensorParallelParams:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        layers = [(name, layer) for name, layer in model.named_modules() if isinstance(layer, DividedLinear)]
-        self.specs = {f"{name}.{each}": spec for name, layer in layers for each, spec in layer.specs.items()}
-        self._names = {parameter: name for name, parameter in model.named_parameters()}
-
-    def spec_of(self, parameter: nn.Parameter) -> ShardSpec | None:
-        """Return how a parameter is divided; None for a whole one."""
-        return self.specs.get(self._names[parameter])
+        layers = [layer for layer in model.modules() if isinstance(layer, DividedLinear)]
+        self.specs = {getattr(layer, name): spec for layer in layers for name, spec in layer.specs.items()}
+        self._model = model
 
     def count(self) -> int:
         """Return the number of values of the whole model."""
-        parts = {parameter: self.spec_of(parameter) for parameter in self._names}
-        return sum(p.numel() * (1 if spec is None else spec.mesh.size()) for p, spec in parts.items())
+        return sum(p.numel() * (self.specs[p].mesh.size() if p in self.specs else 1) for p in self._model.parameters())
 
     def total_norm(self, parameters: Iterable[nn.Parameter]) -> Tensor:
         """Return the 2-norm of the gradients, as `volo.cluster.shard.total_norm`, over the parts of all ranks."""
@@ -193,10 +177,15 @@ class TensorParallelParams:
             return total_norm(parameters)
         parts: dict[bool, list[nn.Parameter]] = {True: [], False: []}
         for parameter in parameters:
-            parts[self.spec_of(parameter) is not None].append(parameter)
+            parts[parameter in self.specs].append(parameter)
         squared = total_norm(parts[True]) ** 2
         dist.all_reduce(squared, group=next(iter(self.specs.values())).mesh.get_group())
         return (total_norm(parts[False]) ** 2 + squared).sqrt()
+
+    def by_name(self) -> dict[str, ShardSpec]:
+        """Return how each is divided, by its name in a checkpoint."""
+        names = {name: self.specs[p] for name, p in self._model.named_parameters() if p in self.specs}
+        return dict(zip(clean_names(list(names)), names.values(), strict=True))
 
 
 # Checkpoints hold whole tensors. torch's `get_state_dict` keeps them on rank 0 alone, where `--tensor-parallel`'s parts
@@ -212,7 +201,7 @@ def whole_model_state(model: nn.Module) -> dict[str, Any]:
     state = clean_state_dict(model)
     if not is_sharded(model):
         return state
-    specs = _specs_by_name(model)
+    specs = TensorParallelParams(model).by_name()
     return {name: _whole(value, specs.get(name)) for name, value in state.items()}
 
 
@@ -220,8 +209,8 @@ def whole_optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, A
     """Return the state dict of an optimizer over the parameters of `model`; otherwise as `whole_model_state`."""
     saved = optimizer.state_dict()
     if is_sharded(model):
-        specs = _specs_by_number(model, optimizer)
-        saved["state"] = _each_tensor(saved["state"], lambda value, number: _whole(value, specs[number]))
+        specs = TensorParallelParams(model).specs
+        saved["state"] = _each_tensor(optimizer, saved["state"], lambda value, p: _whole(value, specs.get(p)))
     return saved
 
 
@@ -229,7 +218,7 @@ def own_model_state(model: nn.Module, whole: dict[str, Tensor]) -> dict[str, Ten
     """Return this rank's parts of the whole tensors of a state dict; nothing is sent."""
     if not is_sharded(model):
         return whole
-    like, specs = clean_state_dict(model), _specs_by_name(model)
+    like, specs = clean_state_dict(model), TensorParallelParams(model).by_name()
     return {name: _own(value, like.get(name), specs.get(name)) for name, value in whole.items()}
 
 
@@ -237,31 +226,19 @@ def own_optimizer_state(model: nn.Module, optimizer: Optimizer, whole: dict[str,
     """Return this rank's parts in the state of as many parameters as the optimizer has; nothing is sent."""
     if not is_sharded(model):
         return whole
-    specs, parameters = _specs_by_number(model, optimizer), _parameters(optimizer)  # torch numbers them in order
-    own = _each_tensor(whole["state"], lambda value, number: _own(value, parameters[number], specs[number]))
-    return {**whole, "state": own}
+    specs = TensorParallelParams(model).specs
+    return {**whole, "state": _each_tensor(optimizer, whole["state"], lambda value, p: _own(value, p, specs.get(p)))}
 
 
-def _each_tensor(state: dict[int, dict[str, Any]], function: Callable[[Tensor, int], Any]) -> dict[int, dict[str, Any]]:
-    """Return the state of all parameters, with the function of each tensor in it and of the parameter's number."""
+def _each_tensor(
+    optimizer: Optimizer, state: dict[int, dict[str, Any]], function: Callable[[Tensor, nn.Parameter], Any]
+) -> dict[int, dict[str, Any]]:
+    """Return the state of all parameters, with the function of each tensor in it and of its parameter."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]  # torch numbers them in order
     return {
-        number: {key: function(value, number) if isinstance(value, Tensor) else value for key, value in each.items()}
+        number: {key: function(v, parameters[number]) if isinstance(v, Tensor) else v for key, v in each.items()}
         for number, each in state.items()
     }
-
-
-def _parameters(optimizer: Optimizer) -> list[nn.Parameter]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
-
-
-def _specs_by_name(model: nn.Module) -> dict[str, ShardSpec]:
-    specs = TensorParallelParams(model).specs
-    return dict(zip(clean_names(list(specs)), specs.values(), strict=True))
-
-
-def _specs_by_number(model: nn.Module, optimizer: Optimizer) -> list[ShardSpec | None]:
-    divided = TensorParallelParams(model)
-    return [divided.spec_of(parameter) for parameter in _parameters(optimizer)]
 
 
 @torch.no_grad()

@@ -1,7 +1,7 @@
-"""What a machine has, read from /sys and /proc: CPUs by NUMA node, GPUs, ports of InfiniBand and RoCE cards.
+"""Where a process is: its rank in the run, by the variables of torchrun, mpirun or srun; and what its machine has.
 
-Files are read below `root`, so that a made-up tree can be examined. What is missing there is left out; no CUDA, no
-ibverbs and no Python package is needed.
+CPUs by NUMA node, GPUs, and ports of InfiniBand and RoCE cards are read from the files of /sys and /proc below `root`,
+so that a made-up tree can be examined. What is missing there is left out; no CUDA, no ibverbs and no torch is needed.
 """
 
 from __future__ import annotations
@@ -10,16 +10,51 @@ import os
 import re
 import socket
 import struct
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
+from typing import NamedTuple
 
 Cores = tuple[tuple[int, ...], ...]
 _PCI = re.compile(r"(pci)?[0-9a-f]{4,}:[0-9a-f:.]+")
 _NVIDIA = "0x10de"
 _GPU_CLASSES = ("0x0300", "0x0302")  # with a display, without one
 _SIOCGIFADDR = 0x8915
+_TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+# What others call them; the first that is there counts: Slurm starts the daemons of Open MPI by srun, and sets MPICH's
+# variables beside its own.
+_OTHERS = (
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+    ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_TASKS_PER_NODE"),
+    ("PMI_RANK", "MPI_LOCALRANKID", "PMI_SIZE", "MPI_LOCALNRANKS"),  # MPICH and Intel MPI
+)
+
+
+class Ranks(NamedTuple):
+    """This process among all processes of the run, and among those of its machine."""
+
+    rank: int
+    local_rank: int
+    size: int
+    local_size: int
+
+
+def adopt_launcher(env: MutableMapping[str, str]) -> None:
+    """Set torchrun's variables from those of mpirun or of an `srun` step of several tasks, unless torchrun has."""
+    for names in _OTHERS:
+        if "WORLD_SIZE" not in env and all(name in env for name in names[:3]) and int(env[names[2]]) > 1:
+            theirs = {own: env[name] for own, name in zip(_TORCHRUN, names, strict=True) if name in env}
+            # Slurm's tasks per node may be "4(x2)": four on each of two.
+            env.update({own: re.split(r"\D", value)[0] for own, value in theirs.items()})
+
+
+def ranks_of(env: Mapping[str, str], local_rank_flag: int = 0) -> Ranks:
+    """Return what a launcher has set; all ranks are on this machine where it doesn't tell how many."""
+    size = int(env.get("WORLD_SIZE", "1"))
+    local_size = int(env.get("LOCAL_WORLD_SIZE", size))
+    return Ranks(int(env["RANK"]) if size > 1 else 0, int(env.get("LOCAL_RANK", local_rank_flag)), size, local_size)
 
 
 @dataclass(frozen=True)
@@ -78,13 +113,11 @@ def numbers(text: str) -> tuple[int, ...]:
 
 def listed(values: Iterable[int]) -> str:
     """Return the kernel's list of some numbers: (0, 1, 2, 8) is "0-2,8"."""
-    runs: list[list[int]] = []
-    for value in sorted(values):
-        if runs and value == runs[-1][1] + 1:
-            runs[-1][1] = value
-        else:
-            runs.append([value, value])
-    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+    found = []
+    for _, run in groupby(enumerate(sorted(values)), lambda each: each[1] - each[0]):
+        members = [value for _, value in run]
+        found.append(f"{members[0]}-{members[-1]}" if len(members) > 1 else str(members[0]))
+    return ",".join(found)
 
 
 def visible_gpus(gpus: Iterable[Gpu], env: Mapping[str, str]) -> tuple[list[Gpu], str]:

@@ -21,8 +21,8 @@ from typing import Any, TextIO
 from tlt.errors import UserError
 from tlt.io.text import printable, safe_text
 from volo.cluster.binding import bind_process
-from volo.cluster.ranks import adopt_launcher, end_with_launcher
-from volo.cluster.stopping import STOP, Stopped
+from volo.cluster.stopping import STOP, Stopped, end_with_launcher
+from volo.cluster.topology import adopt_launcher
 
 Parse = Callable[[Sequence[str] | None], Namespace]
 
@@ -35,7 +35,7 @@ def run_program(parse: Parse, module: str, argv: Sequence[str] | None = None) ->
     process ("terminate called without an active exception", exit code 134).
     """
     adopt_launcher(os.environ)
-    end_with_launcher(os.environ)
+    end_with_launcher()
     # torch's remark on more workers than CPUs: where they cost time, "data wait" says so.
     warnings.filterwarnings("ignore", "This DataLoader will create")
     output, errors = _Output(sys.stdout), _Output(sys.stderr)

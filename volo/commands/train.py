@@ -26,7 +26,6 @@ from volo.checkpoint.resume import DATA_KEY, fingerprint
 from volo.checkpoint.state import TrainState
 from volo.cluster.distributed import (
     World,
-    collective_timeout,
     init_world,
     leave_together,
     lost_rank_explained,
@@ -76,7 +75,8 @@ from volo.train.settings import BATCH_KEY, settle
 
 def run(args: TrainArgs) -> int:
     """Entry point, after the arguments are parsed."""
-    timeout = collective_timeout(args.dist_timeout, args.loader_timeout)
+    # Of a collective: late enough for the watchdog to tell why before.
+    timeout = max(args.dist_timeout, Watchdog.START_S, args.loader_timeout or 7 * 24 * 3600) + 120
     world = init_world(args.device, args.local_rank, timeout)
     tune_gpu(world.device)
     logger = Logger(world)

@@ -29,7 +29,7 @@ import yaml
 from tlt import __version__
 from tlt.errors import UserError
 from tlt.io.files import read_at, write_whole
-from volo.cluster.ranks import launch_id
+from volo.cluster.distributed import launch_id
 
 EVENTS, METRICS, SUMMARY = "events.jsonl", "metrics.jsonl", "summary.csv"
 _MOST_PENDING = 10_000  # lines kept in memory while a file can't be written
