@@ -30,7 +30,7 @@ class Host:
     """A machine of its own as far as network and names go; files and processes are shared."""
 
     def __init__(self, number: int, names: Path) -> None:
-        self.name, self.address, self.names = f"host{number}", f"{NET}.{10 + number}", names
+        self.number, self.name, self.address, self.names = number, f"host{number}", f"{NET}.{10 + number}", names
         self.namespace, self.cable = f"{_PREFIX}n{number}", f"{_PREFIX}v{number}"
 
     def connect(self, bridge: str) -> None:
@@ -46,15 +46,12 @@ class Host:
             if done.returncode:
                 pytest.skip(f"ip {words}: {done.stderr.strip()}")
 
-    def start(self, *program: str, **env: str) -> Running:
-        """Start a program here."""
+    def train(self, flags: str, data: Path, processes: int = 1, **env: str) -> Running:
+        """Start distributed_train.sh here, as one of two nodes."""
         inside = ["nsenter", f"--net=/run/netns/{self.namespace}", "unshare", "--uts", "--mount"]
-        return Running([*inside, "sh", "-c", _START, "sh", self.name, str(self.names), *program], **env)
-
-    def train(self, flags: str, *more: str | Path, processes: int = 1, **env: str) -> Running:
-        """Start distributed_train.sh here."""
-        script = str(ROOT / "distributed_train.sh")
-        return self.start(script, str(processes), *map(str, more), *flags.split(), **env)
+        script = [str(ROOT / "distributed_train.sh"), str(processes), str(data), *flags.split()]
+        env = {"NNODES": "2", "NODE_RANK": str(self.number), **env}
+        return Running([*inside, "sh", "-c", _START, "sh", self.name, str(self.names), *script], **env)
 
     def pull_cable(self) -> None:
         assert ip("link", "set", self.cable, "down").returncode == 0
@@ -94,13 +91,7 @@ def hosts(tmp_path: Path) -> Iterator[list[Host]]:
 
 @pytest.fixture
 def launch(hosts: list[Host]) -> Callable[..., list[Running]]:
-    """`launch(flags, *more, processes=1, **environment)`: distributed_train.sh on every host."""
-
-    def launch(flags: str, *more: str | Path, processes: int = 1, **env: str) -> list[Running]:
-        nodes = {"NNODES": "2", "MASTER_ADDR": hosts[0].address}
-        return [
-            host.train(flags, *more, processes=processes, NODE_RANK=str(rank), **nodes, **env)
-            for rank, host in enumerate(hosts)
-        ]
-
-    return launch
+    """`launch(flags, data, **environment)`: distributed_train.sh on every host."""
+    return lambda flags, data, **env: [
+        host.train(flags, data, **{"MASTER_ADDR": hosts[0].address, **env}) for host in hosts
+    ]

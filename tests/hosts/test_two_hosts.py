@@ -23,22 +23,21 @@ def data(make_dataset: Callable[..., Path]) -> Path:
     return make_dataset(train=40, validation=8)
 
 
-def ends(runs: list[Running]) -> list[int]:
-    return [run.end() for run in runs]
+def check_ends(runs: list[Running], code: int) -> None:
+    assert [run.end() for run in runs] == [code] * len(runs), "\n".join(run.output for run in runs)
 
 
 def test_two_hosts_that_have_ipv6_alone_end_in_the_weights_of_one(
-    hosts: list[Host], data: Path, tmp_path: Path
+    launch: Launch, hosts: list[Host], data: Path, tmp_path: Path
 ) -> None:
     addresses = [f"fd00:78::{10 + number}" for number in range(2)]
     for host, address in zip(hosts, addresses, strict=True):
         for words in ("addr flush dev eth0 scope global", f"addr add {address}/64 dev eth0 nodad"):
             assert ip("-n", host.namespace, *words.split()).returncode == 0
         host.names.write_text(f"127.0.0.1 localhost\n::1 localhost\n127.0.1.1 {host.name}\n")
-    nodes = {"NNODES": "2", "MASTER_ADDR": addresses[0], "LOG_DIR": str(tmp_path / "logs")}
-    flags = f"{FLAGS} -b 2 --epochs 2 --output {tmp_path} --experiment"
-    runs = [hosts[rank].train(f"{flags} two", data, processes=2, NODE_RANK=str(rank), **nodes) for rank in (0, 1)]
-    assert ends(runs) == [0, 0], "\n".join(run.output for run in runs)
+    flags, where = f"{FLAGS} -b 2 --epochs 2 --output {tmp_path} --experiment", {"MASTER_ADDR": addresses[0]}
+    runs = launch(f"{flags} two", data, processes=2, LOG_DIR=str(tmp_path / "logs"), **where)
+    check_ends(runs, 0)
     assert start(f"{flags} one", data, processes=4).end() == 0
     assert sha256(tmp_path / "two") == sha256(tmp_path / "one")
     # Ranks are numbered as NODE_RANK says: rank 0, which speaks, is on the first host.
@@ -65,7 +64,7 @@ def test_a_pulled_cable_ends_both_hosts_which_name_each_other(
     runs = launch(f"{FLAGS} --epochs 9999 --output {tmp_path} --experiment run", data, **slowly)
     runs[0].read_until("epoch 2 [1/5]")
     hosts[1].pull_cable()
-    assert ends(runs) == [5, 5], "\n".join(run.output for run in runs)
+    check_ends(runs, 5)
     for rank, run in enumerate(runs):
         assert f"[rank {rank}] hung: no progress for " in run.output and "in train_epoch" in run.output
 
@@ -75,9 +74,9 @@ def test_a_signal_to_one_host_stops_both_at_the_same_step(launch: Launch, data: 
     runs = launch(f"{flags} cut", data, **storage(tmp_path, "time.sleep(0.3)"))
     runs[0].read_until("epoch 1 [2/5]")
     runs[1].process.send_signal(signal.SIGUSR1)
-    assert ends(runs) == [85, 85], "\n".join(run.output for run in runs)
+    check_ends(runs, 85)
     runs = launch(f"{flags} cut --resume auto", data)
-    assert ends(runs) == [0, 0], "\n".join(run.output for run in runs)
+    check_ends(runs, 0)
     assert start(f"{flags} whole", data, processes=2).end() == 0
     assert sha256(tmp_path / "cut") == sha256(tmp_path / "whole")
 
@@ -89,10 +88,9 @@ def test_a_signal_to_one_host_stops_both_at_the_same_step(launch: Launch, data: 
 def test_fault_64_a_host_where_the_run_cannot_begin_ends_both(
     hosts: list[Host], data: Path, wrong: int, flag: str, told: str
 ) -> None:
-    nodes = {"NNODES": "2", "MASTER_ADDR": hosts[0].address}
     flags = [f"{FLAGS} {flag if rank == wrong else ''}" for rank in (0, 1)]
-    runs = [hosts[rank].train(flags[rank], data, NODE_RANK=str(rank), **nodes) for rank in (0, 1)]
-    codes = ends(runs)
+    runs = [host.train(its, data, MASTER_ADDR=hosts[0].address) for host, its in zip(hosts, flags, strict=True)]
+    codes = [run.end() for run in runs]
     assert (codes[wrong], codes[1 - wrong]) == (2, 5), "\n".join(run.output for run in runs)
     other = runs[1 - wrong].output
     assert told in runs[wrong].output and "Traceback" not in other
@@ -102,7 +100,6 @@ def test_fault_64_a_host_where_the_run_cannot_begin_ends_both(
 
 
 def test_a_node_that_never_comes_is_named(hosts: list[Host], data: Path) -> None:
-    nodes = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": hosts[0].address, "JOIN_TIMEOUT": "4"}
-    run = hosts[1].train(FLAGS, data, **nodes)
+    run = hosts[1].train(FLAGS, data, MASTER_ADDR=hosts[0].address, JOIN_TIMEOUT="4")
     assert run.end() == 5
     assert run.output.startswith(f"error: node 0 did not answer at {hosts[0].address}:29500 in time: ")

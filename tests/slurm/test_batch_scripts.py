@@ -13,7 +13,6 @@ import pytest
 from tests.commands.conftest import ROOT
 from tests.conftest import LIMIT
 
-GOLDEN = Path(__file__).with_name("golden")
 PROGRAMS = {
     "srun": """
 { printf 'srun'; printf ' %s' "$@"; echo; } >> "$FAKE/steps"
@@ -71,7 +70,6 @@ class FakeSlurm:
             "SLURM_JOB_NAME": "pretrain",
             "SLURM_JOB_NODELIST": "node[1-5]",
             "SLURM_JOB_NUM_NODES": "5",
-            "SLURM_CPUS_ON_NODE": "128",
             "SLURM_GPUS_ON_NODE": "8",
             "SLURM_SUBMIT_DIR": str(ROOT),
             "DATA": str(folder / "data"),
@@ -80,22 +78,15 @@ class FakeSlurm:
             "VIRTUAL_ENV": "/venv",
         }
 
-    def start(self, script: str, *flags: str, **env: str) -> subprocess.Popen[str]:
-        return subprocess.Popen(
-            ["bash", str(ROOT / "slurm" / script), *flags],
-            env={**self.env, **env},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            cwd="/",
-        )
-
-    def end(self, process: subprocess.Popen[str]) -> Ended:
-        out, err = process.communicate(timeout=LIMIT)
-        return Ended(process.returncode, out, err, self.lines("steps"))
-
-    def run(self, script: str, *flags: str, **env: str) -> Ended:
-        return self.end(self.start(script, *flags, **env))
+    def run(self, script: str, *flags: str, warned_at: str = "", **env: str) -> Ended:
+        """Run a batch script, and warn it of its time limit as soon as it has printed something."""
+        command, pipe = ["bash", str(ROOT / "slurm" / script), *flags], subprocess.PIPE
+        with subprocess.Popen(command, env={**self.env, **env}, stdout=pipe, stderr=pipe, text=True, cwd="/") as job:
+            if warned_at:
+                assert job.stdout is not None and any(warned_at in line for line in job.stdout)
+                job.send_signal(signal.SIGUSR1)
+            out, err = job.communicate(timeout=LIMIT)
+        return Ended(job.returncode, out, err, self.lines("steps"))
 
     def lines(self, name: str) -> list[str]:
         file = self.folder / name
@@ -107,21 +98,13 @@ def slurm(tmp_path: Path) -> FakeSlurm:
     return FakeSlurm(tmp_path)
 
 
-def check_golden(slurm: FakeSlurm, ended: Ended, name: str) -> None:
-    """What a job printed, and the environment of its last step. UPDATE_GOLDEN=1 writes the file anew."""
-    shown = "\n".join([ended.out.rstrip(), "", *slurm.lines("env"), ""])
-    shown = shown.replace(str(slurm.folder), "/TMP").replace(str(ROOT), "/REPO").replace(" --", " \\\n  --")
-    if os.environ.get("UPDATE_GOLDEN"):
-        (GOLDEN / name).write_text(shown)
-    assert shown == (GOLDEN / name).read_text()
-
-
 def test_d5_is_pretrained_on_five_nodes(slurm: FakeSlurm) -> None:
-    ended = slurm.run("pretrain.sbatch", "--model", "volo_d5", "--seed", "1", LABELS="/data/labels", EXPERIMENT="d5")
+    ended = slurm.run("pretrain.sbatch", "--model", "volo_d5", "--seed", "1", LABELS="/data/labels")
     assert (ended.code, ended.err) == (0, "")
-    check_golden(slurm, ended, "pretrain_d5.txt")
     (step,) = ended.steps
-    assert "rank.sh --data " in step and "--ntasks=40 --ntasks-per-node=8 " in step
+    assert f"rank.sh --data {slurm.folder}/data /data/labels --output " in step
+    assert f"-- {slurm.folder}/data -c configs/volo_d5_224.yaml --token-label-data /data/labels --output " in step
+    assert "--experiment pretrain-12345 --resume auto" in step and step.endswith(" --model volo_d5 --seed 1")
     assert not [*(slurm.folder / "logs").iterdir()]  # markers are gone
 
 
@@ -133,13 +116,18 @@ def test_d5_is_fine_tuned_at_512_px_on_one_node(slurm: FakeSlurm) -> None:
 
 
 def test_in_a_container_with_data_staged(slurm: FakeSlurm) -> None:
-    image = slurm.folder / "volo.sqsh"
+    """What a job prints, and the environment of its last step. UPDATE_GOLDEN=1 writes the file anew."""
+    image, golden = slurm.folder / "volo.sqsh", Path(__file__).with_name("pretrain_container.txt")
     image.touch()
     more = {"CONTAINER_MOUNTS": "/etc/x:/etc/x:ro", "NCCL_DEBUG": "WARN", "STAGE_TO": "/raid", "EXPERIMENT": "d5"}
     os.utime(slurm.folder / "data", (0, 0))
     ended = slurm.run("pretrain.sbatch", "--model=volo_d3", CONTAINER_IMAGE=str(image), **more)
     assert (ended.code, ended.err) == (0, "")
-    check_golden(slurm, ended, "pretrain_container.txt")
+    shown = "\n".join([ended.out.rstrip(), "", *slurm.lines("env"), ""])
+    shown = shown.replace(str(slurm.folder), "/TMP").replace(str(ROOT), "/REPO").replace(" --", " \\\n  --")
+    if os.environ.get("UPDATE_GOLDEN"):
+        golden.write_text(shown)
+    assert shown == golden.read_text()
 
 
 def test_without_an_address_nothing_is_started(slurm: FakeSlurm) -> None:
@@ -195,14 +183,6 @@ def test_the_marker_decides_about_a_requeue(slurm: FakeSlurm, do: str, env: dict
     assert ended.code == int(do.split()[-1]) and not marker.exists()
 
 
-def warn_once(slurm: FakeSlurm, said: str, **env: str) -> Ended:
-    """How a job ends that is warned of its time limit as soon as a step has said something."""
-    process = slurm.start("pretrain.sbatch", **env)
-    assert process.stdout is not None and any(said in line for line in process.stdout)
-    process.send_signal(signal.SIGUSR1)
-    return slurm.end(process)
-
-
 @pytest.mark.parametrize(
     ("step", "do", "code"),
     [
@@ -214,7 +194,8 @@ def warn_once(slurm: FakeSlurm, said: str, **env: str) -> Ended:
 def test_a_warning_before_the_training_has_begun_ends_the_step_and_requeues(
     slurm: FakeSlurm, step: str, do: str, code: int
 ) -> None:
-    ended = warn_once(slurm, "begun", ON=step, DO=do, **({"STAGE_TO": "/raid"} if step == "stage.sh" else {}))
+    staged = {"STAGE_TO": "/raid"} if step == "stage.sh" else {}
+    ended = slurm.run("pretrain.sbatch", warned_at="begun", ON=step, DO=do, **staged)
     assert (ended.code, len(ended.steps), slurm.lines("asked")) == (code, 1, ["requeue 12345"])
 
 
@@ -222,7 +203,7 @@ def test_a_time_limit_that_is_shorter_than_the_start_ends_the_job_the_second_tim
     def warned(update: int | None) -> tuple[str, int]:
         saved = "" if update is None else f"""echo '{{"reason": "x", "update": {update}}}' > $REQUEUE_MARKER; """
         do = f"trap 'n=1' USR1; {BEGUN}; echo begun; until [ $n ]; do /bin/sleep 0.05; done; {saved}exit 85"
-        return warn_once(slurm, "begun", DO=do).err, len(slurm.lines("asked"))
+        return slurm.run("pretrain.sbatch", warned_at="begun", DO=do).err, len(slurm.lines("asked"))
 
     assert [warned(update)[1] for update in (None, 40, None)] == [1, 2, 3]
     error, asked = warned(40)

@@ -1,0 +1,109 @@
+"""Whoever starts the ranks: two of them train as one, a group that another program has made is used, and a run that
+torchrun starts again after a fault goes on in its directory, without `--resume`."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.commands.conftest import QUICK, ROOT, Call, Make, Running, launch, metrics, storage
+from tests.conftest import LIMIT, free_port
+from volo.checkpoint.resume import restarted_run
+
+
+@pytest.mark.parametrize(
+    ("model", "more"),
+    [
+        ("volo_test", "-b 4"),
+        ("test_vit4", "-b 4"),
+        pytest.param("volo_test", "--tensor-parallel 2", marks=pytest.mark.slow),
+    ],
+)
+def test_two_ranks_equal_one_with_the_same_global_batch(
+    call: Call, make_dataset: Make, make_labels: Make, tmp_path: Path, model: str, more: str
+) -> None:
+    data = make_dataset(train=40, validation=7, size=(50, 40))  # 8 images an update
+    # A larger rate without warm-up would amplify rounding beyond any tolerance.
+    flags = f"{QUICK} --epochs 2 --lr 2e-4 --token-label --freeze-bn --no-mix-token --drop-path 0 --model {model}"
+    flags += f" --output {tmp_path} --token-label-data {make_labels(data)}"
+    assert call("train", f"{data} {flags} --experiment one").code == 0
+    out = launch(2, f"{flags} {more} --experiment two", data)
+    one, two = (metrics(tmp_path / name) for name in ("one", "two"))
+    assert len(one) == len(two) == 10
+    for name in ("loss", "cls_loss", "dense_loss", "grad_norm", "lr"):
+        assert [r[name] for r in two] == pytest.approx([r[name] for r in one], rel=2e-5, abs=1e-5), name
+    # 7 images on 2 ranks in batches of 4: nothing twice, nothing left out.
+    assert "over 7 images" in out
+    evaluations = [metrics(tmp_path / name, "epoch")[-1] for name in ("one", "two")]
+    assert [each["eval_images"] for each in evaluations] == [7, 7] and evaluations[1]["images"] == 40
+    assert evaluations[1]["eval_loss"] == pytest.approx(evaluations[0]["eval_loss"], abs=1e-5)
+
+
+# What Ray Train and notebooks do: trains in their group, in a thread as Ray does, then fails: the group and the process
+# are the caller's.
+WORKER = """
+import sys, threading
+import torch.distributed as dist
+rank, meeting, output, flags = int(sys.argv[1]), *sys.argv[2:]
+dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=2)
+from volo import cli
+codes = []
+def work():
+    for _ in range(2):
+        codes.append(cli.run("train", [*flags.split(), "--output", output, "--experiment", "one"]))
+thread = threading.Thread(target=work)
+thread.start()
+thread.join()
+dist.barrier()
+print("codes", codes, flush=True)
+dist.destroy_process_group()
+"""
+
+
+def test_a_group_of_two_trains_as_one_run_and_stays(make_dataset: Make, tmp_path: Path) -> None:
+    flags = f"{make_dataset(train=32)} {QUICK} --epochs 1 --bind none"
+    where = [str(tmp_path / "meeting"), str(tmp_path), flags]
+    ranks = [Running([sys.executable, "-c", WORKER, str(rank), *where], PYTHONPATH=str(ROOT)) for rank in range(2)]
+    assert all(rank.end() == 0 and "codes [0, 2]" in rank.output for rank in ranks), [rank.output for rank in ranks]
+    assert ranks[0].output.count("global batch 16 = 8 per device x 2 x 1") == 1
+    assert len(metrics(tmp_path / "one")) == 2  # updates of 16 of the 32 images
+
+
+@pytest.mark.parametrize("run_id", ["none", "mine"])  # torchrun's is "none" where none is given
+def test_a_restart_goes_on_with_the_run_of_its_launch_alone(
+    call: Call, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_id: str
+) -> None:
+    named = "" if run_id == "none" else "--experiment sweep/a"
+    for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "TORCHELASTIC_RUN_ID": run_id}.items():
+        monkeypatch.setenv(name, value)
+    for start in (0, 1):
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(start))
+        ended = call("train", f"{data} {QUICK} --lr 1e-3 --output {tmp_path / 'out'} {named} --epochs {start + 1}")
+        assert ended.code == 0, ended.err
+    assert "1 epochs, 2 updates done" in ended.out
+    (record,) = (tmp_path / "out").rglob("run.json")
+    assert not named or record.parent == tmp_path / "out" / "sweep/a"
+    if not named:
+        starts = json.loads(record.read_text())
+        assert restarted_run(tmp_path / "out", "", "") == (record.parent, "auto")
+        for launched in ("another", "none", None):
+            record.write_text(json.dumps([starts[0] | {"launch": launched}]))
+            assert restarted_run(tmp_path / "out", "", "") is None
+
+
+def test_torchrun_restarts_a_killed_rank(data: Path, tmp_path: Path) -> None:
+    killed = "os.environ.get('TORCHELASTIC_RESTART_COUNT') == '0' and '/train/' in str(path) and next(number) == 12"
+    env = storage(tmp_path, f"{killed} and os.kill(os.getpid(), 9)")
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "1", "--max-restarts", "1"]
+    flags = f"{QUICK} -b 4 --lr 1e-3 --epochs 1 --recovery-interval 1 --output {tmp_path / 'out'}"
+    command = [*torchrun, "--master-port", str(free_port()), str(ROOT / "train.py"), str(data), *flags.split()]
+    ended = subprocess.run(command, env={**os.environ, **env}, capture_output=True, text=True, timeout=LIMIT)
+    assert ended.returncode == 0, ended.stderr
+    assert "resumed" in ended.stdout and "0 epochs, " in ended.stdout
+    (record,) = (tmp_path / "out").rglob("run.json")
+    assert [each["update"] for each in metrics(record.parent)] == [1, 2, 3, 4]
