@@ -24,8 +24,7 @@ from torch import Tensor, nn
 from tlt.data.batch import Batch
 from tlt.label_map import FULL_AREA, Area
 from tlt.mixtoken import Box, mix_tokens
-from tlt.models.spatial import feature_map
-from tlt.models.token_positions import Size
+from tlt.models.spatial import Size, feature_map
 from tlt.models.wrap import find_tokens
 from tlt.targets import points_per_token, token_points
 

@@ -49,7 +49,7 @@ class TokenLabelLoss:
         gt_weight_agree, gt_weight_disagree: The folder class's share in that blend where the label map's top class is
             the folder class, and where it is not. The defaults are the published numbers.
         uncovered: The target of tokens without a known label, see `tlt.targets.make_targets`.
-        window: The part of an image that the tokens cover (`tlt.models.token_positions`).
+        window: The part of an image that the tokens cover (`tlt.models.spatial`).
     """
 
     grid: tuple[int, int]

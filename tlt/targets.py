@@ -69,7 +69,7 @@ class Targets:
         tokens: Soft labels of the tokens, or None where only the crop has one.
         truth: (B, C) one-hot class of each image by its folder, smoothed as the others.
         grid: Token grid, (rows, cols); N = rows * cols.
-        window: What of the crop the grid covers, in shares `(x0, y0, x1, y1)` (`tlt.models.token_positions`); it may
+        window: What of the crop the grid covers, in shares `(x0, y0, x1, y1)` (`tlt.models.spatial`); it may
             reach outside of it.
     """
 

@@ -8,15 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from PIL import Image
 
 import tlt
 from benchmarks import data, startup
 from benchmarks.data import BATCHES, CROPS
 from tests.benchmarks.conftest import Measure
 from volo.config.args import TRAIN
-from volo.config.flags_data import DATA
-from volo.kernels import KERNELS, windows
+from volo.kernels import KERNELS
 
 OUTLOOK = "outlook -b 2 --model volo_d1 --cells 5 --rounds 2 --device cpu --no-compile"
 
@@ -33,8 +31,9 @@ def test_outlook_checks_and_times_every_kernel_and_timms(measure: Measure) -> No
 def test_outlook_does_not_time_a_kernel_that_computes_something_else(
     measure: Measure, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    right = windows.outlook_attention
-    monkeypatch.setattr(windows, "outlook_attention", lambda v, logits, *rest: right(v, logits * 1.001, *rest))
+    right = KERNELS["windows"]
+    wrong = right._replace(compute=lambda v, logits, *rest: right.compute(v, logits * 1.001, *rest))
+    monkeypatch.setitem(KERNELS, "windows", wrong)
     rows = measure(f"{OUTLOOK} --dtypes float32", code=2)
     assert "windows is no peer: it is off by" in capsys.readouterr().err
     assert "windows" not in {row["arm"] for row in rows if "ms" in row}
@@ -66,20 +65,6 @@ def test_data_times_both_parts_with_and_without_workers(measure: Measure) -> Non
     recipes, loaders = ("crop + flip", "rand-m9-mstd0.5-inc1, erasing"), ("timm", "torchvision")
     assert timed == {*product(recipes, (0, 1), (CROPS, BATCHES), loaders)}
     assert all(row["CPU ms an image"][0] > 0 for row in rows if "note" not in row)
-
-
-def test_all_decoders_of_training_can_be_measured() -> None:
-    known = next(row for row in DATA.flags if row.dest == "data_backend").type
-    assert known is not None and set(known) <= {*data.BACKENDS, "synthetic"}
-
-
-def test_a_step_of_timms_posterize_keeps_a_bit() -> None:
-    from timm.data.auto_augment import rand_augment_transform
-
-    policy = rand_augment_transform("rand-m9", {})
-    data.keep_a_bit(policy)
-    (posterize,) = [each for each in policy.ops if each.name.startswith("Posterize")]
-    assert posterize.aug_fn(Image.new("RGB", (1, 1), (255, 3, 0)), 0).getpixel((0, 0)) == (128, 0, 0)
 
 
 def test_startup_lists_the_same_images_in_every_way(tmp_path: Path) -> None:

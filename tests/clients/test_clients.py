@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 import volo  # noqa: F401, registers the models
-from tlt.models import linear
+from tlt.models import products
 
 NAMES = ("volo_test", "lvvit_test")
 
@@ -172,7 +172,7 @@ CLIENTS: dict[str, tuple[str, Callable[[str, Path], None]]] = {  # package that 
 @pytest.mark.parametrize("client", CLIENTS)
 @pytest.mark.filterwarnings("ignore")
 def test_client(client: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(linear, "MKL_IS_SLOW", True)  # with operators of our own wherever they may be
+    monkeypatch.setattr(products, "MKL_IS_SLOW", True)  # with operators of our own wherever they may be
     package, check = CLIENTS[client]
     if importlib.util.find_spec(package) is None:
         pytest.skip(f"{package} is not installed")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -53,12 +52,6 @@ def make_images() -> Callable[..., Tensor]:
         return torch.from_numpy(np.random.RandomState(1234).standard_normal(shape).astype(np.float32))
 
     return images
-
-
-@pytest.fixture(scope="session")
-def golden() -> dict[str, np.ndarray]:
-    with np.load(Path(__file__).parents[1] / "golden" / "upstream.npz") as file:
-        return dict(file)
 
 
 @pytest.fixture(scope="session")

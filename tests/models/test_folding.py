@@ -16,9 +16,9 @@ def test_a_folded_stem_equals_in_double_precision_and_is_folded_once(name, fill,
     model, x = fill(timm.create_model(name, img_size=64, num_classes=5)).double(), make_images(2, 72, 40).double()
     with pytest.raises(ValueError, match="eval"):
         fold_batchnorm(model)
-    expected = model.eval().embed(x)
+    expected = model.eval().patch_embed(x)
     assert fold_batchnorm(model) == 3 and not any(isinstance(m, nn.BatchNorm2d) for m in model.modules())
-    assert deviation(model.embed(x), expected) < 1e-14
+    assert deviation(model.patch_embed(x), expected) < 1e-14
     assert fold_batchnorm(model) == 0
 
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from tlt.models import linear as linear_module
-from tlt.models.linear import linear, onednn_linear
+from tlt.models import products as products_module
+from tlt.models.products import linear, onednn_linear
 
 pytestmark = pytest.mark.skipif(
     not (torch.backends.mkldnn.is_available() and torch.backends.mkl.is_available()), reason="torch without them"
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.fixture(autouse=True)
 def slow_mkl(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(linear_module, "MKL_IS_SLOW", True)
+    monkeypatch.setattr(products_module, "MKL_IS_SLOW", True)
 
 
 class Wrapped(nn.Module):
@@ -86,10 +86,10 @@ def test_the_processor_and_nothing_else_decides(
     vendor: str, family: int, capability: str, asked: str, slow: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "cpuinfo").write_text(f"processor\t: 0\nvendor_id\t: {vendor}\ncpu family\t: {family}\nmodel\t\t: 17\n")
-    monkeypatch.setattr(linear_module, "_PROCESSOR", tmp_path / "cpuinfo")
+    monkeypatch.setattr(products_module, "_PROCESSOR", tmp_path / "cpuinfo")
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
-    monkeypatch.setenv(linear_module.CHOICE, asked)
-    assert linear_module.mkl_is_slow() is slow
+    monkeypatch.setenv(products_module.CHOICE, asked)
+    assert products_module.mkl_is_slow() is slow
 
 
 def test_the_operator_as_torch_checks_it_and_its_flops() -> None:

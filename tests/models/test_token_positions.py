@@ -16,9 +16,8 @@ import volo  # noqa: F401
 from tests.labels.brute_force import brute_force
 from tlt.label_map import FULL_AREA, LabelBatch
 from tlt.mix import MixRatios
-from tlt.models.spatial import feature_map
+from tlt.models.spatial import TokenGrid, feature_map, positions_of, shrinking_layers
 from tlt.models.token_labeling import TokenLabelModel
-from tlt.models.token_positions import TokenGrid, positions_of, shrinking_layers
 from tlt.models.wrap import find_tokens
 from tlt.targets import make_targets
 
@@ -54,9 +53,9 @@ def middle_of_what_is_seen(cell: Tensor, images: Tensor) -> list[float]:
 CASES = [
     ("volo_test", 70),
     ("lvvit_test", 70),
-    ("regnety_002", 710),
-    ("resnet18", 646),
-    ("tf_mobilenetv3_small_100", 902),
+    ("regnety_002", 646),
+    ("resnet18", 550),
+    ("tf_mobilenetv3_small_100", 838),
 ]
 FAMILIES = ["resnetv2_18", "regnetx_002", "mnasnet_050", "mobilenetv2_050", "lcnet_050"]
 
@@ -66,7 +65,8 @@ FAMILIES = ["resnetv2_18", "regnetx_002", "mnasnet_050", "mobilenetv2_050", "lcn
 )
 def test_a_token_lies_in_the_middle_of_what_it_sees(name: str, size: int) -> None:
     torch.manual_seed(0)
-    model, images = timm.create_model(name, num_classes=4).eval(), torch.randn(1, 3, size, size + 40).double()
+    narrow = {"channels": (16, 16, 16, 16)} if name == "resnet18" else {}
+    model, images = timm.create_model(name, num_classes=4, **narrow).eval(), torch.randn(1, 3, size, size + 40).double()
     ours, shape = isinstance(model, TokenLabelModel), (size, size + 40)
     grid, positions = (model.token_grid(shape), model.token_positions(shape)) if ours else find_tokens(model, shape)[:2]
     seen = without_choices(model).double()
@@ -74,7 +74,7 @@ def test_a_token_lies_in_the_middle_of_what_it_sees(name: str, size: int) -> Non
     token = [count // 2 for count in grid]
     if ours:  # what attention mixes comes later
         scale = model.mix_scale
-        cells = seen.embed(images)[0, :, :, 0]
+        cells = seen.patch_embed(images)[0, :, :, 0]
         cell = cells[token[0] * scale : (token[0] + 1) * scale, token[1] * scale : (token[1] + 1) * scale].sum()
     else:
         cell = feature_map(seen, seen.forward_features(images), shape)[0, token[0], token[1], 0]
@@ -102,7 +102,7 @@ def _random_layers(draw: random.Random) -> nn.Sequential:
     return nn.Sequential(*layers)
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(8))
 def test_positions_are_the_middle_of_what_a_token_sees(seed: int) -> None:
     draw = random.Random(seed)
     layers = _random_layers(draw).double()

@@ -13,7 +13,8 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from tlt.errors import UserError
 from tlt.labels.annotate import Annotator, check_dense
-from tlt.models.wrap import WithDenseHead, is_dense_head, with_dense_head
+from tlt.models.fit_weights import is_dense_head
+from tlt.models.wrap import WithDenseHead, with_dense_head
 
 SWIN = {"window_size": 2, "embed_dim": 16, "depths": (1, 1, 1, 1), "num_heads": (1, 1, 2, 2)}
 # name -> constructor arguments, cells of the embedding to one token

@@ -17,8 +17,7 @@ from torch._dynamo.utils import counters
 
 import volo  # noqa: F401  registers the models
 from tlt.errors import UserError
-from tlt.models.drop_path import WHOLE, draw_masks
-from tlt.models.layers import ResidualBlock
+from tlt.models.layers import WHOLE, ResidualBlock, draw_masks
 from volo.cluster.distributed import World
 from volo.cluster.shard import distribute
 from volo.train.compilation import compile_errors_told, compile_model, feature_compiler

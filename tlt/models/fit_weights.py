@@ -1,19 +1,28 @@
-"""Fit a state dict to a model of another image size, class count or channel count; no file and no model is changed."""
+"""Weights of a checkpoint for a model: of another image size, class count or channel count, and with its dense head.
+
+The dense head of a WithDenseHead and the projector of a student (`tlt.distill`) are an entry of their own beside the
+weights, which plain timm does not look at. No file and no model is changed.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any, cast
 
 from timm.models import adapt_input_conv
 from torch import Tensor, nn
 
 from tlt.errors import UserError
-from tlt.io.weights import clean_state_dict, unwrap
-from tlt.models.layers import Grid, resize_pos_embed, resize_token_pos_embed
+from tlt.io.weights import EMA_KEYS, WEIGHT_KEYS, clean_state_dict, state_dict_of, unwrap, weights_entry
+from tlt.models.layers import Grid, resize_pos_embed
 from tlt.models.token_labeling import TokenLabelModel
+from tlt.models.transformers_vit import from_transformers
 from tlt.models.wrap import DENSE_LAYERS, WithDenseHead
+
+DENSE_ENTRIES = {WEIGHT_KEYS[0]: "dense_head", EMA_KEYS[0]: "dense_head_ema"}  # beside the weights in its entries
+PROJECTOR = "kd_projector"
 
 
 @dataclass
@@ -135,11 +144,8 @@ def adapt_state_dict(
     pos, own = adapted.get("pos_embed"), model.pos_embed
     if pos is None or own is None or pos.ndim != own.ndim or pos.shape[-1] != own.shape[-1]:
         return adapted, []
-    if pos.ndim == 4:
-        adapted["pos_embed"] = resize_pos_embed(pos, model.pos_grid)
-    else:
-        grid = source_grid or _guess_grid(pos.shape[1] - 1, model.pos_grid)
-        adapted["pos_embed"] = resize_token_pos_embed(pos, grid, model.pos_grid)
+    grid = None if pos.ndim == 4 else source_grid or _guess_grid(pos.shape[1] - 1, model.pos_grid)
+    adapted["pos_embed"] = resize_pos_embed(pos, model.pos_grid, grid)
     return adapted, ["pos_embed"] if adapted["pos_embed"] is not pos else []
 
 
@@ -170,3 +176,45 @@ def _guess_grid(tokens: int, target: Grid) -> Grid:
         f"pos_embed of the checkpoint has {tokens} tokens, which is not a square grid: load it into a model built with "
         "the image size it was trained at, then change the size with set_input_size"
     )
+
+
+def split_state_dict(model: nn.Module, state: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """(weights under the names of the plain model, those of the dense head and the projector) of a model's clean state
+    dict; the second is empty but for a WithDenseHead and a student."""
+    layers = (*(DENSE_LAYERS if isinstance(unwrap(model), WithDenseHead) else ()), PROJECTOR)
+    dense = {name: value for name, value in state.items() if name.partition(".")[0] in layers}
+    return {name: value for name, value in state.items() if name not in dense}, dense
+
+
+def joined_state_dict(
+    model: nn.Module, checkpoint: dict[str, Any], use_ema: bool | None = None, path: Any = "the checkpoint"
+) -> dict[str, Tensor]:
+    """As `state_dict_of`, with the dense head and the projector that belong to those weights if `model` has them.
+
+    The weights of a ViT of Hugging Face's Transformers get timm's names.
+    """
+    state = from_transformers(state_dict_of(checkpoint, use_ema, path))
+    beside = dense_head_of(checkpoint, use_ema, path)
+    return state | {name: v for name, v in beside.items() if hasattr(unwrap(model), name.partition(".")[0])}
+
+
+def dense_head_of(
+    checkpoint: dict[str, Any], use_ema: bool | None = None, path: Any = "the checkpoint"
+) -> dict[str, Tensor]:
+    """The dense head and the projector that a checkpoint holds beside the weights, empty where it holds none.
+
+    Raises:
+        UserError: There is something else in its place.
+    """
+    entry = DENSE_ENTRIES.get(weights_entry(checkpoint, use_ema, path), "")
+    state = checkpoint.get(entry)
+    if state is None:
+        return {}
+    if not isinstance(state, dict) or not all(is_dense_head(n) and isinstance(v, Tensor) for n, v in state.items()):
+        raise UserError(f"{path}: its {entry} is not the dense head of a model")
+    return cast(dict[str, Tensor], state)
+
+
+def is_dense_head(name: Any) -> bool:
+    """Whether a parameter of this name belongs to the dense head of a WithDenseHead, or to a projector."""
+    return str(name).partition(".")[0] in (*DENSE_LAYERS, PROJECTOR)

@@ -1,8 +1,15 @@
-"""Blocks that VOLO and LV-ViT share. B samples, N tokens, C channels; names as in the published checkpoints."""
+"""Blocks that VOLO and LV-ViT share, with stochastic depth; names as in the published checkpoints.
+
+Which images keep which residual branch (arXiv 1603.09382) is drawn once a step for all branches. Two modes: "mask"
+multiplies a branch by 0 for the images that are dropped, as timm's DropPath does; "subset" computes it for a fixed
+number of images alone.
+
+B images, of which S are kept; N tokens, C channels.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.fx
@@ -10,13 +17,14 @@ import torch.nn.functional as F
 from timm.layers import trunc_normal_
 from torch import Tensor, nn
 
-from tlt.models.attention import attention, check_heads
-from tlt.models.drop_path import add_branch, drop_path_layer
-from tlt.models.linear import linear
+from tlt.models.products import attention, check_heads, linear
 
 torch.fx.wrap("attention")  # it looks at devices and types, which a traced graph does not have
 
 Grid = tuple[int, int]  # rows and columns of tokens
+# A share of 1. Shares are integers: no change of a model's precision rounds them, and torch.compile takes them for
+# constants, where a module's float may become a run-time value that sizes can't be made of.
+WHOLE = 1 << 24
 
 
 class SelfAttention(nn.Module):
@@ -54,22 +62,21 @@ def channels_last(x: Tensor) -> Tensor:
     return x.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2)
 
 
-def resize_pos_embed(pos: Tensor, grid: Grid) -> Tensor:
+def resize_pos_embed(pos: Tensor, grid: Grid, source: Grid | None = None) -> Tensor:
     """Resize position embeddings (1, H, W, C) to (1, rows, columns, C) as published: bicubic, pixel centres at +0.5, no
-    antialiasing. They are computed in float32 or better, and returned in the dtype of `pos`."""
-    if tuple(pos.shape[1:3]) == tuple(grid):
+    antialiasing. They are computed in float32 or better, and returned in the dtype of `pos`.
+
+    Those with an entry for the class token, (1, 1 + N, C), need their `source` grid of N tokens; that entry stays.
+    """
+    if (tuple(pos.shape[1:3]) if pos.ndim == 4 else source) == tuple(grid):
         return pos
+    if pos.ndim == 3:
+        assert source is not None
+        resized = resize_pos_embed(pos[:, 1:].unflatten(1, source), grid)
+        return torch.cat((pos[:, :1], resized.flatten(1, 2)), dim=1)
     wide = pos if pos.dtype == torch.float64 else pos.float()
     resized = F.interpolate(wide.permute(0, 3, 1, 2), size=tuple(grid), mode="bicubic", align_corners=False)
     return resized.permute(0, 2, 3, 1).to(pos.dtype)
-
-
-def resize_token_pos_embed(pos: Tensor, grid: Grid, target: Grid) -> Tensor:
-    """Like `resize_pos_embed` for (1, 1 + N, C), N = rows * columns of `grid`; the class token's entry is unchanged."""
-    if tuple(grid) == tuple(target):
-        return pos
-    resized = resize_pos_embed(pos[:, 1:].unflatten(1, grid), target)
-    return torch.cat((pos[:, :1], resized.flatten(1, 2)), dim=1)
 
 
 class Mlp(nn.Module):
@@ -87,19 +94,83 @@ class Mlp(nn.Module):
         return self.drop2(linear(self.fc2, self.drop1(F.gelu(linear(self.fc1, x)))))
 
 
+def kept_share(rate: float) -> int:
+    """The share of the images that keep a branch that is dropped at this rate, in parts of `WHOLE`."""
+    return round((1.0 - rate) * WHOLE)
+
+
+def kept_images(batch: int, share: int) -> int:
+    """How many of `batch` images mode "subset" keeps: the nearest number to their share, but at least one."""
+    return max(1, (batch * share + WHOLE // 2) // WHOLE)
+
+
+def draw_masks(shares: Tensor, x: Tensor) -> Tensor:
+    """Draw for mode "mask" what each of the B images of x (B, ...) multiplies each branch by: 0, or 1 / its share.
+
+    Args:
+        shares: (branches, 1) integers of `kept_share`; a copy waits for the device where they are on another than x.
+
+    Returns:
+        (branches, B) float32.
+    """
+    keep = shares.to(x.device) / WHOLE
+    return torch.bernoulli(keep.expand(-1, x.shape[0])) / keep.clamp_min(1 / WHOLE)
+
+
+def draw_subsets(shares: Sequence[int], x: Tensor) -> list[Tensor]:
+    """Draw for mode "subset" which of the B images of x (B, ...) keep each branch: int64 (S,), all different."""
+    precise = torch.float32 if x.device.type == "mps" else torch.float64  # float32's can tie
+    orders = torch.rand(len(shares), x.shape[0], dtype=precise, device=x.device).argsort(dim=1)
+    return [order[: kept_images(x.shape[0], share)] for order, share in zip(orders, shares, strict=True)]
+
+
+def add_branch(
+    x: Tensor, branch: Callable[[Tensor], Tensor], drawn: Tensor | None = None, divisor: float = 1.0
+) -> Tensor:
+    """x + branch(x) / divisor with stochastic depth, x being (B, ..., C); `branch` must treat images apart.
+
+    Args:
+        drawn: One branch's of `draw_masks` or `draw_subsets`; None: nothing is dropped. Of a subset, S images get B / S
+            times their branch. Each image is kept as often, and multiplied by the same number, as by a mask at a rate
+            of 1 - S / B, so that outputs and gradients have the same mean.
+    """
+    if drawn is None:
+        update = branch(x)
+    elif isinstance(drawn, torch.fx.Proxy) or drawn.is_floating_point():  # what torch.fx traces is a mask
+        update = branch(x)
+        update = update * drawn.to(update.dtype).reshape((-1,) + (1,) * (update.ndim - 1))
+    else:
+        update = branch(x.index_select(0, drawn))
+        scaled = update.to(x.dtype) * (x.shape[0] / (drawn.shape[0] * divisor))
+        return x.index_add(0, drawn, scaled)
+    return x + (update if divisor == 1.0 else update / divisor)
+
+
 class ResidualBlock(nn.Module):
     """Attention, then an MLP, each behind a norm of its own and added to what it was given, with stochastic depth.
 
-    A subclass sets the modules.
+    Args:
+        drop: Dropout rate in the MLP.
+        drop_path: Share of the images that lose each branch in training; what is drawn is given to `forward`.
+        residual_scale: Each branch is divided by it before it is added (`skip_lam` of the published LV-ViT).
     """
 
-    norm1: nn.Module
-    attn: nn.Module
-    drop_path1: nn.Module
-    norm2: nn.Module
-    mlp: nn.Module
-    drop_path2: nn.Module
-    residual_scale = 1.0  # each branch is divided by it before it is added (`skip_lam`)
+    def __init__(
+        self,
+        dim: int,
+        attn: nn.Module,
+        mlp_ratio: float,
+        norm_layer: type[nn.Module] = nn.LayerNorm,
+        drop: float = 0.0,
+        drop_path: float = 0.0,
+        residual_scale: float = 1.0,
+    ) -> None:
+        super().__init__()
+        self.norm1 = norm_layer(dim)
+        self.attn = attn
+        self.norm2 = norm_layer(dim)
+        self.mlp = Mlp(dim, int(dim * mlp_ratio), drop)
+        self.drop_path, self.residual_scale = drop_path, residual_scale
 
     def forward(self, x: Tensor, first: Tensor | None = None, second: Tensor | None = None) -> Tensor:
         """(B, ..., C) -> the same shape. `first` and `second` are what was drawn for the two branches, by
@@ -109,7 +180,7 @@ class ResidualBlock(nn.Module):
 
 
 class TransformerBlock(ResidualBlock):
-    """Pre-norm transformer block; each branch is divided by `residual_scale` before it is added (`skip_lam`)."""
+    """Pre-norm transformer block."""
 
     def __init__(
         self,
@@ -123,14 +194,8 @@ class TransformerBlock(ResidualBlock):
         residual_scale: float = 1.0,
         norm_layer: type[nn.Module] = nn.LayerNorm,
     ) -> None:
-        super().__init__()
-        self.residual_scale = residual_scale
-        self.norm1 = norm_layer(dim)
-        self.attn = SelfAttention(dim, num_heads, qkv_bias, attn_drop, proj_drop)
-        self.drop_path1 = drop_path_layer(drop_path)
-        self.norm2 = norm_layer(dim)
-        self.mlp = Mlp(dim, int(dim * mlp_ratio), drop=proj_drop)
-        self.drop_path2 = drop_path_layer(drop_path)
+        attn = SelfAttention(dim, num_heads, qkv_bias, attn_drop, proj_drop)
+        super().__init__(dim, attn, mlp_ratio, norm_layer, proj_drop, drop_path, residual_scale)
 
 
 class Stage(nn.Sequential):

@@ -91,7 +91,6 @@ class LVViT(TokenLabelModel):
         dense_head: Use the dense head (see `set_dense_head`).
     """
 
-    pos_of_class = True
     stem_stride = STEM_STRIDE
 
     def __init__(
@@ -147,20 +146,16 @@ class LVViT(TokenLabelModel):
         self._find_drop_paths()
         self._init_heads()
 
-    def start(self, x: Tensor) -> Tensor:
-        pos = self.resized_pos_embed((x.shape[1], x.shape[2]))
-        cls = self.cls_token.expand(x.shape[0], -1, -1)
-        return self.pos_drop(torch.cat((cls, x.flatten(1, 2)), dim=1) + pos)
-
     def stage(self, x: Tensor, index: int, run: RunBlock) -> Tensor:
+        if index == 0:
+            pos = self.resized_pos_embed((x.shape[1], x.shape[2]))
+            cls = self.cls_token.expand(x.shape[0], -1, -1)
+            x = self.pos_drop(torch.cat((cls, x.flatten(1, 2)), dim=1) + pos)
         return run(self.blocks[index], x)
 
-    def stage_map(self, x: Tensor, index: int, grid: tuple[int, int], norm: bool) -> Tensor:
+    def stage_map(self, x: Tensor, index: int, grid: tuple[int, int], norm: bool) -> tuple[Tensor, Tensor]:
         x = self.norm(x) if norm else x
-        return x[:, 1:].unflatten(1, grid)
-
-    def stage_prefix(self, x: Tensor, norm: bool) -> Tensor:
-        return (self.norm(x) if norm else x)[:, :1]
+        return x[:, 1:].unflatten(1, grid), x[:, :1]
 
     def finish(self, x: Tensor, run: RunBlock) -> Tensor:
         return self.norm(x)

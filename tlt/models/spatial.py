@@ -1,18 +1,33 @@
-"""Where a timm model keeps its image: the map of its last features, whatever its architecture calls it.
+"""Where a network keeps its image: the map of its last features, and where the tokens of that map lie in pixels.
+
+A convolution or pooling of stride s, kernel k and padding p puts the centre of its output i at s * i + k / 2 - p of its
+input (cell i covers [i, i + 1]). Layers that keep the size keep the positions. So those of the tokens follow from the
+layers that don't, from the last one back to the image, with what is dropped at an edge (6 of 230 pixels by a stride of
+16) and what padding moves (16 pixels up and left in a ResNet). docs/alignment.md compares them with gradients.
 
 Shapes: B images of (H, W) pixels, maps of `h x w` tokens, C channels, P prefix tokens (class token, registers).
 """
 
 from __future__ import annotations
 
-from typing import Any, cast
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple, cast
 
 import torch
-from timm.layers import RmsNorm, RmsNorm2d
+from timm.layers import BlurPool2d, Conv2dSame, RmsNorm, RmsNorm2d
+from timm.layers.pool2d_same import AvgPool2dSame, MaxPool2dSame
 from torch import Tensor, nn
 
 from tlt.errors import UserError
+from tlt.label_map import Area
 
+Size = tuple[int, int]
+
+_POOLS = (nn.AvgPool2d, nn.MaxPool2d)
+_SAME = (Conv2dSame, AvgPool2dSame, MaxPool2dSame)
+_PADDED = 4  # cells that a network may append to a map before it is shrunk
 _RMS_NORMS = (nn.RMSNorm, RmsNorm, RmsNorm2d)
 
 
@@ -88,3 +103,116 @@ def norm_with_scale_of(norm: nn.Module, x: Tensor, reference: Tensor) -> Tensor:
     if weight is not None:
         x = x * weight
     return x if bias is None else x + bias
+
+
+class TokenGrid(NamedTuple):
+    """Positions of tokens in an image.
+
+    Attributes:
+        pitch: Pixels from one token to the next, (down, across).
+        first: Centre of the first token in pixels from the upper left corner of the image, (down, across); negative or
+            beyond the image where it looks at padding.
+    """
+
+    pitch: tuple[float, float]
+    first: tuple[float, float]
+
+    def window(self, grid: Size, img_size: Size) -> Area:
+        """`(x0, y0, x1, y1)`, what the tokens cover, one pitch each, as shares of the image; it may reach outside."""
+        (y0, y1), (x0, x1) = (
+            ((first - pitch / 2) / side, (first + (count - 0.5) * pitch) / side)
+            for first, pitch, count, side in zip(self.first, self.pitch, grid, img_size, strict=True)
+        )
+        return x0, y0, x1, y1
+
+
+@dataclass(frozen=True)
+class Shrinking:
+    """A layer that makes maps of `size` of maps of `source`: rows and columns each, as are stride and the centre of the
+    first output, in cells of its input."""
+
+    source: Size
+    size: Size
+    stride: tuple[int, int]
+    first: tuple[float, float]
+    averages: bool
+    attends: bool
+
+
+@contextmanager
+def shrinking_layers(model: nn.Module) -> Iterator[list[Shrinking]]:
+    """What the layers do to the size of maps while the block runs the model."""
+    found: list[Shrinking] = []
+    attention = tuple(name for name, module in model.named_modules() if "atten" in type(module).__name__.lower())
+    handles = []
+    for name, module in model.named_modules():
+        if isinstance(module, (nn.Conv2d, *_POOLS, BlurPool2d)):
+            inside = name.startswith(attention)
+
+            def note(module: nn.Module, inputs: tuple[Any, ...], output: Any, attends: bool = inside) -> None:
+                if isinstance(output, Tensor) and output.ndim == 4 and output.shape[2:] != inputs[0].shape[2:]:
+                    found.append(_shrinking(module, inputs[0].shape[2:], output.shape[2:], attends))
+
+            handles.append(module.register_forward_hook(note))
+    try:
+        yield found
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def positions_of(layers: list[Shrinking], grid: Size, img_size: Size) -> TokenGrid:
+    """The positions of `grid` in images of (H, W) pixels, of a network with these layers.
+
+    Where no layer makes a map of the next larger one (Swin's merging of patches), it is taken to be cut into equal
+    cells from its first on. Of layers side by side those count that average, as the shortcuts of ResNet-D: they carry
+    the image while what is beside them is small.
+    """
+    axes = [_along(layers, axis, grid[axis], img_size[axis]) for axis in (0, 1)]
+    (pitch_y, first_y), (pitch_x, first_x) = axes
+    return TokenGrid((pitch_y, pitch_x), (first_y, first_x))
+
+
+def _along(layers: list[Shrinking], axis: int, size: int, image: int) -> tuple[float, float]:
+    """(pitch, centre of the first token) along an axis."""
+    layers = [layer for layer in layers if layer.source[axis] > layer.size[axis]]
+    sizes = {layer.size[axis] for layer in layers} | {image}
+    pitch, first = 1.0, 0.5  # in cells of the map of `size`
+    while size < image:
+        beside = [layer for layer in layers if layer.size[axis] == size]
+        beside = [layer for layer in beside if not layer.attends] or beside
+        padded = {layer.size[axis] for layer in layers} & set(range(size - _PADDED + 1, size))
+        if beside:
+            source = min(layer.source[axis] for layer in beside)
+            beside = [layer for layer in beside if layer.source[axis] == source]
+            # Or a map that is padded, and made as small again as it was, would be met for ever.
+            layers = [layer for layer in layers if (layer.size[axis], layer.source[axis]) != (size, source)]
+            beside = [layer for layer in beside if layer.averages] or beside
+            stride = beside[0].stride[axis]
+            start = sum(layer.first[axis] for layer in beside) / len(beside)
+        elif padded:
+            size = max(padded)  # cells were appended to it
+            continue
+        else:
+            source = min(each for each in sizes if each > size)
+            stride = round(source / size)
+            start = stride / 2
+        pitch, first, size = pitch * stride, start + (first - 0.5) * stride, source
+    return pitch, first
+
+
+def _shrinking(layer: Any, source: Any, size: Any, attends: bool) -> Shrinking:
+    kernel = _pair(layer.filt_size if isinstance(layer, BlurPool2d) else layer.kernel_size)
+    stride, dilation = _pair(layer.stride), _pair(getattr(layer, "dilation", 1))
+    reach = tuple(step * (cells - 1) + 1 for step, cells in zip(dilation, kernel, strict=True))
+    if getattr(layer, "same_pad", isinstance(layer, _SAME)):  # as much as TensorFlow, the odd cell at the end
+        steps = zip(source, size, stride, reach, strict=True)
+        before = tuple(max((count - 1) * step + wide - side, 0) // 2 for side, count, step, wide in steps)
+    else:
+        before = (0, 0) if isinstance(layer.padding, str) else _pair(layer.padding)
+    first = tuple(wide / 2 - pad for wide, pad in zip(reach, before, strict=True))
+    return Shrinking(tuple(source), tuple(size), stride, first, isinstance(layer, nn.AvgPool2d), attends)
+
+
+def _pair(value: Any) -> tuple[Any, Any]:
+    return (value, value) if isinstance(value, int) else (value[0], value[1])

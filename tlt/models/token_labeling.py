@@ -20,23 +20,23 @@ from torch.utils.checkpoint import checkpoint
 
 from tlt.errors import UserError
 from tlt.mixtoken import Box, mix_tokens, unmix_tokens
-from tlt.models.drop_path import WHOLE, draw_masks, draw_subsets, kept_share
 from tlt.models.layers import (
     ResidualBlock,
     TransformerBlock,
+    draw_masks,
+    draw_subsets,
     init_linear,
+    kept_share,
     resize_pos_embed,
-    resize_token_pos_embed,
 )
-from tlt.models.linear import linear
-from tlt.models.token_positions import TokenGrid
+from tlt.models.products import linear
+from tlt.models.spatial import TokenGrid
 
 RunBlock = Callable[[nn.Module, Tensor], Tensor]  # runs a block; bound to what was drawn for it
 DENSE_SHARE = 0.5  # what the best token of the dense head adds to the class logits (published rule)
 
 # They look at sizes, which a traced graph does not have.
 torch.fx.wrap("resize_pos_embed")
-torch.fx.wrap("resize_token_pos_embed")
 torch.fx.wrap("draw_masks")
 
 # Four ints as `mix_box` are run-time values of the compiled graph from the first box on; otherwise torch.compile would
@@ -52,17 +52,15 @@ class TokenLabelModel(nn.Module):
     `model(x, dense=True, mix_box=None)` is `(class logits (B, K), token logits (B, N, K))`, the tokens un-mixed.
 
     A subclass sets `patch_embed`, `pos_grid` and `feature_info`, calls `_find_drop_paths` and `_init_heads` last and
-    defines `stage`, `stage_map` and `finish`; without a convolutional stem also `embed`, `token_grid` and
-    `token_positions`.
+    defines `stage`, `stage_map` and `finish`; without a convolutional stem also `token_grid` and `token_positions`.
     """
 
     dynamic_img_size = True  # any (H, W) runs; tells timm that the size of construction does not bind
     block_types: tuple[type[nn.Module], ...] = (TransformerBlock,)  # what the model repeats
-    pos_of_class = False  # whether the position embedding has an entry for the class token, before the others
     num_prefix_tokens = 1  # the class token
     mix_scale = 1  # cells of the embedding to one token of the final grid, along each axis
 
-    patch_embed: Any
+    patch_embed: Any  # images (B, in_chans, H, W) -> (B, rows * mix_scale, columns * mix_scale, channels)
     patch_size: int  # pixels to a cell of the embedding
     stem_stride: int  # pixels to a cell of what the patches are made of
     pos_embed: nn.Parameter | None
@@ -96,25 +94,14 @@ class TokenLabelModel(nn.Module):
 
     # What a model defines ------------------------------------------------------------------------------------------
 
-    def embed(self, x: Tensor) -> Tensor:
-        """Images (B, in_chans, H, W) -> (B, rows * mix_scale, columns * mix_scale, channels)."""
-        return self.patch_embed(x)
-
-    def start(self, x: Tensor) -> Tensor:
-        """What happens to the embedding before the first stage."""
-        return x
-
     def stage(self, x: Tensor, index: int, run: RunBlock) -> Tensor:
         """Stage `index` of `feature_info`, with whatever leads to it; blocks are called by `run(block, x)`."""
         raise NotImplementedError
 
-    def stage_map(self, x: Tensor, index: int, grid: tuple[int, int], norm: bool) -> Tensor:
-        """The output of stage `index` as (B, H, W, channels)."""
+    def stage_map(self, x: Tensor, index: int, grid: tuple[int, int], norm: bool) -> tuple[Tensor, Tensor | None]:
+        """The output of stage `index` as (B, H, W, channels), and the class token (B, 1, C) in it; None where that
+        joins the others later."""
         raise NotImplementedError
-
-    def stage_prefix(self, x: Tensor, norm: bool) -> Tensor | None:
-        """The class token (B, 1, C) in the output of a stage, None where it joins the others later."""
-        return None
 
     def finish(self, x: Tensor, run: RunBlock) -> Tensor:
         """The last stage's output -> (B, 1 + N, C), the class token first, after the final norm."""
@@ -177,10 +164,10 @@ class TokenLabelModel(nn.Module):
     def forward_features(self, x: Tensor, mix_box: Box | None = None) -> Tensor:
         """Images -> (B, 1 + N, C): class token, then the tokens of the final grid row by row, after the final norm."""
         self._check_size(x)
-        x = self.embed(x)
+        x = self.patch_embed(x)
         if mix_box is not None:
             x = mix_tokens(x, mix_box, self.mix_scale)
-        x, run = self.start(x), self._runner(x)
+        run = self._runner(x)
         for index in range(len(self.feature_info)):
             x = self.stage(x, index, run)
         return self.finish(x, run)
@@ -230,17 +217,16 @@ class TokenLabelModel(nn.Module):
             raise ValueError(f"output_fmt is NCHW, NHWC or NLC, not {output_fmt}")
         wanted, last = feature_take_indices(len(self.feature_info), indices)
         grid = self.token_grid((x.shape[-2], x.shape[-1]))
-        x, run = self.start(self.embed(x)), self._runner(x)
+        x, run = self.patch_embed(x), self._runner(x)
         maps: list[Any] = []
         stages = last + 1 if stop_early or intermediates_only else len(self.feature_info)
         for index in range(stages):
             x = self.stage(x, index, run)
             if index in wanted:
-                found = self.stage_map(x, index, grid, norm)
+                found, prefix = self.stage_map(x, index, grid, norm)
                 found = found.flatten(1, 2) if output_fmt == "NLC" else found
                 found = found.permute(0, 3, 1, 2) if output_fmt == "NCHW" else found
-                prefix = self.stage_prefix(x, norm) if return_prefix_tokens else None
-                maps.append(found if prefix is None else (found, prefix))
+                maps.append((found, prefix) if return_prefix_tokens and prefix is not None else found)
         if intermediates_only:
             return maps
         return (self.finish(x, run) if stages == len(self.feature_info) else x), maps
@@ -277,11 +263,10 @@ class TokenLabelModel(nn.Module):
     def _find_drop_paths(self) -> None:
         """Note the blocks that have stochastic depth; a subclass calls this when its blocks have changed."""
         blocks = [block for _, block in self.named_blocks() if isinstance(block, ResidualBlock)]
-        self._dropping = [block for block in blocks if kept_share(block.drop_path1) < WHOLE]
-        branches = [layer for block in self._dropping for layer in (block.drop_path1, block.drop_path2)]
-        self._shares = [kept_share(layer) for layer in branches]
+        self._dropping = [block for block in blocks if block.drop_path > 0]
+        self._shares = [kept_share(block.drop_path) for block in self._dropping for _ in range(2)]
         # Not on the meta device with a model that is built there and given its weights later: it is no part of them.
-        shares = torch.tensor(self._shares, dtype=torch.int64, device="cpu")[:, None] if branches else None
+        shares = torch.tensor(self._shares, dtype=torch.int64, device="cpu")[:, None] if self._shares else None
         self.register_buffer("_shares_on_device", shares, persistent=False)
 
     def set_drop_path_mode(self, mode: str) -> None:
@@ -289,7 +274,7 @@ class TokenLabelModel(nn.Module):
 
         Args:
             mode: "mask" multiplies them by 0, as published; "subset" computes them for a fixed number of images only
-                (see `tlt.models.drop_path`).
+                (see `tlt.models.layers`).
         """
         self.drop_path_mode = mode
 
@@ -321,17 +306,8 @@ class TokenLabelModel(nn.Module):
         self._init_heads()
 
     def _init_heads(self) -> None:
-        like = next(self.parameters())
-        self.head = self._new_head(like)
-        self.aux_head = self._new_head(like)
+        self.head, self.aux_head = new_head(self, self.num_features), new_head(self, self.num_features)
         self.aux_head.requires_grad_(self.dense_head)
-
-    def _new_head(self, like: Tensor) -> nn.Module:
-        if self.num_classes == 0:
-            return nn.Identity()
-        head = nn.Linear(self.num_features, self.num_classes, device=like.device, dtype=like.dtype)
-        init_linear(head)
-        return head.train(self.training)
 
     def _check_size(self, x: Tensor) -> None:
         """Raise UserError for images (B, in_chans, H, W) that are smaller than a token."""
@@ -370,9 +346,7 @@ class TokenLabelModel(nn.Module):
     def resized_pos_embed(self, grid: tuple[int, int]) -> Tensor:
         """The position embedding for another grid: (1, rows, columns, C) or (1, 1 + N, C), as the model keeps it."""
         assert self.pos_embed is not None
-        if self.pos_of_class:
-            return resize_token_pos_embed(self.pos_embed, self.pos_grid, grid)
-        return resize_pos_embed(self.pos_embed, grid)
+        return resize_pos_embed(self.pos_embed, grid, self.pos_grid)
 
     # What optimizers and wrappers ask ------------------------------------------------------------------------------
 
@@ -385,6 +359,17 @@ class TokenLabelModel(nn.Module):
     def set_grad_checkpointing(self, enable: bool = True) -> None:
         """Recompute each block in the backward pass instead of keeping its activations."""
         self.grad_checkpointing = enable
+
+
+def new_head(model: Any, channels: int) -> nn.Module:
+    """A fresh linear layer from `channels` to the model's classes, of the model's type and on its device; an identity
+    where it has none."""
+    if model.num_classes == 0:
+        return nn.Identity()
+    like = next(model.parameters())
+    head = nn.Linear(channels, model.num_classes, device=like.device, dtype=like.dtype)
+    init_linear(head)
+    return head.train(model.training)
 
 
 def _checked_pool(global_pool: str) -> str:

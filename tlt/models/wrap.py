@@ -3,8 +3,7 @@ embedding.
 
 The model stays what it is. It gets a second head beside its own, `aux_head` (with `aux_norm` before it where the model
 normalises only after pooling), and the class of a subclass made for it; its parameters keep their names, and `model(x)`
-stays timm's own forward pass. In checkpoints the dense head is an entry of its own beside the weights, which plain timm
-does not look at.
+stays timm's own forward pass.
 
 Shapes: B images, maps of `h x w` tokens, N = h * w tokens, C channels, K classes.
 """
@@ -13,26 +12,52 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Hashable
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 
 from tlt.errors import UserError
-from tlt.io.weights import EMA_KEYS, WEIGHT_KEYS, state_dict_of, unwrap, weights_entry
-from tlt.mixtoken import Box, mix_tokens
-from tlt.models.layers import init_linear
-from tlt.models.mix_point import MixPoint, Tokens, add_mix_point, layer_output
-from tlt.models.spatial import feature_map, norm_after_pooling
-from tlt.models.token_labeling import TokenLabelModel
-from tlt.models.token_positions import Size, TokenGrid, positions_of, shrinking_layers
-from tlt.models.transformers_vit import from_transformers
+from tlt.mixtoken import Box, mix_cells, mix_tokens
+from tlt.models.spatial import (
+    Shrinking,
+    Size,
+    TokenGrid,
+    feature_map,
+    norm_after_pooling,
+    positions_of,
+    shrinking_layers,
+)
+from tlt.models.token_labeling import TokenLabelModel, new_head
 
-# Where a checkpoint keeps the dense head that belongs to the weights in its other entries, and with it the projector of
-# a student (`tlt.distill`).
-DENSE_ENTRIES = {WEIGHT_KEYS[0]: "dense_head", EMA_KEYS[0]: "dense_head_ema"}
 DENSE_LAYERS = ("aux_head", "aux_norm")
-PROJECTOR = "kd_projector"
+# Names that timm gives to the last layer that sees the whole image before the blocks, in the order of the search.
+_EMBEDDINGS = ("patch_embed", "stem", "maxpool", "bn1")
+_TOLERANCE = 1e-3  # of the largest feature
+
+Features = Callable[[Tensor], Tensor]  # images (B, 3, H, W) -> map (B, h, w, C)
+
+
+class Tokens(NamedTuple):
+    """The last map of a model for images of one size.
+
+    Attributes:
+        grid: Rows and columns.
+        channels: Of the map.
+        cells: Where the cells lie that MixToken mixes; None where they are the tokens.
+    """
+
+    grid: Size
+    positions: TokenGrid
+    channels: int
+    cells: TokenGrid | None = None
+
+    def of_cells(self, axis: int, count: int, device: torch.device) -> Tensor:
+        """(count,) the token of each cell along an axis; cells beyond the outer tokens belong to these."""
+        assert self.cells is not None
+        centres = torch.arange(count, device=device) * self.cells.pitch[axis] + self.cells.first[axis]
+        steps = (centres - self.positions.first[axis]) / self.positions.pitch[axis]
+        return (steps + 0.5).floor().clamp(0, self.grid[axis] - 1)
 
 
 class WithDenseHead(nn.Module):
@@ -46,7 +71,7 @@ class WithDenseHead(nn.Module):
     num_classes: int
     forward_features: Callable[[Tensor], Tensor]
     forward_head: Callable[[Tensor], Tensor]
-    aux_head: nn.Linear
+    aux_head: Any
     aux_norm: nn.Module
     mix_point: MixPoint | None
     mix_refusal: str  # why there is no `mix_point`
@@ -119,7 +144,7 @@ class WithDenseHead(nn.Module):
     def reset_classifier(self, num_classes: int, *args: Any, **kwargs: Any) -> None:
         """timm's, and a fresh dense head of as many classes."""
         super().reset_classifier(num_classes, *args, **kwargs)  # type: ignore[misc]
-        self.aux_head = _new_head(self, self.aux_head.in_features)
+        self.aux_head = new_head(self, self.aux_head.in_features)
         self.set_dense_head(self.dense_head)
 
 
@@ -154,7 +179,7 @@ def with_dense_head(model: Any, img_size: tuple[int, int] | None = None) -> Any:
         raise UserError(f"{_name(model)} can't get a dense head: {error}") from error
     model.__class__ = _subclass(cast(Hashable, type(model)))
     model._seen = {size: found}
-    model.aux_head = _new_head(model, found.channels)
+    model.aux_head = new_head(model, found.channels)
     model.aux_norm = nn.LayerNorm(found.channels) if norm_after_pooling(model) is not None else nn.Identity()
     model.aux_norm.to(model.aux_head.weight)
     model.set_dense_head(True)
@@ -183,13 +208,6 @@ def find_tokens(model: Any, size: Size, mix_point: MixPoint | None = None) -> To
 @functools.cache
 def _subclass(kind: Any) -> type[nn.Module]:
     return type(kind.__name__, (WithDenseHead, kind), {"__doc__": kind.__doc__, "__module__": __name__})
-
-
-def _new_head(model: Any, channels: int) -> nn.Linear:
-    like = next(model.parameters())
-    head = nn.Linear(channels, model.num_classes, device=like.device, dtype=like.dtype)
-    init_linear(head)
-    return head.train(model.training)
 
 
 @torch.no_grad()
@@ -227,46 +245,107 @@ def _name(model: Any) -> str:
     return f"--model {config['architecture']}" if config.get("architecture") else type(model).__name__
 
 
-# Checkpoints ---------------------------------------------------------------------------------------------------------
+# Where MixToken mixes -------------------------------------------------------------------------------------------------
 
 
-def split_state_dict(model: nn.Module, state: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """(weights under the names of the plain model, those of the dense head and the projector) of a model's clean state
-    dict; the second is empty but for a WithDenseHead and a student."""
-    layers = (*(DENSE_LAYERS if isinstance(unwrap(model), WithDenseHead) else ()), PROJECTOR)
-    dense = {name: value for name, value in state.items() if name.partition(".")[0] in layers}
-    return {name: value for name, value in state.items() if name not in dense}, dense
+class MixPoint:
+    """Mixes the output of one layer by `box` while that is set; a forward hook of the layer.
 
+    Args:
+        layer: Name of the layer.
+        layout: "NLC" (patches row by row), "NHWC" or "NCHW".
 
-def joined_state_dict(
-    model: nn.Module, checkpoint: dict[str, Any], use_ema: bool | None = None, path: Any = "the checkpoint"
-) -> dict[str, Tensor]:
-    """As `state_dict_of`, with the dense head and the projector that belong to those weights if `model` has them.
-
-    The weights of a ViT of Hugging Face's Transformers get timm's names.
+    Attributes:
+        tokens: For images of the present size; the caller sets it with `box`.
     """
-    state = from_transformers(state_dict_of(checkpoint, use_ema, path))
-    beside = dense_head_of(checkpoint, use_ema, path)
-    return state | {name: v for name, v in beside.items() if hasattr(unwrap(model), name.partition(".")[0])}
+
+    def __init__(self, layer: str, layout: str) -> None:
+        self.layer, self.layout = layer, layout
+        self.box: Box | None = None
+        self.tokens: Tokens | None = None
+
+    def __call__(self, module: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> Tensor | None:
+        if self.box is None or self.tokens is None:
+            return None
+        if self.layout == "NLC":
+            return mix_tokens(output.unflatten(1, self.tokens.grid), self.box).flatten(1, 2)
+        x = output if self.layout == "NHWC" else output.permute(0, 2, 3, 1)
+        rows, cols = (self.tokens.of_cells(axis, x.shape[axis + 1], x.device) for axis in (0, 1))
+        mixed = mix_cells(x, self.box, rows, cols)
+        return mixed if self.layout == "NHWC" else mixed.permute(0, 3, 1, 2)
+
+    def cells_of(self, output: Tensor, layers: list[Shrinking], img_size: Size) -> TokenGrid | None:
+        """Where the cells of this `output` lie in a network with these layers; None where they are the tokens."""
+        if self.layout == "NLC":
+            return None
+        rows = self.layout.index("H")
+        return positions_of(layers, (output.shape[rows], output.shape[rows + 1]), img_size)
 
 
-def dense_head_of(
-    checkpoint: dict[str, Any], use_ema: bool | None = None, path: Any = "the checkpoint"
-) -> dict[str, Tensor]:
-    """The dense head and the projector that a checkpoint holds beside the weights, empty where it holds none.
+def add_mix_point(model: nn.Module, features: Features, images: Tensor) -> MixPoint:
+    """Hook a `MixPoint` to the embedding of a model and test it: a box of all tokens must show the partner's image.
+
+    Args:
+        features: Of `model`, in evaluation mode.
+        images: (2, 3, H, W), any two.
 
     Raises:
-        UserError: There is something else in its place.
+        UserError: There is no such layer, its output is no map, or images reach the features on another way too. No
+            hook is left behind.
     """
-    entry = DENSE_ENTRIES.get(weights_entry(checkpoint, use_ema, path), "")
-    state = checkpoint.get(entry)
-    if state is None:
-        return {}
-    if not isinstance(state, dict) or not all(is_dense_head(n) and isinstance(v, Tensor) for n, v in state.items()):
-        raise UserError(f"{path}: its {entry} is not the dense head of a model")
-    return cast(dict[str, Tensor], state)
+    name = next((n for n in _EMBEDDINGS if type(getattr(model, n, None)) not in _NO_LAYERS), None)
+    if name is None:
+        raise UserError(f"none of its layers is one that MixToken knows ({', '.join(_EMBEDDINGS)})")
+    layer: nn.Module = getattr(model, name)
+    with shrinking_layers(model) as layers:
+        partner, output = layer_output(layer, features, images.flip(0))
+    grid, size = (partner.shape[1], partner.shape[2]), (images.shape[2], images.shape[3])
+    lower = images.flip(0)
+    lower[:, :, images.shape[2] // 2 :] *= -1
+    point = MixPoint(name, _layout(name, layer, grid, output, layer_output(layer, features, lower)[1]))
+    handle = layer.register_forward_hook(point)
+    cells = point.cells_of(output, layers, size)
+    point.box, point.tokens = (0, 0, *grid), Tokens(grid, positions_of(layers, grid, size), partner.shape[3], cells)
+    mixed = features(images)
+    point.box = None
+    if not (mixed - partner).abs().max() <= _TOLERANCE * partner.abs().max():
+        handle.remove()
+        raise UserError(f"images reach its features past its {name}, where MixToken would mix")
+    return point
 
 
-def is_dense_head(name: Any) -> bool:
-    """Whether a parameter of this name belongs to the dense head of a WithDenseHead, or to a projector."""
-    return str(name).partition(".")[0] in (*DENSE_LAYERS, PROJECTOR)
+_NO_LAYERS = (type(None), nn.Identity, nn.ModuleList)
+
+
+def layer_output(layer: nn.Module, features: Features, images: Tensor) -> tuple[Tensor, Any]:
+    """The features of images, and the output of `layer`; None unless `layer` ran exactly once."""
+    outputs: list[Any] = []
+    handle = layer.register_forward_hook(lambda module, inputs, output: outputs.append(output))
+    try:
+        result = features(images)
+    finally:
+        handle.remove()
+    return result, outputs[0] if len(outputs) == 1 else None
+
+
+def _layout(name: str, layer: nn.Module, grid: Size, output: Any, lower: Any) -> str:
+    """The layout of the `output` of `layer`, of which `lower` is that for images with another lower half.
+
+    Raises:
+        UserError: It can't be read as a map.
+    """
+    if not isinstance(output, Tensor) or output.ndim not in (3, 4):
+        raise UserError(f"its {name} does not give one map of the image, for MixToken to mix")
+    if output.ndim == 3:
+        if not hasattr(layer, "dynamic_feat_size") or output.shape[1] != grid[0] * grid[1]:
+            raise UserError(
+                f"its {name} gives {output.shape[1]} tokens, not the {grid[0]} x {grid[1]} that MixToken mixes"
+            )
+        return "NLC"
+    change = (output - lower).abs()
+
+    def above(layout: str) -> float:
+        rows = layout.index("H")
+        return float(change.narrow(rows, 0, change.shape[rows] // 2).sum())
+
+    return min("NCHW", "NHWC", key=above)  # what stays in the upper half of its rows

@@ -19,8 +19,8 @@ from tlt.io.weights import (
     unwrap,
     weights_entry,
 )
-from tlt.models.fit_weights import Fit, fit_state_dict, head_names
-from tlt.models.wrap import WithDenseHead, is_dense_head, joined_state_dict
+from tlt.models.fit_weights import Fit, fit_state_dict, head_names, is_dense_head, joined_state_dict
+from tlt.models.wrap import WithDenseHead
 from volo import models as models  # registers them with timm
 from volo.checkpoint.model_config import model_config_of
 

@@ -19,8 +19,7 @@ from torch.optim import Optimizer
 
 from tlt.errors import UserError
 from tlt.io.weights import EMA_KEYS, check_finite, clean_state_dict, first_non_finite, load_clean
-from tlt.models.fit_weights import fit_state_dict
-from tlt.models.wrap import DENSE_ENTRIES, joined_state_dict, split_state_dict
+from tlt.models.fit_weights import DENSE_ENTRIES, fit_state_dict, joined_state_dict, split_state_dict
 from volo.checkpoint.finetune import explain_misfit, needed
 from volo.cluster.tensor_parallel import own_model_state, own_optimizer_state, whole_model_state, whole_optimizer_state
 from volo.record.records import plain

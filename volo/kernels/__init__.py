@@ -7,34 +7,66 @@ three implementations of the same arithmetic:
     windows     strided views, matrix products, sums of slices; on any device, meant for CPUs
     reference   slices, products and sums of torch alone: for exports, dropout and all derivatives; on any device
 
-An implementation is a module with a function `outlook_attention`, and a function `why_unsupported` that returns why it
-can't be used for given arguments.
+In shapes: B images, H x W cells, h x w windows, D channels per head.
 """
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from tlt.errors import UserError
-from tlt.models.attention import own_operators_fit, transformed
-from volo.kernels import reference, triton_outlook, windows
+from tlt.models.products import own_operators_fit, transformed
+from volo.kernels import triton_outlook, windows
 
 
-class OutlookKernel(Protocol):
+class OutlookKernel(NamedTuple):
     """An implementation, with shapes as in `outlook_attention` below."""
 
-    def outlook_attention(self, v: Tensor, logits: Tensor, scale: float, dropout: float) -> Tensor:
-        """Compute outlook attention."""
+    compute: Callable[[Tensor, Tensor, float, float], Tensor]  # of v, logits, scale, dropout
+    why_unsupported: Callable[[Tensor, Tensor, float], str | None]  # of v, logits, dropout; None: it computes this
 
-    def why_unsupported(self, v: Tensor, logits: Tensor, dropout: float) -> str | None:
-        """Return why it can't compute this, or None."""
+
+def reference(v: Tensor, logits: Tensor, scale: float, dropout: float) -> Tensor:
+    """As `outlook_attention`; the softmax is computed in float32 at least.
+
+    Other programs have these operations, but may lack unfold and fold (ONNX's Col2Im, which TensorRT doesn't have).
+    """
+    height, width = v.shape[1:3]
+    batch, rows, columns, heads = *logits.shape[:3], logits.shape[-1] // 81
+    depth = v.shape[-1] // heads
+    # An odd map has no pixel where its last windows end.
+    padded = F.pad(v, (0, 0, 1, 2 * columns - width, 1, 2 * rows - height))
+    pixels = [padded[:, y : y + 2 * rows - 1 : 2, x : x + 2 * columns - 1 : 2] for y in range(3) for x in range(3)]
+    # Reshaped, not unflattened: torch 2.11 compiles no unflatten under torch.set_default_device.
+    values = torch.stack(pixels, dim=3).reshape(batch, rows, columns, 9, heads, depth).transpose(3, 4)
+    weights = (logits * scale).reshape(batch, rows, columns, heads, 9, 9)
+    weights = weights.softmax(-1, dtype=torch.promote_types(v.dtype, torch.float32)).to(v.dtype)
+    mixed = (F.dropout(weights, dropout) @ values).reshape(batch, rows, columns, heads, 3, 3, depth)
+    out = _join(_join(mixed, 1, -3), 2, -2)  # (B, 2h, 2w, heads, D)
+    return out[:, :height, :width].flatten(3)
+
+
+def _join(windows: Tensor, axis: int, offsets: int) -> Tensor:
+    """Add up, along one axis, what n windows write to 2n lines; the axis `offsets` holds their three lines.
+
+    The middle one is on an even line; the last one, and the first one of the next window, are on the odd line after it.
+    """
+    first, even, odd = windows.unbind(offsets)
+    following = F.pad(first, (0, 0) * (first.ndim - 1 - axis) + (-1, 1))  # of the next window, nothing after the last
+    return torch.stack((even, odd + following), axis + 1).flatten(axis, axis + 1)
 
 
 # "auto" takes the first that fits. `volo.config.flags_train` has the names as choices of --outlook-kernel.
-KERNELS: dict[str, OutlookKernel] = {"triton": triton_outlook, "windows": windows, "reference": reference}
+KERNELS = {
+    "triton": OutlookKernel(triton_outlook.outlook_attention, triton_outlook.why_unsupported),
+    "windows": OutlookKernel(windows.outlook_attention, windows.why_unsupported),
+    "reference": OutlookKernel(reference, lambda v, logits, dropout: None),
+}
 
 
 def outlook_attention(
@@ -56,7 +88,7 @@ def outlook_attention(
     Raises:
         UserError: `kernel` can't compute this.
     """
-    return choose_kernel(kernel, v, logits, dropout).outlook_attention(_as_in_products(v), logits, scale, dropout)
+    return choose_kernel(kernel, v, logits, dropout).compute(_as_in_products(v), logits, scale, dropout)
 
 
 def choose_kernel(kernel: str, v: Tensor, logits: Tensor, dropout: float) -> OutlookKernel:
@@ -70,12 +102,12 @@ def choose_kernel(kernel: str, v: Tensor, logits: Tensor, dropout: float) -> Out
         UserError: The named implementation doesn't fit.
     """
     if v.is_meta or (kernel == "auto" and not own_operators_fit()):
-        return reference
+        return KERNELS["reference"]
     if kernel == "auto":
         return next(each for each in KERNELS.values() if each.why_unsupported(v, logits, dropout) is None)
     chosen = KERNELS[kernel]
     reason = chosen.why_unsupported(v, logits, dropout)
-    if chosen is not reference and transformed():
+    if kernel != "reference" and transformed():
         reason = "torch.func can't transform it"
     if reason is not None:
         raise UserError(f"--outlook-kernel {kernel}: {reason}; --outlook-kernel auto takes another")

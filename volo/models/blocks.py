@@ -7,10 +7,8 @@ import torch.fx
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tlt.models.attention import attention, check_heads
-from tlt.models.drop_path import drop_path_layer
 from tlt.models.layers import Mlp, ResidualBlock, channels_last
-from tlt.models.linear import linear
+from tlt.models.products import attention, check_heads, linear
 from volo.kernels import outlook_attention
 
 # They depend on devices and types, which a traced graph does not have.
@@ -91,13 +89,8 @@ class Outlooker(ResidualBlock):
         drop_path: float = 0.0,
         norm_layer: type[nn.Module] = nn.LayerNorm,
     ) -> None:
-        super().__init__()
-        self.norm1 = norm_layer(dim)
-        self.attn = OutlookAttention(dim, num_heads, qkv_bias=qkv_bias, attn_drop=attn_drop)
-        self.drop_path1 = drop_path_layer(drop_path)
-        self.norm2 = norm_layer(dim)
-        self.mlp = Mlp(dim, int(dim * mlp_ratio))
-        self.drop_path2 = drop_path_layer(drop_path)
+        attn = OutlookAttention(dim, num_heads, qkv_bias=qkv_bias, attn_drop=attn_drop)
+        super().__init__(dim, attn, mlp_ratio, norm_layer, drop_path=drop_path)
 
 
 class ClassAttention(nn.Module):

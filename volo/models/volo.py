@@ -139,8 +139,8 @@ class VOLO(TokenLabelModel):
             x = self.pos_drop(x + self.resized_pos_embed((x.shape[1], x.shape[2])))
         return self.network[index + 1](x, run)
 
-    def stage_map(self, x: Tensor, index: int, grid: tuple[int, int], norm: bool) -> Tensor:
-        return self.norm(x) if norm and index > 0 else x
+    def stage_map(self, x: Tensor, index: int, grid: tuple[int, int], norm: bool) -> tuple[Tensor, None]:
+        return self.norm(x) if norm and index > 0 else x, None
 
     def finish(self, x: Tensor, run: RunBlock) -> Tensor:
         x = x.flatten(1, 2)  # (B, N, C)

@@ -9,7 +9,8 @@ from typing import Any
 
 from tlt.errors import UserError
 from tlt.io.weights import EMA_KEYS, count_weights, read_checkpoint
-from tlt.models.wrap import TOKEN_LABEL_MODELS, dense_head_of, with_dense_head
+from tlt.models.fit_weights import dense_head_of
+from tlt.models.wrap import TOKEN_LABEL_MODELS, with_dense_head
 from volo.checkpoint.finetune import load_weights
 from volo.checkpoint.model_config import model_config_of
 from volo.checkpoint.state import selected_by_ema
