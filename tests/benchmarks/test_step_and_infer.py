@@ -13,7 +13,6 @@ from torch import nn
 
 from benchmarks import arms, infer, step
 from benchmarks.arms import Arm, TimmVolo
-from benchmarks.program import parse_benchmark
 from tests.benchmarks.conftest import Measure, benchmark
 
 CPU = torch.device("cpu")
@@ -60,22 +59,6 @@ def test_infer_folds_ours_and_no_other_arm(measure: Measure, monkeypatch: pytest
     rows = measure(f"infer --model volo_d1 --img-size 32 -b 2 --peer timm unfolded --amp {QUICK}")
     assert [row["arm"] for row in rows[3:]] == ["ours", "timm", "unfolded"]
     assert folded == ["VOLO"]
-
-
-def flags_of(line: str) -> dict[str, Namespace]:
-    args = parse_benchmark(line.split())
-    return {arm.name: arm.flags for arm in arms.arms_of(args, args.model[0], drop_path=0.1, batch_size=2)}
-
-
-def test_timm_has_the_precision_of_ours_but_where_its_own_program_is_meant() -> None:
-    found = flags_of("step --model-dtype bfloat16 --torchcompile --peer timm timm-compile timm-amp timm-compile-amp")
-    assert {name: (flags.model_dtype, flags.amp, flags.torchcompile) for name, flags in found.items()} == {
-        "ours": ("bfloat16", False, "inductor"),
-        "timm": ("bfloat16", False, None),
-        "timm-compile": ("bfloat16", False, "inductor"),
-        "timm-amp": ("float32", True, None),
-        "timm-compile-amp": ("float32", True, "inductor"),
-    }
 
 
 @pytest.mark.parametrize(("command", "wrong"), [("step", "ours"), ("infer", "reference")])

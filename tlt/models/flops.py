@@ -8,11 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-_IMAGES = 2  # BatchNorm wants more than one value per channel
-
 
 def flops_per_image(
-    model: nn.Module, input_size: tuple[int, int, int], backward: bool = False, images: int = _IMAGES, **options: Any
+    model: nn.Module, input_size: tuple[int, int, int], backward: bool = False, images: int = 2, **options: Any
 ) -> float:
     """Floating-point operations of a forward pass, two per multiply-add, matrix products and convolutions alone.
 
@@ -20,7 +18,7 @@ def flops_per_image(
         model: Without wrappers; it is counted in its present mode.
         input_size: (channels, H, W).
         backward: Count the backward pass too, of the parameters that are trained.
-        images: Images in the batch: with `--drop-path-mode subset` the work of an image depends on it.
+        images: In the batch, at least 2 for BatchNorm; with `--drop-path-mode subset` the work of one depends on it.
         options: Further arguments of the model.
     """
     with FlopCounterMode(display=False) as counter:
@@ -29,7 +27,7 @@ def flops_per_image(
 
 
 def run_on_meta(
-    model: nn.Module, input_size: tuple[int, int, int], backward: bool = False, images: int = _IMAGES, **options: Any
+    model: nn.Module, input_size: tuple[int, int, int], backward: bool = False, images: int = 2, **options: Any
 ) -> None:
     """Run a forward pass, optionally a backward pass on meta tensors; arguments are those of `flops_per_image`."""
     values = [*model.named_parameters(), *model.named_buffers()]

@@ -7,7 +7,7 @@ State-dict names and shapes are those of the published checkpoints.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -27,10 +27,10 @@ class Variant:
     """One row of the table below."""
 
     depth: int
-    dim: int
-    heads: int
+    embed_dim: int
+    num_heads: int
     residual_scale: float  # each branch is divided by it (skip_lam)
-    stem_dim: int
+    stem_hidden_dim: int
     patch_size: int
     img_size: int  # that it is built for unless told otherwise
     crop_pct: float
@@ -70,9 +70,8 @@ class PatchEmbed(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """(B, in_chans, H, W) -> (B, H / patch, W / patch, C)."""
         x = channels_last(x)
-        x = self.relu(self.bn1(self.conv1(x)))
-        x = self.relu(self.bn2(self.conv2(x)))
-        x = self.relu(self.bn3(self.conv3(x)))
+        for conv, bn in ((self.conv1, self.bn1), (self.conv2, self.bn2), (self.conv3, self.bn3)):
+            x = self.relu(bn(conv(x)))
         return self.proj(x).permute(0, 2, 3, 1)
 
 
@@ -204,16 +203,9 @@ default_cfgs = published_cfgs(
 
 
 def _create(name: str, pretrained: bool = False, **kwargs: Any) -> nn.Module:
-    row = VARIANTS[name]
-    args = {
-        "depth": row.depth,
-        "embed_dim": row.dim,
-        "num_heads": row.heads,
-        "stem_hidden_dim": row.stem_dim,
-        "patch_size": row.patch_size,
-        "residual_scale": row.residual_scale,
-    }
-    return create(LVViT, name, pretrained, pyramid=3, **{**args, **kwargs})
+    row = asdict(VARIANTS[name])
+    built = ("depth", "embed_dim", "num_heads", "residual_scale", "stem_hidden_dim", "patch_size")
+    return create(LVViT, name, pretrained, pyramid=3, **({key: row[key] for key in built} | kwargs))
 
 
 ENTRYPOINTS: dict[str, Entrypoint] = register(__name__, VARIANTS, _create)

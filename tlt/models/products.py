@@ -85,8 +85,7 @@ def _takes_onednn(x: Tensor, layer: nn.Linear) -> bool:
 )
 def onednn_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """x (..., K), weight (N, K) in any layout, bias (N) -> (..., N)."""
-    result: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
-    return result
+    return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
 
 
 @onednn_linear.register_fake

@@ -163,7 +163,8 @@ class TokenLabelModel(nn.Module):
 
     def forward_features(self, x: Tensor, mix_box: Box | None = None) -> Tensor:
         """Images -> (B, 1 + N, C): class token, then the tokens of the final grid row by row, after the final norm."""
-        self._check_size(x)
+        if not (torch.compiler.is_compiling() or torch.jit.is_tracing() or isinstance(x, torch.fx.Proxy)):
+            self.token_grid((x.shape[-2], x.shape[-1]))  # images that are smaller than a token are refused
         x = self.patch_embed(x)
         if mix_box is not None:
             x = mix_tokens(x, mix_box, self.mix_scale)
@@ -255,10 +256,8 @@ class TokenLabelModel(nn.Module):
                 # with another graph than before.
                 torch._dynamo.maybe_mark_dynamic(tensor, 0)
         if self.grad_checkpointing and torch.is_grad_enabled():
-            recomputed: Tensor = checkpoint(block, *inputs, use_reentrant=False)
-            return recomputed
-        result: Tensor = block(*inputs)
-        return result
+            return checkpoint(block, *inputs, use_reentrant=False)
+        return block(*inputs)
 
     def _find_drop_paths(self) -> None:
         """Note the blocks that have stochastic depth; a subclass calls this when its blocks have changed."""
@@ -308,11 +307,6 @@ class TokenLabelModel(nn.Module):
     def _init_heads(self) -> None:
         self.head, self.aux_head = new_head(self, self.num_features), new_head(self, self.num_features)
         self.aux_head.requires_grad_(self.dense_head)
-
-    def _check_size(self, x: Tensor) -> None:
-        """Raise UserError for images (B, in_chans, H, W) that are smaller than a token."""
-        if not (torch.compiler.is_compiling() or torch.jit.is_tracing() or isinstance(x, torch.fx.Proxy)):
-            self.token_grid((x.shape[-2], x.shape[-1]))
 
     # Image size ----------------------------------------------------------------------------------------------------
 

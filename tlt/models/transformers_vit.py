@@ -135,7 +135,7 @@ def vit_transformers(pretrained: bool = False, norm_eps: float = _EPS, **kwargs:
     Args:
         norm_eps: Added to the variances of LayerNorm. At timm's 1e-6 logits differ by up to 5e-4.
     """
-    model: nn.Module = build_model_with_cfg(
+    return build_model_with_cfg(
         TwoLayerHeadViT,
         NAME,
         pretrained,
@@ -144,7 +144,6 @@ def vit_transformers(pretrained: bool = False, norm_eps: float = _EPS, **kwargs:
         norm_layer=partial(nn.LayerNorm, eps=norm_eps),
         **kwargs,
     )
-    return model
 
 
 def _filter(state: dict[str, Tensor], model: VisionTransformer) -> dict[str, Tensor]:

@@ -33,9 +33,8 @@ from tlt.models.token_labeling import TokenLabelModel, new_head
 DENSE_LAYERS = ("aux_head", "aux_norm")
 # Names that timm gives to the last layer that sees the whole image before the blocks, in the order of the search.
 _EMBEDDINGS = ("patch_embed", "stem", "maxpool", "bn1")
+_NO_LAYERS = (type(None), nn.Identity, nn.ModuleList)
 _TOLERANCE = 1e-3  # of the largest feature
-
-Features = Callable[[Tensor], Tensor]  # images (B, 3, H, W) -> map (B, h, w, C)
 
 
 class Tokens(NamedTuple):
@@ -185,7 +184,7 @@ def with_dense_head(model: Any, img_size: tuple[int, int] | None = None) -> Any:
     model.set_dense_head(True)
     model.mix_point, model.mix_refusal = None, ""
     try:
-        model.mix_point = add_mix_point(model, functools.partial(_last_map, model), _probe(model, 2, size))
+        model.mix_point = add_mix_point(model, _probe(model, 2, size))
         model._seen = {size: model.mix_point.tokens}
     except UserError as error:
         model.mix_refusal = str(error)
@@ -197,9 +196,9 @@ def find_tokens(model: Any, size: Size, mix_point: MixPoint | None = None) -> To
     `with_dense_head`."""
     if isinstance(model, TokenLabelModel):
         return Tokens(model.token_grid(size), model.token_positions(size), model.num_features)
-    features, layer = functools.partial(_last_map, model), getattr(model, mix_point.layer) if mix_point else model
+    layer = getattr(model, mix_point.layer) if mix_point else model
     with shrinking_layers(model) as layers:
-        found, output = layer_output(layer, features, _probe(model, 1, size))
+        found, output = _map_and_output(model, layer, _probe(model, 1, size))
     grid = found.shape[1], found.shape[2]
     cells = mix_point.cells_of(output, layers, size) if mix_point else None
     return Tokens(grid, positions_of(layers, grid, size), found.shape[3], cells)
@@ -282,11 +281,10 @@ class MixPoint:
         return positions_of(layers, (output.shape[rows], output.shape[rows + 1]), img_size)
 
 
-def add_mix_point(model: nn.Module, features: Features, images: Tensor) -> MixPoint:
+def add_mix_point(model: nn.Module, images: Tensor) -> MixPoint:
     """Hook a `MixPoint` to the embedding of a model and test it: a box of all tokens must show the partner's image.
 
     Args:
-        features: Of `model`, in evaluation mode.
         images: (2, 3, H, W), any two.
 
     Raises:
@@ -298,15 +296,15 @@ def add_mix_point(model: nn.Module, features: Features, images: Tensor) -> MixPo
         raise UserError(f"none of its layers is one that MixToken knows ({', '.join(_EMBEDDINGS)})")
     layer: nn.Module = getattr(model, name)
     with shrinking_layers(model) as layers:
-        partner, output = layer_output(layer, features, images.flip(0))
+        partner, output = _map_and_output(model, layer, images.flip(0))
     grid, size = (partner.shape[1], partner.shape[2]), (images.shape[2], images.shape[3])
     lower = images.flip(0)
     lower[:, :, images.shape[2] // 2 :] *= -1
-    point = MixPoint(name, _layout(name, layer, grid, output, layer_output(layer, features, lower)[1]))
+    point = MixPoint(name, _layout(name, layer, grid, output, _map_and_output(model, layer, lower)[1]))
     handle = layer.register_forward_hook(point)
     cells = point.cells_of(output, layers, size)
     point.box, point.tokens = (0, 0, *grid), Tokens(grid, positions_of(layers, grid, size), partner.shape[3], cells)
-    mixed = features(images)
+    mixed = _last_map(model, images)
     point.box = None
     if not (mixed - partner).abs().max() <= _TOLERANCE * partner.abs().max():
         handle.remove()
@@ -314,15 +312,12 @@ def add_mix_point(model: nn.Module, features: Features, images: Tensor) -> MixPo
     return point
 
 
-_NO_LAYERS = (type(None), nn.Identity, nn.ModuleList)
-
-
-def layer_output(layer: nn.Module, features: Features, images: Tensor) -> tuple[Tensor, Any]:
-    """The features of images, and the output of `layer`; None unless `layer` ran exactly once."""
+def _map_and_output(model: nn.Module, layer: nn.Module, images: Tensor) -> tuple[Tensor, Any]:
+    """The last map of images, and the output of `layer`; None unless `layer` ran exactly once."""
     outputs: list[Any] = []
     handle = layer.register_forward_hook(lambda module, inputs, output: outputs.append(output))
     try:
-        result = features(images)
+        result = _last_map(model, images)
     finally:
         handle.remove()
     return result, outputs[0] if len(outputs) == 1 else None
