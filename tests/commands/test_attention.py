@@ -23,7 +23,7 @@ from volo.commands.attention import (
     self_attention,
     view,
 )
-from volo.models.blocks import ClassAttention, OutlookAttention
+from volo.models.volo import ClassAttention, OutlookAttention
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from tlt.errors import UserError
 from tlt.models.layers import WHOLE, TransformerBlock, draw_masks, draw_subsets, kept_images, kept_share
 from volo.config.args import TRAIN
-from volo.models.blocks import Outlooker
+from volo.models.volo import Outlooker
 from volo.train.model import build_model
 
 CONFIGS = Path(__file__).parents[2] / "configs"

@@ -5,13 +5,14 @@ from __future__ import annotations
 import pytest
 import timm
 import torch
+from timm.models.volo import VOLO as TimmVOLO
 from timm.optim import create_optimizer_v2
 
 from tlt.errors import UserError
 from tlt.mixtoken import mixed_share
 from tlt.models import TokenLabelModel, adapt_state_dict, products, resize_pos_embed
 from tlt.models.layers import SelfAttention
-from volo.models.blocks import ClassAttention
+from volo.models.volo import ClassAttention
 
 NAMES = ["volo_test", "lvvit_test"]
 CLASSES = 7
@@ -152,8 +153,10 @@ def test_features_only(make_images):
 
 
 def test_intermediates_equal_timms(fill, make_images):
-    ours, theirs = (fill(timm.create_model(n, img_size=32, num_classes=5)).eval() for n in ("volo_d1", "volo_d1_224"))
-    x = make_images(1, 32)
+    like = {"layers": (1, 1, 1, 1), "embed_dims": (32, 64, 64, 64), "num_heads": (2, 4, 4, 4), "stem_hidden_dim": 16}
+    theirs = TimmVOLO(**like, mlp_ratio=2.0, patch_size=8, img_size=64, num_classes=CLASSES)
+    ours, theirs = fill(build("volo_test")), fill(theirs).eval()
+    x = make_images(1, 64)
     for kwargs in ({}, {"indices": [0, 2], "norm": True}, {"indices": 1, "intermediates_only": True}):
         got, expected = ours.forward_intermediates(x, **kwargs), theirs.forward_intermediates(x, **kwargs)
         torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)

@@ -17,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import tlt.io.chunks
 from tlt.errors import UserError
 from volo.kernels import KERNELS, choose_kernel, outlook_attention
-from volo.models.blocks import OutlookAttention
+from volo.models.volo import OutlookAttention
 
 HEADS, DEPTH, SCALE = 2, 16, 0.7
 ON_CPU = [name for name in KERNELS if name != "triton" or os.environ.get("TRITON_INTERPRET") == "1"]

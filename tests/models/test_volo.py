@@ -6,6 +6,7 @@ import pytest
 import timm
 import torch
 from timm.layers import DropPath
+from timm.models.volo import VOLO as TimmVOLO
 
 from tlt.errors import UserError
 from tlt.models.layers import ResidualBlock
@@ -13,14 +14,12 @@ from tlt.models.lvvit import VARIANTS as LVVITS
 from volo.models.volo import VARIANTS, WEIGHTS
 
 
-def ours_and_timms(**kwargs):
-    ours = timm.create_model("volo_d1", **kwargs)
-    theirs = timm.create_model("volo_d1_224", **kwargs)
-    return ours, theirs
+def heads_of(model):
+    return [module.num_heads for module in model.modules() if hasattr(module, "num_heads")]
 
 
 @pytest.mark.parametrize("name", [*VARIANTS, *LVVITS])
-def test_a_variant_is_its_row(name):
+def test_a_variant_is_its_row_with_the_names_and_shapes_of_timms_weights(name):
     row = (VARIANTS | LVVITS)[name]
     with torch.device("meta"):
         model = timm.create_model(name, num_classes=1000)
@@ -28,11 +27,36 @@ def test_a_variant_is_its_row(name):
     assert len(list(model.named_blocks())) == blocks and model.pretrained_cfg["crop_pct"] == row.crop_pct
     assert round(sum(p.numel() for p in model.parameters()) / 1e6, 2) == row.params
     assert model.token_grid((row.img_size,) * 2) == model.token_grid()
+    if (name, 224) not in WEIGHTS:
+        return
+    with torch.device("meta"):
+        theirs = timm.create_model(f"{name}_224")
+    shapes, expected = ({k: v.shape for k, v in m.state_dict().items()} for m in (model, theirs))
+    assert shapes == expected
+    assert heads_of(model) == heads_of(theirs)  # shapes do not show them
+    assert model.no_weight_decay() == theirs.no_weight_decay()
+
+
+@pytest.mark.parametrize(("name", "size"), WEIGHTS)
+def test_weights_and_preprocessing_are_timms(name, size):
+    tag = "sail_in1k" if size == 224 else f"sail_in1k_{size}"
+    ours, theirs = (timm.get_pretrained_cfg(model) for model in (f"{name}.{tag}", f"{name}_{size}.sail_in1k"))
+    for key in ("url", "input_size", "mean", "std", "interpolation", "first_conv", "classifier"):
+        assert getattr(ours, key) == getattr(theirs, key), key
+    assert ours.crop_pct == (1.15 if name in ("volo_d4", "volo_d5") else 0.96)
+
+
+def test_a_tag_of_another_size_builds_a_model_of_that_size():
+    with torch.device("meta"):
+        ours, theirs = timm.create_model("volo_d1.sail_in1k_384"), timm.create_model("volo_d1_384")
+    assert ours.img_size == (384, 384) and ours.pos_embed.shape == theirs.pos_embed.shape
 
 
 @pytest.mark.parametrize("training", [False, True])
 def test_forward_and_gradients_equal_timms(training, fill, make_images, deviation):
-    ours, theirs = (fill(m).train(training) for m in ours_and_timms(img_size=64, num_classes=50))
+    like = {"layers": (1, 1, 1, 1), "embed_dims": (32, 64, 64, 64), "num_heads": (2, 4, 4, 4), "stem_hidden_dim": 16}
+    theirs = TimmVOLO(**like, mlp_ratio=2.0, patch_size=8, img_size=64, num_classes=50)
+    ours, theirs = (fill(m).train(training) for m in (timm.create_model("volo_test", num_classes=50), theirs))
     images = make_images(2, 64)
     weights = torch.randn(2, 50, generator=torch.Generator().manual_seed(0))
     results = []
@@ -46,27 +70,6 @@ def test_forward_and_gradients_equal_timms(training, fill, make_images, deviatio
     assert grads.keys() == expected_grads.keys()
     worst = max((grads[n] - expected_grads[n]).abs().max() / scale for n in grads)
     assert worst < 1e-5
-
-
-def heads_of(model):
-    return [module.num_heads for module in model.modules() if hasattr(module, "num_heads")]
-
-
-@pytest.mark.parametrize(("name", "size"), WEIGHTS)
-def test_names_shapes_and_preprocessing_fit_timms_weights(name, size):
-    tag = "sail_in1k" if size == 224 else f"sail_in1k_{size}"
-    with torch.device("meta"):
-        ours = timm.create_model(f"{name}.{tag}")
-        theirs = timm.create_model(f"{name}_{size}.sail_in1k")
-    shapes, expected = ({k: v.shape for k, v in m.state_dict().items()} for m in (ours, theirs))
-    assert shapes == expected
-    assert heads_of(ours) == heads_of(theirs)  # shapes do not show them
-    assert ours.img_size == (size, size)
-    cfg, expected_cfg = ours.pretrained_cfg, theirs.pretrained_cfg
-    for key in ("url", "input_size", "mean", "std", "interpolation", "first_conv", "classifier"):
-        assert cfg[key] == expected_cfg[key], key
-    assert cfg["crop_pct"] == (1.15 if name in ("volo_d4", "volo_d5") else 0.96)
-    assert ours.no_weight_decay() == theirs.no_weight_decay()
 
 
 @pytest.mark.parametrize(("side", "grid"), [(224, 14), (230, 14), (239, 15), (384, 24), (16, 1), (33, 2)])
@@ -88,7 +91,7 @@ def drop_path_rates(module):
 
 def test_stochastic_depth_equals_timms_and_spares_outlookers_unless_asked():
     with torch.device("meta"):
-        ours, theirs = ours_and_timms(drop_path_rate=0.3)
+        ours, theirs = (timm.create_model(name, drop_path_rate=0.3) for name in ("volo_d1", "volo_d1_224"))
         everywhere = timm.create_model("volo_d1", drop_path_rate=0.3, outlooker_drop_path=True)
     rates = drop_path_rates(ours)
     assert rates == pytest.approx([m.drop_prob for m in theirs.modules() if isinstance(m, DropPath)][::2])

@@ -26,7 +26,7 @@ from tlt.io.weights import clean_names, clean_state_dict
 from tlt.models.layers import Mlp, SelfAttention
 from volo.cluster.distributed import World
 from volo.cluster.shard import is_sharded, total_norm
-from volo.models.blocks import ClassAttention, OutlookAttention
+from volo.models.volo import ClassAttention, OutlookAttention
 
 # The first layers of each module, with the number of tensors that one layer computes (q, k and v lie one after the
 # other, and each is divided by heads), and the last layer.

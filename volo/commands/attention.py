@@ -43,7 +43,7 @@ from tlt.tools.drawing import (
 from volo.checkpoint.model_config import class_names
 from volo.cluster.distributed import choose_device
 from volo.commands.console import say
-from volo.models.blocks import ClassAttention, OutlookAttention
+from volo.models.volo import ClassAttention, OutlookAttention
 from volo.train.data import eval_dataset
 from volo.train.trained_model import load_model
 
