@@ -17,13 +17,13 @@ from torch import Tensor
 
 from tlt.data.augment.counter import key
 from tlt.data.augment.device_stage import DeviceStage
-from tlt.data.augment.index_stream import IndexStream
 from tlt.data.augment.plan import AugmentConfig, Plan
-from tlt.data.backends.choice import create_backend
+from tlt.data.backends import create_backend
 from tlt.data.backends.decode import Backend
-from tlt.data.batch import Batch, BatchKey
+from tlt.data.batch import Batch, BatchKey, IndexStream, SkipCounter
 from tlt.data.dataset import LabelReader, LabelView, TrainDataset
-from tlt.data.loader import DeviceLoader, SkipCounter
+from tlt.data.loader import DeviceLoader
+from tlt.data.sources import open_images as open_images
 from tlt.data.sources.image_file import DEFAULT_MAX_PIXELS
 from tlt.data.sources.source import ImageSource
 from tlt.mixtoken import sample_box

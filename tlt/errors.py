@@ -16,7 +16,7 @@ class UserError(Exception):
 
 
 class MissingSplit(UserError):
-    """No such split. `tlt.data.sources.open_images` adds the flag that would name another one."""
+    """No such split. `tlt.data.sources` adds the flag that would name another one."""
 
 
 class MachineFault(UserError):

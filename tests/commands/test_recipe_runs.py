@@ -15,7 +15,7 @@ import torchvision
 from tests.commands.conftest import ROOT, Call, Make, metrics
 from tests.commands.test_dataset_kinds import as_records
 from tests.data.sources.test_dataset_kinds import cifar, pixels
-from tlt.data.sources.open_images import open_images
+from tlt.data.sources import open_images
 
 SMALL = (
     "--model test_vit --img-size 32 --batch-size 4 --grad-accum-steps 1 --epochs 5 --warmup-epochs 1 "

@@ -20,11 +20,10 @@ from tests.commands.conftest import nothing_left_running as nothing_left_running
 from tests.conftest import wait_until
 from tests.data.sources.test_dataset_kinds import cifar
 from tests.labels.packed import SHAPE, label_map, make_archive, make_tree, same_files, save_image, write_images
-from tlt.data.sources.folder import ImageFolder, scan_folder
+from tlt.data.sources import open_images
+from tlt.data.sources.folder import PACKING, ImageFolder, scan_folder
 from tlt.data.sources.image_file import read_size
-from tlt.data.sources.open_images import open_images
 from tlt.data.sources.records import FileRecords, RecordImages
-from tlt.data.sources.tar_shards import PACKING
 from tlt.errors import UserError
 from tlt.io.output_folder import marker_crc
 from tlt.labels.label_info import LabelInfo

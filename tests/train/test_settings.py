@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tests.train.small_run import arguments
-from tlt.data.augment.index_stream import IndexStream
+from tlt.data.batch import IndexStream
 from volo.train.settings import batch_record, dataset_defaults, settle, steps_to_keep
 
 

@@ -1,20 +1,94 @@
-"""A batch, from the numbers of its images to tensors on the training device.
+"""A batch: its images, a function of (seed, epoch) whatever the number of ranks and workers, and its tensors.
 
 Legend: B images, (H, W) output size.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from tlt.data.augment.counter import keys
 from tlt.data.augment.plan import Plan
+from tlt.errors import UserError
+from tlt.io.text import printable
 from tlt.label_map import LabelBatch
+
+Ints = npt.NDArray[np.int64]
+
+_SHUFFLE = 0x5F0FF1E  # sets the permutation's hash apart from those of the augmentation streams
+
+
+def permutation(length: int, seed: int, epoch: int) -> Ints:
+    """The order (length,) of the images in an epoch: the indices sorted by their hash."""
+    return np.argsort(keys(seed, epoch, _SHUFFLE, np.arange(length)), kind="stable")
+
+
+@dataclass(frozen=True)
+class IndexStream:
+    """Cuts each epoch's permutation into global batches, ranks and micro-batches.
+
+    Global batch k is the k-th slice of `global_batch` entries; rank r takes every `world_size`-th entry of it; those
+    are cut into `micro_batches` chunks. The last, smaller global batch is kept, rounded down to a multiple of
+    `world_size` so that all ranks hold equally many images: at most world_size - 1 images are left out, other ones each
+    epoch. Its micro-batches are as large as the others, the last one ragged. `drop_last` leaves the smaller batch out.
+
+    With `repeats` an epoch shows an R-th of the images, each R times in a row, so that ranks get it at the same time
+    (repeated augmentation, arXiv:1901.09335). Repetition r of image i is the number `i + r * length`: it is augmented
+    in its own way.
+
+    Raises:
+        UserError: Fewer images than a global batch, or a global batch that ranks and micro-batches don't divide.
+    """
+
+    length: int
+    global_batch: int
+    seed: int
+    world_size: int = 1
+    rank: int = 0
+    micro_batches: int = 1
+    drop_last: bool = False
+    repeats: int = 1
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.rank < self.world_size:
+            raise ValueError(f"rank {self.rank} of {self.world_size}")
+        if self.global_batch <= 0 or self.global_batch % (self.world_size * self.micro_batches):
+            raise UserError(
+                f"a global batch of {self.global_batch} images can't be shared by {self.world_size} ranks with "
+                f"{self.micro_batches} micro-batches each: make it a multiple of {self.world_size * self.micro_batches}"
+            )
+        if self.length < self.global_batch:
+            raise UserError(
+                f"the training set has {self.length} images, fewer than one global batch of {self.global_batch}: lower "
+                "--batch-size (or --grad-accum-steps, or the number of processes)"
+            )
+
+    @property
+    def images_per_epoch(self) -> int:
+        """Images that all ranks together train on in an epoch."""
+        left = self.length % self.global_batch
+        return self.length - (left if self.drop_last else left % self.world_size)
+
+    @property
+    def updates_per_epoch(self) -> int:
+        return math.ceil(self.images_per_epoch / self.global_batch)
+
+    def epoch(self, epoch: int, start_update: int = 0) -> Iterator[list[Ints]]:
+        """Yield, per update from `start_update` on, the micro-batches (arrays of indices) of this rank."""
+        order = permutation(self.length, self.seed, epoch)[: math.ceil(self.images_per_epoch / self.repeats)]
+        order = (order[:, None] + self.length * np.arange(self.repeats)).ravel()[: self.images_per_epoch]
+        size = self.global_batch // (self.world_size * self.micro_batches)
+        for start in range(start_update * self.global_batch, len(order), self.global_batch):
+            mine = order[start : start + self.global_batch][self.rank :: self.world_size]
+            yield [mine[cut : cut + size] for cut in range(0, len(mine), size)]
 
 
 class Skipped(NamedTuple):
@@ -24,20 +98,53 @@ class Skipped(NamedTuple):
     reason: str
 
 
+@dataclass
+class SkipCounter:
+    """Counts the images that can't be read, each once however often it comes up. `limit` of them may fail
+    (`--max-bad-images`); None: 0.1 % of the images, but no fewer than 10 and no more than 100."""
+
+    images: int  # of the data set
+    limit: int | None = None
+    reasons: dict[str, str] = field(default_factory=dict)  # by path, of those that were met
+    _new: list[Skipped] = field(default_factory=list, repr=False)
+
+    @property
+    def allowed(self) -> int:
+        if self.limit is not None:
+            return self.limit
+        return min(100, max(10, self.images // 1000))
+
+    def record(self, skipped: Iterable[Skipped]) -> None:
+        """Count. Raises UserError when more than `allowed` images failed."""
+        for image in skipped:
+            if image.path in self.reasons:
+                continue
+            self.reasons[image.path] = image.reason
+            self._new.append(image)
+            if (failed := len(self.reasons)) > self.allowed:
+                raise UserError(
+                    f"{failed} of {self.images} images can't be read, more than --max-bad-images {self.allowed}; "
+                    f"the last one is {printable(image.path)} ({image.reason}): mend them, or raise the limit"
+                )
+
+    def take_new(self) -> list[Skipped]:
+        """The images that failed for the first time since the last call."""
+        new, self._new = self._new, []
+        return new
+
+    def take_lines(self) -> list[str]:
+        """One line for each of `take_new`, for the log."""
+        return [f"left out {printable(path)}: {reason}" for path, reason in self.take_new()]
+
+
 @dataclass(frozen=True)
 class BatchKey:
-    """Which images a batch shall hold: a data set makes the batch of a key, always the same one.
-
-    Attributes:
-        indices: Images; from the number of images on, repetitions of them.
-        last: Whether this is the last micro-batch of its update.
-        update_samples: Images of this rank in that update.
-    """
+    """Which images a batch shall hold: a data set makes the batch of a key, always the same one."""
 
     epoch: int
-    indices: tuple[int, ...]
-    last: bool = True
-    update_samples: int = 0
+    indices: tuple[int, ...]  # of images; from the number of images on, of repetitions of them
+    last: bool = True  # whether this is the last micro-batch of its update
+    update_samples: int = 0  # images of this rank in that update
 
 
 @dataclass

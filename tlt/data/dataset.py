@@ -58,13 +58,10 @@ class LabelReader(Protocol):
 
 
 class WorkerStatus:
-    """Which image each worker has in hand, and since when: numbers that workers and main process share.
-
-    Args:
-        workers: Processes; the only row of 0 workers is the main process's.
-    """
+    """Which image each worker has in hand, and since when: numbers that workers and main process share."""
 
     def __init__(self, workers: int) -> None:
+        # Without workers the only row is the main process's.
         self._rows = torch.full((max(workers, 1), 2), -1.0, dtype=torch.float64).share_memory_()  # index, time
 
     def mark(self, index: int) -> None:
@@ -140,11 +137,9 @@ class TrainDataset(BatchDataset):
     """Augmented training batches, a function of (seed, epoch, indices).
 
     Args:
-        folder: The training images.
-        config: Augmentation.
         seed: Of crops, augmentation and replacements.
-        labels: Token labels in the folder's order, or None.
-        backend: Decoder; None: torchvision's.
+        labels: Token labels in the folder's order.
+        backend: None: torchvision's.
         label_view: How the maps of a batch are read in place of the plan's own way, as `tlt.upstream.behaviour` does.
     """
 
@@ -219,14 +214,13 @@ class EvalDataset(BatchDataset):
     """Images for evaluation, as timm's `create_transform(is_training=False)` shows them.
 
     Args:
-        folder: The images.
         size: (H, W) of the output.
         crop_pct: Output size over resized size; above 1 the resized image is padded (black; `fill` for "border").
         crop_mode: "center": shorter side to size / crop_pct, then the centre. "squash": both sides to size / crop_pct.
             "border": longer side to size / crop_pct, padded.
         interpolation: A name of `tlt.data.backends.decode.INTERPOLATIONS`.
         fill: Colour 0..255 of the padding of "border"; timm takes the mean.
-        backend: Decoder; None: Pillow's, so that every pixel is timm's.
+        backend: None: Pillow's, so that every pixel is timm's.
 
     Raises:
         UserError: Unknown crop mode, or a crop ratio that is not positive.

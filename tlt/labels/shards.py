@@ -18,10 +18,9 @@ import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
-from tlt.data.sources.folder import TRAIN_SPLITS
+from tlt.data.sources.folder import LABELS, TABLE, TRAIN_SPLITS
 from tlt.data.sources.image_file import BadImage
 from tlt.data.sources.records import RecordImages
-from tlt.data.sources.tar_shards import LABELS, TABLE
 from tlt.errors import UserError
 from tlt.io.names import Names
 from tlt.io.text import printable

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 
+from tlt.data.sources import open_images
 from tlt.data.sources.image_file import BadImage
-from tlt.data.sources.open_images import open_images
 from tlt.data.sources.records import RecordImages
 from tlt.errors import MachineFault, UserError
 from tlt.io.jobs import Progress

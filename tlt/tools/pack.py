@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from tlt.data.sources.open_images import open_images
+from tlt.data.sources import open_images
 from tlt.data.sources.source import ImageSource
 from tlt.errors import UserError
 from tlt.io.jobs import Progress

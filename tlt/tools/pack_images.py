@@ -25,7 +25,8 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from tlt.data.sources.folder import TRAIN_SPLITS, VALIDATION_SPLITS
+from tlt.data.sources import open_images
+from tlt.data.sources.folder import LABELS, PACKING, TABLE, TRAIN_SPLITS, VALIDATION_SPLITS
 from tlt.data.sources.image_file import (
     DEFAULT_MAX_PIXELS,
     BadImage,
@@ -35,10 +36,9 @@ from tlt.data.sources.image_file import (
     image_formats,
     pillow_errors,
 )
-from tlt.data.sources.open_images import open_images
 from tlt.data.sources.records import FileRecords, RecordImages, concatenated, write_table
 from tlt.data.sources.source import ImageSource
-from tlt.data.sources.tar_shards import LABEL_EXTENSION, LABELS, PACKING, TABLE, scan_packed
+from tlt.data.sources.tar_shards import LABEL_EXTENSION, scan_packed
 from tlt.errors import UserError
 from tlt.io.files import sync_folder
 from tlt.io.jobs import in_processes

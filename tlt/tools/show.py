@@ -15,7 +15,7 @@ from tlt.data.augment.device_stage import DeviceStage
 from tlt.data.augment.plan import AugmentConfig
 from tlt.data.batch import Batch, BatchKey
 from tlt.data.dataset import TrainDataset
-from tlt.data.sources.open_images import open_images
+from tlt.data.sources import open_images
 from tlt.data.sources.source import ImageSource
 from tlt.errors import UserError
 from tlt.io.files import refuse_existing

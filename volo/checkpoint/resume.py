@@ -13,9 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tlt.data.backends.synthetic import ROOT as SYNTHETIC
 from tlt.data.dataset import LabelReader
-from tlt.data.sources.source import ImageSource
+from tlt.data.sources.source import SYNTHETIC, ImageSource
 from tlt.errors import UserError
 from tlt.io.weights import InPartsError, check_finite, peek_checkpoint, read_checkpoint, state_dict_of
 from tlt.upstream import ROWS

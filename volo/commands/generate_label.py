@@ -24,9 +24,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from tlt.data.batch import Skipped
-from tlt.data.loader import SkipCounter
-from tlt.data.sources.open_images import open_images
+from tlt.data.batch import SkipCounter, Skipped
+from tlt.data.sources import open_images
 from tlt.data.sources.source import ImageSource
 from tlt.errors import UserError
 from tlt.io.jobs import Progress
@@ -207,7 +206,7 @@ def finish(
     """
     counter = SkipCounter(len(folder), args.max_bad_images)
     counter.record(Skipped(*each) for of_rank in skips for each in of_rank.items())
-    if counter.total == len(folder):
+    if len(counter.reasons) == len(folder):
         raise UserError(f"not one of {len(folder)} images in {printable(folder.root)} can be read: check them")
     say(counter.take_lines())
     skipped = sorted(row for row in pending if folder.path(row) in counter.reasons)

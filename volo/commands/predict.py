@@ -87,7 +87,7 @@ def run(args: Namespace) -> int:
     flags = Namespace(**vars(args) | wanted)
     loader = validation_loader(flags, folder, args.batch_size, trained.settings, world)
     read, rows = predict(args, trained, loader, Precision(world.device, dtype), found.names, names)
-    print(f"{len(read)} images predicted, {loader.skips.total} could not be read", flush=True)
+    print(f"{len(read)} images predicted, {len(loader.skips.reasons)} could not be read", flush=True)
     report(args, [found.paths[index] for index in read], names, rows)
     return 0
 

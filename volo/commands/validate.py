@@ -26,8 +26,8 @@ from torch import Tensor, nn
 from tlt.data.batch import Batch
 from tlt.data.dataset import EvalDataset
 from tlt.data.loader import EvalLoader
+from tlt.data.sources import open_images
 from tlt.data.sources.folder import check_num_classes, read_class_map
-from tlt.data.sources.open_images import open_images
 from tlt.data.sources.source import ImageSource
 from tlt.errors import UserError
 from tlt.models.folding import fold_batchnorm

@@ -6,7 +6,7 @@ from argparse import Namespace
 from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 
-from tlt.data.sources.dataset_kinds import needs_folder, parse_kind
+from tlt.data.sources import needs_folder, parse_kind
 from tlt.errors import UserError
 from tlt.upstream import resolve
 from volo.config.flag_table import Flag, check_flags

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tlt.data.sources.dataset_kinds import KINDS
+from tlt.data.sources import KINDS
 from volo.config.flag_table import (
     ABOVE_ZERO,
     AMOUNT,

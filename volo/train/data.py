@@ -14,13 +14,13 @@ import numpy.typing as npt
 from tlt.api import Loader
 from tlt.data.augment.device_stage import EvalStage
 from tlt.data.augment.plan import AugmentConfig
-from tlt.data.backends.choice import create_backend
+from tlt.data.backends import create_backend
 from tlt.data.backends.decode import Backend
-from tlt.data.backends.synthetic import SyntheticBackend, SyntheticLabels, synthetic_folder
+from tlt.data.batch import SkipCounter
 from tlt.data.dataset import EvalDataset, LabelReader
-from tlt.data.loader import EvalLoader, SkipCounter
+from tlt.data.loader import EvalLoader
+from tlt.data.sources import open_images
 from tlt.data.sources.folder import compare_classes, read_class_map
-from tlt.data.sources.open_images import open_images
 from tlt.data.sources.source import ImageSource
 from tlt.errors import UserError
 from tlt.io.jobs import SearchProgress
@@ -52,6 +52,8 @@ def open_folders(args: Namespace, world_size: int, found: SearchProgress | None 
         UserError: A split is missing or empty, or the splits' classes differ.
     """
     if args.data_backend == "synthetic":
+        from tlt.data.backends.synthetic import synthetic_folder
+
         classes = args.num_classes or 1000
         batch = args.batch_size * args.grad_accum_steps * world_size
         return Folders(
@@ -143,6 +145,8 @@ def open_labels(
     if not args.token_label_data:
         return None, []
     if args.data_backend == "synthetic":
+        from tlt.data.backends.synthetic import SyntheticLabels
+
         if args.label_tail != "zero":
             raise UserError(f"--label-tail {args.label_tail}: synthetic maps have no log-sum-exp; leave it out")
         warning = f"--token-label-data {args.token_label_data}: synthetic images, synthetic maps"
@@ -219,7 +223,7 @@ def train_loader(
         workers=args.workers,
         world_size=world.data_size,
         rank=world.data_rank,
-        backend=SyntheticBackend() if args.data_backend == "synthetic" else args.data_backend,
+        backend=args.data_backend,
         max_pixels=args.max_pixels,
         full_decode=args.full_decode,
         max_bad_images=args.max_bad_images,
@@ -235,10 +239,8 @@ def validation_loader(
     args: Namespace, folder: ImageSource, batch_size: int, settings: Mapping[str, Any], world: World
 ) -> EvalLoader:
     """The validation batches of this rank."""
-    if args.data_backend == "synthetic":
-        backend: Backend = SyntheticBackend()
-    else:  # validation resizes whole images: with the same filters on all backends
-        backend = create_backend(args.data_backend, args.max_pixels, args.workers, world.device)
+    # Without scaled decoding: validation resizes whole images, with the same filters on all backends.
+    backend = create_backend(args.data_backend, args.max_pixels, args.workers, world.device)
     return EvalLoader(
         eval_dataset(folder, settings, backend),
         batch_size,

@@ -7,7 +7,7 @@ import torch
 from scipy import stats
 
 from tlt.data.augment.counter import key, keys, normal_noise, uniform
-from tlt.data.augment.index_stream import IndexStream, permutation
+from tlt.data.batch import IndexStream, permutation
 
 MASK = (1 << 64) - 1
 GAMMA = 0x9E3779B97F4A7C15

@@ -11,6 +11,7 @@ import pytest
 import torch
 from PIL import Image
 
+from tlt.data.backends.synthetic import synthetic_folder
 from tlt.data.dataset import LabelReader
 from tlt.data.sources.source import ImageSource
 from tlt.tools import cli as tlt_cli
@@ -53,7 +54,7 @@ def parsed(data: Path, backend: str, way: Way) -> Namespace:
 def opened(args: Namespace) -> tuple[ImageSource, LabelReader | None]:
     """Training images and their labels."""
     if args.data_backend == "synthetic":
-        images: ImageSource = train_data.synthetic_folder(IMAGES, 4)
+        images: ImageSource = synthetic_folder(IMAGES, 4)
     else:
         images = train_data.open_images(args.data_dir, "train", args.dataset)
     return images, train_data.open_labels(args, images, 4)[0]

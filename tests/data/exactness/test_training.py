@@ -36,10 +36,9 @@ from tests.data.exactness.conftest import (
 )
 from tlt import api
 from tlt.data.augment.device_stage import DeviceStage
-from tlt.data.augment.index_stream import IndexStream
 from tlt.data.augment.plan import Plan, make_plan
 from tlt.data.backends.synthetic import SyntheticImages, SyntheticLabels
-from tlt.data.batch import Batch
+from tlt.data.batch import Batch, IndexStream
 from tlt.data.dataset import TrainDataset
 from tlt.data.sources.source import ImageSource
 from volo.cluster.distributed import World

@@ -1,4 +1,5 @@
-"""Class folders: order and classes as timm finds them, and what timm passes over in silence is reported or refused."""
+"""Class folders: order and classes as timm finds them, and what timm passes over in silence is reported or refused.
+`--dataset csv/FILE`: what a table may say, and one line for what it may not."""
 
 from __future__ import annotations
 
@@ -15,6 +16,7 @@ from timm.data.readers.reader_image_folder import find_images_and_targets
 from timm.utils.misc import natural_key as timm_key
 
 from tests.data.conftest import refuses
+from tlt.data.sources import open_images
 from tlt.data.sources.folder import (
     FolderListing,
     check_num_classes,
@@ -24,7 +26,6 @@ from tlt.data.sources.folder import (
     scan_folder,
 )
 from tlt.data.sources.image_file import image_extensions
-from tlt.data.sources.open_images import open_images
 from tlt.data.sources.source import ImageSource
 from tlt.errors import UserError
 from tlt.io.jobs import SearchProgress
@@ -226,3 +227,47 @@ def test_fault_32_unreadable_class_folder(tree: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(os, "scandir", refusing)
     with pytest.raises(UserError, match=r"/n2 can't be read \(Permission denied\)"):
         scan_folder(tree)
+
+
+@pytest.fixture
+def listed(tmp_path: Path) -> Path:
+    """Three images in DATA, and one beside it."""
+    for name in ("data/a.png", "data/b.png", "data/deep/c.png", "d.png"):
+        image(tmp_path / name)
+    return tmp_path / "data"
+
+
+def opened(listed: Path, text: str, split: str = "train") -> list[tuple[str, str]]:
+    """Path and class of the images of a table."""
+    (listed / "table.csv").write_text(text)
+    images = open_images(str(listed), split, "csv/table.csv")
+    return [(path, images.class_names[number]) for path, number in zip(images.paths, images.classes, strict=True)]
+
+
+def test_paths_are_taken_in_their_usual_form_and_rows_by_their_split(listed: Path) -> None:
+    text = "path,class\n./a.png,x\ndeep/../b.png,y\ndeep//c.png,x\n"
+    assert opened(listed, text) == [("a.png", "x"), ("b.png", "y"), ("deep/c.png", "x")]
+    text = "path,split,class\na.png,train,x\nb.png,val,y\n"
+    assert opened(listed, text) == [("a.png", "x")] and opened(listed, text, "validation") == [("b.png", "y")]
+
+
+ROW = "a row needs a path and a class, and a field for each column"
+
+
+@pytest.mark.parametrize(
+    ("text", "reported"),
+    [
+        ("path,class\na.png,x\n../d.png,x\n", r"line 3: \.\./d.png is not below DATA: paths count from there"),
+        ("path,class\ndeep/../../d.png,x\n", "line 2: .* is not below DATA"),
+        ("path,class,split\na.png,x,train\nb.png,x\n", f"line 3: {ROW}"),
+        ("path,class\na.png,x\n,x\n", f"line 3: {ROW}"),
+        ("path,class\na.png,x, large\n", 'line 2: .*and no more; write "a, b"'),
+        ("image,label\na.png,x\n", "is no table, with commas, of columns 'path' and 'class'"),
+        ("path,class\n./a.png,x\na.png,x\n", "names an image more than once"),
+        ("path,class\ngone.png,x\n", r"names 1 images that are not there \(gone.png\)"),
+        ("path,class,split\na.png,x,test\n", r"no row whose column 'split' says train: it has test \(--split\)"),
+    ],
+)
+def test_what_a_table_may_not_say_is_one_line(listed: Path, text: str, reported: str) -> None:
+    with refuses(rf"table\.csv.* ?{reported}"):
+        opened(listed, text)

@@ -14,12 +14,12 @@ import pytest
 from PIL import Image
 
 from tests.data.conftest import encoded
-from tlt.data.backends.choice import create_backend
-from tlt.data.backends.decode import BACKENDS, Backend, Encoded, Request
+from tlt.data.backends import create_backend
+from tlt.data.backends.decode import Backend, Encoded, Request
 from tlt.data.batch import Batch, BatchKey
 from tlt.data.dataset import EvalDataset
+from tlt.data.sources import open_images
 from tlt.data.sources.image_file import BadImage, read_size
-from tlt.data.sources.open_images import open_images
 from tlt.errors import UserError
 
 LIMIT = 1_000_000  # pixels
@@ -27,7 +27,7 @@ SPARSE = 1_500_000_000  # bytes
 GPU = pytest.param("dali-gpu", marks=pytest.mark.gpu)
 
 
-@pytest.fixture(params=[*BACKENDS, "dali-cpu", GPU])
+@pytest.fixture(params=["torchvision", "pil", "dali-cpu", GPU])
 def backend(request: pytest.FixtureRequest) -> Backend:
     if request.param.startswith("dali"):
         pytest.importorskip("nvidia.dali", reason="the extra dali")

@@ -1,4 +1,5 @@
-"""Tar shards that others wrote: the bytes that other readers find in them, and one line for whatever is wrong."""
+"""Tar shards that others wrote: the bytes that other readers find in them, and one line for whatever is wrong. Then
+those that timm's `_info.json` or a pattern names (`--dataset wds/NAME`)."""
 
 from __future__ import annotations
 
@@ -18,12 +19,12 @@ import numpy as np
 import pytest
 
 from tests.data.conftest import flip, jpeg, refuses
-from tlt.data.sources import tar_shards
+from tests.data.sources.test_dataset_kinds import pixels
+from tlt.data.sources import open_images, records
 from tlt.data.sources.image_file import BadImage
-from tlt.data.sources.open_images import open_images
 from tlt.data.sources.records import ROW, RecordImages
 from tlt.data.sources.records import _crc as checksum
-from tlt.data.sources.tar_shards import open_shards, scan_tar
+from tlt.data.sources.tar_shards import expand_braces, open_shards, scan_tar
 from tlt.errors import UserError
 
 
@@ -82,20 +83,16 @@ def test_images_are_those_that_webdataset_reads(tmp_path: Path) -> None:
     assert found == expected and len(found) == 10 and ours.class_names == ["c0", "c1"]
 
 
-def test_the_table_agrees_with_dalis_and_is_read_by_numpy_alone(data: Path) -> None:
-    """DALI's program lists extension, offset and size of each file."""
-    wds2idx = pytest.importorskip("wds2idx")
+def test_the_table_is_read_by_numpy_alone(data: Path) -> None:
     rows = np.load(data / "train" / "shards.npy", mmap_mode="r")
     files = json.loads((data / "train" / "shards.json").read_text())["description"]["files"]
     names = (data / "train" / "shards.names").read_bytes()
     starts = [0, *rows["name_end"][:-1]]
     paths = [names[start:end].decode() for start, end in zip(starts, rows["name_end"], strict=True)]
     assert rows.dtype == ROW and paths == [f"c{c}/image{n}.jpg" for c in range(3) for n in range(12) if n % 3 == c]
-    for number, (name, _) in enumerate(files):
-        wds2idx.IndexCreator(str(data / "train" / name), str(data / "idx"), verbose=False).create_index()
-        theirs = [line.split() for line in (data / "idx").read_text().splitlines()[1:]]
-        ours = {paths[i]: rows[i][["offset", "length"]].item() for i in np.flatnonzero(rows["file"] == number)}
-        assert ours == {line[3]: (int(line[1]), int(line[2])) for line in theirs}
+    for path, row in zip(paths, rows, strict=True):
+        tar_file = (data / "train" / files[row["file"]][0]).read_bytes()
+        assert tar_file[row["offset"] :][: row["length"]] == jpeg(int(path[8:-4]))
 
 
 def test_class_list_of_the_training_set_numbers_the_shards(data: Path, tmp_path: Path) -> None:
@@ -255,7 +252,7 @@ def test_a_table_is_made_once_by_whoever_comes_first(data: Path, monkeypatch: py
     for path in (data / "train").glob("shards.*"):
         path.unlink()
     (data / "train" / "shards.npy").write_bytes(b"part")
-    write = tar_shards.write_table
+    write = records.write_table
 
     def counted(*arguments: Any) -> None:
         with open(data / "written", "a") as file:
@@ -265,7 +262,7 @@ def test_a_table_is_made_once_by_whoever_comes_first(data: Path, monkeypatch: py
     def open_there() -> None:
         (data / f"{os.getpid()}.paths").write_text("\n".join(opened(data / "train").paths))
 
-    monkeypatch.setattr(tar_shards, "write_table", counted)
+    monkeypatch.setattr(records, "write_table", counted)
     running = [multiprocessing.get_context("fork").Process(target=open_there) for _ in range(3)]
     for process in running:
         process.start()
@@ -288,3 +285,68 @@ def test_a_table_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Monk
     shutil.move(tmp_path / "x" / "x.tar", tmp_path / "y")
     with pytest.raises(UserError, match="1 images are there more than once, such as c0/image0.jpg"):
         opened(tmp_path / "y")
+
+
+@pytest.fixture
+def named(tmp_path: Path) -> Path:
+    """Three shards that `_info.json` lists, the last one for validation; `cls` and `json` disagree."""
+    wds = pytest.importorskip("webdataset")
+    for shard in range(3):
+        with wds.TarWriter(str(tmp_path / f"set-{shard:02d}.tar")) as writer:
+            for mark in range(shard * 4, shard * 4 + 4):
+                writer.write({"__key__": f"k{mark}", "jpg": jpeg(mark), "cls": mark % 3, "json": {"label_12k": mark}})
+    shards = {"train": [0, 1], "validation": [2], "alternative": [0, 1]}
+    splits = dict[str, dict[str, object]]()
+    for name, of in shards.items():
+        lengths = {f"set-{each:02d}.tar": 4 for each in of}
+        splits[name] = {"name": name, "filenames": [*lengths], "shard_lengths": [*lengths.values()]}
+        splits[name]["num_samples"] = sum(lengths.values())
+    splits["alternative"]["alt_label"] = "label_12k"
+    (tmp_path / "_info.json").write_text(json.dumps({"name": "set", "splits": splits}))
+    return tmp_path
+
+
+@pytest.mark.parametrize("name", ["train", "validation", "alternative", "set-{00..01}.tar|8", "set-0{0,2}.tar|8"])
+def test_images_and_classes_are_timms(name: str, named: Path) -> None:
+    create_reader = pytest.importorskip("timm.data.readers.reader_factory").create_reader
+    theirs = [(np.array(image), number) for image, number in create_reader("wds/set", str(named), name)]
+    ours = open_images(str(named), name, "wds/set")
+    assert len(ours) == len(theirs) == (4 if name == "validation" else 8)
+    for index in range(len(ours)):
+        (number,) = (number for image, number in theirs if np.array_equal(image, pixels(ours, index)))
+        assert ours.classes[index] == number
+
+
+@pytest.mark.parametrize("pattern", ["a-{000..011}.tar", "{b,c}-{8..11}.tar", "x.tar", "{00..02}/{9..9}.tar"])
+def test_patterns_are_webdatasets(pattern: str) -> None:
+    wds = pytest.importorskip("webdataset")
+    assert expand_braces(pattern) == wds.shardlists.expand_urls(pattern)
+
+
+def edit(data: Path, **changes: object) -> None:
+    info = json.loads((data / "_info.json").read_text())
+    info["splits"]["train"] |= changes
+    (data / "_info.json").write_text(json.dumps(info))
+
+
+BAD_LISTS: dict[str, tuple[str, Callable[[Path], object], str]] = {
+    "no such split": ("test", lambda _: None, "has no split test; it has train, validation, alternative"),
+    "no list": ("train", lambda d: (d / "_info.json").unlink(), "no _info.json or info.json in .*give a pattern"),
+    "not a list": ("train", lambda d: (d / "_info.json").write_text("[]"), "lists no shards as timm does"),
+    "no names": ("train", lambda d: edit(d, filenames=[]), "0 of 0 shards are missing"),
+    "a command": ("train", lambda d: edit(d, filenames=["pipe:cat x.tar"]), "pipe:cat x.tar: tar files below"),
+    "a path outside": ("train", lambda d: edit(d, filenames=["../../x.tar"]), "tar files below"),
+    "missing shard": ("train", lambda d: (d / "set-01.tar").unlink(), "1 of 2 shards are missing: .*set-01.tar"),
+    "pattern without files": ("no-{0..3}.tar", lambda _: None, "4 of 4 shards are missing"),
+    "pattern downwards": ("set-{3..1}.tar", lambda _: None, "give patterns like"),
+    "pattern of too many": ("{0..99999}{0..99999}.tar", lambda _: None, "a million"),
+    "no braces' content": ("set-{1}.tar", lambda _: None, "give patterns like"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_LISTS)
+def test_bad_list_is_one_line(case: str, named: Path) -> None:
+    name, damage, text = BAD_LISTS[case]
+    damage(named)
+    with refuses(text):
+        open_images(str(named), name, "wds/x")

@@ -14,7 +14,7 @@ import pytest
 from tensorboard.summary.writer.record_writer import RecordWriter
 
 from tests.data.conftest import flip, jpeg, refuses
-from tlt.data.sources.open_images import open_images
+from tlt.data.sources import open_images
 
 pytest.importorskip("google_crc32c")
 

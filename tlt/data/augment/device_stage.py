@@ -32,22 +32,16 @@ Floats = npt.NDArray[np.float64]
 class Work(NamedTuple):
     """One operation on some rows of the batch."""
 
-    run: Callable[[Tensor, Tensor], Tensor]  # images (b, 3, H, W) uint8, arguments (b, 6) -> new images
+    run: Callable[[Tensor, Tensor], Tensor]  # images (b, 3, H, W) uint8, arguments (b, 2, 3) -> new images
     rows: Ints  # (b,)
-    arguments: Floats  # (b, 6) the map of a warp; of a colour operation the first is used, of a flip none
-
-
-def schedule(plan: Plan, fill: Sequence[int]) -> list[Work]:
-    """The operations of a plan in the order that gives each sample its layers and its warp in the plan's order."""
-    work = [*_colour_work(plan, plan.early), *_warp_work(plan, fill), *_colour_work(plan, ~plan.early)]
-    return [each for each in work if len(each.rows)]
+    arguments: Floats  # (b, 2, 3) the map of a warp; of a colour operation the first is used, of a flip none
 
 
 def _colour_work(plan: Plan, when: Bools) -> Iterator[Work]:
     """The layers that `when` (B, L) marks, one after the other."""
     for layer, code in product(range(plan.op.shape[1]), OPERATIONS):
         rows = np.flatnonzero(when[:, layer] & (plan.op[:, layer] == code))
-        arguments = plan.argument[rows, layer, None].repeat(6, axis=1)
+        arguments = np.broadcast_to(plan.argument[rows, layer, None, None], (len(rows), 2, 3))
         yield Work(partial(_colour, code=code), rows, arguments)
 
 
@@ -63,25 +57,21 @@ def _warp_work(plan: Plan, fill: Sequence[int]) -> Iterator[Work]:
     only_flipped = np.all(np.abs(plan.warp - flips) < 1e-9, axis=(1, 2))
     along = moved_along(plan.warp)
     flipped = mirrored & (only_flipped | (along >= 0))[:, None]
-    maps = np.where(flipped.any(1)[:, None, None], geometry.compose(plan.warp, flips), plan.warp).reshape(-1, 6)
+    maps = np.where(flipped.any(1)[:, None, None], geometry.compose(plan.warp, flips), plan.warp)
     for side, dimension in enumerate((3, 2)):
         rows = np.flatnonzero(flipped[:, side])
         yield Work(partial(_flip, dimension=dimension), rows, maps[rows])
     for filter_, axis in product((BILINEAR, BICUBIC), (0, 1, -1)):
         rows = np.flatnonzero(~only_flipped & (plan.warp_interpolation == filter_) & (along == axis))
-        yield Work(partial(_warp, fill=fill, cubic=filter_ == BICUBIC, along=axis), rows, maps[rows])
+        yield Work(partial(warp, fill=fill, cubic=filter_ == BICUBIC, along=axis), rows, maps[rows])
 
 
 def _colour(images: Tensor, arguments: Tensor, code: int) -> Tensor:
-    return OPERATIONS[code](images, arguments[:, 0].float())
+    return OPERATIONS[code](images, arguments[:, 0, 0].float())
 
 
 def _flip(images: Tensor, _: Tensor, dimension: int) -> Tensor:
     return images.flip(dimension)
-
-
-def _warp(images: Tensor, arguments: Tensor, fill: Sequence[int], cubic: bool, along: int) -> Tensor:
-    return warp(images, arguments.view(-1, 2, 3), fill, cubic=cubic, along=along)
 
 
 def moved_along(maps: Floats) -> Ints:
@@ -92,8 +82,10 @@ def moved_along(maps: Floats) -> Ints:
     return np.where(stays[:, 1], 0, np.where(stays[:, 0], 1, -1))
 
 
-def _run_schedule(images: Tensor, work: list[Work]) -> Tensor:
-    """Apply the work to a copy of the images (B, 3, H, W) uint8."""
+def _augmented(images: Tensor, plan: Plan, fill: Sequence[int]) -> Tensor:
+    """A copy of the images (B, 3, H, W) uint8, each with its layers and its warp in the plan's order."""
+    work = [*_colour_work(plan, plan.early), *_warp_work(plan, fill), *_colour_work(plan, ~plan.early)]
+    work = [each for each in work if len(each.rows)]
     if not work:
         return images
     images, lengths = images.clone(), [len(each.rows) for each in work]
@@ -168,5 +160,4 @@ class DeviceStage(EvalStage):
         """
         if images.shape != (len(plan), 3, *plan.size) or images.dtype != torch.uint8:
             raise ValueError(f"{len(plan)} planned images of 3 x {plan.size} uint8, got {images.shape} {images.dtype}")
-        images = _run_schedule(images, schedule(plan, self.fill))
-        return _erase(super().forward(images), plan, self.remode)
+        return _erase(super().forward(_augmented(images, plan, self.fill)), plan, self.remode)

@@ -56,13 +56,6 @@ def luma(images: Tensor) -> Tensor:
     return (red * 19595 + green * 38470 + blue * 7471 + 0x8000) >> 16
 
 
-def _histograms(images: Tensor) -> Tensor:
-    """Counts per channel (B, 3, 256) int32."""
-    values = images.flatten(2).long()
-    ones = torch.ones((), dtype=torch.int32, device=images.device).expand_as(values)
-    return torch.zeros(*values.shape[:2], 256, dtype=torch.int32, device=images.device).scatter_add_(2, values, ones)
-
-
 def _look_up(images: Tensor, tables: Tensor) -> Tensor:
     """Replace each value by its entry in its channel's table (B, 3, 256) int."""
     table = tables.clamp(0, 255).to(torch.uint8)
@@ -71,11 +64,6 @@ def _look_up(images: Tensor, tables: Tensor) -> Tensor:
 
 def _levels(images: Tensor) -> Tensor:
     return torch.arange(256, dtype=torch.int32, device=images.device)
-
-
-def _last_level(counts: Tensor) -> Tensor:
-    """The largest value that occurs (B, 3, 1)."""
-    return 255 - (counts.flip(2) > 0).int().argmax(2, keepdim=True).int()
 
 
 def auto_contrast(images: Tensor, _: Tensor) -> Tensor:
@@ -90,8 +78,11 @@ def auto_contrast(images: Tensor, _: Tensor) -> Tensor:
 
 def equalize(images: Tensor, _: Tensor) -> Tensor:
     """`ImageOps.equalize`: each channel's histogram is flattened; channels too uniform for it stay."""
-    counts = _histograms(images)
-    step = (counts.sum(2, keepdim=True) - counts.gather(2, _last_level(counts).long())) // 255
+    values = images.flatten(2).long()
+    ones = torch.ones((), dtype=torch.int32, device=images.device).expand_as(values)
+    counts = ones.new_zeros(*values.shape[:2], 256).scatter_add_(2, values, ones)  # (B, 3, 256)
+    last = 255 - (counts.flip(2) > 0).int().argmax(2, keepdim=True)  # the largest value that occurs
+    step = (counts.sum(2, keepdim=True) - counts.gather(2, last)) // 255
     below = counts.cumsum(2) - counts
     flat = (step // 2 + below) // step.clamp(min=1)
     return _look_up(images, torch.where(step > 0, flat, _levels(images)))
@@ -164,18 +155,14 @@ OPERATIONS: dict[int, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 def warp(images: Tensor, maps: Tensor, fill: Sequence[int], *, cubic: bool, along: int = -1) -> Tensor:
-    """`PIL.Image.transform(size, AFFINE, map, resample, fillcolor)` for a batch, size kept.
+    """`PIL.Image.transform(size, AFFINE, map, resample, fillcolor)` for images (B, 3, H, W) uint8, size kept.
 
     Args:
-        images: (B, 3, H, W) uint8.
         maps: (B, 2, 3), output px -> input px, float64 where the device has it.
         fill: Red, green, blue, shown where the mapped centre of a pixel lies outside the image.
         cubic: Bicubic (PIL's, 4 x 4 pixels), else bilinear.
         along: 0 (x) or 1 (y) where every map moves lines of pixels along this axis, and by whole pixels along the other
             one: nothing is interpolated there, in half the time or a quarter, with the same result.
-
-    Returns:
-        (B, 3, H, W) uint8.
     """
     height, width = images.shape[2:]
     m = maps[..., None, None]

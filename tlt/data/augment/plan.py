@@ -192,14 +192,10 @@ def _layers(config: AugmentConfig, draw: Draw, count: int) -> tuple[Ints, Floats
     """All operations in timm's order, colours and geometry: kernels and arguments (B, layers)."""
     if (policy := config.policy) is not None:
         return rand_augment.sample_layers(policy, draw(Stream.RAND_AUGMENT, policy.uniforms))
-    if config.jitter is not None:
-        return _jitter_layers(config.jitter, draw(Stream.COLOR_JITTER, 6))
-    return np.zeros((count, 0), np.int64), np.zeros((count, 0))
-
-
-def _jitter_layers(strengths: tuple[float, ...], draws: Floats) -> tuple[Ints, Floats]:
-    """torchvision's ColorJitter without hue: three factors from U[max(0, 1 - v), 1 + v], in random order."""
-    strength = np.array(strengths)
+    if config.jitter is None:
+        return np.zeros((count, 0), np.int64), np.zeros((count, 0))
+    # torchvision's ColorJitter without hue: three factors from U[max(0, 1 - v), 1 + v], in random order.
+    strength, draws = np.array(config.jitter), draw(Stream.COLOR_JITTER, 6)
     low, high = np.maximum(0.0, 1.0 - strength), 1.0 + strength
     factors = low + (high - low) * draws[:, :3]
     kernels = np.where(strength > 0, [Kernel.BRIGHTNESS, Kernel.CONTRAST, Kernel.COLOR], Kernel.NONE)
@@ -236,33 +232,16 @@ def _warps(config: AugmentConfig, flip_draws: Floats, kernels: Ints, values: Flo
 
 
 def crop_windows(scale: Range, ratio: Range, draws: Floats, source: Ints) -> Ints:
-    """Random resized crop: of ten (area, log aspect) proposals the first that fits, else the central crop.
-
-    Args:
-        scale: Smallest and largest share of the area.
-        ratio: Smallest and largest width / height.
-        draws: (B, BOX_DRAWS).
-        source: (B, 2) width and height of the image.
-
-    Returns:
-        (B, 4) x, y, w, h.
-    """
+    """Random resized crops (B, 4) of x, y, w, h: of ten (area, log aspect) proposals the first that fits, else the
+    largest central window of an allowed ratio. `draws` (B, BOX_DRAWS); `source` (B, 2) widths and heights."""
     size = source.astype(np.float64)
     proposals = _proposals(scale, ratio, draws, size[:, :1] * size[:, 1:])
     fits: Bools = np.all((proposals <= size[:, :, None]) & (proposals > 0), axis=1)
-    windows = _first_that_fits(proposals, fits, draws, size)
-    none_fits = ~np.any(fits, axis=1)
-    windows[none_fits] = _central_crops(ratio, source[none_fits])
-    return windows
-
-
-def _central_crops(ratio: Range, source: Ints) -> Ints:
-    """The largest central window (B, 4) whose aspect ratio is allowed."""
-    width, height = source.astype(np.float64).T
-    low, high = ratio
+    (width, height), (low, high) = size.T, ratio
     w = np.where(width / height > high, np.rint(height * high), width)
     h = np.where(width / height < low, np.rint(width / low), height)
-    return np.stack([(width - w) // 2, (height - h) // 2, w, h], axis=1).astype(np.int64)
+    central = np.stack([(width - w) // 2, (height - h) // 2, w, h], axis=1).astype(np.int64)
+    return np.where(np.any(fits, axis=1)[:, None], _first_that_fits(proposals, fits, draws, size), central)
 
 
 def erased_boxes(size: tuple[int, int], probability: float, recount: int, draws: Floats) -> Ints:

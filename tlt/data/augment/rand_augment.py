@@ -1,7 +1,7 @@
 """RandAugment (Cubuk et al. 2019, arXiv:1909.13719) in timm's dialect, as numbers: which operations, which arguments.
 
 `parse` reads timm's strings (`rand-m9-mstd0.5-inc1`); `sample_layers` turns uniform numbers into operations for a whole
-batch. What the operations do to pixels is in `photometric.py` (colours) and `plan.py` (geometry).
+batch. What the operations do to pixels is in `operations.py` (colours) and `plan.py` (geometry).
 """
 
 from __future__ import annotations
@@ -163,36 +163,12 @@ def _reject(policy: str, reason: str) -> UserError:
 
 
 def arguments(ops: Ints, levels: Floats, sign_draw: Floats) -> Floats:
-    """The argument of each operation's kernel; all arrays of one shape.
-
-    Args:
-        ops: Positions in `NAMES`.
-        levels: Magnitudes, 0..10 or more.
-        sign_draw: Uniform; above 0.5 negates where timm negates at random.
-    """
+    """The argument of each operation's kernel. `ops` are positions in `NAMES`, `levels` magnitudes of 0..10 or more,
+    `sign_draw` uniform: above 0.5 negates where timm negates at random. All arrays are of one shape."""
     amount = levels / LEVELS * _SCALE[ops]
     amount = np.where(_WHOLE[ops], np.trunc(amount), amount)
     sign = np.where(_SIGN[ops] == 0, np.where(sign_draw > 0.5, -1.0, 1.0), _SIGN[ops])
     return np.clip(_OFFSET[ops] + sign * amount, _LOW[ops], _HIGH[ops])
-
-
-def _levels(policy: RandAugmentPolicy, first: Floats, second: Floats) -> Floats:
-    """Magnitudes of the layers from two uniform numbers each (Box-Muller)."""
-    if math.isinf(policy.magnitude_std):
-        levels = policy.magnitude * first
-    else:
-        gauss = np.sqrt(-2.0 * np.log1p(-first)) * np.cos(2.0 * np.pi * second)
-        levels = policy.magnitude + policy.magnitude_std * gauss
-    return np.clip(levels, 0.0, policy.magnitude_max)
-
-
-def _choose(policy: RandAugmentPolicy, draws: Floats) -> Ints:
-    """(B, uniforms - 5n) -> (B, n) positions in `policy.ops`."""
-    if policy.weights is None:
-        return np.minimum((draws * len(policy.ops)).astype(np.int64), len(policy.ops) - 1)
-    # An exponential race: the order of arrival is that of weighted draws without replacement.
-    arrival = -np.log1p(-draws) / (np.asarray(policy.weights) / math.fsum(policy.weights))
-    return np.argsort(arrival, axis=1, kind="stable")[:, : policy.layers]
 
 
 def sample_layers(policy: RandAugmentPolicy, draws: Floats) -> tuple[Ints, Floats]:
@@ -200,7 +176,18 @@ def sample_layers(policy: RandAugmentPolicy, draws: Floats) -> tuple[Ints, Float
     n = policy.layers
     # The fifth n of the draws are not used: leaving them out would give other augmentation to runs that go on.
     skip, first, second, sign = (draws[:, k * n : (k + 1) * n] for k in range(4))
-    ops = np.array([NAMES.index(name) for name in policy.ops], np.int64)[_choose(policy, draws[:, 5 * n :])]
-    values = arguments(ops, _levels(policy, first, second), sign)
+    choice = draws[:, 5 * n :]
+    if policy.weights is None:
+        chosen = np.minimum((choice * len(policy.ops)).astype(np.int64), len(policy.ops) - 1)
+    else:  # an exponential race: the order of arrival is that of weighted draws without replacement
+        arrival = -np.log1p(-choice) / (np.asarray(policy.weights) / math.fsum(policy.weights))
+        chosen = np.argsort(arrival, axis=1, kind="stable")[:, :n]
+    if math.isinf(policy.magnitude_std):
+        levels = policy.magnitude * first
+    else:  # Box-Muller
+        gauss = np.sqrt(-2.0 * np.log1p(-first)) * np.cos(2.0 * np.pi * second)
+        levels = policy.magnitude + policy.magnitude_std * gauss
+    ops = np.array([NAMES.index(name) for name in policy.ops], np.int64)[chosen]
+    values = arguments(ops, np.clip(levels, 0.0, policy.magnitude_max), sign)
     active = skip < policy.probability
     return np.where(active, _KERNEL[ops], Kernel.NONE), np.where(active, values, 0.0)

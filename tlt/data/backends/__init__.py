@@ -1,1 +1,37 @@
-"""Who decodes, crops and resizes."""
+"""Who decodes, crops and resizes: the backend of a name."""
+
+from __future__ import annotations
+
+import torch
+
+from tlt.data.backends.decode import Backend, PilBackend, TorchvisionBackend
+from tlt.data.sources.image_file import DEFAULT_MAX_PIXELS
+from tlt.errors import UserError
+
+
+def create_backend(
+    name: str,
+    max_pixels: int = DEFAULT_MAX_PIXELS,
+    threads: int = 1,
+    device: torch.device | str = "cpu",
+    dct_scaling: bool = False,
+) -> Backend:
+    """The backend of a name of `--data-backend`: `threads` are those of DALI, `device` is where dali-gpu decodes, and
+    `dct_scaling` is for torchvision (see there) and dali-cpu.
+
+    Raises:
+        UserError: Unknown name, DALI is not installed, or a device that dali-gpu can't use.
+    """
+    if name == "torchvision":
+        return TorchvisionBackend(max_pixels, dct_scaling)
+    if name == "pil":
+        return PilBackend(max_pixels)
+    if name in ("dali-cpu", "dali-gpu"):
+        from tlt.data.backends.dali import DaliBackend
+
+        return DaliBackend(max_pixels, threads, torch.device(device) if name == "dali-gpu" else None, dct_scaling)
+    if name == "synthetic":
+        from tlt.data.backends.synthetic import SyntheticBackend
+
+        return SyntheticBackend()
+    raise UserError(f"--data-backend {name}: there are torchvision, pil, dali-cpu, dali-gpu and synthetic")

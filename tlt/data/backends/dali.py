@@ -134,7 +134,7 @@ class DaliBackend(Backend):
         stated = request.encoded.width * request.encoded.height
         if self._host.divisor(request) > 1 or max(math.prod(request.size), stated) > self.max_pixels:
             return False  # the host decodes it scaled down, resizes the shown part alone, or refuses it
-        return is_sound(request.encoded) and (not self.resizes or request.interpolation in _FILTERS)
+        return is_sound(request.encoded) and request.interpolation in _FILTERS
 
 
 def is_sound(encoded: Encoded) -> bool:
@@ -186,7 +186,7 @@ def _reason(error: Exception) -> str:
 def _geometry(request: Request, size: Size) -> tuple[int, ...]:
     """What is fed for an image: window (row, column, height, width), resized size, filter, output window."""
     x, y, width, height = request.crop or (0, 0, request.encoded.width, request.encoded.height)
-    kind = getattr(_dali().types, _FILTERS.get(request.interpolation, "INTERP_LINEAR"))
+    kind = getattr(_dali().types, _FILTERS[request.interpolation])
     return (y, x, height, width, *request.size, int(kind), request.top, request.left, *size)
 
 

@@ -34,16 +34,9 @@ from tlt.data.sources.image_file import (
 _CMYK = ("CMYK", "YCCK")  # simplejpeg's RGB of them is a grey level off
 DCT_SCALING_PIXELS = 8_000_000  # below, decoding and resizing a scaled JPEG takes as long as the whole one
 
-_PIL_FILTERS = {
-    "nearest": Image.Resampling.NEAREST,
-    "box": Image.Resampling.BOX,
-    "bilinear": Image.Resampling.BILINEAR,
-    "hamming": Image.Resampling.HAMMING,
-    "bicubic": Image.Resampling.BICUBIC,
-    "lanczos": Image.Resampling.LANCZOS,
-}
-_TORCH_FILTERS = ("bilinear", "bicubic")
-INTERPOLATIONS = tuple(_PIL_FILTERS)
+INTERPOLATIONS = ("nearest", "box", "bilinear", "hamming", "bicubic", "lanczos")
+_PIL_FILTERS = {name: Image.Resampling[name.upper()] for name in INTERPOLATIONS}
+TORCH_FILTERS = ("bilinear", "bicubic")
 
 Crop = tuple[int, int, int, int]  # x, y, width, height in source pixels
 Size = tuple[int, int]  # height, width
@@ -91,22 +84,14 @@ class Backend:
         has_threads: It decodes in threads of its own, which other processes can't share.
     """
 
-    name: str
     has_threads = False
 
     def __init__(self, max_pixels: int = DEFAULT_MAX_PIXELS) -> None:
         self.max_pixels = max_pixels
 
     def open(self, path: str, data: bytearray | None = None) -> Encoded:
-        """An encoded image and the size that its header states.
-
-        Args:
-            path: Its name for messages; where `data` is None, the file that is read.
-            data: Its bytes.
-
-        Raises:
-            BadImage: It can't be read, or is larger than `max_pixels`.
-        """
+        """An encoded image and the size that its header states. `path` is its name for messages and, where `data` is
+        None, the file that is read. Raises BadImage: it can't be read, or is larger than `max_pixels`."""
         data = read_file(path, self.max_pixels) if data is None else data
         return Encoded(path, data, *read_size(data, self.max_pixels))
 
@@ -133,10 +118,9 @@ class Backend:
 class PilBackend(Backend):
     """Pillow decodes, crops and resizes: what timm does."""
 
-    name = "pil"
-
     def decode(self, encoded: Encoded, crop: Crop | None, size: Size, interpolation: str) -> Tensor:
-        return _to_tensor(_pil_resized_crop(self._rgb(encoded), crop, size, interpolation))
+        image = _cropped(self._rgb(encoded), crop)
+        return _to_tensor(image.resize((size[1], size[0]), _PIL_FILTERS[interpolation]))
 
     def _rgb(self, encoded: Encoded) -> Image.Image:
         with pillow_errors(self.max_pixels), Image.open(io.BytesIO(encoded.data), formats=image_formats()) as image:
@@ -155,14 +139,14 @@ class TorchvisionBackend(PilBackend):
             bilinear and bicubic differ by.
     """
 
-    name = "torchvision"
-
     def __init__(self, max_pixels: int = DEFAULT_MAX_PIXELS, dct_scaling: bool = False) -> None:
         super().__init__(max_pixels)
         self.dct_scaling = dct_scaling
 
     def decode(self, encoded: Encoded, crop: Crop | None, size: Size, interpolation: str) -> Tensor:
         check_pixel_limit(encoded.width, encoded.height, self.max_pixels)  # below, the header must state the same
+        if interpolation not in TORCH_FILTERS:
+            return super().decode(encoded, crop, size, interpolation)
         if (divisor := self.divisor(Request(encoded, crop, size, interpolation))) > 1:
             with pillow_errors(self.max_pixels):
                 return _to_tensor(_scaled_jpeg(encoded, divisor, crop, size, interpolation))
@@ -174,14 +158,11 @@ class TorchvisionBackend(PilBackend):
     def divisor(self, request: Request) -> int:
         """By what the sides of an image are divided in decoding: 8, 4, 2, or 1 for none."""
         encoded, size = request.encoded, request.size
-        scales = self.dct_scaling and encoded.data[:3] == JPEG_MAGIC and request.interpolation in _TORCH_FILTERS
+        scales = self.dct_scaling and encoded.data[:3] == JPEG_MAGIC and request.interpolation in TORCH_FILTERS
         if not scales or encoded.width * encoded.height <= DCT_SCALING_PIXELS:
             return 1
         width, height = (encoded.width, encoded.height) if request.crop is None else request.crop[2:]
         return next((n for n in (8, 4, 2) if width >= 2 * n * size[1] and height >= 2 * n * size[0]), 1)
-
-
-BACKENDS: dict[str, type[Backend]] = {backend.name: backend for backend in (TorchvisionBackend, PilBackend)}
 
 
 def cut(pixels: Tensor, top: int, left: int, size: Size, fill: Sequence[int] = (0, 0, 0)) -> Tensor:
@@ -197,30 +178,14 @@ def cut(pixels: Tensor, top: int, left: int, size: Size, fill: Sequence[int] = (
 
 
 def resized_crop(pixels: Tensor, crop: Crop | None, size: Size, interpolation: str) -> Tensor:
-    """Crop and resize with antialiasing, within one grey level of Pillow (see the module's text).
-
-    Args:
-        pixels: (3, H, W) uint8.
-        crop: Window in pixels; None: everything.
-        size: Height and width of the result.
-        interpolation: A name of `INTERPOLATIONS`.
-
-    Returns:
-        (3, h, w) uint8.
-    """
-    if interpolation not in _TORCH_FILTERS:
-        image = Image.fromarray(pixels.permute(1, 2, 0).numpy())
-        return _to_tensor(_pil_resized_crop(image, crop, size, interpolation))
+    """Crop (None: everything) and resize with antialiasing by one of `TORCH_FILTERS`, within one grey level of Pillow
+    (see the module's text): (3, H, W) uint8 -> (3, *size) uint8."""
     if crop is not None:
         x, y, width, height = crop
         pixels = pixels[:, y : y + height, x : x + width]
     if pixels.shape[1:] == size:
         return pixels
     return F.interpolate(pixels[None], size=size, mode=interpolation, align_corners=False, antialias=True)[0]
-
-
-def _pil_resized_crop(image: Image.Image, crop: Crop | None, size: Size, interpolation: str) -> Image.Image:
-    return _cropped(image, crop).resize((size[1], size[0]), _PIL_FILTERS[interpolation])
 
 
 def _cropped(image: Image.Image, crop: Crop | None) -> Image.Image:

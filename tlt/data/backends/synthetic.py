@@ -14,11 +14,9 @@ from torch import Tensor
 
 from tlt.data.backends.decode import Backend, Crop, Encoded, Size
 from tlt.data.sources.image_file import DEFAULT_MAX_PIXELS
-from tlt.data.sources.source import ImageSource
+from tlt.data.sources.source import SYNTHETIC, ImageSource
 from tlt.io.names import Names
 from tlt.label_map import FULL_AREA, LabelMap
-
-ROOT = "synthetic"
 
 
 class SyntheticImages(ImageSource):
@@ -33,13 +31,11 @@ def synthetic_folder(length: int, num_classes: int) -> SyntheticImages:
     classes = np.arange(length, dtype=np.int64) % num_classes
     names = [f"class_{number:05d}" for number in range(num_classes)]
     paths = [f"{names[number]}/{index:08d}" for index, number in enumerate(classes)]
-    return SyntheticImages(ROOT, Names(paths), classes, names, names)
+    return SyntheticImages(SYNTHETIC, Names(paths), classes, names, names)
 
 
 class SyntheticBackend(Backend):
     """Images of one size that are computed where a file backend decodes. `size` is (height, width) of the source."""
-
-    name = "synthetic"
 
     def __init__(self, size: Size = (375, 500)) -> None:
         super().__init__()
@@ -54,17 +50,13 @@ class SyntheticBackend(Backend):
         image = torch.empty(3, *size, dtype=torch.uint8)
         image[0] = _ramp(x, width, size[1], self.width)
         image[1] = _ramp(y, height, size[0], self.height)[:, None]
-        image[2] = _blue(encoded.path)
+        image[2] = (zlib.crc32(encoded.path.rsplit("/", 1)[0].encode()) + zlib.crc32(encoded.path.encode()) % 16) % 256
         return image
 
 
 class SyntheticLabels:
     """Label maps of `synthetic_folder`: everywhere the image's class first, then the classes that count the cells.
-
-    Args:
-        folder: The images.
-        shape: (k, h, w) of the maps; k is cut to the class count.
-    """
+    `shape` is (k, h, w); k is cut to the class count."""
 
     def __init__(self, folder: ImageSource, shape: tuple[int, int, int] = (5, 18, 18)) -> None:
         self.classes = folder.classes
@@ -91,8 +83,3 @@ def _ramp(start: int, extent: int, pixels: int, full: int) -> Tensor:
     """(pixels,) uint8: 255 x the source coordinate over the source's size, at the pixel centres of a resized window."""
     centres = start + (torch.arange(pixels) + 0.5) * (extent / pixels)
     return (centres * (255 / full) + 0.5).to(torch.uint8)
-
-
-def _blue(path: str) -> int:
-    folder = path.rsplit("/", 1)[0]
-    return (zlib.crc32(folder.encode()) + zlib.crc32(path.encode()) % 16) % 256

@@ -1,4 +1,5 @@
-"""Image folders: which images there are, which class each has, and in which order, found in one pass.
+"""Image files: which there are, which class each has, and in which order, found in folders in one pass or listed by a
+table (`--dataset csv/FILE`: a column `path`, a column `class`, and perhaps one `split`).
 
 The class of an image is the name of the folder that holds it. Classes and images are in natural order of their paths
 (`n2` before `n10`), as in timm. What timm drops without a word (unreadable folders, empty classes, other suffixes, two
@@ -7,6 +8,7 @@ folders of one name) is an error or a warning here, because each of them can shi
 
 from __future__ import annotations
 
+import csv
 import os
 import re
 from collections import Counter, defaultdict
@@ -18,10 +20,12 @@ from tlt.data.sources.source import Found, ImageSource, left_out_lines
 from tlt.errors import MissingSplit, UserError
 from tlt.io.jobs import SearchProgress
 from tlt.io.names import Names
-from tlt.io.text import natural_key, natural_sorted, printable, some_names
+from tlt.io.text import leads_out, natural_key, natural_sorted, printable, some_names
 
 TRAIN_SPLITS = ("train", "training")
 VALIDATION_SPLITS = ("val", "valid", "validation", "eval", "evaluation")
+TABLE, LABELS = "shards", "labels"  # tables of the images and of the label maps in a folder of tar shards
+PACKING = "packing.json"  # what `tlt pack-images` packed, and whether it came to its end
 _HIDDEN = re.compile(r"(^|/)\.")
 
 
@@ -124,7 +128,7 @@ def _kind(entry: os.DirEntry[str], by_suffix: bool) -> str:
 
 
 class ImageFolder(ImageSource):
-    """What `scan_folder` found; `paths` are relative to `root`, in natural order."""
+    """Image files; `paths` are relative to `root`."""
 
     def read(self, index: int, max_pixels: int = DEFAULT_MAX_PIXELS) -> bytearray:
         return read_file(self.path(index), max_pixels)
@@ -164,6 +168,59 @@ def scan_folder(root: str | os.PathLike[str], found: Found | None = None, in_cla
     return ImageFolder(listing.root, Names(listing.names), classes, names, list(folders), warnings)
 
 
+def open_csv(name: str, data: str, split: str, _found: object) -> ImageFolder:
+    """The images of a table, in its order.
+
+    Args:
+        name: The file, from `data` on or absolute. The first line names the columns; `path` is that of a
+            file below `data`, and counts from there.
+        split: Which rows, where there is a column `split`: those with this name or one of its synonyms.
+
+    Raises:
+        UserError: The file can't be read, has other columns or a row of other fields, names an image twice, one that is
+            not there, or one elsewhere.
+        MissingSplit: No row is of the split, or the table doesn't tell the validation images from the others.
+    """
+    file, searched = os.path.join(data, name), split_names(split)
+    rows, shown = _rows(file), printable(file)
+    mine = [row for row in rows if row.get("split", "train") in searched]
+    if not mine:
+        there = some_names(sorted({row["split"] for row in rows if "split" in row}))
+        raise MissingSplit(f"{shown} has no row whose column 'split' says {split}: it has {there}")
+    paths = [row["path"] for row in mine]
+    gone = [path for path in paths if not os.path.isfile(os.path.join(data, path))]
+    if gone or len(set(paths)) < len(paths):
+        what = f"{len(gone)} images that are not there ({some_names(gone)})" if gone else "an image more than once"
+        raise UserError(f"{shown} names {what}: paths count from {printable(data)}")
+    own = natural_sorted({row["class"] for row in rows})
+    number = {name: row for row, name in enumerate(own)}
+    return ImageFolder(data, Names(paths), np.array([number[row["class"]] for row in mine]), own, own)
+
+
+def _rows(file: str) -> list[dict[str, str]]:
+    """The rows, with their paths in the usual form (`a.jpg` for `./a.jpg`)."""
+    shown, rows = printable(file), list[dict[str, str]]()
+    try:
+        with open(file, newline="", encoding="utf-8-sig") as lines:
+            reader = csv.DictReader(lines)
+            if not {"path", "class"} <= {*(reader.fieldnames or ())}:
+                raise UserError(f"{shown} is no table, with commas, of columns 'path' and 'class' in its first line")
+            for row in reader:
+                where = f"{shown}, line {reader.line_num}"
+                if any(row.get(None, ())) or None in row.values() or "" in (row["path"], row["class"]):
+                    raise UserError(
+                        f"{where}: a row needs a path and a class, and a field for each column and no more; write "
+                        '"a, b" for a name with a comma'
+                    )
+                row["path"] = os.path.normpath(row["path"])
+                if leads_out(row["path"]):
+                    raise UserError(f"{where}: {printable(row['path'])} is not below DATA: paths count from there")
+                rows.append(row)
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise UserError(f"--dataset csv: {shown} can't be read as a table: {error}") from error
+    return rows
+
+
 def split_names(split: str) -> list[str]:
     """The names under which a split is searched: its own, then timm's synonyms of it."""
     synonyms = [name for names in (TRAIN_SPLITS, VALIDATION_SPLITS) if split in names for name in names]
@@ -174,8 +231,6 @@ def find_split(data_dir: str | os.PathLike[str], split: str, allow_root: bool = 
     """Folder of a split under `data_dir`: its own name first, then timm's synonyms of it.
 
     Args:
-        data_dir: Folder that holds the splits.
-        split: Such as `"train"` or `"validation"`.
         allow_root: Take `data_dir` itself where no split of any name is in it (a program that reads one split only).
 
     Raises:
@@ -198,6 +253,20 @@ def find_split(data_dir: str | os.PathLike[str], split: str, allow_root: bool = 
     )
 
 
+def holds_shards(folder: str) -> bool:
+    """Whether a folder holds shards: with a table, or tar files and no folder. Raises UserError: not all of them."""
+    try:
+        with os.scandir(folder) as entries:
+            folders = {entry.name: entry.is_dir() for entry in entries}
+    except OSError:  # which scan_folder tells
+        return False
+    if f"{TABLE}.json" in folders:
+        return True
+    if PACKING in folders:
+        raise UserError(f"shards in {printable(folder)} are not complete: run `tlt pack-images` again")
+    return not any(folders.values()) and any(name.endswith(".tar") and name[0] != "." for name in folders)
+
+
 def compare_classes(train: ImageSource, val: ImageSource) -> None:
     """Check that both splits have the same class folders; one that is empty in training need not be in `val`.
 
@@ -217,14 +286,8 @@ def compare_classes(train: ImageSource, val: ImageSource) -> None:
 
 
 def check_num_classes(folder: ImageSource, num_classes: int) -> list[str]:
-    """Compare `--num-classes` with the folders.
-
-    Returns:
-        Warnings: the model has more classes than there are folders.
-
-    Raises:
-        UserError: Fewer, so that labels would be out of range.
-    """
+    """Compare `--num-classes` with the folders: more than there are is a warning, which is returned. Raises UserError:
+    fewer, so that labels would be out of range."""
     found = len(folder.class_names)
     if num_classes < found:
         raise UserError(

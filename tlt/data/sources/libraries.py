@@ -17,11 +17,7 @@ from tlt.io.text import printable
 
 @dataclass
 class HubImages(ImageSource):
-    """Images in a column of a table.
-
-    Attributes:
-        table: `datasets.Dataset` with the column of encoded images alone, in the format of Arrow.
-    """
+    """Images in the only column of a `datasets.Dataset`, encoded, in the format of Arrow."""
 
     table: Any = field(kw_only=True)
 
@@ -92,7 +88,7 @@ def open_torch_dataset(name: str, data: str, split: str, _found: object) -> Arra
     Nothing is downloaded.
 
     Args:
-        name: One of `tlt.data.sources.dataset_kinds.TORCH_NAMES`.
+        name: "cifar10" or "cifar100".
         data: Folder that holds it, torchvision's `root`.
         split: A name of the training split, of the validation split, or "test", which is the same.
 

@@ -46,22 +46,19 @@ _OPEN_FILES = 256  # kept open per table, the last ones used
 
 @dataclass
 class FileRecords:
-    """What one large file holds, in its order.
-
-    Attributes:
-        path, length: The file and its bytes.
-        rows: (n,) of `ROW`; `file` and `name_end` are not set.
-        names: Of the images, "" where they have none.
-        class_texts: Names of their classes, "" where they have none.
-        left_out: Kind -> names of what is no image.
-    """
+    """What one large file holds, in its order. Raises UserError: a name is too long, or has NUL in it."""
 
     path: str
-    length: int
-    rows: np.ndarray
-    names: list[str]
-    class_texts: list[str] = field(default_factory=list)
-    left_out: dict[str, list[str]] = field(default_factory=dict)
+    length: int  # bytes
+    rows: np.ndarray  # (n,) of `ROW`; `file` and `name_end` are not set
+    names: list[str]  # of the images, "" where they have none
+    class_texts: list[str] = field(default_factory=list)  # names of their classes, "" where they have none
+    left_out: dict[str, list[str]] = field(default_factory=dict)  # kind -> names of what is no image
+
+    def __post_init__(self) -> None:
+        for name in (*self.names, *self.class_texts):
+            if "\0" in name or len(name) > LONGEST_NAME:
+                raise UserError(f"{printable(self.path)}: an image's name has {len(name)} characters, or NUL in it")
 
 
 def open_records(
@@ -74,7 +71,6 @@ def open_records(
     """The images in large files; their table is made first where there is none, by one process at a time.
 
     Args:
-        paths: Of the files, in order.
         table: Path of their table, without an ending.
         scan: Reads a file, every byte of it. Raises UserError: it is cut, damaged or something else.
         write: Writes the table of the scanned files (`write_table`).
@@ -120,13 +116,6 @@ def _scan(scan: Callable[[str], FileRecords], path: str) -> FileRecords:
         raise UserError(f"{printable(path)} can't be read ({error.strerror or error})") from error
 
 
-def checked_name(name: str, path: str) -> str:
-    """The name of an image in a file. Raises UserError: it can't be one."""
-    if "\0" in name or len(name) > LONGEST_NAME:
-        raise UserError(f"{printable(path)}: an image's name has {len(name)} characters, or NUL in it")
-    return name
-
-
 def concatenated(files: Sequence[FileRecords]) -> np.ndarray:
     """The rows of all files, which are numbered."""
     rows = np.concatenate([file.rows for file in files])
@@ -150,15 +139,13 @@ def write_table(
     notes: Sequence[str] = (),
     about: Any = None,
 ) -> None:
-    """Write a table, its `.json` last.
+    """Write the table of a path without an ending, its `.json` last. `notes` are warnings.
 
     Args:
-        table: Its path, without an ending.
         rows: (N,) of `ROW`, in the order in which the images are numbered; `name_end` is set here.
         names: `CLASS/FILE` of each image.
         class_names: By number; the numbers themselves where classes have no names.
         folder_names: The classes that are there; None: those with images.
-        notes: Warnings.
         about: What else is kept with the table.
 
     Raises:
@@ -208,10 +195,8 @@ class _OpenFile:
 
 
 class RecordImages(ImageSource):
-    """The images in large files, by their table, which is mapped into memory. Travels to other processes as its path.
-
-    Args:
-        table: Path of the table, without an ending.
+    """The images in large files, by their table (its path, without an ending), which is mapped into memory. Travels to
+    other processes as that path.
 
     Attributes:
         rows: (N,) of `ROW`.

@@ -1,7 +1,7 @@
 """Where encoded images come from: a list of images with classes, whose bytes are read in any order.
 
-Sources are image folders and tables (`folder.py`, `csv_images.py`), records in large files (`records.py`), and data
-sets of Hugging Face and of torchvision (`libraries.py`).
+Sources are image files (`folder.py`), records in large files (`records.py`), and data sets of Hugging Face and of
+torchvision (`libraries.py`).
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from tlt.io.text import printable, some_names
 # Called often, with what is done and how many images or files were found by then.
 Found = Callable[[str, int], None]
 MAX_CLASS = 999_999  # by number, where others wrote it
+SYNTHETIC = "synthetic"  # the root of images that are computed (`tlt.data.backends.synthetic`)
 
 
 @dataclass
@@ -81,27 +82,18 @@ class ImageSource:
 
     def select(self, rows: Sequence[int] | np.ndarray) -> ImageSource:
         """The images `rows` in that order, as a source of their own."""
-        return SelectedImages.of(self, np.asarray(rows, np.int64))
+        rows = np.asarray(rows, np.int64)
+        about = self.class_names, self.folder_names, self.warnings
+        paths = Names(self.paths[row] for row in rows)
+        return SelectedImages(self.root, paths, self.classes[rows], *about, whole=self, rows=rows)
 
 
 @dataclass
 class SelectedImages(ImageSource):
-    """Some images of another source.
-
-    Attributes:
-        whole: The other source.
-        rows: (N,) int64 number of each image in it.
-    """
+    """Some images of another source: `rows` (N,) int64 of `whole`."""
 
     whole: ImageSource = field(kw_only=True)
     rows: np.ndarray = field(kw_only=True)
-
-    @classmethod
-    def of(cls, whole: ImageSource, rows: np.ndarray) -> SelectedImages:
-        """The images `rows` of a source in that order."""
-        about = whole.class_names, whole.folder_names, whole.warnings
-        paths = Names(whole.paths[row] for row in rows)
-        return cls(whole.root, paths, whole.classes[rows], *about, whole=whole, rows=rows)
 
     def path(self, index: int) -> str:
         return self.whole.path(int(self.rows[index]))

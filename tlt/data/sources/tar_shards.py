@@ -1,5 +1,11 @@
 """Tar shards of WebDataset's layout, `KEY.jpg` and `KEY.cls` or `KEY.json`: read strictly, and never unpacked.
 
+Those in DATA/SPLIT are found as they are. `--dataset wds/NAME` names them as timm does, by `_info.json` in DATA or by a
+pattern in place of a split; NAME says nothing.
+
+    _info.json   {"splits": {"train": {"filenames": ["train-0000.tar", ...], "num_samples": 1281167, "alt_label": ""}}}
+    pattern      --train-split 'imagenet-train-{0000..1023}.tar', or '...tar|1281167' with the number of images
+
 Python's `tarfile` takes a damaged header for the end of the archive, and so do most readers: what lies behind is lost
 without a word. Here the end must be marked as tar writers mark it.
 """
@@ -7,37 +13,34 @@ without a word. Here the end must be marked as tar writers mark it.
 from __future__ import annotations
 
 import io
+import itertools
 import json
+import math
 import os
+import re
 import tarfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 
+from tlt.data.sources import records
+from tlt.data.sources.folder import TABLE, split_names
 from tlt.data.sources.image_file import image_extensions
-from tlt.data.sources.records import (
-    ROW,
-    FileRecords,
-    RecordImages,
-    checked_name,
-    concatenated,
-    in_natural_order,
-    open_records,
-    write_table,
-)
+from tlt.data.sources.records import ROW, FileRecords, RecordImages
 from tlt.data.sources.source import MAX_CLASS, Found
-from tlt.errors import UserError
+from tlt.errors import MissingSplit, UserError
 from tlt.io.files import read_at
-from tlt.io.text import leads_out, printable
+from tlt.io.text import leads_out, printable, some_names
 
-TABLE = "shards"  # of the tar files of a folder
-PACKING = "packing.json"  # what `tlt pack-images` packed, and whether it came to its end
 LABEL_KEY = "label"  # of KEY.json, where there is no KEY.cls
-LABELS = "labels"  # table of the label maps in the tar files of a folder
 LABEL_EXTENSION = "labels.safetensors"
+_BRACES = re.compile(r"\{([^{}]*)\}")
+_RANGE = re.compile(r"(\d{1,9})\.\.(\d{1,9})")
+_MOST_SHARDS = 1_000_000
 _AT_ONCE = 2**22  # bytes
 _LONGEST_TEXT = 2**20  # bytes of KEY.cls or KEY.json, and of the headers of a member
 
@@ -58,7 +61,81 @@ def open_shards(folder: str, found: Found | None = None) -> RecordImages:
     """The images in the tar files of a folder, but the hidden ones that a killed writer left."""
     names = sorted(name for name in os.listdir(folder) if name.endswith(".tar") and not name.startswith("."))
     paths = [os.path.join(folder, name) for name in names]
-    return open_records(paths, os.path.join(folder, TABLE), scan_tar, write_tar_table, found)
+    return records.open_records(paths, os.path.join(folder, TABLE), scan_tar, write_tar_table, found)
+
+
+def open_webdataset(_name: str, data: str, split: str, found: Found | None) -> RecordImages:
+    """The images in the shards of a split.
+
+    Raises:
+        UserError: No `_info.json`, no such split in it, or names of shards that are not in DATA.
+    """
+    if ".tar" in split or ".." in split:
+        pattern = split.partition("|")[0]
+        name, files, label_key = re.sub(r"[^\w.,-]+", "_", pattern), expand_braces(pattern), LABEL_KEY
+    else:
+        name, files, label_key = _listed(data, split)
+    for each in files:
+        if ":" in each or leads_out(each) or not each.endswith(".tar"):
+            raise UserError(
+                f"shard {printable(each)}: tar files below {printable(data)} alone are read, by relative names; copy "
+                "it there, uncompressed"
+            )
+    paths = [os.path.join(data, each) for each in files]
+    missing = [path for path in paths if not os.path.isfile(path)]
+    if missing or not files:
+        raise UserError(f"{len(missing)} of {len(files)} shards are missing: {some_names(missing)}")
+    table, scan = os.path.join(data, f"{name}.shards"), partial(scan_tar, label_key=label_key)
+    return records.open_records(paths, table, scan, write_tar_table, found)
+
+
+def expand_braces(pattern: str) -> list[str]:
+    """All names that a pattern stands for: `{000..123}`, with leading zeros as wide as the first number, and `{a,b}`.
+
+    Raises:
+        UserError: Braces of another kind, or more than a million names.
+    """
+    pieces = _BRACES.split(pattern)  # text, what is in braces, text, ...
+    choices = [_choices(piece) if number % 2 else [piece] for number, piece in enumerate(pieces)]
+    if any("{" in text or "}" in text for text in pieces[::2]) or not 0 < math.prod(map(len, choices)) <= _MOST_SHARDS:
+        raise UserError(
+            f"split {printable(pattern)}: give patterns like train-{{0000..1023}}.tar or {{a,b}}.tar, of a million "
+            "names at most"
+        )
+    return ["".join(choice) for choice in itertools.product(*choices)]
+
+
+def _choices(inside: str) -> Sequence[str]:
+    """What braces stand for; nothing where that is unknown."""
+    if match := _RANGE.fullmatch(inside):
+        width = len(match[1]) if match[1].startswith("0") else 0
+        return [f"{number:0{width}d}" for number in range(int(match[1]), int(match[2]) + 1)[: _MOST_SHARDS + 1]]
+    return inside.split(",") if "," in inside else []
+
+
+def _listed(data: str, split: str) -> tuple[str, list[str], str]:
+    """A split's name in `_info.json`, the shards that are listed there, and the key of their classes."""
+    path = next((path for name in ("_info.json", "info.json") if os.path.isfile(path := os.path.join(data, name))), "")
+    if not path:
+        raise MissingSplit(
+            f"no _info.json or info.json in {printable(data)}: give a pattern as the split, such as "
+            "'train-{0000..1023}.tar', or leave --dataset out for shards in DATA/SPLIT"
+        )
+    try:
+        with open(path, encoding="utf-8") as file:
+            splits = json.load(file)["splits"]
+        name = next((each for each in split_names(split) if each in splits), None)
+        if name is None:
+            raise MissingSplit(f"{printable(path)} has no split {printable(split)}; it has {some_names(list(splits))}")
+        files, label_key = [*splits[name]["filenames"]], splits[name].get("alt_label") or LABEL_KEY
+        if not all(isinstance(each, str) for each in [*files, label_key]):
+            raise TypeError("names that are none")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        reason = f"{type(error).__name__}: {printable(str(error))}"
+        raise UserError(
+            f"{printable(path)} lists no shards as timm does ({reason}): mend it, or give a pattern"
+        ) from error
+    return name, files, label_key
 
 
 def scan_tar(path: str, label_key: str = LABEL_KEY) -> FileRecords:
@@ -81,7 +158,7 @@ def scan_packed(path: str, label_key: str = LABEL_KEY) -> tuple[FileRecords, Fil
             shown = f"tar {printable(path)}: sample {printable(key)}"
             if extension := _image_of(files, shown):
                 label = _class_of(files, descriptor, label_key, shown)
-                images.append(files[extension]._replace(name=checked_name(f"{key}.{extension}", path), label=label))
+                images.append(files[extension]._replace(name=f"{key}.{extension}", label=label))
             else:
                 left_out.setdefault("samples without an image", []).append(key)
             if LABEL_EXTENSION in files:
@@ -105,7 +182,7 @@ def _crc32(descriptor: int, offset: int, length: int) -> int:
 def write_tar_table(table: str, shards: list[FileRecords]) -> None:
     """Write the table of samples that others wrote, in natural order of the names. Classes are named after the keys'
     folders where each class has one of its own, else by their number."""
-    rows, names = concatenated(shards), [name for shard in shards for name in shard.names]
+    rows, names = records.concatenated(shards), [name for shard in shards for name in shard.names]
     classes = rows["class"].tolist()
     folders = [os.path.basename(os.path.dirname(name)) for name in names]
     class_names = [str(number) for number in range(max(classes, default=-1) + 1)]
@@ -114,7 +191,7 @@ def write_tar_table(table: str, shards: list[FileRecords]) -> None:
         for folder, number in pairs:
             class_names[number] = folder
     named = [name if folder else f"{label}/{name}" for name, folder, label in zip(names, folders, classes, strict=True)]
-    write_table(table, shards, *in_natural_order(rows, named), class_names)
+    records.write_table(table, shards, *records.in_natural_order(rows, named), class_names)
 
 
 def list_members(path: str, left_out: dict[str, list[str]]) -> Samples:
@@ -151,10 +228,8 @@ def list_members(path: str, left_out: dict[str, list[str]]) -> Samples:
                 if extension.lower() in files:
                     raise UserError(f"{shown} holds two files named {printable(name)}: make it again")
                 files[extension.lower()] = Member(name, info.offset_data, info.size)
-    except UserError:
+    except (UserError, OSError):
         raise
-    except OSError as error:
-        raise UserError(f"{shown} can't be read ({error.strerror or error})") from error
     except Exception as error:  # damaged headers make tarfile raise OverflowError, RecursionError and others, too
         raise UserError(f"{shown} is cut, damaged, or no uncompressed tar ({error}): copy it again") from error
     return samples

@@ -15,24 +15,15 @@ import os
 import re
 import zlib
 from collections.abc import Iterator, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
 
+from tlt.data.sources import records
 from tlt.data.sources.folder import split_names
 from tlt.data.sources.image_file import most_bytes
-from tlt.data.sources.records import (
-    ROW,
-    FileRecords,
-    RecordImages,
-    checked_name,
-    concatenated,
-    in_natural_order,
-    open_records,
-    write_table,
-)
+from tlt.data.sources.records import ROW, FileRecords, RecordImages
 from tlt.data.sources.source import MAX_CLASS, Found, check_classes, class_folder, numbered_names
 from tlt.errors import MissingSplit, UserError, require
 from tlt.io.text import leads_out, natural_key, natural_sorted, printable, some_names
@@ -80,8 +71,8 @@ def open_tfrecords(_name: str, data: str, split: str, found: Found | None) -> Re
             folder, table = data, f"{name}.records"
             files = [file for file in _record_names(data) if re.search(rf"(^|-){re.escape(name)}[-._]", file)]
         if files:
-            write = partial(_write_record_table, class_names=_class_names(os.path.join(folder, "label.labels.txt")))
-            return open_records(_whole(folder, files), os.path.join(folder, table), scan_records, write, found)
+            paths = _whole(folder, files)
+            return records.open_records(paths, os.path.join(folder, table), scan_records, _write_record_table, found)
     searched = ", ".join(map(printable, split_names(split)))
     raise MissingSplit(
         f"no TFRecord files of the split {printable(split)} in {printable(data)} (searched folders and files that are "
@@ -112,10 +103,6 @@ def open_tfds(name: str, data: str, split: str, found: Found | None) -> RecordIm
     return open_tfrecords("", os.path.join(folder, version or versions[-1]), split, found)
 
 
-def _class_names(path: str) -> list[str] | None:
-    return Path(path).read_text("utf-8").splitlines() if os.path.isfile(path) else None
-
-
 def _record_names(folder: str) -> list[str]:
     try:
         return sorted(filter(_RECORDS.fullmatch, os.listdir(folder)), key=natural_key)
@@ -137,30 +124,30 @@ def _whole(folder: str, names: Sequence[str]) -> list[str]:
     return [os.path.join(folder, name) for name in names]
 
 
-def _write_record_table(table: str, found: list[FileRecords], class_names: list[str] | None) -> None:
+def _write_record_table(table: str, found: list[FileRecords]) -> None:
     """Write the table of TFRecord files.
 
     Where the records name their classes, these are numbered in natural order, as in a folder; else as in the records.
     Images with names of their own are in natural order, as in a folder; else they are numbered in the files' order.
     """
-    rows = concatenated(found)
+    rows, folder, class_names = records.concatenated(found), Path(found[0].path).parent, None
     classes, texts = rows["class"].tolist(), [text for file in found for text in file.class_texts]
-    if class_names is not None:
-        own = class_names
+    if (listed := folder / "label.labels.txt").is_file():
+        own = class_names = listed.read_text("utf-8").splitlines()
     elif all(texts) and len({*zip(texts, classes, strict=True)}) == len({*texts}) == len({*classes}):
         own = natural_sorted({*texts})
         numbers = {text: number for number, text in enumerate(own)}
         rows["class"] = [numbers[text] for text in texts]
     else:
         own = [str(number) for number in range(max(classes, default=-1) + 1)]
-    check_classes(rows["class"], own, printable(os.path.dirname(found[0].path)))
+    check_classes(rows["class"], own, printable(str(folder)))
     files = [name for file in found for name in file.names]
     names = [f"{class_folder(own[number])}/{file}" for number, file in zip(rows["class"], files, strict=True)]
     if all(files) and len({*names}) == len(names):
-        write_table(table, found, *in_natural_order(rows, names), own, class_names)
+        records.write_table(table, found, *records.in_natural_order(rows, names), own, class_names)
     else:
         note = "the records don't name their images, which are numbered: labels of another copy will not be found"
-        write_table(
+        records.write_table(
             table, found, rows, numbered_names(own[number] for number in rows["class"]), own, class_names, [note]
         )
 
@@ -185,8 +172,8 @@ def scan_records(path: str) -> FileRecords:
             if not 0 <= label <= MAX_CLASS:
                 raise UserError(f"{shown}: {label} is no class number (0 to {MAX_CLASS})")
             rows.append((0, offset + record.index(image), len(image), zlib.crc32(image), label, 0))
-            names.append(checked_name(os.path.basename(os.fsdecode(_single(features, _FILE_NAME, bytes, b""))), path))
-            class_texts.append(checked_name(os.fsdecode(_single(features, _CLASS_NAME, bytes, b"")), path))
+            names.append(os.path.basename(os.fsdecode(_single(features, _FILE_NAME, bytes, b""))))
+            class_texts.append(os.fsdecode(_single(features, _CLASS_NAME, bytes, b"")))
     return FileRecords(path, length, np.array(rows, ROW), names, class_texts)
 
 
