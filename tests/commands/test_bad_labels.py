@@ -61,14 +61,11 @@ def test_fault_48_nan_in_values(train: Train, data: Path, labels: Path, tmp_path
 
 
 def test_a_run_says_how_often_the_labels_name_the_class(train: Train, data: Path, labels: Path) -> None:
-    said = "the token labels name the class of {} % of 16 sampled images"
-    ended = train(data, labels, "--dry-run")
-    assert said.format("100.0") in ended.out and "warning: the token" not in ended.out
     for label in labels.glob("*/*.pt"):
         entry = torch.load(label, weights_only=True)
         entry[1] = (entry[1] + 1) % 4
         torch.save(entry, label)
-    assert f"warning: {said.format('0.0')}" in train(data, labels, "--dry-run").out
+    assert "warning: the token labels name the class of 0.0 % of 16 sampled images" in train(data, labels).out
 
 
 def test_images_without_labels(train: Train, data: Path, labels: Path, tmp_path: Path) -> None:
