@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import shutil
 import subprocess
 import sys
 from argparse import Namespace
@@ -15,7 +16,7 @@ import timm
 import torch
 import yaml
 
-from tests.commands.conftest import QUICK, Call, Make
+from tests.commands.conftest import QUICK, Call, Described, Make, TrainedRun
 from tests.conftest import LIMIT
 
 # A folder is loaded where neither package is there.
@@ -59,16 +60,12 @@ def test_a_model_described_by_a_folder_is_trained_resumed_and_validated(
     assert refused.code == 2 and "local-dir:" in refused.err and not (tmp_path / "other").exists()
 
 
-@pytest.mark.parametrize("model", ["volo_d1", "test_resnet"])
+@pytest.mark.parametrize(("model", "image"), [("volo_d1", {"img_size": [64, 64], "in_chans": 3}), ("test_resnet", {})])
 def test_a_folder_for_the_hub_is_loaded_by_timm_alone(
-    call: Call, make_dataset: Make, tmp_path: Path, model: str
+    call: Call, described: Described, tmp_path: Path, model: str, image: dict[str, Any]
 ) -> None:
-    size = "--img-size 64"
-    flags = f"{QUICK.replace('--model volo_test --img-size 32', f'--model {model} {size}')} -b 4 --epochs 1 --lr 1e-3"
-    labels = "--token-label --token-label-size 4" if model == "volo_d1" else "--token-label"
-    ended = call("train", f"{make_dataset(train=4)} {flags} {labels} --output {tmp_path} --experiment run")
-    assert ended.code == 0, ended.err
-    checkpoint, folder = tmp_path / "run" / "last.pth.tar", tmp_path / "hub"
+    ours, checkpoint = described(model, **image)
+    folder = tmp_path / "hub"
     line = f"--checkpoint {checkpoint} --to-hf {folder} --licence apache-2.0 --origin-url https://example.org/mine"
     ended = call("export", line)
     assert ended.code == 0 and "timm alone loads it" in ended.out, ended.err
@@ -77,43 +74,33 @@ def test_a_folder_for_the_hub_is_loaded_by_timm_alone(
     loaded = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=LIMIT)
     assert loaded.returncode == 0, loaded.stderr
     found = torch.load(tmp_path / "loaded.pt", weights_only=False)
-    entries = torch.load(checkpoint, weights_only=True)
-    saved = entries["state_dict"]
+    saved, size = ours.state_dict(), (3, 64, 64) if image else (3, 160, 160)
     assert found["weights"].keys() <= saved.keys()
     assert all(torch.equal(weight, saved[name]) for name, weight in found["weights"].items())
-    assert found["cfg"]["label_names"] == entries["model_config"]["class_names"]
-    assert tuple(found["cfg"]["input_size"]) == (3, 64, 64) and not found["cfg"].get("test_input_size")
-    if model == "volo_d1":
-        ours = timm.create_model("volo_d1", img_size=64, num_classes=4).eval()
-        ours.load_state_dict(saved)
-        x = torch.randn(2, 3, 64, 64, generator=torch.Generator().manual_seed(0))
-        torch.testing.assert_close(found["logits"], ours(x).detach(), atol=1e-5, rtol=1e-5)
+    assert found["cfg"]["label_names"] == list("abcdef")
+    assert tuple(found["cfg"]["input_size"]) == size and not found["cfg"].get("test_input_size")
+    x = torch.randn(2, *size, generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(found["logits"], ours(x).detach(), atol=1e-5, rtol=1e-5)
 
     text = (folder / "README.md").read_text()
-    head = yaml.safe_load(text.split("---")[1])
-    assert head["license"] == "apache-2.0" and "of 8 validation images" in text and "https://example.org/mine" in text
-    assert f"volo train DATA --model {model}" in text and "--token-label" in text
-    refused = call("export", line)
-    assert refused.code == 2 and "not empty" in refused.err
+    assert yaml.safe_load(text.split("---")[1])["license"] == "apache-2.0" and "https://example.org/mine" in text
+    assert call("export", line).refused("not empty")
 
 
-def test_the_card_tells_the_accuracy_of_the_weights_that_are_exported(
-    call: Call, make_dataset: Make, make_labels: Make, tmp_path: Path
+def test_the_card_tells_settings_and_the_accuracy_of_the_weights_that_are_exported(
+    call: Call, trained_run: TrainedRun, tmp_path: Path
 ) -> None:
-    data = make_dataset(train=32)
-    flags = f"{data} {QUICK} -b 4 --lr 1e-2 --smoothing 0 --epochs 1 --model-ema --output {tmp_path} --experiment run"
-    flags += f" --token-label --token-label-data {make_labels(data)} --recovery-interval 3"
-    assert call("train", flags).code == 0
-    run = tmp_path / "run"
+    run, numbers = shutil.copytree(trained_run.run, tmp_path / "run"), itertools.count()
     file = run / "metrics.jsonl"
-    before = [json.loads(line) for line in file.read_text().splitlines()]
     told = {"eval_top1": 12.5, "eval_top1_ema": 62.5}  # two numbers, whatever was learned
-    records = [record | told if record["event"] == "epoch" else record for record in before]
+    records = [json.loads(line) for line in file.read_text().splitlines()]
+    records = [record | told if record["event"] == "epoch" else record for record in records]
     file.write_text("".join(json.dumps(record) + "\n" for record in records))
-    partial = torch.load(run / "last.pth.tar", weights_only=True)
-    taught = partial["args"] | {"token_label_teacher": f"local-dir:{tmp_path}"}
-    torch.save(partial | {"update": partial["update"] + 3, "args": taught}, run / "later.pth.tar")
-    numbers = itertools.count()
+    saved = torch.load(run / "last.pth.tar", weights_only=True)
+    saved["args"] |= {"token_label": True, "token_label_data": str(tmp_path), "smoothing": 0.0}
+    torch.save(saved, run / "last.pth.tar")
+    taught = saved["args"] | {"token_label_teacher": f"local-dir:{tmp_path}"}
+    torch.save(saved | {"update": saved["update"] + 1, "args": taught}, run / "later.pth.tar")
 
     def card(more: str, checkpoint: str = "last.pth.tar") -> str:
         folder = tmp_path / f"hub{next(numbers)}"
@@ -126,7 +113,8 @@ def test_the_card_tells_the_accuracy_of_the_weights_that_are_exported(
     average, plain = "Top-1 62.50 % of 8 validation images (averaged weights).", "Top-1 12.50 % of 8 validation images."
     told = card("")
     assert average in told and "12.50" not in told
-    assert "--token-label-data LABELS" in told and "--smoothing 0.0" in told and "False" not in told
+    assert "volo train DATA --model volo_test" in told and "--token-label --token-label-data LABELS" in told
+    assert "--smoothing 0.0" in told and "False" not in told
     assert average in card("--use-ema")
     assert plain in card("--no-use-ema") and "62.50" not in card("--no-use-ema")
     for more in ("--img-size 64", "--crop-pct 0.5", "--mean 0.5"):

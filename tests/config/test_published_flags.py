@@ -183,8 +183,7 @@ TRANSFER = (
 )
 
 
-@pytest.mark.parametrize("prefix", ["", "--local_rank=3 ", "--local-rank=3 "])
-@pytest.mark.parametrize("command", [D1, TRANSFER])
+@pytest.mark.parametrize(("command", "prefix"), [(D1, ""), (D1, "--local_rank=3 "), (TRANSFER, "--local-rank=3 ")])
 def test_published_command_lines_are_taken(command: str, prefix: str) -> None:
     args = TRAIN.parse((prefix + command).split())
     assert args.amp and args.token_label and args.data_dir.startswith("/")
