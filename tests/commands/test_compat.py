@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 import yaml
 
-from tests.commands.conftest import QUICK, Call, Ended, Make, metrics
+from tests.commands.conftest import QUICK, Call, Ended, Make, TrainedRun, metrics
 from tlt.upstream import ROWS
 
 
@@ -36,16 +36,15 @@ def test_upstream_is_recorded_and_resumes_to_the_same_bits(
     assert all(torch.equal(one["state_dict"][name], two["state_dict"][name]) for name in one["state_dict"])
     other = call("train", f"{flags} --compat label-crop --experiment other --resume {checkpoint} --dry-run")
     assert f"compat: {rows!r} before, ['label-crop'] now" in other.out, other.err
-    for name, more in (("plain", ""), ("scale", "--compat label-scale"), ("sum", "--compat target-sum")):
-        assert call("train", f"{flags} {more} --experiment {name}").code == 0
-    assert len({metrics(tmp_path / name)[0]["loss"] for name in ("whole", "plain", "scale", "sum")}) == 4
+    assert call("train", f"{flags} --experiment plain --epochs 1").code == 0
+    assert metrics(tmp_path / "plain")[0]["loss"] != metrics(tmp_path / "whole")[0]["loss"]
 
 
-def test_runs_of_older_versions_go_on_unless_they_retraced_what_is_gone(call: Call, data: Path, tmp_path: Path) -> None:
-    flags = f"{data} {QUICK} --lr 1e-3 --epochs 1 --output {tmp_path}"
-    assert call("train", f"{flags} --experiment new").code == 0
-    checkpoint = torch.load(tmp_path / "new" / "last.pth.tar", weights_only=True)
-    recipe = yaml.safe_load((tmp_path / "new" / "args.yaml").read_text())
+def test_runs_of_older_versions_go_on_unless_they_retraced_what_is_gone(
+    call: Call, trained_run: TrainedRun, tmp_path: Path
+) -> None:
+    checkpoint = torch.load(trained_run.run / "last.pth.tar", weights_only=True)
+    recipe = yaml.safe_load((trained_run.run / "args.yaml").read_text())
 
     def resumed(**recorded: object) -> Ended:
         old = tmp_path / "old.pth.tar"
@@ -53,7 +52,7 @@ def test_runs_of_older_versions_go_on_unless_they_retraced_what_is_gone(call: Ca
         (tmp_path / "args.yaml").write_text(yaml.safe_dump(recipe | {"aug_order": "timm", "train_crop_mode": "rrc"}))
         return call(
             "train",
-            f"-c {tmp_path / 'args.yaml'} --experiment on --output {tmp_path} --epochs 2 --resume {old} --dry-run",
+            f"-c {tmp_path / 'args.yaml'} --experiment on --output {tmp_path} --epochs 3 --resume {old} --dry-run",
         )
 
     usual = resumed(compat=["label-crop", "uncovered"], aug_order="timm", train_crop_mode="rrc")
