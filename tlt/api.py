@@ -23,7 +23,6 @@ from tlt.data.backends.decode import Backend
 from tlt.data.batch import Batch, BatchKey, IndexStream, SkipCounter
 from tlt.data.dataset import LabelReader, LabelView, TrainDataset
 from tlt.data.loader import DeviceLoader
-from tlt.data.sources import open_images as open_images
 from tlt.data.sources.image_file import DEFAULT_MAX_PIXELS
 from tlt.data.sources.source import ImageSource
 from tlt.mixtoken import sample_box
