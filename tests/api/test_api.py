@@ -109,7 +109,7 @@ def test_fault_41_mistakes_are_one_line(images: Any) -> None:
         tlt.TokenLabelLoss.of(model, (64, 64))
     with pytest.raises(tlt.UserError, match="20 images, fewer than one global batch of 64"):
         tlt.Loader(images, None, tlt.AugmentConfig((32, 32)), 32, world_size=2)
-    with pytest.raises(tlt.UserError, match="--data-backend jpg: known ones"):
+    with pytest.raises(tlt.UserError, match="--data-backend jpg: there are torchvision"):
         tlt.Loader(images, None, tlt.AugmentConfig((32, 32)), 8, backend="jpg")
 
 
