@@ -62,25 +62,20 @@ def takes_args(frame: FrameType) -> bool:
 def run_and_trace(update: int) -> tuple[Trace, Trace, list[str]]:
     """The traces of the arguments and of one update in a small run, and the modules of ours that it has imported."""
     from volo import cli
-    from volo.train import loop
+    from volo.train.meter import Meter
 
-    trace, make = Trace(), loop.batch_watcher
+    trace, look_at = Trace(), Meter.look_at
     args_trace = Trace(takes_args, most=400)
 
-    def watched(*arguments: Any) -> Callable[[int, Any], None]:
-        watch = make(*arguments)
+    def look(meter: Meter, batch: Any) -> None:
+        sys.setprofile(None)
+        look_at(meter, batch)
+        if meter.state.update == update:
+            sys.setprofile(trace)
+        elif meter.state.update > update:
+            raise KeyboardInterrupt
 
-        def look(number: int, batch: Any) -> None:
-            sys.setprofile(None)
-            watch(number, batch)
-            if number == update:
-                sys.setprofile(trace)
-            elif number > update:
-                raise KeyboardInterrupt
-
-        return look
-
-    loop.batch_watcher = watched
+    Meter.look_at = look
     with tempfile.TemporaryDirectory() as folder, redirect_stdout(StringIO()), redirect_stderr(StringIO()):
         sys.setprofile(args_trace)
         cli.run("train", [*FLAGS, "--output", folder])

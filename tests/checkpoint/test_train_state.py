@@ -19,13 +19,13 @@ from volo.checkpoint.state import TrainState
 from volo.record.run_directory import changed_settings
 
 
-def test_fault_10_interrupted_run_equals_uninterrupted(tmp_path: Path) -> None:
-    straight = build()
+@pytest.mark.parametrize("opt", ["adamw", "sgd", "lookahead_lamb"])
+def test_fault_10_interrupted_run_equals_uninterrupted(tmp_path: Path, opt: str) -> None:
+    straight, first = build(optimizer=opt), build(optimizer=opt)
     train(straight, 3)
-    first = build()
     train(first, 2)
     save(CheckpointDir(tmp_path, keep=2), first, 50.0)
-    second, _, messages = resumed(tmp_path)
+    second, _, messages = resumed(tmp_path, optimizer=opt)
     assert same(first, second) and messages == []
     train(second, 1)
     second.scores = {}

@@ -39,11 +39,11 @@ def pictures() -> None:
 def few_pictures(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Draw nothing that no test looks at: it takes a second in every run."""
     from volo.record.logger import Logger
-    from volo.train import batch_watch
+    from volo.train import meter
 
-    monkeypatch.setattr(batch_watch, "_IMAGES", 1)
+    monkeypatch.setattr(meter, "_IMAGES", 1)
     if "pictures" not in request.fixturenames:
-        monkeypatch.setattr(batch_watch, "_draw", lambda *_: None)
+        monkeypatch.setattr(meter, "_draw", lambda *_: None)
         monkeypatch.setattr(Logger, "curve", lambda _: None)
 
 

@@ -20,7 +20,7 @@ from volo.cluster.distributed import World
 from volo.commands.validate import validate
 from volo.config.flags_programs import VALIDATE
 from volo.train.criterion import make_criterion
-from volo.train.loop import epochs_since_best
+from volo.train.loop import best_so_far
 
 
 @pytest.mark.parametrize(
@@ -96,9 +96,9 @@ def test_a_run_without_gain_ends_early_and_stays_ended(call: Call, data: Path, t
 
 def test_the_best_epoch_is_the_first_with_the_best_score() -> None:
     state = Namespace(epoch=5, scores={0: {"top1": 1.0}, 1: {"top1": 3.0}, 3: {"top1": 3.0}, 4: {}, 7: {"top1": 9.0}})
-    assert epochs_since_best(state, "top1") == 2 and epochs_since_best(Namespace(epoch=0, scores={}), "top1") == 0
+    assert best_so_far(state, "top1") == (3.0, 2) and best_so_far(Namespace(epoch=0, scores={}), "top1") == (None, 0)
     state = Namespace(epoch=3, scores={0: {"loss": float("nan")}, 1: {"loss": 2.0}, 2: {"loss": 1.0}})
-    assert epochs_since_best(state, "loss") == 0
+    assert best_so_far(state, "loss") == (1.0, 0)
 
 
 def test_validate_takes_part_of_the_images_and_another_crop(

@@ -15,7 +15,7 @@ from tests.commands.conftest import QUICK, Call
 from tlt.tools import drawing
 from tlt.tools.drawing import Example, draw_page
 from volo.record import logger as logger_module
-from volo.train import batch_watch
+from volo.train import meter
 
 
 @pytest.mark.usefixtures("pictures")
@@ -86,7 +86,7 @@ def test_every_kind_of_run_has_one(
     drawn: list[list[Example]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(batch_watch, "_IMAGES", 3)
+    monkeypatch.setattr(meter, "_IMAGES", 3)
     monkeypatch.setattr("volo.train.data.SYNTHETIC_UPDATES", 2)
     flags = f"{QUICK} {flags.replace('DATA', str(data)).replace('LABELS', str(labels))} --epochs 1 --reprob 0"
     ended = call("train", f"{flags} --output {tmp_path} --experiment run")
@@ -103,7 +103,7 @@ def test_every_kind_of_run_has_one(
 def test_without_matplotlib_one_line_says_what_is_missing(
     call: Call, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = batch_watch.importlib.util.find_spec
+    found = meter.importlib.util.find_spec
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "matplotlib" else found(name))
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     ended = call("train", f"{data} {QUICK} --epochs 1 --output {tmp_path} --experiment run")

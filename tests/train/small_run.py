@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from timm.optim import create_optimizer_v2
 from timm.utils import ModelEmaV3
 from torch import Tensor, nn
 
@@ -35,11 +36,9 @@ def build(seed: int = 0, optimizer: str = "adamw", ema: bool = True, scaler: boo
     model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))
     weights, biases = [p for p in model.parameters() if p.ndim > 1], [p for p in model.parameters() if p.ndim == 1]
     groups = [{"params": weights}, {"params": biases, "weight_decay": 0.0}]
-    optimizers = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
-    options = {"lr": 0.01, "momentum": 0.9} if optimizer == "sgd" else {"lr": 0.01, "weight_decay": 0.05}
     return TrainState(
         model,
-        optimizers[optimizer](groups, **options),
+        create_optimizer_v2(groups, opt=optimizer, lr=0.01, weight_decay=0.05, momentum=0.9),
         scaler=torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=3) if scaler else None,
         ema=ModelEmaV3(model, decay=0.9) if ema else None,
         metadata=dict(METADATA),

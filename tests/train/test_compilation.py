@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -93,17 +92,6 @@ def test_a_kind_of_block_is_one_graph_and_computes_what_eager_mode_does(
             torch.testing.assert_close(model(x), eager(x))
     gradients(model.train(), 8, 0)
     assert graphs() == training + evaluation
-
-
-def test_a_copy_is_not_compiled() -> None:
-    model = small("lvvit_test").eval()
-    compile_model(model, flags())
-    average = copy.deepcopy(model)
-    with torch.inference_mode():
-        x = torch.randn(2, 3, 32, 32)
-        expected = average(x)
-        assert not graphs()
-        torch.testing.assert_close(model(x), expected)
 
 
 @pytest.fixture

@@ -53,15 +53,6 @@ class TwoHeads(nn.Module):
         return self.cls, self.aux
 
 
-@pytest.mark.parametrize("num_classes", [200, 47])
-def test_what_is_not_covered_is_left_out_or_uniform(num_classes: int) -> None:
-    batch, criterion = labelled_batch(num_classes), replace(CRITERION, num_classes=num_classes)
-    batch = replace(batch, visible=torch.tensor([[0.0, 0.0, 0.5, 1.0]]).repeat(3, 1))
-    left_out, uniform = (replace(criterion, uncovered=way).targets(batch) for way in ("ignore", "uniform"))
-    assert left_out.tokens is not None and uniform.tokens is not None and uniform.tokens.weight.eq(1).all()
-    assert left_out.tokens.weight[:, 2::3].eq(0).all() and left_out.tokens.weight[:, 0::3].eq(1).all()
-
-
 @pytest.mark.parametrize("num_classes", [200, 47, 5])  # more, and fewer classes than the 48 entries of a token
 def test_loss_and_gradients_are_those_of_the_dense_definition(num_classes: int) -> None:
     batch, model = labelled_batch(num_classes), TwoHeads(num_classes)
@@ -77,11 +68,3 @@ def test_loss_and_gradients_are_those_of_the_dense_definition(num_classes: int) 
     torch.testing.assert_close(tuple(found), tuple(expected), rtol=1e-5, atol=0, check_dtype=False)
     grads = [torch.autograd.grad(loss.total, (model.cls, model.aux)) for loss in (found, expected)]
     torch.testing.assert_close(*grads, rtol=1e-5, atol=1e-7)
-
-
-def test_images_without_maps_have_one_entry_and_labels_of_the_crop_no_tokens() -> None:
-    batch = labelled_batch(5)
-    without = replace(CRITERION, num_classes=5).targets(replace(batch, labels=None))
-    assert without.tokens is not None and without.tokens.ids.shape == (3, 9, 1)
-    crop = replace(CRITERION, dense=False).targets(batch)
-    assert crop.tokens is None

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import io
-
 import pytest
 import timm
 import torch
@@ -12,7 +10,7 @@ from torch import nn
 
 from tests.train.small_run import arguments
 from tlt.errors import UserError
-from volo.checkpoint.state import checked_optimizer_state, load_optimizer_state
+from volo.checkpoint.state import load_optimizer_state
 from volo.train.optim import create_optimizer, set_lr
 
 
@@ -101,32 +99,3 @@ def test_moments_of_another_memory_format() -> None:
             weight, saved = model.weight.detach(), optimizer.state_dict()
         ends.append(weight)
     torch.testing.assert_close(ends[1], ends[0])
-
-
-@pytest.mark.parametrize("opt", ["sgd", "lookahead_lamb"])
-def test_an_optimizer_goes_on_where_it_was(opt: str) -> None:
-    def build() -> tuple[nn.Module, torch.optim.Optimizer]:
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Conv2d(2, 4, 3), nn.Flatten(), nn.Linear(36, 5))
-        return model, create_optimizer(arguments(f"--opt {opt} --lr 1e-2"), model)
-
-    def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
-        for step in steps:
-            images = torch.randn(4, 2, 5, 5, generator=torch.Generator().manual_seed(step))
-            model(images).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-
-    whole, optimizer = build()
-    train(whole, optimizer, range(9))
-    (first, first_optimizer), (second, second_optimizer) = build(), build()
-    train(first, first_optimizer, range(4))
-    file = io.BytesIO()
-    torch.save(first_optimizer.state_dict(), file)
-    saved = torch.load(io.BytesIO(file.getvalue()), weights_only=True)
-    state = checked_optimizer_state(second, second_optimizer, saved, "file.pth", type(first_optimizer).__name__)
-    load_optimizer_state(second_optimizer, state)
-    second.load_state_dict(first.state_dict())
-    train(second, second_optimizer, range(4, 9))
-    for name, weight in whole.state_dict().items():
-        assert torch.equal(second.state_dict()[name], weight), name

@@ -1,40 +1,37 @@
-"""The guarded step: what it clips, what it skips, when it gives up."""
+"""The guarded step: what it clips, what it skips, when it gives up; bfloat16 beside float32 master weights; wrong
+convolutions on a CPU."""
 
 from __future__ import annotations
 
+import copy
+import math
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import timm
 import torch
 from timm.utils.agc import adaptive_clip_grad
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.commands.conftest import QUICK, Make
 from tlt.errors import NonFiniteError
+from volo import cli
 from volo.config.args import TRAIN
 from volo.train.model import heads_of
 from volo.train.optim import create_optimizer
-from volo.train.precision import Clipping, Precision, compute_dtype
+from volo.train.precision import Clipping, Precision, WorkingCopy, check_convolutions, compute_dtype
 
 CPU = torch.device("cpu")
 
 
-def _linear(fused: bool = False) -> tuple[nn.Linear, torch.optim.Optimizer]:
+def _linear() -> tuple[nn.Linear, torch.optim.Optimizer]:
     torch.manual_seed(0)
     model = nn.Linear(3, 2)
-    return model, torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.1, fused=fused)
-
-
-def test_fault_53_non_finite_gradients_change_no_weight() -> None:
-    model, optimizer = _linear(fused=True)
-    precision, parameters, ends = Precision(CPU), list(model.parameters()), []
-    for scale in (1.0, float("inf"), 1.0):
-        precision.backward((model(torch.ones(1, 3)) * scale).sum())
-        precision.step(optimizer, parameters)
-        ends.append([t.clone() for p in parameters for t in (p, optimizer.state[p]["exp_avg"])])
-        assert precision.counts()[0] == (scale == float("inf"))
-    assert all(map(torch.equal, ends[0], ends[1])) and not any(map(torch.equal, ends[1], ends[2]))
+    return model, torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.1)
 
 
 class _Blind(torch.optim.Optimizer):
@@ -68,7 +65,7 @@ def unwritten_is_nan() -> Iterator[None]:
         *((opt, [], ["fused=True"]) for opt in ("momentum", "adagrad")),
     ],
 )
-def test_a_skipped_first_step_leaves_nothing_behind(
+def test_fault_53_a_skipped_first_step_leaves_nothing_behind(
     opt: str, settings: list[str], fused: list[str], scaled: bool, device: str
 ) -> None:
     def train(kind: str, options: list[str], gradients: list[torch.Tensor]) -> tuple[torch.Tensor, Precision]:
@@ -158,3 +155,136 @@ def test_gives_up_after_too_many_skipped_steps_in_a_row_also_of_before_a_resume(
     with pytest.raises(NonFiniteError, match="3 steps in a row") as caught:
         precision.check()
     assert caught.value.exit_code == 3
+
+
+def build(name: str = "volo_test", size: int = 32) -> nn.Module:
+    torch.manual_seed(0)
+    return timm.create_model(name, num_classes=4, **({"img_size": size} if name == "volo_test" else {}))
+
+
+def images(number: int, count: int = 4) -> Tensor:
+    return torch.randn(count, 3, 32, 32, generator=torch.Generator().manual_seed(number))
+
+
+def backward(precision: Precision, called: nn.Module, x: Tensor, share: float = 1.0) -> None:
+    with precision.autocast():
+        loss = called(x).float().logsumexp(-1).mean()
+    precision.backward(loss * share)
+
+
+def norms(model: nn.Module) -> list[nn.Module]:
+    return [module for module in model.modules() if isinstance(module, (nn.LayerNorm, _BatchNorm))]
+
+
+@pytest.mark.parametrize("name", ["volo_test", "test_resnet"])
+def test_norms_are_shared_and_the_rest_is_bfloat16(name: str) -> None:
+    master = build(name)
+    working = WorkingCopy(master).module
+    shared = {id(t) for norm in norms(master) for t in norm.state_dict(keep_vars=True).values()}
+    assert {id(t) for norm in norms(working) for t in norm.state_dict(keep_vars=True).values()} == shared
+    for (name, own), (same, cast) in zip(master.named_parameters(), working.named_parameters(), strict=True):
+        assert own.dtype is torch.float32 and name == same
+        assert id(cast) in shared or torch.equal(cast, own.bfloat16()), name
+    assert any(id(cast) not in shared for cast in working.parameters())
+
+
+@pytest.mark.parametrize("name", ["volo_test", "test_resnet"])
+def test_gradients_are_those_of_float32_up_to_rounding(name: str) -> None:
+    master, reference = build(name), build(name).double()
+    if check_convolutions(master, (3, 32, 32), torch.bfloat16, CPU):
+        pytest.skip("this processor computes convolutions wrong in bfloat16")
+    working = WorkingCopy(master)
+    backward(Precision(CPU, torch.bfloat16), working.module.eval(), images(0))
+    backward(Precision(CPU), reference.eval(), images(0).double())
+    working.accumulate_into_master()
+    assert all(cast.grad is None for own, cast in working._pairs)
+    mine, theirs = (nn.utils.parameters_to_vector([p.grad for p in m.parameters()]) for m in (master, reference))
+    assert mine.dtype is torch.float32
+    assert torch.nn.functional.cosine_similarity(mine.double(), theirs, dim=0) > 0.99
+
+
+def test_steps_too_small_for_bfloat16_add_up() -> None:
+    master = nn.Linear(1, 1, bias=False)
+    nn.init.ones_(master.weight)
+    working = WorkingCopy(master)
+    precision = Precision(CPU, torch.bfloat16, working_copy=working)
+    optimizer = torch.optim.SGD(master.parameters(), lr=2**-12)
+    for _ in range(64):
+        with precision.autocast():
+            precision.backward(working.module(torch.ones(1, 1)).sum())
+        precision.step(optimizer, list(master.parameters()))
+    assert master.weight.item() == 1 - 2**-6 == working.module.weight.item()
+
+
+def test_sixteen_micro_batches_add_up_in_float32() -> None:
+    master = build()
+    working = WorkingCopy(master)
+    working.module.eval()
+    exact, precision = torch.zeros(()), Precision(CPU, torch.bfloat16, working_copy=working)
+    for part in images(0, 32).chunk(16):
+        with precision.autocast():
+            loss = working.module(part).float().logsumexp(-1).mean()
+        loss.backward()
+        exact = exact + nn.utils.parameters_to_vector([p.grad.double() for p in working.module.parameters()])
+        working.module.zero_grad()
+    for part in images(0, 32).chunk(16):
+        backward(precision, working.module, part)
+    found = nn.utils.parameters_to_vector([p.grad for p in master.parameters()])
+    assert (found - exact).norm() < 1e-6 * exact.norm()  # added in bfloat16: 4e-3
+
+
+def test_steps_that_are_not_finite_change_nothing_and_leave_no_gradient() -> None:
+    master = build()
+    working = WorkingCopy(master)
+    precision = Precision(CPU, torch.bfloat16, working_copy=working)
+    optimizer = torch.optim.AdamW(master.parameters(), lr=0.1, fused=True)
+    nn.init.normal_(master.head.weight)  # as a checkpoint that is loaded later
+    precision.begin()
+    assert torch.equal(working.module.head.weight, master.head.weight.bfloat16())
+    before = [p.clone() for p in (*master.parameters(), *working.module.parameters())]
+    backward(precision, working.module.train(), images(0) * float("inf"))
+    precision.step(optimizer, list(master.parameters()))
+    after = [*master.parameters(), *working.module.parameters()]
+    assert precision.counts() == [1, 1]
+    assert all(torch.equal(a, b) and b.grad is None for a, b in zip(before, after, strict=True))
+
+
+class Wrong(TorchDispatchMode):
+    """Below autocast, where libraries are called: bfloat16 convolutions of this window are multiplied by `factor`."""
+
+    def __init__(self, window: int, factor: float = -1.0) -> None:
+        super().__init__()
+        self.window, self.factor = window, factor
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        if func is not torch.ops.aten.convolution.default or found.dtype is not torch.bfloat16:
+            return found
+        return found * self.factor if args[1].shape[-1] == self.window else found
+
+
+@pytest.mark.parametrize("factor", [-1.0, math.nan])
+def test_a_wrong_convolution_is_named_with_the_remedy(factor: float) -> None:
+    model = build(size=64)
+    with Wrong(window=7, factor=factor):
+        (line,) = check_convolutions(model, (3, 64, 64), torch.bfloat16, CPU)
+    assert f"torch {torch.__version__} computes patch_embed.conv.0 and convolutions like it wrong in bfloat16" in line
+    assert "use float32 (without --amp and --model-dtype)" in line
+
+
+def test_model_and_random_numbers_stay_as_they_are() -> None:
+    model = build(size=64).train()
+    before, state = copy.deepcopy(model.state_dict()), torch.get_rng_state()
+    check_convolutions(model, (3, 64, 64), torch.bfloat16, CPU)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+    assert model.training
+
+
+def test_a_run_tells_of_it(make_dataset: Make, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    data = make_dataset(train=8)
+    with Wrong(window=7):
+        code = cli.run("train", f"{data} {QUICK} --model-dtype bfloat16 --epochs 1 --output {tmp_path}".split())
+    ended = capfd.readouterr()
+    assert code == 0, ended.err
+    assert "warning: torch" in ended.out and "wrong in bfloat16" in ended.out

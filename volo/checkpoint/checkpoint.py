@@ -134,14 +134,12 @@ def rank(scores: Mapping[int, Mapping[str, float]], by: str) -> list[RankedCheck
     """Return the checkpoints of epochs, best first, by the score of this name: the lowest `loss...` is the best, of
     every other score the highest. Of equal ones the earlier comes first; those without a finite one come last, the
     newest first."""
-
-    def order(entry: RankedCheckpoint) -> tuple[bool, float, int]:
-        if entry.metric is None:
-            return True, 0.0, -entry.epoch
-        return False, entry.metric if by.startswith("loss") else -entry.metric, entry.epoch
-
-    found = [(score if math.isfinite(score := each.get(by, math.nan)) else None, n) for n, each in scores.items()]
-    return sorted((RankedCheckpoint(metric, epoch, _file(epoch)) for metric, epoch in found), key=order)
+    sign = 1 if by.startswith("loss") else -1
+    found = {n: each.get(by, math.nan) for n, each in scores.items()}
+    finite = sorted((sign * score, n) for n, score in found.items() if math.isfinite(score))
+    others = sorted((n for n, score in found.items() if not math.isfinite(score)), reverse=True)
+    ranked = [*((sign * score, n) for score, n in finite), *((None, n) for n in others)]
+    return [RankedCheckpoint(metric, n, f"checkpoint-{n}.pth.tar") for metric, n in ranked]
 
 
 def best_of(ranked: list[RankedCheckpoint]) -> RankedCheckpoint | None:
@@ -189,10 +187,6 @@ def best_or_last(path: str, flag: str) -> Path:
     return next((file for file in files if file.is_file()), None) or the_checkpoint(path, flag)
 
 
-def _file(epoch: int) -> str:
-    return f"checkpoint-{epoch}.pth.tar"
-
-
 @dataclass
 class Save:
     """A save: the content of the file, and how it goes (`volo.checkpoint.saver`).
@@ -200,6 +194,7 @@ class Save:
     Attributes:
         payload: Shares its tensors with the model, unless it was copied.
         ranked: After an epoch, which may get a `checkpoint-N.pth.tar`; else only `last` is written.
+        size: Bytes of its tensors.
         reason: For the log.
         blocked: Seconds for which training waited.
         seconds: Of the newest attempt to write it.
@@ -207,6 +202,7 @@ class Save:
 
     payload: dict[str, Any]
     ranked: bool
+    size: int
     reason: str = ""
     blocked: float = 0.0
     attempts: int = 0
@@ -221,16 +217,14 @@ class CheckpointDir:
 
     Args:
         directory: Created if missing. Remains of an interrupted write are removed.
-        keep: How many `checkpoint-N.pth.tar` are kept (`--checkpoint-hist`).
+        keep: How many `checkpoint-N.pth.tar` are kept (`--checkpoint-hist`), at least 1.
         ranked_by: Name of the score (`TrainState.scores`) that ranks epochs.
 
     Raises:
-        UserError: `keep` is below 1, or the directory can't be made.
+        UserError: The directory can't be made.
     """
 
     def __init__(self, directory: Path, keep: int = 10, ranked_by: str = "top1") -> None:
-        if keep < 1:
-            raise UserError(f"--checkpoint-hist {keep}: keep at least 1 checkpoint")
         self.directory, self.keep, self.ranked_by = Path(directory), keep, ranked_by
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
@@ -255,7 +249,7 @@ class CheckpointDir:
         weights = payload["state_dict"] | payload.get("dense_head", {})
         if broken := first_non_finite({name: value for name, value in weights.items() if isinstance(value, Tensor)}):
             raise NonFiniteError(f"{broken} holds NaN or infinite values: not saved, {LAST} is of an earlier epoch")
-        return Save(payload, ranked)
+        return Save(payload, ranked, tensor_bytes(payload))
 
     def write(self, save: Save) -> None:
         """Write the file and update the directory. May be repeated, and be called in any thread, one at a time.
@@ -265,7 +259,7 @@ class CheckpointDir:
         """
         save_checkpoint(self.directory / LAST, save.payload)
         if save.ranked:
-            with explained(self.directory / LAST, lambda: tensor_bytes(save.payload)):
+            with explained(self.directory / LAST, lambda: save.size):
                 self._keep_best(save.payload["scores"], save.payload["epoch"])
 
     def restore(self, state: TrainState, path: Path) -> list[str]:
@@ -286,8 +280,8 @@ class CheckpointDir:
 
     def ranking(self, scores: Mapping[int, Mapping[str, float]], newest: int | None = None) -> list[RankedCheckpoint]:
         """Rank the epochs with these scores that have files, and the newest one, whose file is `last`."""
-        there = {n: each for n, each in scores.items() if n == newest or (self.directory / _file(n)).is_file()}
-        return rank(there, self.ranked_by)
+        ranked = rank(scores, self.ranked_by)
+        return [each for each in ranked if each.epoch == newest or (self.directory / each.file).is_file()]
 
     def _keep_best(self, scores: Mapping[int, Mapping[str, float]], newest: int | None) -> None:
         """Leave the files of the best epochs, the one of `last` among them if it is as good, and name the best."""

@@ -11,14 +11,7 @@ import timm
 from torch import nn
 
 from tlt.errors import UserError
-from tlt.io.weights import (
-    check_finite,
-    clean_state_dict,
-    load_clean,
-    read_checkpoint,
-    unwrap,
-    weights_entry,
-)
+from tlt.io.weights import check_finite, clean_state_dict, load_clean, read_checkpoint, unwrap, weights_entry
 from tlt.models.fit_weights import Fit, fit_state_dict, head_names, is_dense_head, joined_state_dict
 from tlt.models.wrap import WithDenseHead
 from volo import models as models  # registers them with timm
@@ -83,7 +76,8 @@ def load_weights(
         missing = [n for n in missing if not is_dense_head(n)]
     if missing or fit.dropped or set(fit.resized) - {"pos_embed"}:
         raise UserError(explain_misfit(model, fit, checkpoint, path))
-    _load(model, fit, path)
+    check_finite(fit.weights, path)
+    load_clean(model, fit.weights, strict=False)
     return report
 
 
@@ -108,7 +102,8 @@ def load_finetune(
             f"--finetune {path} does not fit --model {architecture(model)}: {len(fit.dropped)} of its tensors have "
             f"other names or shapes, {100 * report.share:.1f} % of the model would be loaded"
         )
-    _load(model, fit, path)
+    check_finite(fit.weights, path)
+    load_clean(model, fit.weights, strict=False)
     return report
 
 
@@ -152,8 +147,3 @@ def _fit(
     share = sum(count for n, count in backbone.items() if n in fit.weights) / max(sum(backbone.values()), 1)
     entry = weights_entry(checkpoint, use_ema, path)
     return fit, FinetuneReport(str(path), entry, fit.resized, fit.kept, fit.dropped, fit.missing, share, fit.notes)
-
-
-def _load(model: nn.Module, fit: Fit, path: str | Path) -> None:
-    check_finite(fit.weights, path)
-    load_clean(model, fit.weights, strict=False)

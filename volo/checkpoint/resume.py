@@ -11,7 +11,7 @@ import json
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from tlt.data.dataset import LabelReader
 from tlt.data.sources.source import SYNTHETIC, ImageSource
@@ -101,15 +101,9 @@ def check_behaviour(checkpoint: dict[str, Any], path: Path) -> None:
         )
 
 
-class RestartedRun(NamedTuple):
-    """A run that this launch has begun before a restart: its directory, and the value for `--resume`."""
-
-    directory: Path
-    resume: str
-
-
-def restarted_run(root: Path, experiment: str, resume: str) -> RestartedRun | None:
-    """Return the run that this launch has begun; None for a first start, or if there was no directory yet.
+def restarted_run(root: Path, experiment: str, resume: str) -> tuple[Path, str] | None:
+    """Return the directory of the run that this launch has begun, and the value for `--resume`; None for a first start,
+    or if there was no directory yet.
 
     Args:
         root: Holds the directories of runs (`--output`).
@@ -125,7 +119,7 @@ def restarted_run(root: Path, experiment: str, resume: str) -> RestartedRun | No
     if not begun:
         return None
     directory = max(begun, key=lambda file: file.stat().st_mtime).parent
-    return RestartedRun(directory, "auto" if any(directory.glob("*.pth.tar")) else resume)
+    return directory, "auto" if any(directory.glob("*.pth.tar")) else resume
 
 
 def _launch_of(file: Path) -> str | None:
@@ -144,10 +138,7 @@ _WHAT = {
 }
 
 
-Fingerprint = dict[str, str | int | None]
-
-
-def fingerprint(folder: ImageSource, labels: LabelReader | None, teacher: str | None = None) -> Fingerprint:
+def fingerprint(folder: ImageSource, labels: LabelReader | None, teacher: str | None = None) -> dict[str, Any]:
     """Return what `check_same_data` compares: names and classes of the images, how their labels were made, and the
     checksum of a teacher.
 
@@ -178,9 +169,7 @@ def check_same_data(checkpoint: dict[str, Any], now: dict[str, Any], path: str |
     Raises:
         UserError: The data differ.
     """
-    before = checkpoint.get(DATA_KEY)
-    if not isinstance(before, dict):
-        return []
+    before = found if isinstance(found := checkpoint.get(DATA_KEY), dict) else {}
     changed = [text for name, text in _WHAT.items() if name in before and before[name] != now[name]]
     if not changed:
         return []

@@ -13,15 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from volo.checkpoint.checkpoint import (
-    LAST,
-    CheckpointDir,
-    NotWrittenError,
-    RankedCheckpoint,
-    Save,
-    best_of,
-    tensor_bytes,
-)
+from volo.checkpoint.checkpoint import LAST, CheckpointDir, NotWrittenError, RankedCheckpoint, Save, best_of
 from volo.checkpoint.state import TrainState
 from volo.cluster.distributed import from_primary
 from volo.cluster.shard import is_sharded
@@ -261,14 +253,14 @@ class Saver:
             raise save.error
 
     def _report(self, save: Save) -> None:
-        size, update = tensor_bytes(save.payload), save.payload["update"]
+        update = save.payload["update"]
         if not save.ranked or save.attempts > 1:
             self.logger.line(
-                f"saved {LAST} of update {update} ({save.reason}): {size / 2**20:.1f} MiB "
+                f"saved {LAST} of update {update} ({save.reason}): {save.size / 2**20:.1f} MiB "
                 f"in {save.seconds:.2f} s, training waited {save.blocked:.2f} s"
             )
         seconds = {"seconds": round(save.seconds, 3), "blocked_seconds": round(save.blocked, 3)}
-        about = {"reason": save.reason, "update": update, "bytes": size, **seconds, "attempts": save.attempts}
+        about = {"reason": save.reason, "update": update, "bytes": save.size, **seconds, "attempts": save.attempts}
         self.logger.event("checkpoint", file=LAST, **about)
 
     def _retry_later(self, save: Save, error: NotWrittenError) -> None:

@@ -269,12 +269,8 @@ def load_optimizer_state(optimizer: Optimizer, saved: dict[str, Any]) -> None:
         kept = {k: v for k, v in theirs.items() if k not in keep} | {k: v for k, v in own.items() if k in keep}
         groups.append(kept | {"params": theirs["params"]})
     optimizer.load_state_dict({"state": saved["state"], "param_groups": groups})
-    _match_layout(optimizer)
-
-
-def _match_layout(optimizer: Optimizer) -> None:
-    """Give moments the strides of their parameters. If they differ (`--channels-last` in only one of the runs), torch's
-    fused step silently uses the wrong elements on a CPU."""
+    # Moments get the strides of their parameters. If they differ (`--channels-last` in only one of the runs), torch's
+    # fused step silently uses the wrong elements on a CPU.
     for parameter, state in optimizer.state.items():
         for key in _PER_VALUE & state.keys():
             if state[key].shape == parameter.shape and state[key].stride() != parameter.stride():

@@ -21,7 +21,6 @@ from tlt.models.flops import flops_per_image
 from volo.checkpoint.checkpoint import CheckpointDir
 from volo.checkpoint.resume import (
     DATA_KEY,
-    RestartedRun,
     Resume,
     check_behaviour,
     check_same_data,
@@ -68,9 +67,8 @@ def chosen_directory(args: Namespace, world: World, logger: Logger) -> Iterator[
         if world.is_primary:
             begun = restarted_run(Path(args.output or DEFAULT_ROOT), args.experiment, args.resume)
             if begun is None:
-                new = choose_directory(args, image_size_by_name(args), logger.line, not args.dry_run)
-                begun = RestartedRun(new, args.resume)
-            chosen = [str(begun.directory), begun.resume]
+                begun = choose_directory(args, image_size_by_name(args), logger.line, not args.dry_run), args.resume
+            chosen = [str(begun[0]), begun[1]]
     name, spec = from_primary(chosen)
     try:
         with RunLock(Path(name), logger.line) as lock:

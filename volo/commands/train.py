@@ -68,9 +68,8 @@ from volo.train.model import (
 )
 from volo.train.optim import create_optimizer
 from volo.train.precision import Clipping, Precision, WorkingCopy, check_convolutions, compute_dtype, tune_gpu
-from volo.train.run import Run, Training
+from volo.train.run import BATCH_KEY, Run, Training, settle
 from volo.train.schedule import LrSchedule, resolve_lr
-from volo.train.settings import BATCH_KEY, settle
 
 
 def run(args: TrainArgs) -> int:
@@ -92,7 +91,8 @@ def run(args: TrainArgs) -> int:
         # A rank that fails keeps its connections until its process ends, so that the launcher sees its failure before
         # the ranks that lose the connection do. It does not wait for them.
         watchdog.end()
-    logger.trackers.wait()
+    if logger.trackers is not None:
+        logger.trackers.wait()
     return 0
 
 
@@ -107,10 +107,11 @@ def start(args: TrainArgs, world: World, logger: Logger, guard: StopGuard) -> No
     folders = open_folders(args, world.data_size, found)
     with chosen_directory(args, world, logger) as (directory, lock, resume):
         folders = hold_out(args, folders, *([resume.path.parent] if resume.path else []), directory)
-        settled = settle(args, resume.checkpoint, len(folders.train), len(folders.train.class_names), world.data_size)
-        for message in settled.messages:
+        images, classes = len(folders.train), len(folders.train.class_names)
+        settled, batch, messages = settle(args, resume.checkpoint, images, classes, world.data_size)
+        for message in messages:
             logger.line(message)
-        run = Run(settled.args, world, logger, guard, directory, lock, resume.path)
+        run = Run(settled, world, logger, guard, directory, lock, resume.path)
         torch.manual_seed(run.args.seed)  # the same initial weights on every rank
         model = build_model(run.args)
         labels, warnings = open_labels(run.args, folders.train, model.num_classes, found)
@@ -119,7 +120,7 @@ def start(args: TrainArgs, world: World, logger: Logger, guard: StopGuard) -> No
             logger.line(f"warning: {warning}")
         if world.is_primary and (agreement := label_agreement(labels, folders.train)):
             logger.line(agreement)
-        training = build(run, folders, labels, model, settled.batch)
+        training = build(run, folders, labels, model, batch)
         go_on_from(resume, run, training)
         describe(run, training)
         (report_dry_run if run.args.dry_run else train)(run, training)

@@ -33,7 +33,7 @@ from volo.config.flag_table import (
 )
 from volo.config.flags_data import AUGMENTATION, DATA, DEBUG, DEVICE, DISTILLATION, MODEL_KWARGS, POOL, TOKEN_LABELS
 
-# Flags whose defaults depend on the data where neither command line nor recipe has them (volo/train/settings.py).
+# Flags whose defaults depend on the data where neither command line nor recipe has them (volo/train/run.py).
 FITTED = ("batch_size", "checkpoint_hist", "cooldown_epochs", "lr_base_scale", "num_classes", "warmup_epochs")
 COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 CUDA_GRAPH_MODES = ("reduce-overhead", "max-autotune")

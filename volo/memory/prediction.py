@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -40,30 +40,17 @@ class StepShape(NamedTuple):
     dense: bool = False  # whether it uses both heads, as with token labels
 
 
-class Activations(NamedTuple):
-    """The most bytes of a step beside weights and gradients: a fixed part, and one that grows with the batch."""
+def activations_of(model: nn.Module, shape: StepShape) -> tuple[float, float]:
+    """Predict the most bytes of a step beside weights and gradients: a fixed part, and one for each image.
 
-    fixed: float
-    per_image: float
-
-    def at(self, batch: int) -> float:
-        """Return the bytes for `batch` images."""
-        return self.fixed + self.per_image * batch
-
-    def largest_batch(self, size: float) -> int:
-        """Return the number of images that fit into `size` bytes; 0 if none do."""
-        return max(0, int((size - self.fixed) // self.per_image))
-
-
-def activations_of(model: nn.Module, shape: StepShape) -> Activations:
-    """Predict what a step holds. The model must be in the mode in which it is trained.
+    The model must be in the mode in which it is trained.
 
     Raises:
         NotImplementedError, RuntimeError: The model depends on values of tensors; VOLO and LV-ViT don't.
     """
     few, many = (step_peak(model, shape, batch) for batch in (16, 32))
     # What does not grow with the batch is the weights in the type of autocast.
-    return Activations(2 * few - many, (many - few) / 16)
+    return 2 * few - many, (many - few) / 16
 
 
 def step_peak(model: nn.Module, shape: StepShape, batch: int, trained: bool = True) -> int:
@@ -72,17 +59,15 @@ def step_peak(model: nn.Module, shape: StepShape, batch: int, trained: bool = Tr
     The loss is the one that takes the most memory: logits and their gradients in float32. A model that is not `trained`
     has a forward pass alone.
     """
-    kind, dtype = shape.device_type, shape.amp_dtype
-    with FakeTensorMode():
+    kind, dtype, without_contents = shape.device_type, shape.amp_dtype, FakeTensorMode()
+    with FakeCopyMode(without_contents):
+        model = copy.deepcopy(model)
+    with without_contents:
         images = torch.empty(batch, *shape.input_size, device=kind)
-        values: dict[int, Any] = {id(v): torch.empty(v.shape, dtype=v.dtype, device=kind) for v in model.buffers()}
         for weight in model.parameters():
-            empty = torch.empty(weight.shape, dtype=weight.dtype, device=kind)
-            values[id(weight)] = nn.Parameter(empty, weight.requires_grad or not trained)
             if weight.requires_grad:  # `fixed_memory` counts the gradients
-                values[id(weight)].register_post_accumulate_grad_hook(lambda own: setattr(own, "grad", None))
-        model = copy.deepcopy(model, values.copy())  # of tensors without contents
-        with _PeakMemory(*values.values(), images) as memory, torch.set_grad_enabled(trained):
+                weight.register_post_accumulate_grad_hook(lambda own: setattr(own, "grad", None))
+        with _PeakMemory(*model.parameters(), *model.buffers(), images) as memory, torch.set_grad_enabled(trained):
             with torch.autocast(kind, dtype=dtype, enabled=dtype is not None):
                 outputs = model(images, dense=True) if shape.dense else model(images)
                 loss = sum(each.float().logsumexp(-1).mean() for each in tree_leaves(outputs))
@@ -124,7 +109,15 @@ def fixed_memory(args: Namespace, model: nn.Module, device: torch.device) -> dic
     own = 1 - divided / max(1, whole) * (1 - 1 / parts)  # share of the weights that tensor parallelism leaves a rank
     trained = round(own * _bytes(p for p in model.parameters() if p.requires_grad))
     weights = round(own * _bytes([*model.parameters(), *model.buffers()]))
-    kept = {"weights": weights // shards, "optimizer": round(trained * _optimizer_share(args, device)) // shards}
+    # Bytes of optimizer state per byte of weights, measured on one small layer, which draws no random numbers.
+    layer = nn.utils.skip_init(nn.Linear, 64, 64, bias=False, device=device)
+    nn.init.zeros_(layer.weight)
+    optimizer = create_optimizer(Namespace(**{**vars(args), "layer_decay": None}), layer, device)
+    layer.weight.grad = torch.zeros_like(layer.weight)
+    optimizer.step()
+    states = [value for state in optimizer.state.values() for value in state.values()]
+    share = _bytes(value for value in states if isinstance(value, Tensor) and value.ndim) / _bytes([layer.weight])
+    kept = {"weights": weights // shards, "optimizer": round(trained * share) // shards}
     # With shards every rank adds up its own gradients of all weights until the last of several micro-batches.
     kept["gradients"] = trained if args.grad_accum_steps > 1 else trained // shards
     if args.model_ema and not args.model_ema_force_cpu:
@@ -136,17 +129,6 @@ def fixed_memory(args: Namespace, model: nn.Module, device: torch.device) -> dic
     elif half:
         kept["bfloat16 copy"] = (weights + trained) // 2
     return kept
-
-
-def _optimizer_share(args: Namespace, device: torch.device) -> float:
-    """Return the bytes of optimizer state per byte of weights, measured on one small layer."""
-    layer = nn.utils.skip_init(nn.Linear, 64, 64, bias=False, device=device)  # draws no random numbers
-    nn.init.zeros_(layer.weight)
-    optimizer = create_optimizer(Namespace(**{**vars(args), "layer_decay": None}), layer, device)
-    layer.weight.grad = torch.zeros_like(layer.weight)
-    optimizer.step()
-    states = [value for state in optimizer.state.values() for value in state.values()]
-    return _bytes(value for value in states if isinstance(value, Tensor) and value.ndim) / _bytes([layer.weight])
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:
@@ -169,29 +151,27 @@ def memory_report(
     lines = [f"memory without activations: {shown} = {total / GIB:.2f} GiB a rank"]
     try:
         gmacs = flops_per_image(master, shape.input_size) / 2e9
-        activations = activations_of(model, shape)
+        fixed, each = activations_of(model, shape)
     except (NotImplementedError, RuntimeError, UserError) as error:  # the model depends on values of tensors
         return [*lines, "operations and activations can't be predicted: " + str(error).strip().partition("\n")[0]]
     dtype = str(shape.amp_dtype or torch.float32).removeprefix("torch.")
     lines += [
         f"operations: {gmacs:.2f} GMACs an image in a forward pass",
-        f"activations ({dtype}, eager, kernels of {shape.device_type}): {activations.per_image / MIB:.1f} MiB an "
-        f"image, {activations.at(args.batch_size) / GIB:.2f} GiB for this run's batches of {args.batch_size}",
+        f"activations ({dtype}, eager, kernels of {shape.device_type}): {each / MIB:.1f} MiB an image, "
+        f"{(fixed + each * args.batch_size) / GIB:.2f} GiB for this run's batches of {args.batch_size}",
     ]
     cards = {f"a card of {name} GB": gib * GIB for name, gib in _CARDS.items()}
     if device.type == "cuda":
         cards = {"this GPU": float(torch.cuda.get_device_properties(device).total_memory)} | cards
     for name, size in cards.items():
         room = (size - _CONTEXT) * (1 - _MARGIN) - total
-        lines.append(f"largest batch on {name}: {activations.largest_batch(room)}")
+        lines.append(f"largest batch on {name}: {max(0, int((room - fixed) // each))}")
     return lines
 
 
 def teacher_memory(teacher: nn.Module, shape: StepShape, batch: int) -> str:
     """Return the line of `--dry-run` about a teacher, which sees images of this shape and is not trained."""
-    weights, most = (
-        _bytes([*teacher.parameters(), *teacher.buffers()]) / GIB,
-        step_peak(teacher, shape, batch, False) / GIB,
-    )
-    work = f"{flops_per_image(teacher, shape.input_size) / 2e9:.2f} GMACs an image"
-    return f"teacher: weights {weights:.2f} GiB, a forward pass of {batch} images {most:.2f} GiB, {work}"
+    weights = _bytes([*teacher.parameters(), *teacher.buffers()]) / GIB
+    most, gmacs = step_peak(teacher, shape, batch, False) / GIB, flops_per_image(teacher, shape.input_size) / 2e9
+    passed = f"a forward pass of {batch} images {most:.2f} GiB, {gmacs:.2f} GMACs an image"
+    return f"teacher: weights {weights:.2f} GiB, {passed}"

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from tqdm import tqdm
 
@@ -20,8 +20,9 @@ from tlt.io.text import printable, safe_text
 from volo.cluster.distributed import World
 from volo.record.metrics import Arithmetic, EpochTotals, Evaluation, Interval, gpu_use
 from volo.record.records import EVENTS, LineFile, RunRecords, duration, strict_json, utc_now
-from volo.record.trackers import FOLDER as TRACKERS
-from volo.record.trackers import Trackers
+
+if TYPE_CHECKING:
+    from volo.record.trackers import Trackers
 
 # One sentence a run, where it has waited for data for more than this share of its time, and so many seconds.
 WAIT_SHARE, WAIT_SECONDS = 0.2, 30.0
@@ -50,7 +51,7 @@ class Logger:
         self.world = world
         self.records: RunRecords | None = None  # before `open`, and on other ranks
         self._events = LineFile()  # events.jsonl; it keeps those from before `open_events`
-        self.trackers = Trackers(self.warning)
+        self.trackers: Trackers | None = None  # few runs have some
         self._arithmetic: Arithmetic | None = None
         self._at: dict[str, int] = {}  # position of the run, once known; part of every event
         self._total_updates = 0
@@ -68,7 +69,10 @@ class Logger:
     def track(self, names: Sequence[str], project: str, tags: Sequence[str]) -> None:
         """Send the records to these experiment trackers, too; one that fails is a warning. Call `open` before."""
         if self.records is not None and names:
-            self.line(f"trackers: {', '.join(names)}; what they print is in {self.records.path / TRACKERS}")
+            from volo.record.trackers import FOLDER, Trackers
+
+            self.line(f"trackers: {', '.join(names)}; what they print is in {self.records.path / FOLDER}")
+            self.trackers = Trackers(self.warning)
             self.trackers.start(self.records.path, names, project, tags)
 
     def open_events(self, directory: Path) -> None:
@@ -100,7 +104,8 @@ class Logger:
             code, reason = outcome(failure)
             if self.world.is_primary or failure is not None:
                 self.event("end", exit_code=code, reason=reason)
-            self.trackers.close(code)
+            if self.trackers is not None:
+                self.trackers.close(code)
 
     def line(self, text: str) -> None:
         """Print a line on rank 0, and add it to log.txt."""
@@ -173,16 +178,12 @@ class Logger:
         use = gpu_use(self.world.device) | (self._arithmetic.use(per_device) if self._arithmetic else {})
         more = {"images_per_second": interval.images_per_second, **use, "time": utc_now()}
         self.records.metrics({"event": "train", **asdict(interval), **more})
-        self.trackers.check()
-        if self._waited > max(WAIT_SHARE * self._seconds, WAIT_SECONDS):
-            self._advise(self._waited / self._seconds)
-
-    def _advise(self, share: float) -> None:
-        """Say once a run what to do about waiting for data."""
-        if not self._advised:
+        if self.trackers is not None:
+            self.trackers.check()
+        if not self._advised and self._waited > max(WAIT_SHARE * self._seconds, WAIT_SECONDS):
+            self._advised, share = True, self._waited / self._seconds
             self.event("data-wait", share=round(share, 3))
             self.warning(f"data wait {100 * share:.0f} % of the time so far: {ADVICE}")
-        self._advised = True
 
     def epoch(self, epoch: int, totals: EpochTotals, evaluations: dict[str, Evaluation], best: float | None) -> None:
         """Write the row of an epoch to summary.csv, and its record.

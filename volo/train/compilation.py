@@ -48,10 +48,8 @@ def compile_model(model: Any, args: Namespace) -> Any:
 
 def compile_modules(modules: list[nn.Module], args: Namespace) -> None:
     """Compile each of `modules` in place, as `--torchcompile...` says."""
-    if args.torchcompile:
-        options = _compiler(args).keywords
-        for module in modules:
-            module.compile(**options)
+    for module in modules if args.torchcompile else ():
+        module.compile(**_compiler(args).keywords)
 
 
 def feature_compiler(model: nn.Module, args: Namespace) -> Callable[[F], F]:
@@ -102,10 +100,14 @@ def compile_errors_told(args: Namespace) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if not args.torchcompile or not _is_compile_error(error):
+        # Triton compiles when a program is first called.
+        of_compiler = type(error).__module__.startswith(("torch._dynamo.exc", "torch._inductor.", "triton."))
+        if not args.torchcompile or not of_compiler:
             raise
+        inner = getattr(error, "inner_exception", None) or error
+        reason = " ".join(f"{type(inner).__name__}: {inner}".split())[:300]  # torch's advice on itself follows
         raise UserError(
-            f"--torchcompile {args.torchcompile}: torch can't compile this ({_reason(error)}): try another "
+            f"--torchcompile {args.torchcompile}: torch can't compile this ({reason}): try another "
             "--torchcompile-scope, or leave --torchcompile out; --debug shows all"
         ) from error
 
@@ -125,14 +127,3 @@ def _compiler(args: Namespace) -> partial[Any]:
 def _blocks(model: nn.Module) -> list[nn.Module]:
     """Return the blocks of the VOLO or LV-ViT in a model."""
     return [block for m in model.modules() if isinstance(m, TokenLabelModel) for _, block in m.named_blocks()]
-
-
-def _is_compile_error(error: Exception) -> bool:
-    """Whether the error comes from torch's compiler, or from Triton, which compiles when a program is first called."""
-    return type(error).__module__.startswith(("torch._dynamo.exc", "torch._inductor.", "triton."))
-
-
-def _reason(error: Exception) -> str:
-    """Return the beginning of torch's message, without its advice on how to debug torch."""
-    inner = getattr(error, "inner_exception", None) or error
-    return " ".join(f"{type(inner).__name__}: {inner}".split())[:300]

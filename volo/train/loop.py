@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -18,12 +17,12 @@ from tlt.api import StepKey
 from tlt.data.batch import Batch
 from tlt.data.loader import EvalLoader
 from tlt.errors import UserError
+from volo.checkpoint.checkpoint import best_of, rank
 from volo.checkpoint.saver import Saver
 from volo.checkpoint.state import TrainState, ranked_by
 from volo.cluster.distributed import World
 from volo.cluster.shard import synchronised, whole_weights
 from volo.record.metrics import EpochTotals, Evaluation, Sums, correct_in_top
-from volo.train.batch_watch import batch_watcher
 from volo.train.compilation import begin_step
 from volo.train.meter import Meter
 from volo.train.optim import set_lr
@@ -38,36 +37,31 @@ def train_epochs(run: Run, training: Training, saver: Saver) -> None:
         Stopped: The state is as it was between two updates; an epoch counts as finished only after its validation.
     """
     args, logger, state, epochs = run.args, run.logger, training.state, training.schedule.total_epochs
-    by, meter, watch = ranked_by(vars(args)), Meter(run, training), batch_watcher(run, training)
+    by, meter = ranked_by(vars(args)), Meter(run, training)
     if args.finetune and state.update == 0 and not args.kd_only:
         logger.line(f"before fine-tuning: {_evaluated(run, training, state.model)}")
     for epoch in range(state.epoch, epochs):
-        if args.patience and epochs_since_best(state, by) >= args.patience:
+        if args.patience and best_so_far(state, by)[1] >= args.patience:
             logger.line(f"--patience {args.patience}: no epoch was better than one so long ago; the run ends here")
             break
         if args.mixup_off_epoch and epoch >= args.mixup_off_epoch:
             training = replace(training, criterion=replace(training.criterion, mix=None))
         logger.start_epoch(epoch, epochs, len(training.loader))
-        totals = train_epoch(run, training, meter, watch, saver)
+        totals = train_epoch(run, training, meter, saver)
         if training.distillation is not None:
             logger.line(training.distillation.told(totals.seconds))
         evaluations = validate_epoch(run, training, epoch)
         state.scores[epoch] = scores_of(evaluations)
         state.epoch += 1
         logger.at(state.epoch, state.update)
-        logger.epoch(epoch, totals, evaluations, best_score(state, by))
+        logger.epoch(epoch, totals, evaluations, best_so_far(state, by)[0])
         if best := saver.after_epoch():
             logger.line(f"best {by} {best.metric:.4f} (epoch {best.epoch + 1}, {best.file})")
         logger.curve()
 
 
-def train_epoch(
-    run: Run, training: Training, meter: Meter, watch: Callable[[int, Batch], None], saver: Saver
-) -> EpochTotals:
+def train_epoch(run: Run, training: Training, meter: Meter, saver: Saver) -> EpochTotals:
     """Train the epoch `state.epoch`; `state.update` advances by one per optimizer step.
-
-    Args:
-        watch: Called with (update, batch) before the batch is used.
 
     Raises:
         NonFiniteError: Too many steps in a row were skipped.
@@ -86,7 +80,7 @@ def train_epoch(
         loss_of = partial(training.distillation.loss, training.criterion)
     for batch in run.guard.iterate_until_stopped(batches):
         is_last, update_size = batch.key.last, batch.key.update_samples
-        watch(state.update, batch)
+        meter.look_at(batch)
         step = StepKey(run.args.seed, state.update, micro_batch, run.world.data_rank)
         step.seed_torch()
         if micro_batch == 0:
@@ -202,18 +196,14 @@ def scores_of(evaluations: dict[str, Evaluation]) -> dict[str, float]:
     }
 
 
-def epochs_since_best(state: TrainState, by: str) -> int:
-    """Return how many epochs have followed the first one with the best score; 0 before any was validated."""
-    scores = {epoch: found[by] for epoch, found in state.scores.items() if by in found and epoch < state.epoch}
-    sign = 1 if by.startswith("loss") else -1
-    ranked = [(sign * score if math.isfinite(score) else math.inf, epoch) for epoch, score in scores.items()]
-    return max(scores) - min(ranked)[1] if scores else 0
-
-
-def best_score(state: TrainState, by: str) -> float | None:
-    """Return the best score of all epochs done; None where none is finite."""
-    scores = [found.get(by, math.nan) for epoch, found in state.scores.items() if epoch < state.epoch]
-    return (min if by.startswith("loss") else max)(filter(math.isfinite, scores), default=None)
+def best_so_far(state: TrainState, by: str) -> tuple[float | None, int]:
+    """Return the best score of the epochs done, None where none is finite, and by how many epochs the last one that was
+    validated is later than the first with that score."""
+    ranked = rank({n: found for n, found in state.scores.items() if n < state.epoch and by in found}, by)
+    if not ranked:
+        return None, 0
+    first = best_of(ranked) or ranked[-1]  # of those that are not finite the newest comes first
+    return first.metric, max(entry.epoch for entry in ranked) - first.epoch
 
 
 @contextmanager

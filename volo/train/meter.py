@@ -1,7 +1,8 @@
-"""Losses and times of the current epoch, added up without waiting for the device and reported once per interval."""
+"""What a run tells of its steps: what could not be read, the first batch, losses and times once per interval."""
 
 from __future__ import annotations
 
+import importlib.util
 import time
 from typing import Any
 
@@ -10,18 +11,24 @@ from torch import Tensor
 from tlt.data.batch import Batch
 from tlt.loss import LossTerms
 from volo.record.metrics import EpochTotals, Interval, Sums
+from volo.train.criterion import TokenLabelCriterion
 from volo.train.run import Run, Training
+
+_FIRST_BATCH, _IMAGES = "first_batch.png", 8
 
 
 class Meter:
     """Counts epochs, each from `begin` to `end`.
 
-    A report, once per `--log-interval`, synchronises host and device.
+    A report, once per `--log-interval`, synchronises host and device, as a picture does.
     """
 
     def __init__(self, run: Run, training: Training) -> None:
+        self.run, self.training = run, training
         self.state, self.precision, self.loader = training.state, training.precision, training.loader
         self.logger, self.guard, self.log_interval = run.logger, run.guard, run.args.log_interval
+        self._bad_labels: set[str] = set()  # which have been told
+        self._draws = self.logger.records is not None and importlib.util.find_spec("matplotlib") is not None
         self.sums = Sums(("images", "unreadable", "loss", "cls", "dense"), run.world)
         self.state.sums = self.progress
 
@@ -67,6 +74,23 @@ class Meter:
         self.reported, self.lr = progress["reported"], progress["lr"]
         seconds, waited, self.epoch_seconds = progress["seconds"]
         self._start_interval(seconds, waited)
+
+    def look_at(self, batch: Batch) -> None:
+        """Tell of unreadable images and labels, draw the first batch, and write the pictures of `--save-images`; before
+        the batch is trained on."""
+        bad = [label for label in batch.bad_labels if label.path not in self._bad_labels]
+        self._bad_labels.update(label.path for label in bad)
+        self.logger.skipped("skipped-image", self.loader.skips.take_new())
+        self.logger.skipped("bad-label", bad)
+        update, directory = self.state.update, self.run.directory
+        # Before the first step, for which other ranks wait longer (`--dist-timeout`) than for later ones.
+        if self._draws and not (update and (directory / _FIRST_BATCH).exists()):
+            _draw(self.run, self.training, update, batch.select(slice(_IMAGES)))
+        self._draws = False
+        if self.logger.records is not None and self.run.args.save_images and update % self.log_interval == 0:
+            from torchvision.utils import save_image
+
+            save_image(batch.images, directory / f"train-batch-{update}.jpg", padding=0, normalize=True)
 
     def add(self, terms: LossTerms, batch: Batch) -> None:
         """Count a micro-batch without synchronising."""
@@ -125,3 +149,23 @@ class Meter:
 def _mean_losses(totals: dict[str, float]) -> dict[str, float]:
     images = max(totals["images"], 1.0)
     return {"loss": totals["loss"] / images, "cls_loss": totals["cls"] / images, "dense_loss": totals["dense"] / images}
+
+
+def _draw(run: Run, training: Training, update: int, few: Batch) -> None:
+    """Draw a batch with its targets. A picture that can't be drawn is a warning."""
+    config = training.state.metadata["model_config"]
+    try:
+        from tlt.tools.drawing import draw_page, read_examples, save_figure
+
+        criterion = training.criterion
+        targets = criterion.targets(few) if isinstance(criterion, TokenLabelCriterion) else None
+        # Synchronises with the device.
+        examples = read_examples(training.loader.dataset, few, targets, config["mean"], config["std"])
+        title = f"the first {len(examples)} images of update {update}, as the model sees them"
+        if training.loader.dataset.label_view is not None:
+            title += "\n(--compat: the window is where the labels are read, not where the image is cut)"
+        page = draw_page(examples, config["class_names"], title, "smoothed probability of the class")
+        save_figure(page, run.directory / _FIRST_BATCH)
+        run.logger.line(f"drew {_FIRST_BATCH}")
+    except Exception as error:  # whatever happens: no run may end because of a picture
+        run.logger.line(f"warning: {_FIRST_BATCH} could not be drawn: {type(error).__name__}: {error}")

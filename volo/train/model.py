@@ -357,22 +357,17 @@ def init_heads(model: TimmModel, scale: float | None, bias: float | None) -> Non
                 head.bias.fill_(bias)
 
 
-def _recorded_kwargs(args: Namespace) -> dict[str, Any]:
-    """The arguments with which the model is built again; those that a checkpoint records elsewhere are left out."""
-    kwargs = architecture_of(args.model).kwargs.items()
-    stored = {name: value for name, value in kwargs if name not in ("num_classes", "in_chans", "img_size")}
-    return stored | ({"global_pool": args.gp} if args.gp else {}) | args.model_kwargs
-
-
 def model_config(model: TimmModel, args: Namespace, settings: dict[str, Any], class_names: list[str]) -> dict[str, Any]:
     """Return what a checkpoint records so that other programs build and evaluate the model as it was trained."""
     labels: dict[str, Any] | None = None  # how the run reads its token labels
     if args.token_label:
         labels = {"compat": args.compat or [], "uncovered": args.uncovered, "label_tail": args.label_tail}
         labels |= {"teacher": args.token_label_teacher} if args.token_label_teacher else {}
+    built = architecture_of(args.model)
+    kwargs = {k: v for k, v in built.kwargs.items() if k not in ("num_classes", "in_chans", "img_size")}
     return {
-        "name": architecture_of(args.model).name,
-        "kwargs": _recorded_kwargs(args),
+        "name": built.name,
+        "kwargs": kwargs | ({"global_pool": args.gp} if args.gp else {}) | args.model_kwargs,
         "num_classes": model.num_classes,
         "img_size": list(settings["input_size"][1:]),
         "in_chans": settings["input_size"][0],

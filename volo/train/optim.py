@@ -19,8 +19,6 @@ from volo.config.flag_table import nearest
 # gradients and moments have the strides of their parameters: autograd ensures it for gradients,
 # `volo.checkpoint.state` for loaded moments.
 _FUSED = ("adam", "adamw")
-
-
 # Whose steps over weights divided among ranks (`--shard`) equal those over whole ones: every value by itself, or by
 # norms that torch's distributed tensors sum over the ranks. Others fail, differ, or wait for each other for ever.
 _SHARDED = {
@@ -30,7 +28,6 @@ _SHARDED = {
     *("nesterov", "nesterovw", "nlarc", "nlars", "radabelief", "radam", "radamlegacy", "radamw", "rmsprop"),
     *("rmsproptf", "rmsproptfc", "rmsproptfw", "sgd", "sgdc", "sgdw"),
 }
-
 _BY_NORMS = ("lamb", "lar", "nlar")  # whose steps of a weight depend on its norm
 
 
@@ -50,11 +47,8 @@ def create_optimizer(args: Namespace, model: nn.Module, device: torch.device | N
     """
     device = device or next(model.parameters()).device
     name = _check_optimizer(args, device)
-    options: dict[str, Any] = {}
-    if args.opt_eps is not None:
-        options["eps"] = args.opt_eps
-    if args.opt_betas is not None:
-        options["betas"] = tuple(args.opt_betas)
+    given = {"eps": args.opt_eps, "betas": args.opt_betas and tuple(args.opt_betas)}
+    options: dict[str, Any] = {setting: value for setting, value in given.items() if value is not None}
     if twice := options.keys() & args.opt_kwargs.keys():
         raise UserError(f"--opt-kwargs {min(twice)}=... contradicts --opt-{min(twice)}: keep one of them")
     if device.type in ("cuda", "cpu") and name in _FUSED:
@@ -98,11 +92,6 @@ def _check_optimizer(args: Namespace, device: torch.device) -> str:
         raise UserError(f"{flag}: --opt {args.opt} can't be divided among ranks, as adamw or sgd can")
     if args.tensor_parallel > 1 and name.startswith(_BY_NORMS):
         raise UserError(f"{flag}: --opt {args.opt} needs the norm of each whole weight: --opt adamw, or --shard alone")
-    _check_unused(args, info)
-    return name
-
-
-def _check_unused(args: Namespace, info: Any) -> None:
     if args.momentum != 0.9 and not info.has_momentum:
         raise UserError(f"--momentum {args.momentum:g} has no effect: --opt {args.opt} has no momentum")
     if args.opt_eps is not None and not info.has_eps:
@@ -110,3 +99,4 @@ def _check_unused(args: Namespace, info: Any) -> None:
     betas = info.num_betas if info.has_betas else 0
     if args.opt_betas is not None and len(args.opt_betas) != betas:
         raise UserError(f"--opt-betas: --opt {args.opt} takes {betas} betas, {len(args.opt_betas)} are given")
+    return name

@@ -13,7 +13,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from tlt.data.batch import Batch
 from tlt.errors import UserError
@@ -50,7 +49,8 @@ class Teacher:
         self.name, self.annotator, self.exact_tail = name, annotator, exact_tail
         model: Any = annotator.model  # with timm's interface
         self._num_classes, device = int(model.num_classes), next(model.parameters()).device
-        (mean, std), (own_mean, own_std) = (tuple(_colours(each, device) for each in pair) for pair in (student, own))
+        pixels = (torch.tensor(each, dtype=torch.float32, device=device)[:, None, None] for each in (*student, *own))
+        mean, std, own_mean, own_std = pixels
         self._scale, self._shift = std / own_std, (mean - own_mean) / own_std
         self._affine = torch.eye(2, 3, device=device)
         self._area, self._visible = (torch.tensor(part, device=device) for part in (area, FULL_AREA))
@@ -108,8 +108,3 @@ def load_teacher(
     pixels = (settings["mean"], settings["std"]), (own["mean"], own["std"])
     name += " (EMA)" if trained.args.use_ema else ""
     return Teacher(name, annotator, *pixels, labelled_area(model, size[1:]), args.label_tail == "exact")
-
-
-def _colours(values: Sequence[float], device: torch.device) -> Tensor:
-    """(3 or 1, 1, 1)."""
-    return torch.tensor(tuple(values), dtype=torch.float32, device=device)[:, None, None]

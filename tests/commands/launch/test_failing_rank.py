@@ -20,17 +20,15 @@ from volo.commands.console import run_program
 DRIVER = """
 import os, sys, time
 from volo import cli
-from volo.train import loop
+from volo.train.meter import Meter
 faults = {"nan": lambda batch: batch.images.fill_(float("nan")), "hang": lambda batch: time.sleep(9999)}
 fault, updates, *flags = sys.argv[1:]
-watcher = loop.batch_watcher
-def failing(*args):
-    watch = watcher(*args)
-    def look(update, batch):
-        watch(update, batch)
-        faults[fault](batch) if update > int(updates) else None
-    return look
-loop.batch_watcher = failing if os.environ["RANK"] == "1" else watcher
+look_at = Meter.look_at
+def look(meter, batch):
+    look_at(meter, batch)
+    faults[fault](batch) if meter.state.update > int(updates) else None
+if os.environ["RANK"] == "1":
+    Meter.look_at = look
 sys.exit(cli.run("train", flags))
 """
 

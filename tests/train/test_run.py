@@ -9,7 +9,7 @@ import pytest
 
 from tests.train.small_run import arguments
 from tlt.data.batch import IndexStream
-from volo.train.settings import batch_record, dataset_defaults, settle, steps_to_keep
+from volo.train.run import batch_record, dataset_defaults, settle, steps_to_keep
 
 
 @pytest.mark.parametrize(
@@ -37,15 +37,15 @@ def test_defaults_fit_the_data_and_what_is_given_stays(flags: str, images: int, 
 
 def test_a_resumed_run_keeps_what_its_checkpoint_was_fitted_to() -> None:
     args = arguments("--epochs 4")
-    fresh = settle(args, {}, 54, 3, 1)
-    assert (fresh.args.batch_size, fresh.args.num_classes, fresh.args.warmup_epochs) == (8, 3, 0)
-    checkpoint = {"args": vars(fresh.args), "model_config": {"num_classes": 3}, "batch": fresh.batch}
+    fresh, batch, _ = settle(args, {}, 54, 3, 1)
+    assert (fresh.batch_size, fresh.num_classes, fresh.warmup_epochs) == (8, 3, 0)
+    checkpoint = {"args": vars(fresh), "model_config": {"num_classes": 3}, "batch": batch}
     # More images and classes than before, on two processes: the same batch, classes and schedule.
-    again = settle(args, checkpoint, 5000, 4, 2).args
+    again = settle(args, checkpoint, 5000, 4, 2)[0]
     assert (again.batch_size, again.num_classes, again.warmup_epochs) == (4, 3, 0)
     with pytest.raises(AttributeError, match="--lr is decided before the run is built"):
         again.lr = 1.0
-    given = settle(arguments("--epochs 4 -b 2 --num-classes 9"), checkpoint, 54, 9, 1).args
+    given = settle(arguments("--epochs 4 -b 2 --num-classes 9"), checkpoint, 54, 9, 1)[0]
     assert (given.batch_size, given.num_classes) == (2, 9)
 
 
