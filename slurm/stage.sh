@@ -8,7 +8,10 @@ node=$(hostname)
 fail() { echo "error: $node: $*" >&2; exit 2; }
 
 source=$1 target=$2
-[ ! -d "$target" ] || { echo "$node: data are staged in $target"; exit 0; }
+if [ -d "$target" ]; then
+  echo "$node: data are staged in $target"
+  exit 0
+fi
 unfinished=$(dirname "$target")/.staging-$SLURM_JOB_ID
 rm -rf "$unfinished" # of an earlier start
 mkdir -p "$unfinished" || fail "STAGE_TO=$(dirname "$target") cannot be written"
