@@ -160,9 +160,8 @@ class Dropped(ResidualBlock):
     """Dropout and stochastic depth and nothing else: one kernel."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(8, nn.Dropout(0.5), mlp_ratio=1.0)
         self.norm1 = self.norm2 = self.mlp = nn.Identity()
-        self.attn = nn.Dropout(0.5)
 
 
 def test_compiled_draws_are_a_function_of_the_seed() -> None:
