@@ -176,8 +176,7 @@ def test_fault_14_a_save_that_failed_gives_way_to_the_next_and_is_not_ranked(tmp
 
 def test_fault_14_too_many_failed_saves_end_the_run_with_exit_code_4(tmp_path: Path, world: World) -> None:
     saver, _ = saver_of(build(), tmp_path, max_failed=2)
-    world.error = errno.ENOSPC
-    for _ in range(2):
+    for world.error in (errno.ENOSPC, None, errno.ENOSPC, errno.ENOSPC):  # those before one that went well don't count
         an_epoch(saver, 1.0)
         ended(saver)
     an_epoch(saver, 1.0)
