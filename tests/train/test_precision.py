@@ -243,9 +243,10 @@ def test_steps_that_are_not_finite_change_nothing_and_leave_no_gradient() -> Non
     assert torch.equal(working.module.head.weight, master.head.weight.bfloat16())
     before = [p.clone() for p in (*master.parameters(), *working.module.parameters())]
     backward(precision, working.module.train(), images(0) * float("inf"))
+    backward(precision, working.module, images(1))  # a micro-batch whose own loss is finite
     precision.step(optimizer, list(master.parameters()))
     after = [*master.parameters(), *working.module.parameters()]
-    assert precision.counts() == [1, 1]
+    assert precision.counts() == [1, 1] and precision.take_broken() == {-1: True}
     assert all(torch.equal(a, b) and b.grad is None for a, b in zip(before, after, strict=True))
 
 
