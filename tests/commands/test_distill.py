@@ -90,8 +90,8 @@ def test_a_token_learns_what_the_teacher_says_of_its_place(name: str, kind: str,
     other = size if view == "crop" else (230, 150)
     student = timm.create_model(name, num_classes=4, **(ANY_SIZE if name.startswith("vit") else {}))
     plans = [
-        make_plan(AugmentConfig(each, auto_augment=AUGMENT, no_aug=whole), 3, 0, np.arange(32), *shape.T)
-        for each, whole in ((size, False), (other, view == "whole"))
+        make_plan(AugmentConfig(each, auto_augment=AUGMENT, no_aug=whole), seed, 0, np.arange(32), *shape.T)
+        for each, whole, seed in ((size, False, 3), (other, view == "whole", 4 if view == "size" else 3))
     ]
     batch, seen = map(positions, plans)
     teacher = FeatureTeacher(Position(kind), other, (0.0, 0.0, 0.0), (1.0, 1.0, 1.0))
@@ -102,6 +102,8 @@ def test_a_token_learns_what_the_teacher_says_of_its_place(name: str, kind: str,
     y, x = (np.arange(count) * pitch + first for count in loss.grid)
     where = np.einsum("bij,jhw->bhwi", plans[0].affine, np.stack([*np.meshgrid(x, y), np.ones((len(y), len(x)))]))
     per_pixel = np.sqrt(np.abs(np.linalg.det(plans[0].affine[:, :, :2])))[:, None, None]  # of what the student sees
+    low, high = np.split((seen.visible.numpy() * np.tile(shape, 2))[:, None, None], 2, axis=-1)
+    assert ((where > low) & (where < high)).all(-1)[counted].all()  # what the teacher sees of the file
 
     def off(features: Tensor) -> np.ndarray:
         found = (features * 2 + 0.5)[..., :2].double().numpy().reshape(where.shape)  # its pixels are normalised
@@ -109,7 +111,7 @@ def test_a_token_learns_what_the_teacher_says_of_its_place(name: str, kind: str,
 
     maps = teacher(seen.images).mT.unflatten(2, teacher.tokens[0])
     resized = F.interpolate(maps, loss.grid, mode="bilinear").permute(0, 2, 3, 1)  # as others do it
-    assert counted.mean() > 0.2 and off(target).max() <= 0.01
+    assert counted.mean() > 0.1 and off(target).max() <= 0.01
     assert off(resized).max() > 0.5 or (name, kind, view) == ("resnet18", "ResNet", "crop")
 
 
