@@ -22,7 +22,7 @@ from torch.multiprocessing import start_processes
 import volo  # noqa: F401  (registers the models)
 from tests.train.small_run import tensors
 from tlt.errors import UserError
-from volo.checkpoint.state import TrainState
+from volo.checkpoint.state import STATISTICS_KEY, TrainState
 from volo.cluster.distributed import World
 from volo.cluster.shard import (
     ShardedEma,
@@ -200,6 +200,7 @@ def _more(rank: int, directory: str, state: TrainState) -> None:
     state.model.eval()
     with whole_weights(state.model), torch.inference_mode():
         outputs = [state.model(torch.ones(1, 3, 32, 32, dtype=torch.float64)) for _ in range(1 + rank)]
+    state.update = 1  # within an epoch
     payload = state.state_dict()
     if rank == 0:
         torch.save(payload, f"{directory}/saved.pt")
@@ -251,6 +252,8 @@ def test_what_was_saved_comes_back_in_parts_of_another_size(directory: Path) -> 
     for entry in ("state_dict", "state_dict_ema", "optimizer"):
         pairs = list(zip(tensors(saved[entry]), tensors(again[entry]), strict=True))
         assert len(pairs) > 20 and all(torch.equal(a, b) for a, b in pairs), entry
+    before, after = (each[STATISTICS_KEY]["state_dict_ema"] for each in (saved, again))  # a row of each rank
+    assert len(before.unique(dim=0)) == RANKS and torch.equal(before, after)
 
 
 def test_ranks_call_the_whole_model_as_often_as_they_like(directory: Path) -> None:
