@@ -51,7 +51,9 @@ def last_update(run: Path) -> int:
 def test_fault_07_08_a_signal_saves_the_present_step_and_ends_all_processes(
     data: Path, tmp_path: Path, number: int
 ) -> None:
+    heeded = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup, which may be round these tests, it is ignored
     run = start(f"{FLAGS} {tmp_path} -b 4", data, processes=2, REQUEUE_MARKER=str(tmp_path / "marker"))
+    signal.signal(signal.SIGHUP, heeded)
     run.read_until("[3/5]")
     processes = [pid for rank in run.ranks().values() for pid in (rank, *children(rank))]
     # As a terminal or Slurm does it: to the ranks and the data workers, too.
