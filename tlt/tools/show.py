@@ -16,6 +16,7 @@ from tlt.data.augment.plan import AugmentConfig
 from tlt.data.batch import Batch, BatchKey
 from tlt.data.dataset import TrainDataset
 from tlt.data.sources import open_images
+from tlt.data.sources.image_file import BadImage
 from tlt.data.sources.source import ImageSource
 from tlt.errors import UserError
 from tlt.io.files import refuse_existing
@@ -64,7 +65,10 @@ def show(**flags: Any) -> list[str]:
     # Without smoothing, so that opacity 1 means certain.
     given = batch.labels, batch.affine, batch.visible, batch.classes
     targets = make_targets(*given, grid, num_classes, smoothing=0.0, uncovered=args.uncovered)
-    examples = read_examples(dataset, shown, targets, IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD)
+    try:
+        examples = read_examples(dataset, shown, targets, IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD)
+    except BadImage as error:
+        raise UserError(f"an image in {printable(folder.root)} changed while it was read: {error}") from error
     k, h, w = store.shape
     title = f"{args.labels}: maps of {h} x {w}, {k} classes each, on {grid[0]} x {grid[1]} tokens"
     save_figure(draw_page(examples, names, title, "probability of the class"), args.output)
@@ -74,16 +78,17 @@ def show(**flags: Any) -> list[str]:
 
 def find_images(folder: ImageSource, wanted: list[str]) -> list[int]:
     """Row numbers of images by path within the folder or by file name. Raises UserError: none has it, or several."""
-    rows, paths = [], list(folder.paths)
-    for name in wanted:
-        found = [row for row, path in enumerate(paths) if name in (path, os.path.basename(path))]
+    rows: dict[str, set[int]] = {name: set() for name in wanted}
+    for row, path in enumerate(folder.paths):
+        for name in {path, os.path.basename(path)} & rows.keys():
+            rows[name].add(row)
+    for name, found in rows.items():
         if len(found) != 1:
             raise UserError(
                 f"--images {printable(name)} names {len(found)} images in {printable(folder.root)}: give the path of "
                 "one within it"
             )
-        rows += found
-    return rows
+    return [min(rows[name]) for name in wanted]
 
 
 def load_batch(dataset: TrainDataset, rows: list[int], epoch: int) -> Batch:

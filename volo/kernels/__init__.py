@@ -95,8 +95,8 @@ def choose_kernel(kernel: str, v: Tensor, logits: Tensor, dropout: float) -> Out
     """Return the implementation of a name, or for "auto" the fastest that fits.
 
     Tensors without contents always get the reference, so that operations counted on them do not depend on the kernel.
-    With "auto", `torch.export`, `torch.jit.trace` and `torch.func` get it, too, so that
-    an exported program holds no operation of our own.
+    With "auto", `torch.export`, `torch.jit.trace` and `torch.func` get it, too, so that an exported program holds no
+    operation of our own.
 
     Raises:
         UserError: The named implementation doesn't fit.

@@ -48,8 +48,10 @@ def compile_model(model: Any, args: Namespace) -> Any:
 
 def compile_modules(modules: list[nn.Module], args: Namespace) -> None:
     """Compile each of `modules` in place, as `--torchcompile...` says."""
-    for module in modules if args.torchcompile else ():
-        module.compile(**_compiler(args).keywords)
+    if args.torchcompile:
+        options = _compiler(args).keywords
+        for module in modules:
+            module.compile(**options)
 
 
 def feature_compiler(model: nn.Module, args: Namespace) -> Callable[[F], F]:
