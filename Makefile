@@ -13,8 +13,9 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 TEST_ARGS ?=
-# The files of tests are shared out among a process per core and one more; PARALLEL= runs them one after the other.
-PARALLEL ?= --numprocesses auto --maxprocesses 4 --dist loadfile
+# The files of tests are shared out among a process per core and one more; PARALLEL= runs them one after the other. In
+# their order: files of few tests, which whole programs take long for, would come last where one process alone is left.
+PARALLEL ?= --numprocesses auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 DEMO_ARGS ?=
 # CALLS=volo_d5 is one of them; DEVICE=cpu rehearses them with a small model. No network, and nothing is installed.
 CALLS ?= tests volo_d1 volo_d3 volo_d5

@@ -41,8 +41,11 @@ def wait_until(happened: Callable[[], T], what: Callable[[], str] = str) -> T:
 @pytest.fixture(autouse=True)
 def signals_as_before() -> Iterator[None]:
     """A program that was told to end in this process ignores what tells it so from then on, and so would all that is
-    started by later tests: a shell can't even trap a signal that was ignored when it began."""
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
+    started by later tests: a shell can't even trap a signal that was ignored when it began. And torch's handler of
+    SIGCHLD, which other libraries' loaders leave behind, raises for the workers that a test has killed, in a later one.
+    """
+    changed = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGCHLD)
+    before = {number: signal.getsignal(number) for number in changed}
     yield
     for number, handler in before.items():
         signal.signal(number, handler)

@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import sys
-from argparse import Namespace
 from pathlib import Path
-from unittest.mock import Mock
 
-import pytest
 import torch
 
 from tests.commands.conftest import QUICK, ROOT, UPDATES, Make, Running, start, storage
-from tlt.errors import UserError
-from volo.cluster import distributed
-from volo.commands.console import run_program
 
 # train.py, in which rank 1 meets a fault in the second update of the second epoch.
 DRIVER = """
@@ -77,17 +70,3 @@ def test_fault_21_where_a_rank_hangs_all_print_their_stacks_and_end(make_dataset
         assert f"[rank {rank}] hung: no progress for " in run.output
     assert "in <lambda>" in run.output and run.output.count("in train_epoch") >= 2  # the stacks
     assert '"kind": "fault"' in (tmp_path / "run" / "events.jsonl").read_text()
-
-
-@pytest.mark.parametrize(
-    ("end", "code"), [(RuntimeError("a defect"), 1), (UserError("a mistake"), 2), (KeyboardInterrupt(), 130)]
-)
-def test_a_rank_whose_process_group_stands_ends_before_threads_of_torch_abort_it(
-    monkeypatch: pytest.MonkeyPatch, end: BaseException, code: int
-) -> None:
-    """Python ends with exit code 134 where a thread of gloo frees a tensor meanwhile."""
-    left: list[int] = []
-    monkeypatch.setattr(os, "_exit", left.append)
-    monkeypatch.setattr(distributed, "in_own_group", lambda: True)
-    monkeypatch.setitem(sys.modules, "ends", Mock(run=Mock(side_effect=end)))
-    assert run_program(lambda argv: Namespace(), "ends", []) == code and left == [code]

@@ -100,21 +100,6 @@ def test_fault_09_a_background_process_of_a_script_heeds_sigint(data: Path, tmp_
 
 
 @slow
-def test_fault_07_all_ranks_stop_at_the_same_step_and_a_resumed_run_ends_in_the_same_bits(
-    data: Path, tmp_path: Path
-) -> None:
-    flags = f"{QUICK} -j 1 -b 4 --lr 1e-3 --epochs 2 --output {tmp_path} --experiment"
-    cut = start(f"{flags} cut", data, processes=2, **storage(tmp_path, "time.sleep(0.3)"))
-    cut.read_until("epoch 1 [3/5]")
-    os.kill(cut.ranks()[1], signal.SIGTERM)
-    assert cut.end() == 85, cut.output
-    assert last_update(tmp_path / "cut") >= 3
-    assert start(f"{flags} cut --resume auto", data, processes=2).end() == 0
-    assert start(f"{flags} whole", data, processes=2).end() == 0
-    assert sha256(tmp_path / "cut") == sha256(tmp_path / "whole")
-
-
-@slow
 def test_fault_07_a_signal_while_the_data_hangs(data: Path, tmp_path: Path) -> None:
     run = start(f"{FLAGS} {tmp_path}", data, **held(tmp_path, at=16))
     run.read_until("epoch 1 [2/5]")
@@ -162,19 +147,6 @@ def test_fault_23_dead_storage_is_named_and_the_run_saves_and_stops(data: Path, 
     assert run.end() == 2, run.output
     assert re.search(r"no batch after 6 s \(--loader-timeout\): reading .*/blue0.jpg has taken", run.output)
     assert "Traceback" not in run.output and last_update(tmp_path / "run") >= 5
-
-
-def test_fault_23_failing_storage_makes_no_image_bad_and_the_run_saves_and_stops(data: Path, tmp_path: Path) -> None:
-    lost = tmp_path / "lost"
-    fails = (
-        f'if str(path).endswith("blue0.jpg") and os.path.exists({str(lost)!r}): raise OSError(116, os.strerror(116))'
-    )
-    run = start(f"{FLAGS} {tmp_path}", data, **storage(tmp_path, fails))
-    run.read_until("epoch 1 [5/5]")
-    lost.touch()
-    assert run.end() == 5, run.output
-    assert re.search(r"error: .*/blue0.jpg can't be read: Stale file handle, 4 times in a row; its storage", run.output)
-    assert "Traceback" not in run.output and "left out" not in run.output and last_update(tmp_path / "run") >= 5
 
 
 @slow
