@@ -73,9 +73,9 @@ def uniform(seed: int, epoch: int, indices: npt.ArrayLike, stream: int, k: int) 
     return (_shifted(bits, 11).double() * 2.0**-53).numpy()
 
 
-def normal_noise(key: int, words: Tensor) -> Tensor:
-    """Standard normal float32, each a function of a signed key and a word alone (Box-Muller on the two ends of the
-    hash), on the device of the words."""
+def normal_noise(key: Tensor | int, words: Tensor) -> Tensor:
+    """Standard normal float32, each a function of a signed key and a word (broadcast) alone (Box-Muller on the two ends
+    of the hash), on the device of the words."""
     bits = absorb(key, words)
     radius = _shifted(bits, 40).float().add_(0.5).mul_(2.0**-24).log_().mul_(-2).sqrt_()
     return (bits & 0xFFFFFF).float().mul_(2 * math.pi * 2.0**-24).cos_().mul_(radius)

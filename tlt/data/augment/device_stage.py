@@ -103,19 +103,29 @@ def _augmented(images: Tensor, plan: Plan, fill: Sequence[int]) -> Tensor:
 def _erase(images: Tensor, plan: Plan, mode: str) -> Tensor:
     """Random erasing (arXiv:1708.04896) in timm's three modes: fill the boxes of the plan in normalised images
     (B, C, H, W) float32, in place; later boxes win. The noise is a function of (key, pixel) alone."""
-    channels, height, width = images.shape[1:]
-    pixels = torch.arange(channels * height * width, device=images.device).view(channels, height, width)
-    channel = torch.arange(channels, device=images.device)[:, None, None]
-    for row, number in np.argwhere(plan.erase[..., 2:].all(2)).tolist():
-        top, left, tall, wide = plan.erase[row, number].tolist()
-        area = slice(None), slice(top, top + tall), slice(left, left + wide)
-        box, key = images[row][area], int(plan.erase_key[row].view(np.int64))
-        if mode == "pixel":
-            box.copy_(normal_noise(key, pixels[area]))
-        elif mode == "rand":  # one colour a box
-            box.copy_(normal_noise(key, channel + channels * number))
-        else:
-            box.zero_()
+    (channels, height, width), device = images.shape[1:], images.device
+    channel = torch.arange(channels, device=device)[:, None, None]
+    for number in range(plan.erase.shape[1]):  # a box of each image at a time, some images in one pass
+        rows = np.flatnonzero(plan.erase[:, number, 2:].all(1))
+        boxes, keys = plan.erase[rows, number], plan.erase_key[rows].view(np.int64)
+        last = boxes[:, :2] + boxes[:, 2:] - 1
+        for part in image_chunks(len(rows), images[0].numel(), device):
+            tall, wide = boxes[part, 2:].max(0).tolist()
+            told = np.stack([rows[part], *boxes[part, :2].T, *last[part].T, keys[part]])
+            row, top, left, bottom, right, key = send(told, device)[..., None, None, None]  # (b, 1, 1, 1) each
+            # Smaller boxes fill their last row and column several times, with the same.
+            y = torch.minimum(top + torch.arange(tall, device=device)[:, None], bottom)
+            x = torch.minimum(left + torch.arange(wide, device=device), right)
+            area: tuple[Tensor | slice, ...] = (row, channel, y, x)
+            if len(rows[part]) == 1:  # cheaper on CPUs
+                (i, y0, x0), every = told[:3, 0].tolist(), slice(None)
+                area = (slice(i, i + 1), every, slice(y0, y0 + tall), slice(x0, x0 + wide))
+            if mode == "pixel":
+                images[area] = normal_noise(key, (channel * height + y) * width + x)
+            elif mode == "rand":  # one colour a box
+                images[area] = normal_noise(key, channel + channels * number)
+            else:
+                images[area] = 0.0
     return images
 
 
