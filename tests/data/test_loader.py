@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import random
@@ -196,6 +197,33 @@ def test_fault_22_a_worker_that_never_begins_ends_the_run_with_exit_code_5(monke
     monkeypatch.setattr(loading, "_obey_main_process", lambda number: time.sleep(2 * LIMIT) if number else real(number))
     with pytest.raises(WorkerDied, match=r"^no batch after 2 s \(--loader-timeout\), though no file is being read: .*"):
         list(loader(2, timeout=2).epoch(0))
+
+
+class Left:
+    """Something in a cycle, which tells where it is collected."""
+
+    def __init__(self, file: Path) -> None:
+        self.itself, self.file, self.owner = self, file, os.getpid()
+
+    def __del__(self) -> None:
+        if os.getpid() != self.owner:
+            self.file.touch()
+
+
+class Collecting(SyntheticBackend):
+    def open(self, path: str, data: bytearray | None = None) -> Encoded:
+        gc.collect()
+        return super().open(path, data)
+
+
+def test_a_worker_collects_nothing_that_the_main_process_has_left(tmp_path: Path) -> None:
+    gc.disable()
+    try:
+        Left(tmp_path / "collected")
+        list(loader(1, Collecting((40, 50))).epoch(0))
+    finally:
+        gc.enable()
+    assert not (tmp_path / "collected").exists()
 
 
 @pytest.mark.parametrize("has_threads", [False, True])

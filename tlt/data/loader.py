@@ -8,6 +8,7 @@ thread for backends that have threads of their own. Where no batch comes, the fi
 from __future__ import annotations
 
 import functools
+import gc
 import math
 import os
 import signal
@@ -338,6 +339,7 @@ def _unchanged(batch: Any) -> Any:
 def _obey_main_process(worker: int) -> None:
     """Ignore what Ctrl-C, Slurm and torchrun send to all processes of a job: the main process decides. A worker ends by
     its queue, by SIGKILL, or with the main process."""
+    gc.freeze()  # what the main process has not collected yet is its own: a DALI pipeline waits for threads of it
     for name in ("SIGINT", "SIGTERM", "SIGUSR1", "SIGHUP"):
         if hasattr(signal, name):  # Windows has but the first two
             signal.signal(getattr(signal, name), signal.SIG_IGN)
