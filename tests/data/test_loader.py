@@ -193,8 +193,8 @@ def test_fault_22_a_worker_that_dies_while_the_model_trains_is_noticed_where_the
 
 def test_fault_22_a_worker_that_never_begins_ends_the_run_with_exit_code_5(monkeypatch: pytest.MonkeyPatch) -> None:
     """As one does whose fork waits for a lock of a thread that stayed behind."""
-    real = loading._obey_main_process
-    monkeypatch.setattr(loading, "_obey_main_process", lambda number: time.sleep(2 * LIMIT) if number else real(number))
+    real = loading._begin_worker
+    monkeypatch.setattr(loading, "_begin_worker", lambda number: time.sleep(2 * LIMIT) if number else real(number))
     with pytest.raises(WorkerDied, match=r"^no batch after 2 s \(--loader-timeout\), though no file is being read: .*"):
         list(loader(2, timeout=2).epoch(0))
 

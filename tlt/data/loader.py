@@ -223,7 +223,7 @@ class Workers:
             pin_memory=self.pin_memory,
             # torch waits for the whole of its timeout before it looks whether its workers live: see `_next`.
             timeout=min(self.timeout or _LOOK_S, _LOOK_S) if self.workers else 0,
-            worker_init_fn=_obey_main_process,
+            worker_init_fn=_begin_worker,
             prefetch_factor=PREFETCH_FACTOR if self.workers else None,
             persistent_workers=self.persistent,
             multiprocessing_context=START_METHOD if self.workers else None,
@@ -336,10 +336,14 @@ def _unchanged(batch: Any) -> Any:
     return batch
 
 
-def _obey_main_process(worker: int) -> None:
+def _begin_worker(worker: int) -> None:
     """Ignore what Ctrl-C, Slurm and torchrun send to all processes of a job: the main process decides. A worker ends by
-    its queue, by SIGKILL, or with the main process."""
-    gc.freeze()  # what the main process has not collected yet is its own: a DALI pipeline waits for threads of it
+    its queue, by SIGKILL, or with the main process.
+
+    Objects that were made before the fork are not collected here: a DALI pipeline would wait for threads that only the
+    main process has.
+    """
+    gc.freeze()
     for name in ("SIGINT", "SIGTERM", "SIGUSR1", "SIGHUP"):
         if hasattr(signal, name):  # Windows has but the first two
             signal.signal(getattr(signal, name), signal.SIG_IGN)
