@@ -44,7 +44,7 @@ def signals_as_before() -> Iterator[None]:
     started by later tests: a shell can't even trap a signal that was ignored when it began. And torch's handler of
     SIGCHLD, which other libraries' loaders leave behind, raises for the workers that a test has killed, in a later one.
     """
-    changed = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGCHLD)
+    changed = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGALRM, signal.SIGCHLD)
     before = {number: signal.getsignal(number) for number in changed}
     yield
     for number, handler in before.items():

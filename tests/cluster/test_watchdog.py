@@ -53,6 +53,8 @@ def test_a_stop_is_between_updates_alone() -> None:
                 os.kill(os.getpid(), signal.SIGTERM)
             seen.append(batch.key.last)
     assert seen == [False, True] and stopped.value.exit_code == 85
+    # Who tells this process to end tells it often; but what is started later ends itself by an alarm.
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN and signal.getsignal(signal.SIGALRM) is signal.SIG_DFL
     with pytest.raises(Stopped, match="stopped because another rank had to") as stopped:
         list(StopGuard(StopSignal(), watchdog(), lambda own: 130).iterate_until_stopped([batch_at(True)]))
     assert stopped.value.exit_code == 130

@@ -142,6 +142,7 @@ def test_a_run_that_is_done_waits_so_long_for_a_tracker_and_no_longer_and_that_e
     quick = tmp_path / "quick.py"
     quick.write_text(Path(trackers.__file__).read_text().replace("\nCALL_S = 120 ", "\nCALL_S = 1 "))
     monkeypatch.setattr(trackers, "__file__", str(quick))
+    signal.signal(signal.SIGALRM, signal.SIG_IGN)  # which a process inherits
     logger = open_run(tmp_path / "run", 0, "wandb")
     train(logger, range(1, 7))
     end(logger)

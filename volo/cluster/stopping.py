@@ -81,9 +81,13 @@ class StopSignal:
         try:
             yield
         finally:
+            if _ALARM is not None:
+                signal.alarm(0)
             for number, handler in before.items():
                 # The run is ending already, so later signals (torchrun ends all ranks when one has ended) are ignored.
-                signal.signal(number, handler if self.number is None else signal.SIG_IGN)
+                # An alarm is not: the trackers' processes, and whatever else is started from here, would inherit that.
+                ignored = self.number is not None and number != _ALARM
+                signal.signal(number, signal.SIG_IGN if ignored else handler)
             self.number = None  # of this run
 
     @contextmanager

@@ -285,6 +285,7 @@ def main() -> None:
     """Follow a run as the command line says; end with 1 and a line that begins with _OFF where that fails."""
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)  # Slurm sends them to all processes of a job
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)  # which ends a call that takes too long, whoever has ignored it
     os.nice(10)
     name, run, project, *tags = sys.argv[1:]
     try:
