@@ -1,26 +1,19 @@
 """Made-up machines as tables, and the files of /sys, /proc and /dev that stand for one; no such machine was read.
 
-A row is a NUMA node with its CPUs; or a device, its node and its way down from the host bridge: a bridge is `bus:slot`,
-the device `bus`. Of a card follow Gb/s (200), link layer (InfiniBand) and state (ACTIVE). What a GPU's rank gets stands
-behind the arrow: CPUs, card and distance.
+A row is a NUMA node with its CPUs, behind a comma the second threads of their cores; or a device, its node and its way
+down from the host bridge: a bridge is `bus:slot`, the device `bus`. Of a card follow Gb/s (200), link layer
+(InfiniBand) and state (ACTIVE). What a GPU's rank gets stands behind the arrow: CPUs, card and distance.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from volo.cluster.topology import numbers
+from volo.cluster.topology import listed, numbers
 
 # Two sockets of 64 cores in four NUMA nodes each; GPUs and cards in pairs below two layers of switches; 4, 5: storage.
-DGX_A100 = """
-node 0 0-15,128-143
-node 1 16-31,144-159
-node 2 32-47,160-175
-node 3 48-63,176-191
-node 4 64-79,192-207
-node 5 80-95,208-223
-node 6 96-111,224-239
-node 7 112-127,240-255
+_NODES = "\n".join(f"node {i} {16 * i}-{16 * i + 15},{128 + 16 * i}-{143 + 16 * i}" for i in range(8))
+DGX_A100 = f"""{_NODES}
 gpu    3 00/00:01/f0:00/f0:10/07 -> 48-55,176-183 mlx5_0:1 PXB
 gpu    3 00/00:01/f0:00/f0:11/0f -> 56-63,184-191 mlx5_1:1 PXB
 gpu    1 01/01:01/f1:00/f1:10/47 -> 16-23,144-151 mlx5_2:1 PXB
@@ -40,56 +33,25 @@ mlx5_7 7 02/02:01/f2:00/f2:21/e5:00/94
 mlx5_8 5 03/03:01/f3:00/f3:20/e6:00/ba
 mlx5_9 5 03/03:01/f3:00/f3:21/e7:00/cc
 """
-# Two sockets of 56 cores, a node each; a card beside each GPU; 1, 2, 7 and 8: storage.
-DGX_H100 = """
-node 0 0-55,112-167
-node 1 56-111,168-223
-gpu     0 01/01:01/a0:00/a0:01/1b -> 0-13,112-125 mlx5_0:1 PIX
-gpu     0 02/02:01/a1:00/a1:01/43 -> 14-27,126-139 mlx5_3:1 PIX
-gpu     0 03/03:01/a2:00/a2:01/52 -> 28-41,140-153 mlx5_4:1 PIX
-gpu     0 04/04:01/a3:00/a3:01/61 -> 42-55,154-167 mlx5_5:1 PIX
-gpu     1 05/05:01/a4:00/a4:01/9d -> 56-69,168-181 mlx5_6:1 PIX
-gpu     1 06/06:01/a5:00/a5:01/c3 -> 70-83,182-195 mlx5_9:1 PIX
-gpu     1 07/07:01/a6:00/a6:01/d1 -> 84-97,196-209 mlx5_10:1 PIX
-gpu     1 08/08:01/a7:00/a7:01/df -> 98-111,210-223 mlx5_11:1 PIX
-mlx5_0  0 01/01:01/a0:00/a0:02/18 400
-mlx5_1  0 b0/b0:01/29 400
-mlx5_2  0 b0/b0:01/2a 400
-mlx5_3  0 02/02:01/a1:00/a1:02/40 400
-mlx5_4  0 03/03:01/a2:00/a2:02/4f 400
-mlx5_5  0 04/04:01/a3:00/a3:02/5e 400
-mlx5_6  1 05/05:01/a4:00/a4:02/9a 400
-mlx5_7  1 b1/b1:01/aa 400
-mlx5_8  1 b1/b1:01/ab 400
-mlx5_9  1 06/06:01/a5:00/a5:02/c0 400
-mlx5_10 1 07/07:01/a6:00/a6:02/ce 400
-mlx5_11 1 08/08:01/a7:00/a7:02/dc 400
-"""
-# One socket of 32 cores in four NUMA nodes, without second threads; the only card with a cable is beside node 1's GPU.
+# One socket of 32 cores in four NUMA nodes, without second threads; a card at every other distance from a GPU.
 AMD_NPS4 = """
 node 0 0-7
 node 1 8-15
 node 2 16-23
 node 3 24-31
 gpu    3 01/01:01/02 -> 24-31 mlx5_0:1 SYS
-gpu    2 21/21:01/22 -> 16-23 mlx5_0:1 SYS
+gpu    2 21/21:01/22 -> 16-23 mlx5_2:1 NODE
 gpu    1 41/41:01/42 -> 8-15 mlx5_0:1 PHB
-gpu    0 61/61:01/62 -> 0-7 mlx5_0:1 SYS
+gpu    0 61/61:01/a0:00/a0:01/62 -> 0-7 mlx5_1:1 PIX
 mlx5_0 1 41/41:03/48 100 Ethernet
-mlx5_1 1 41/41:03/49 100 Ethernet DOWN
+mlx5_1 0 61/61:01/a0:00/a0:02/63 100 Ethernet
+mlx5_2 2 22/22:01/23 100 Ethernet
+mlx5_3 1 41/41:03/49 100 Ethernet DOWN
 """
 LAPTOP = """
-node 0 0-7
+node 0 0-3,4-7
 gpu    -1 00/00:01/01
 """
-# A virtual machine whose firmware tells no device's node.
-VIRTUAL = """
-node 0 0-3
-node 1 4-7
-gpu    -1 00/05
-gpu    -1 00/06
-"""
-SECOND_THREAD = {DGX_A100: 128, DGX_H100: 112, LAPTOP: 4}  # of the core of CPU n is CPU n + this
 
 
 def write(root: Path, path: str, text: str) -> None:
@@ -118,14 +80,13 @@ def process(root: Path, allowed: str, parent_allowed: str = "") -> None:
 def build(root: Path, machine: str, *more: str) -> Path:
     """Write the files of a machine, and of more rows; this process may use all of it. Return `root`."""
     rows = [row.partition("->")[0].split() for row in (*machine.strip().splitlines(), *more)]
-    second = SECOND_THREAD.get(machine)
     process(root, ",".join(row[2] for row in rows if row[0] == "node"))
     for what, node, place, *port in rows:
         if what == "node":
             write(root, f"sys/devices/system/node/node{node}/cpulist", place)
-            for cpu in numbers(place):
-                siblings = f"{cpu % second},{cpu % second + second}" if second else str(cpu)
-                write(root, f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list", siblings)
+            for core in zip(*map(numbers, place.split(",")), strict=True):
+                for cpu in core:
+                    write(root, f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list", listed(core))
         elif what == "gpu":
             driver, minor = root / "proc/driver/nvidia/gpus", len(list(root.glob("dev/nvidia*")))
             told = f"Model: \t A100\nGPU UUID: \t GPU-{minor}{minor}{minor}{minor}-00\nDevice Minor: \t {minor}"
