@@ -1,54 +1,33 @@
-"""A real Slurm cluster of three nodes on this machine, where root and Debian's packages are, and digits to train on."""
+"""A real Slurm cluster of three nodes on this machine, where root and Debian's packages are."""
 
 from __future__ import annotations
 
-import hashlib
 import os
 import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from shutil import copyfile, which
-from typing import NamedTuple
+from shutil import which
 
 import pytest
-import torch
 
-from tests.commands.conftest import ROOT, storage
-from tests.conftest import wait_until
-from tests.faults.conftest import all_digits as all_digits  # a fixture
+from tests.commands.conftest import QUICK, ROOT, storage
+from tests.conftest import wait_until, write_dataset
 
 _SCRIPT = str(Path(__file__).with_name("cluster.sh"))
-_PROGRAMS = ("slurmctld", "slurmd", "sbatch", "munged", "ip", "nsenter", "unshare")
-FLAGS = (
-    "--model volo_test --img-size 32 --num-classes 10 -b 4 -j 0 --epochs 3 --warmup-epochs 0 --cooldown-epochs 0 "
-    "--lr 1e-3 --log-interval 1 --hflip 0"
-)
+FLAGS = f"{QUICK} -b 4 --epochs 3 --lr 1e-3"  # 40 images: 5 updates an epoch on two ranks
 ENDS = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED")
 
 
-class Whole(NamedTuple):
-    """A run that has ended: its job, the SHA-256 of its weights, and the job that fine-tunes them."""
-
-    job: str
-    weights: str
-    fine_tuning: str
-
-
 class Cluster:
-    """The cluster that runs, and what was submitted to it.
+    """The cluster that runs, and what was submitted to it; all that jobs write goes to `scratch`."""
 
-    Args:
-        scratch: Where everything goes that jobs write.
-        data: To train on.
-    """
-
-    def __init__(self, scratch: Path, data: Path) -> None:
-        self.scratch, self.data = scratch, data
+    def __init__(self, scratch: Path) -> None:
+        self.scratch, self.runs, self.data = scratch, scratch / "runs", write_dataset(scratch / "data", train=40)
         self.env = {
-            "DATA": str(data),
-            "OUTPUT": str(scratch / "runs"),
+            "DATA": str(self.data),
+            "OUTPUT": str(self.runs),
             "LOGS": str(scratch / "logs"),
             "CONFIG": "",  # volo_test has no recipe
             "PROCESSES": "1",
@@ -100,12 +79,6 @@ class Cluster:
         files = [self.scratch / f"{number}.log", *sorted((self.scratch / "logs").glob(f"{number}-*.log"))]
         return "\n".join(f"== {file.name}\n{file.read_text()}" for file in files if file.exists())
 
-    def weights(self, experiment: str) -> str:
-        """SHA-256 of the model in a run's newest checkpoint."""
-        checkpoint = torch.load(self.scratch / "runs" / experiment / "last.pth.tar", weights_only=True)
-        tensors = checkpoint["state_dict"].values()
-        return hashlib.sha256(b"".join(tensor.numpy().tobytes() for tensor in tensors)).hexdigest()
-
     def kill(self, node: str) -> None:
         subprocess.run([_SCRIPT, "kill", node], check=True)
 
@@ -115,52 +88,32 @@ class Cluster:
         wait_until(lambda: self.run(*state) == "idle", lambda: self.run("sinfo", "-N"))
 
 
-def _why_no_cluster() -> str | None:
-    if os.geteuid() != 0:
-        return "a Slurm cluster in network namespaces needs root"
-    path = f"{os.environ['PATH']}:/usr/sbin"
-    missing = [program for program in _PROGRAMS if which(program, path=path) is None]
-    return f"{', '.join(missing)} missing: `make test-slurm` installs them" if missing else None
-
-
 @pytest.fixture(scope="session")
-def few_digits(all_digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Four scans of each digit to train on, two to validate on."""
-    root = tmp_path_factory.mktemp("few") / "digits"
-    for split, count in (("train", 4), ("validation", 2)):
-        for folder in sorted((all_digits / split).iterdir()):
-            (root / split / folder.name).mkdir(parents=True)
-            for file in sorted(folder.iterdir())[:count]:
-                copyfile(file, root / split / folder.name / file.name)
-    return root
-
-
-@pytest.fixture(scope="session")
-def cluster(few_digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """The cluster; it ends with the tests, however they end."""
-    if reason := _why_no_cluster():
-        pytest.skip(reason)
+    if os.geteuid() != 0 or which("slurmctld", path=f"{os.environ['PATH']}:/usr/sbin") is None:
+        pytest.skip("needs root and Debian's packages of Slurm: `make test-slurm` installs them")
     scratch = tmp_path_factory.mktemp("slurm")
     try:
         subprocess.run([_SCRIPT, "up", str(scratch / "cluster")], check=True)
-        yield Cluster(scratch, few_digits)
+        yield Cluster(scratch)
     finally:
         subprocess.run([_SCRIPT, "down"], check=True)
 
 
 @pytest.fixture(scope="session")
-def whole(cluster: Cluster) -> Whole:
-    """The run that nobody disturbs, on data staged on each node from a tar; a fine-tuning waits for its end."""
-    archive = cluster.scratch / "digits.tar"
+def whole(cluster: Cluster) -> tuple[str, str]:
+    """The jobs of a run that nobody disturbed, on data staged on each node from a tar, and of its fine-tuning."""
+    archive = cluster.scratch / "data.tar"
     subprocess.run(["tar", "-cf", archive, "-C", cluster.data.parent, cluster.data.name], check=True)
     staging = {"DATA": str(archive), "STAGE_TO": str(cluster.scratch / "cluster" / "disk")}
     job = cluster.submit("pretrain", EXPERIMENT="whole", PREFLIGHT="1", **staging)
-    staging["FINETUNE"] = str(cluster.scratch / "runs" / "whole" / "model_best.pth.tar")
+    staging["FINETUNE"] = str(cluster.runs / "whole" / "model_best.pth.tar")
     options = f"-N 2 --dependency=afterok:{job} --kill-on-invalid-dep=yes"
     fine = cluster.submit("finetune", f"{FLAGS} --epochs 1 --img-size 48", options, EXPERIMENT="fine", **staging)
     assert cluster.job(fine)["Reason"] == "Dependency"
     cluster.ended(job)
-    return Whole(job, cluster.weights("whole"), fine)
+    return job, fine
 
 
 @pytest.fixture
@@ -175,5 +128,4 @@ def begin(cluster: Cluster) -> Iterator[Callable[..., str]]:
     yield begin
     for number in numbers:
         cluster.run("scancel", number)
-    for number in numbers:
         cluster.wait(number, *ENDS)
