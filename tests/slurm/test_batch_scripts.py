@@ -6,12 +6,13 @@ import os
 import signal
 import subprocess
 from pathlib import Path
+from shutil import make_archive
 from typing import NamedTuple
 
 import pytest
 
 from tests.commands.conftest import ROOT
-from tests.conftest import LIMIT
+from tests.conftest import LIMIT, write_dataset
 
 PROGRAMS = {
     "srun": """
@@ -28,12 +29,11 @@ case "$1 $2" in
   requeue*) echo "$@" >> "$FAKE/asked"; exit "$REFUSED" ;;
 esac
 """,
-    "getent": """grep " $2\\$" "$FAKE/hosts" || { [[ $2 = [0-9]* ]] && echo "$2 STREAM $2"; }""",
+    "getent": """[ "$2" = node2 ] && echo "10.0.0.12 STREAM node2" """,
     "ip": """[ "$*" = "-4 -o route get 10.0.0.12" ] && echo "10.0.0.12 dev eth0 src 10.0.0.11 uid 0" """,
     "sleep": "",
 }
 DONE = "echo done > $REQUEUE_MARKER.state"
-ADDRESSES = "".join(f"10.0.0.1{n} STREAM node{n}\n" for n in range(1, 6))
 
 
 class Ended(NamedTuple):
@@ -55,7 +55,6 @@ class FakeSlurm:
             program.parent.mkdir(exist_ok=True)
             program.write_text(f"#!/bin/bash\n{script}")
             program.chmod(0o755)
-        (folder / "hosts").write_text(ADDRESSES)
         (folder / "data" / "train").mkdir(parents=True)
         (folder / "d5.pth.tar").touch()
         self.env = {
@@ -75,6 +74,7 @@ class FakeSlurm:
             "DATA": str(folder / "data"),
             "OUTPUT": str(folder / "runs"),
             "LOGS": str(folder / "logs"),
+            "FINETUNE": str(folder / "d5.pth.tar"),
             "VIRTUAL_ENV": "/venv",
         }
 
@@ -98,31 +98,22 @@ def slurm(tmp_path: Path) -> FakeSlurm:
     return FakeSlurm(tmp_path)
 
 
-def test_d5_is_pretrained_on_five_nodes(slurm: FakeSlurm) -> None:
-    ended = slurm.run("pretrain.sbatch", "--model", "volo_d5", "--seed", "1", LABELS="/data/labels")
-    assert (ended.code, ended.err) == (0, "")
-    (step,) = ended.steps
-    assert f"rank.sh --data {slurm.folder}/data /data/labels --output " in step
-    assert f"-- {slurm.folder}/data -c configs/volo_d5_224.yaml --token-label-data /data/labels --output " in step
-    assert "--experiment pretrain-12345 --resume auto" in step and step.endswith(" --model volo_d5 --seed 1")
-    assert not [*(slurm.folder / "logs").iterdir()]  # markers are gone
-
-
 def test_d5_is_fine_tuned_at_512_px_on_one_node(slurm: FakeSlurm) -> None:
     one = {"SLURM_JOB_NODELIST": "node3", "SLURM_JOB_NUM_NODES": "1", "PREFLIGHT": "0"}
-    (step,) = slurm.run("finetune.sbatch", FINETUNE=str(slurm.folder / "d5.pth.tar"), **one).steps
+    (step,) = slurm.run("finetune.sbatch", **one).steps
     assert "--ntasks=8 --ntasks-per-node=8 " in step
     assert f"slurm/rank.sh -- {slurm.folder}/data -c configs/volo_d5_512.yaml --finetune {slurm.folder}/d5" in step
 
 
-def test_in_a_container_with_data_staged(slurm: FakeSlurm) -> None:
+def test_d3_is_pretrained_on_five_nodes_in_a_container_with_data_staged(slurm: FakeSlurm) -> None:
     """What a job prints, and the environment of its last step. UPDATE_GOLDEN=1 writes the file anew."""
     image, golden = slurm.folder / "volo.sqsh", Path(__file__).with_name("pretrain_container.txt")
     image.touch()
-    more = {"CONTAINER_MOUNTS": "/etc/x:/etc/x:ro", "NCCL_DEBUG": "WARN", "STAGE_TO": "/raid", "EXPERIMENT": "d5"}
+    more = {"CONTAINER_MOUNTS": "/etc/x:/etc/x:ro", "NCCL_DEBUG": "WARN", "STAGE_TO": "/raid", "LABELS": "/data/labels"}
     os.utime(slurm.folder / "data", (0, 0))
-    ended = slurm.run("pretrain.sbatch", "--model=volo_d3", CONTAINER_IMAGE=str(image), **more)
+    ended = slurm.run("pretrain.sbatch", "--model", "volo_d3", CONTAINER_IMAGE=str(image), **more)
     assert (ended.code, ended.err) == (0, "")
+    assert not [*(slurm.folder / "logs").iterdir()]  # markers are gone
     shown = "\n".join([ended.out.rstrip(), "", *slurm.lines("env"), ""])
     shown = shown.replace(str(slurm.folder), "/TMP").replace(str(ROOT), "/REPO").replace(" --", " \\\n  --")
     if os.environ.get("UPDATE_GOLDEN"):
@@ -130,32 +121,27 @@ def test_in_a_container_with_data_staged(slurm: FakeSlurm) -> None:
     assert shown == golden.read_text()
 
 
-def test_without_an_address_nothing_is_started(slurm: FakeSlurm) -> None:
-    (slurm.folder / "hosts").write_text("10.0.0.11 STREAM node1\n")  # the second node has none
-    ended = slurm.run("pretrain.sbatch")
-    message = "error: the address of this node was not found: set MASTER_ADDR to one that the other nodes reach\n"
-    assert (ended.code, ended.err, ended.steps) == (2, message, [])
-    assert "rank 0 is at 10.9.9.9, port 24690\n" in slurm.run("pretrain.sbatch", MASTER_ADDR="10.9.9.9").out
-
-
 @pytest.mark.parametrize(
-    ("script", "env", "message"),
+    ("env", "message"),
     [
-        ("pretrain", {"DATA": "/none"}, "DATA=/none cannot be read"),
-        ("pretrain", {"SLURM_GPUS_ON_NODE": ""}, "PROCESSES is not set, and Slurm gave this job no GPUs"),
-        ("pretrain", {"CONFIG": "configs/none.yaml"}, "no recipe configs/none.yaml"),
-        ("pretrain", {"CONTAINER_IMAGE": "none.sqsh"}, f"CONTAINER_IMAGE={ROOT}/none.sqsh cannot be read"),
-        ("pretrain", {"SLURM_SUBMIT_DIR": "/usr"}, "REPO=/usr is no checkout of this project"),
-        ("finetune", {"FINETUNE": "/none.pth"}, "FINETUNE=/none.pth cannot be read"),
+        ({"DATA": "/none"}, "DATA=/none cannot be read"),
+        ({"SLURM_GPUS_ON_NODE": ""}, "PROCESSES is not set, and Slurm gave this job no GPUs"),
+        ({"CONFIG": "configs/none.yaml"}, "no recipe configs/none.yaml"),
+        ({"CONTAINER_IMAGE": "none.sqsh"}, f"CONTAINER_IMAGE={ROOT}/none.sqsh cannot be read"),
+        ({"SLURM_SUBMIT_DIR": "/usr"}, "REPO=/usr is no checkout of this project"),
+        ({"FINETUNE": "/none.pth"}, "FINETUNE=/none.pth cannot be read"),
+        ({"SLURM_JOB_NODELIST": "node[8-9]"}, "the address of this node was not found: set MASTER_ADDR to one"),
     ],
 )
-def test_a_mistake_is_one_line_before_any_step(
-    slurm: FakeSlurm, script: str, env: dict[str, str], message: str
-) -> None:
-    ended = slurm.run(f"{script}.sbatch", **env)
+def test_a_mistake_is_one_line_before_any_step(slurm: FakeSlurm, env: dict[str, str], message: str) -> None:
+    ended = slurm.run("finetune.sbatch", **env)
     assert (ended.code, ended.steps) == (2, [])
-    assert message in ended.err.splitlines()[-1]
-    assert ended.err.splitlines()[-1].startswith("error: ") and slurm.lines("asked") == []
+    assert ended.err.splitlines()[-1].startswith(f"error: {message}") and slurm.lines("asked") == []
+
+
+def test_the_address_may_be_given(slurm: FakeSlurm) -> None:
+    given = {"SLURM_JOB_NODELIST": "node[8-9]", "MASTER_ADDR": "10.9.9.9"}
+    assert "rank 0 is at 10.9.9.9, port 24690\n" in slurm.run("pretrain.sbatch", **given).out
 
 
 BEGUN = "echo begun > $REQUEUE_MARKER.state"
@@ -165,13 +151,11 @@ MARKED = "echo '{}' > $REQUEUE_MARKER; exit "
 @pytest.mark.parametrize(
     ("do", "env", "asked"),
     [
-        (f"{MARKED} 85", {}, True),
         (f"{MARKED} 1", {}, True),  # torchrun's own code, or that of a process that was killed meanwhile
         (f"{MARKED} 85", {"STATE": "CANCELLED"}, False),
         ("exit 143", {"PREEMPTED": "2026-01-01T10:00:00"}, True),  # before there was anything to save
         ("exit 143", {}, False),
         ("exit 1", {"PREEMPTED": "2026-01-01T10:00:00"}, False),
-        (f"{DONE}; exit 0", {}, False),
     ],
 )
 def test_the_marker_decides_about_a_requeue(slurm: FakeSlurm, do: str, env: dict[str, str], asked: bool) -> None:
@@ -216,32 +200,28 @@ def test_a_step_that_ends_well_without_having_trained_is_a_failure(slurm: FakeSl
         assert ended.code == 1 and "the training has not said that it is done: see" in ended.err
 
 
-@pytest.mark.parametrize("form", ["folder", "tar of the folder", "tar of what is in it", "cut tar", "no train"])
-def test_data_are_staged_whole_or_not_at_all(tmp_path: Path, form: str) -> None:
-    source, target = tmp_path / "digits", tmp_path / "raid" / "digits-1"
-    (source / "train").mkdir(parents=True)
-    (source / "train" / "one.png").write_text("1")
-    if "tar" in form:
-        where = ["-C", source, "."] if form == "tar of what is in it" else ["-C", tmp_path, "digits"]
-        source = tmp_path / "digits.tar"
-        subprocess.run(["tar", "-cf", source, *where], check=True)
-    if form == "cut tar":
-        source.write_bytes(source.read_bytes()[:1700])
-    (tmp_path / "raid" / ".staging-7" / "left").mkdir(parents=True)  # by a start that was killed
+def stage(source: str | Path, target: Path) -> subprocess.CompletedProcess[str]:
+    env = {"PATH": os.environ["PATH"], "SLURM_JOB_ID": "7"}
+    (target.parent / ".staging-7" / "left").mkdir(parents=True, exist_ok=True)  # by a start that was killed
+    return subprocess.run([ROOT / "slurm" / "stage.sh", source, target], env=env, capture_output=True, text=True)
 
-    def stage() -> subprocess.CompletedProcess[str]:
-        command = [ROOT / "slurm" / "stage.sh", source / "train" if form == "no train" else source, target]
-        return subprocess.run(
-            command, env={"PATH": os.environ["PATH"], "SLURM_JOB_ID": "7"}, capture_output=True, text=True
-        )
 
-    ended = stage()
-    if form in ("cut tar", "no train"):
-        told = "could not be brought to" if form == "cut tar" else "has no train/"
-        last = ended.stderr.splitlines()[-1]
-        assert ended.returncode == 2 and last.startswith(f"error: {os.uname().nodename}: DATA=") and told in last
-        assert os.listdir(tmp_path / "raid") == []
-        return
-    assert ended.returncode == 0 and os.listdir(tmp_path / "raid") == ["digits-1"] and os.listdir(target) == ["train"]
-    (target / "train" / "one.png").write_text("kept")
-    assert "data are staged" in stage().stdout and (target / "train" / "one.png").read_text() == "kept"
+@pytest.mark.parametrize("packed", ["", "data", "."])
+def test_a_folder_or_a_tar_is_staged_once(tmp_path: Path, packed: str) -> None:
+    data, target = write_dataset(tmp_path / "data"), tmp_path / "raid" / "data-1"
+    parent = data if packed == "." else tmp_path
+    source = make_archive(str(tmp_path / "packed"), "tar", parent, packed) if packed else data
+    assert stage(source, target).returncode == 0
+    assert sorted(os.listdir(target)) == ["train", "validation"] and os.listdir(tmp_path / "raid") == ["data-1"]
+    (target / "kept").touch()
+    assert "data are staged" in stage(source, target).stdout and (target / "kept").exists()
+
+
+def test_nothing_is_staged_of_a_tar_that_is_cut_off_or_a_folder_without_train(tmp_path: Path) -> None:
+    data, raid = write_dataset(tmp_path / "data"), tmp_path / "raid"
+    cut = Path(make_archive(str(tmp_path / "cut"), "tar", tmp_path, "data"))
+    cut.write_bytes(cut.read_bytes()[:-20000])
+    for source, told in ((cut, f"could not be brought to {raid}"), (data / "train", "has no train/")):
+        ended = stage(source, raid / "data-1")
+        assert ended.returncode == 2 and os.listdir(raid) == []
+        assert ended.stderr.splitlines()[-1].startswith(f"error: {os.uname().nodename}: DATA={source} {told}")
