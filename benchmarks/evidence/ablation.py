@@ -34,7 +34,7 @@ from tlt.models.token_labeling import DENSE_SHARE
 from tlt.upstream.behaviour import label_view
 from volo.config.flag_table import DIR, POSITIVE, Group, Number, flag
 
-VALIDATION, BATCH, RATE = 1000, 20, 1e-3
+VALIDATION, BATCH, RATE, FEW = 1000, 20, 1e-3, 300
 CLASSES, LONG, SHORT = 10, 128, 96  # px, of scenes
 SIDE, TOKEN = 64, 8  # px, of what models get and of what a token shows
 MAP, TOP_K = 18, 3  # cells of a label map in a row, classes in each
@@ -50,6 +50,7 @@ class Arm(NamedTuple):
     against: str = ""  # the arm that it is compared with
     compat: tuple[str, ...] = ()
     other: bool = False  # labels are read in the window of the next crop of the batch
+    few: bool = False  # trains on FEW scenes without MixToken; the annotator has seen all
 
 
 _WINDOW = ("label-crop", "label-scale")  # the published window: mirrored, scaled by the map's width
@@ -60,6 +61,8 @@ ARMS = {
     "annotator-published": Arm("annotator", "annotator", _WINDOW),
     "class": Arm("", "true"),
     "other": Arm("truth", "true", other=True),
+    "few": Arm("annotator", "few-class", few=True),
+    "few-class": Arm("", few=True),
 }
 
 
@@ -67,7 +70,7 @@ FLAGS = (
     Group(
         "Runs",
         flag("--directory", DIR, "output/ablation", "finished runs, and the scenes"),
-        flag("--arms", tuple(ARMS), list(ARMS), "ways to train", nargs="+"),
+        flag("--arms", tuple(ARMS), [arm for arm in ARMS if not ARMS[arm].few], "ways to train", nargs="+"),
         flag("--seeds", POSITIVE, 5, "seeds of each arm, from 0"),
         flag("--epochs", POSITIVE, 10, "epochs of a run"),
         flag("--images", Number(int, low=50), 3000, "training scenes"),
@@ -227,7 +230,7 @@ def train(data: Path, arm: str, seed: int, epochs: int) -> dict[str, list[float]
             optimizer.param_groups[0]["lr"] = rate(update, updates * epochs, updates)
             step = tlt.StepKey(seed, update)
             step.seed_torch()
-            box = tlt.draw_box(step, criterion.grid)
+            box = None if how.few else tlt.draw_box(step, criterion.grid)
             outputs = model(batch.images, dense=True, mix_box=box)
             loss = criterion(outputs, criterion.targets(batch), box)
             optimizer.zero_grad()
@@ -242,6 +245,8 @@ def train(data: Path, arm: str, seed: int, epochs: int) -> dict[str, list[float]
 def open_loader(data: Path, how: Arm, seed: int) -> tlt.Loader:
     """Return the training batches of an arm."""
     images, labels = tlt.open_images(str(data), "train"), None
+    if how.few:
+        images = images.select([row for row, path in enumerate(images.paths) if int(Path(path).stem) < FEW])
     if how.labels:
         labels = tlt.open_labels(str(data / f"train-{how.labels}"), images.paths, num_classes=CLASSES)
     plain: dict[str, Any] = {"hflip": 0.0, "auto_augment": None, "color_jitter": None, "reprob": 0.0}
