@@ -21,8 +21,10 @@ trap 'exit 138' USR1
 
 if [ -d "$source" ]; then
   cp -a "$source/." "$unfinished"
-else
+elif [ "$(tail -c +258 "$source" | head -c 5)" != ustar ] || [ "$(tail -c 1024 "$source" | tr -d '\0' | wc -c)" = 0 ]; then
   tar -xf "$source" -C "$unfinished"
+else # tar itself does not mind where a file ends between two entries, without the empty blocks
+  false
 fi || fail "DATA=$source could not be brought to $unfinished"
 root=$unfinished
 [ -d "$root/train" ] || root=$(echo "$unfinished"/*) # the tar of a folder, not of what is in it

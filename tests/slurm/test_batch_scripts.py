@@ -220,8 +220,12 @@ def test_a_folder_or_a_tar_is_staged_once(tmp_path: Path, packed: str) -> None:
 def test_nothing_is_staged_of_a_tar_that_is_cut_off_or_a_folder_without_train(tmp_path: Path) -> None:
     data, raid = write_dataset(tmp_path / "data"), tmp_path / "raid"
     cut = Path(make_archive(str(tmp_path / "cut"), "tar", tmp_path, "data"))
+    between = Path(make_archive(str(tmp_path / "between"), "tar", tmp_path, "data"))
     cut.write_bytes(cut.read_bytes()[:-20000])
-    for source, told in ((cut, f"could not be brought to {raid}"), (data / "train", "has no train/")):
+    entries = len(between.read_bytes().rstrip(b"\0"))
+    between.write_bytes(between.read_bytes()[: -(-entries // 512) * 512])  # without the blocks that end it
+    not_whole = f"could not be brought to {raid}"
+    for source, told in ((cut, not_whole), (between, not_whole), (data / "train", "has no train/")):
         ended = stage(source, raid / "data-1")
         assert ended.returncode == 2 and os.listdir(raid) == []
         assert ended.stderr.splitlines()[-1].startswith(f"error: {os.uname().nodename}: DATA={source} {told}")
