@@ -276,7 +276,6 @@ def test_units_are_the_blocks() -> None:
     [
         ("volo_test", {}, "can't divide network.0.0.attn: it has 2 heads"),
         ("volo_d1", {"attn_drop_rate": 0.1}, "attn_drop drops values of all heads or channels at once"),
-        ("lvvit_s", {"drop_rate": 0.1}, "drop1 drops values of all heads or channels at once"),
         ("vit_tiny_patch16_224", {"qk_norm": True}, "blocks.0.attn: q_norm is no plain linear layer, or needs all"),
         ("resnet18", {}, "the model has no attention or MLP of VOLO, LV-ViT or timm's ViT; use --shard"),
     ],

@@ -55,7 +55,6 @@ def test_a_made_up_machine_is_read(tmp_path: Path) -> None:
 
 
 LACKS: dict[str, tuple[str, dict[str, str], str]] = {
-    "data": ("--data ROOT/none", {}, "can't read ROOT/none (No such file or directory): mount it there"),
     "output": ("--output ROOT/data/image.sqsh/run", {}, "can't write to --output (Not a directory): mount"),
     "disk": ("--output ROOT --free-gb 1e9", {}, "GB free for checkpoints, --free-gb 1e+09: make room"),
     "shm": ("--shm-gb 1e9", {}, "GB free, 8 ranks want 8e+09: enlarge it"),
