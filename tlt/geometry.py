@@ -35,13 +35,6 @@ def compose(first: Affine, second: Affine) -> Affine:
     return composed
 
 
-def invert(affine: Affine) -> Affine:
-    """The inverse maps (source to output). Raises numpy.linalg.LinAlgError where a map is singular."""
-    affine = np.asarray(affine, np.float64)
-    linear = np.linalg.inv(affine[:, :, :2])
-    return np.concatenate([linear, -(linear @ affine[:, :, 2:])], axis=2)
-
-
 def apply(affine: Affine, points: npt.ArrayLike) -> npt.NDArray[np.float64]:
     """Map points (B, P, 2) or (P, 2) of (x, y) -> (B, P, 2)."""
     points = np.asarray(points, np.float64)

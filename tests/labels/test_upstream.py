@@ -59,7 +59,7 @@ def test_label_crop_alone_moves_the_window_across_the_diagonal_and_nothing_else(
     same, affine, visible = published_window(["label-crop"], plan, labels)
     assert torch.equal(same.values, labels.values) and torch.equal(same.area, labels.area)
     x, y, w, h = (plan.crop / [500, 375, 500, 375]).T
-    to_window = geometry.invert(geometry.crop(x, y, w, h, 1, 1))
+    to_window = geometry.crop(-x / w, -y / h, 1 / w, 1 / h, 1, 1)
     expected = geometry.compose(geometry.compose(plan.normalised_affine(), to_window), geometry.crop(y, x, h, w, 1, 1))
     assert np.allclose(affine.numpy(), expected, atol=1e-5)
     assert np.allclose(visible.numpy(), np.stack([y, x, y + h, x + w], 1), atol=1e-6)
