@@ -101,7 +101,7 @@ def test_class_list_of_the_training_set_numbers_the_shards(data: Path, tmp_path:
     with pytest.raises(UserError, match="1 classes that are not in the class list .*: c2"):
         opened(data / "val", ["c0", "c1"])
     # Classes without names are numbers.
-    files = {"7.jpg": jpeg(1), "7.json": b'{"label": 2}', "8.jpg": jpeg(2), "8.json": b'{"label": 0}'}
+    files = {"7.jpg": jpeg(1), "7.json": b'{"label": 2}', "8.JPG": jpeg(2), "8.json": b'{"label": 0}'}
     tar(tmp_path / "x.tar", files)
     source = opened(tmp_path)
     assert list(source.paths) == ["0/8.jpg", "2/7.jpg"] and source.class_names == ["0", "1", "2"]
