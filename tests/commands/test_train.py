@@ -17,12 +17,14 @@ import yaml
 
 from tests.commands.conftest import QUICK, ROOT, Call, Make, TrainedRun, metrics
 from tests.conftest import LIMIT
+from tlt.data.batch import Batch
 from tlt.errors import UserError
 from tlt.models.flops import flops_per_image
 from tlt.tools.cli import main as tlt_command
 from volo import cli
 from volo.record.records import epochs_of, read_json_lines
 from volo.train.loop import scores_of
+from volo.train.meter import Meter
 
 RECORDS = {"args.yaml", "run.json", "log.txt", "metrics.jsonl", "summary.csv", "last.pth.tar", "model_best.pth.tar"}
 
@@ -141,9 +143,15 @@ def test_fault_62_a_run_whose_directory_is_removed_ends_with_a_checkpoint(
 
 
 def test_fault_53_divergence_stops_and_keeps_the_last_good_checkpoint(
-    call: Call, make_dataset: Make, tmp_path: Path
+    call: Call, make_dataset: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    data = make_dataset(train=32)
+    data, shown, look_at = make_dataset(train=32), dict[int, list[str]](), Meter.look_at
+
+    def note(meter: Meter, batch: Batch) -> None:
+        shown[meter.state.update] = [meter.loader.dataset.path(int(index)) for index in batch.indices]
+        look_at(meter, batch)
+
+    monkeypatch.setattr(Meter, "look_at", note)
     flags = f"{data} {QUICK} --output {tmp_path} --experiment run --max-nonfinite 2"
     assert call("train", f"{flags} --epochs 1 --lr 1e-3").code == 0
     good = (tmp_path / "run" / "last.pth.tar").read_bytes()
@@ -155,7 +163,7 @@ def test_fault_53_divergence_stops_and_keeps_the_last_good_checkpoint(
     skipped = [record for record in records if record["kind"] == "nonfinite"]
     assert [event["update"] for event in skipped] == list(range(skipped[0]["update"], skipped[0]["update"] + 3))
     assert set(skipped[-1]["not_finite"]) == {"loss", "gradients"} and len(skipped[-1]["images"]) == 8
-    assert all(Path(path).is_file() for path in skipped[-1]["images"])
+    assert [event["images"] for event in skipped] == [shown[event["update"]] for event in skipped]
     best = _weights(tmp_path / "run" / "model_best.pth.tar")
     assert all(torch.isfinite(value).all() for value in best.values())
 
