@@ -129,6 +129,7 @@ def test_weights_that_do_not_fit_are_told_with_the_remedy(file: Path) -> None:
     before = states(model)
     for other, reason in (
         (model, "10 classes, the model has 7"),
+        (build(num_classes=12), "10 classes, the model has 12"),
         (build(in_chans=1), "3 -> 1 input channels"),
         (build("lvvit_test"), "the model's is"),
     ):
@@ -138,6 +139,9 @@ def test_weights_that_do_not_fit_are_told_with_the_remedy(file: Path) -> None:
     headless = {name: value for name, value in build().state_dict().items() if not name.startswith("aux_head")}
     torch.save(headless, file)
     with pytest.raises(UserError, match=r"\(aux_head.weight is missing from it\)"):
+        load_weights(build(), file)
+    torch.save(build().state_dict() | {"extra.weight": torch.zeros(3)}, file)
+    with pytest.raises(UserError, match=r"\(extra.weight: not in the model\)"):
         load_weights(build(), file)
     assert unchanged(before, model)
 
