@@ -108,7 +108,7 @@ def test_what_has_no_partner_is_told(tree: Path, images: Path, names: list[str],
     label.rename(tree / "other.pt")
     said = pack(str(tree), str(tmp_path / "out"), images=str(images))
     assert f"1 of 9 images have no label, such as {names[4]}" in said[0]
-    assert "1 labels belong to no image, such as other.pt" in said[1]
+    assert "1 labels belong to no image, such as other.pt" in said[1] and "% of 8 images" in said[-1]  # of known class
     store = open_labels(tmp_path / "out", names, bad_label="skip")
     assert store.reader.missing == {4} and store.reader.extra() == ["other.pt"]
     np.testing.assert_array_equal(store.read(8).values, label_map(8).values)
