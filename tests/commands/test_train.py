@@ -142,6 +142,12 @@ def test_fault_62_a_run_whose_directory_is_removed_ends_with_a_checkpoint(
     assert again.code == 0 and "last.pth.tar: 3 epochs" in again.out, again.out
 
 
+def test_validation_is_after_every_so_many_epochs_and_the_last(call: Call, make_dataset: Make, tmp_path: Path) -> None:
+    flags = f"{make_dataset(train=8)} {QUICK} --epochs 3 --val-interval 2 --output {tmp_path} --experiment run"
+    assert call("train", flags).code == 0
+    assert ["eval_top1" in record for record in metrics(tmp_path / "run", "epoch")] == [False, True, True]
+
+
 def test_fault_53_divergence_stops_and_keeps_the_last_good_checkpoint(
     call: Call, make_dataset: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -70,6 +70,7 @@ def storage(monkeypatch: pytest.MonkeyPatch) -> Storage:
         monkeypatch.setattr(os, "open", failing(opens))
         monkeypatch.setattr(io, "open", failing(plain))
         monkeypatch.setattr("builtins.open", failing(plain))
+        monkeypatch.setattr(Path, "open", failing(Path.open))  # Python 3.10's keeps an io.open of its own
         return met
 
     return fail
