@@ -7,8 +7,10 @@ import multiprocessing
 import os
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from matplotlib.figure import Figure
 
 from tests.record.tracked import report
 from tlt.data.batch import Skipped
@@ -36,6 +38,17 @@ def test_events_of_all_ranks_from_before_and_after_the_directory_is_known(tmp_pa
     assert events[0]["lr"] is None and "update" not in events[0]
     assert {"epoch": 3, "update": 70, "path": "a\\nb.jpg", "reason": "empty file"}.items() <= events[1].items()
     assert events[0]["pid"] == os.getpid() and events[0]["time"].endswith("+00:00")
+
+
+def test_the_curve_shows_an_epoch_at_its_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn = list[Figure]()
+    monkeypatch.setattr(Figure, "savefig", lambda figure, path, dpi: drawn.append(figure))
+    run = RunRecords(tmp_path)
+    for epoch in range(3):
+        run.epoch({"epoch": epoch, "train_loss": 3.0 - epoch, "eval_loss": None if epoch == 1 else 5.0})
+    run.draw_curve()
+    lines = {line.get_label(): np.stack(line.get_data(), 1).tolist() for axes in drawn[0].axes for line in axes.lines}
+    assert lines == {"train loss": [[1, 3], [2, 2], [3, 1]], "eval loss": [[1, 5], [3, 5]]}
 
 
 @pytest.mark.parametrize(
