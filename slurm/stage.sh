@@ -7,6 +7,11 @@ node=$(hostname)
 
 fail() { echo "error: $node: $*" >&2; exit 2; }
 
+# tar does not mind where a file ends between two entries, without the empty blocks; compressed ones tell it themselves.
+is_whole() {
+  [ "$(tail -c +258 "$1" | head -c 5)" != ustar ] || [ "$(tail -c 1024 "$1" | tr -d '\0' | wc -c)" = 0 ]
+}
+
 source=$1 target=$2
 if [ -d "$target" ]; then
   echo "$node: data are staged in $target"
@@ -21,10 +26,8 @@ trap 'exit 138' USR1
 
 if [ -d "$source" ]; then
   cp -a "$source/." "$unfinished"
-elif [ "$(tail -c +258 "$source" | head -c 5)" != ustar ] || [ "$(tail -c 1024 "$source" | tr -d '\0' | wc -c)" = 0 ]; then
-  tar -xf "$source" -C "$unfinished"
-else # tar itself does not mind where a file ends between two entries, without the empty blocks
-  false
+else
+  is_whole "$source" && tar -xf "$source" -C "$unfinished"
 fi || fail "DATA=$source could not be brought to $unfinished"
 root=$unfinished
 [ -d "$root/train" ] || root=$(echo "$unfinished"/*) # the tar of a folder, not of what is in it

@@ -76,7 +76,7 @@ def test_a_job_of_higher_priority_takes_the_nodes_and_the_run_goes_on_after_it(
     assert cluster.ended(job)["Restarts"] == "1"
     if at > 0:  # else it comes back though it had nothing to save
         assert '"reason": "stopped by SIGTERM"' in cluster.log(job)
-        check_resumed(cluster, "preempted-12")
+        check_resumed(cluster, f"preempted-{at}")
 
 
 def test_the_job_of_a_dead_node_goes_on_on_the_spare_one(
