@@ -23,6 +23,9 @@ DEVICE ?= cuda
 OUT ?= output/benchmark-gpu
 BENCHMARK_ARGS ?=
 
+# Images with Python often set this. Without bytecode each of the many programs that tests start takes twice as long.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: benchmark-gpu clean demo docs house lint test test-all test-docker test-faults test-newest test-slow test-slurm test-versions
 
 # One stamp per set of extras: installing again is skipped until pyproject.toml changes. `dev` has what `test` has. Python

@@ -16,6 +16,7 @@ import warnings
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import redirect_stderr, redirect_stdout, suppress
+from io import TextIOWrapper
 from typing import Any, TextIO
 
 from tlt.errors import UserError
@@ -63,10 +64,16 @@ def say(lines: Iterable[str], on_this_rank: bool = True) -> None:
 class _Output:
     """A standard stream whose failures do not end the program: text that can't be written (full disk, lost terminal) is
     left out, with one warning on stderr. Only a reader that has gone (`| head`) is an error. Control characters are
-    escaped."""
+    escaped.
+
+    Lines are written whole. Under the `python -u` of launchers each part of a `print` would be a write of its own, and
+    who passes the lines of ranks on cuts them there.
+    """
 
     def __init__(self, stream: TextIO) -> None:
         self._stream, self._told = stream, False
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(line_buffering=True, write_through=False)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)

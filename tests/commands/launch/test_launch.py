@@ -30,8 +30,8 @@ here, env = pathlib.Path(__file__).parent, os.environ
 names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "TORCHELASTIC_RUN_ID")
 me = f"{env['RANK']}.{env['LAUNCH_RESTARTS']}"
 (here / f"{me}.json").write_text(json.dumps({name: env[name] for name in names}))
-print("on stdout", flush=True)
-print("on stderr", file=sys.stderr, flush=True)
+for stream in ("stdout", "stderr"):  # in one write each: under -u, `print` makes two
+    getattr(sys, stream).write(f"on {stream}\\n")
 if (here / "deaf").exists():
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 (here / f"{me}.ready").touch()
@@ -113,6 +113,25 @@ def test_processes_start_again_unless_the_same_would_happen_again(
 def test_the_code_is_that_of_the_process_that_knows_why() -> None:
     cases = {(5, 3, 5): 3, (5, -9): 5, (-9, 5): 137, (-9, 85): 137, (85, -15): 85, (130, -9): 130, (2, 85): 2, (): 0}
     assert {codes: telling_code(codes) for codes in cases} == cases
+
+
+WRITING = """
+import sys
+from volo.commands.console import run_program
+def parse(argv):
+    print("a", "b")
+    print("a", "c", file=sys.stderr)
+    raise SystemExit
+run_program(parse, "none")
+"""
+
+
+def test_programs_write_whole_lines_which_prefixes_are_put_before() -> None:
+    writes, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)  # keeps one write apart from the next
+    with other:
+        subprocess.run([sys.executable, "-u", "-c", WRITING], stdout=other, stderr=other, cwd=ROOT, timeout=LIMIT)
+    with writes:
+        assert [*iter(lambda: writes.recv(1000), b"")] == [b"a b\n", b"a c\n"]
 
 
 # Meets the others where all have the same to tell.
