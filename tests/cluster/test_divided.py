@@ -42,18 +42,6 @@ RANKS, STEPS, MICRO_BATCHES = 4, 2, 2
 CPU = torch.device("cpu")
 
 
-def join(rank: int, ranks: int, directory: str) -> None:
-    torch.set_num_threads(1)
-    store = dist.FileStore(f"{directory}/store", ranks)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
-
-
-def start_ranks(function: Callable[..., None], directory: Path, ranks: int) -> None:
-    """Call `function(rank, directory, ranks)` in processes of one server, so that torch is imported once."""
-    multiprocessing.set_forkserver_preload(["torch", "timm", "volo.train.model"])
-    start_processes(function, (str(directory), ranks), nprocs=ranks, start_method="forkserver")
-
-
 class Net(nn.Module):
     """Recomputes its activations, and has more than torch's first bucket of 1 MiB."""
 
@@ -82,22 +70,19 @@ def step_gradients(model: nn.Module, rank: int) -> Tensor:
 COPIES = {"float32": 1e-6, "bf16": 1e-2, "third unused": 1e-6}  # with the error that is allowed
 
 
-def copies(rank: int, directory: str, ranks: int) -> None:
+def copies(rank: int, directory: str) -> None:
     """The gradients of two steps of the same images: after the first one torch fills its buckets anew."""
-    join(rank, ranks, directory)
     for name in COPIES:
         model = distribute(Net(name), CPU, "bf16" if name == "bf16" else "none", find_unused=name == "third unused")
         torch.save([step_gradients(model, rank) for _ in range(2)], f"{directory}/{name}-{rank}.pt")
-    dist.destroy_process_group()
 
 
-def test_gradients_of_copies_are_summed_in_every_step_as_in_the_first(tmp_path: Path) -> None:
-    """Else a resumed run, whose first step comes later, would end in other bits; three numbers have an order."""
-    start_ranks(copies, tmp_path, 3)
+def test_gradients_of_copies_are_summed_in_every_step_as_in_the_first(directory: Path) -> None:
+    """Else a resumed run, whose first step comes later, would end in other bits; four numbers have an order."""
     for name, error in COPIES.items():
-        first, *others = [step for rank in range(3) for step in load(tmp_path / f"{name}-{rank}.pt")]
+        first, *others = [step for rank in range(RANKS) for step in load(directory / f"{name}-{rank}.pt")]
         assert all(torch.equal(first, other) for other in others), name
-        expected = torch.stack([step_gradients(Net(name), rank) for rank in range(3)]).mean(0)
+        expected = torch.stack([step_gradients(Net(name), rank) for rank in range(RANKS)]).mean(0)
         torch.testing.assert_close(first, expected, rtol=0, atol=error * expected.abs().max().item())
         assert torch.equal(first, first.bfloat16().float()) == (name == "bf16")
 
@@ -184,8 +169,10 @@ def kept(state: TrainState) -> int:
     return sum(t.to_local().numel() if isinstance(t, DTensor) else t.numel() for t in found)
 
 
-def one_rank(rank: int, directory: str, ranks: int) -> None:
-    join(rank, ranks, directory)
+def one_rank(rank: int, directory: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.FileStore(f"{directory}/store", RANKS), rank=rank, world_size=RANKS)
+    copies(rank, directory)
     for name, case in CASES.items():
         state, seen = train(case, in_groups(World(rank, rank, RANKS, CPU), case.parts))
         torch.save({"seen": seen, "kept": kept(state), "payload": state.state_dict()}, f"{directory}/{name}-{rank}.pt")
@@ -214,7 +201,8 @@ def _more(rank: int, directory: str, state: TrainState) -> None:
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("divided")
-    start_ranks(one_rank, folder, RANKS)
+    multiprocessing.set_forkserver_preload(["torch", "timm", "volo.train.model"])  # imported once
+    start_processes(one_rank, (str(folder),), nprocs=RANKS, start_method="forkserver")
     return folder
 
 

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -58,6 +59,16 @@ def test_a_stop_is_between_updates_alone() -> None:
     with pytest.raises(Stopped, match="stopped because another rank had to") as stopped:
         list(StopGuard(StopSignal(), watchdog(), lambda own: 130).iterate_until_stopped([batch_at(True)]))
     assert stopped.value.exit_code == 130
+
+
+def test_fault_09_a_second_signal_ends_the_process_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    codes: list[int] = []
+    monkeypatch.setattr(os, "_exit", codes.append)
+    with StopSignal().handled():
+        for pause in (0, 0, 1.1):  # what comes within a second is the same warning
+            time.sleep(pause)
+            os.kill(os.getpid(), signal.SIGTERM)
+    assert codes == [128 + signal.SIGTERM]
 
 
 TOLD_WHILE_LOADED = """

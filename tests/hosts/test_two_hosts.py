@@ -10,12 +10,11 @@ import pytest
 
 from tests.commands.conftest import QUICK, Running, start, storage
 from tests.commands.launch.test_preemption import sha256
-from tests.hosts.conftest import Host, ip
+from tests.hosts.conftest import Host, ip, launch
 
 pytestmark = pytest.mark.hosts
 # 40 images, 8 an update: 5 updates an epoch on two ranks.
 FLAGS = f"{QUICK} -b 4 --lr 1e-3 --dist-timeout 6 --loader-timeout 5"
-Launch = Callable[..., list[Running]]
 
 
 @pytest.fixture
@@ -28,15 +27,15 @@ def check_ends(runs: list[Running], code: int) -> None:
 
 
 def test_two_hosts_that_have_ipv6_alone_end_in_the_weights_of_one(
-    launch: Launch, hosts: list[Host], data: Path, tmp_path: Path
+    hosts: list[Host], data: Path, tmp_path: Path
 ) -> None:
     addresses = [f"fd00:78::{10 + number}" for number in range(2)]
     for host, address in zip(hosts, addresses, strict=True):
         for words in ("addr flush dev eth0 scope global", f"addr add {address}/64 dev eth0 nodad"):
-            assert ip("-n", host.namespace, *words.split()).returncode == 0
+            ip(f"-n {host.namespace} {words}")
         host.names.write_text(f"127.0.0.1 localhost\n::1 localhost\n127.0.1.1 {host.name}\n")
     flags, where = f"{FLAGS} -b 2 --epochs 2 --output {tmp_path} --experiment", {"MASTER_ADDR": addresses[0]}
-    runs = launch(f"{flags} two", data, processes=2, LOG_DIR=str(tmp_path / "logs"), **where)
+    runs = launch(hosts, f"{flags} two", data, processes=2, LOG_DIR=str(tmp_path / "logs"), **where)
     check_ends(runs, 0)
     assert start(f"{flags} one", data, processes=4).end() == 0
     assert sha256(tmp_path / "two") == sha256(tmp_path / "one")
@@ -46,10 +45,8 @@ def test_two_hosts_that_have_ipv6_alone_end_in_the_weights_of_one(
 
 
 @pytest.mark.parametrize("killed", [0, 1])
-def test_a_killed_host_ends_the_other(
-    launch: Launch, hosts: list[Host], data: Path, tmp_path: Path, killed: int
-) -> None:
-    runs = launch(f"{FLAGS} --epochs 9999 --output {tmp_path} --experiment run", data)
+def test_a_killed_host_ends_the_other(hosts: list[Host], data: Path, tmp_path: Path, killed: int) -> None:
+    runs = launch(hosts, f"{FLAGS} --epochs 9999 --output {tmp_path} --experiment run", data)
     runs[0].read_until("epoch 2 [2/5]")
     hosts[killed].kill()
     other = runs[1 - killed]
@@ -57,25 +54,23 @@ def test_a_killed_host_ends_the_other(
     assert f"[rank {1 - killed}] error: another rank has ended" in other.output and "Traceback" not in other.output
 
 
-def test_a_pulled_cable_ends_both_hosts_which_name_each_other(
-    launch: Launch, hosts: list[Host], data: Path, tmp_path: Path
-) -> None:
+def test_a_pulled_cable_ends_both_hosts_which_name_each_other(hosts: list[Host], data: Path, tmp_path: Path) -> None:
     slowly = storage(tmp_path, "time.sleep(0.3)")  # so that it happens within an epoch
-    runs = launch(f"{FLAGS} --epochs 9999 --output {tmp_path} --experiment run", data, **slowly)
+    runs = launch(hosts, f"{FLAGS} --epochs 9999 --output {tmp_path} --experiment run", data, **slowly)
     runs[0].read_until("epoch 2 [1/5]")
-    hosts[1].pull_cable()
+    ip(f"link set {hosts[1].cable} down")
     check_ends(runs, 5)
     for rank, run in enumerate(runs):
         assert f"[rank {rank}] hung: no progress for " in run.output and "in train_epoch" in run.output
 
 
-def test_a_signal_to_one_host_stops_both_at_the_same_step(launch: Launch, data: Path, tmp_path: Path) -> None:
+def test_a_signal_to_one_host_stops_both_at_the_same_step(hosts: list[Host], data: Path, tmp_path: Path) -> None:
     flags = f"{FLAGS} --epochs 2 --output {tmp_path} --experiment"
-    runs = launch(f"{flags} cut", data, **storage(tmp_path, "time.sleep(0.3)"))
+    runs = launch(hosts, f"{flags} cut", data, **storage(tmp_path, "time.sleep(0.3)"))
     runs[0].read_until("epoch 1 [2/5]")
     runs[1].process.send_signal(signal.SIGUSR1)
     check_ends(runs, 85)
-    runs = launch(f"{flags} cut --resume auto", data)
+    runs = launch(hosts, f"{flags} cut --resume auto", data)
     check_ends(runs, 0)
     assert start(f"{flags} whole", data, processes=2).end() == 0
     assert sha256(tmp_path / "cut") == sha256(tmp_path / "whole")
@@ -90,8 +85,7 @@ def test_fault_64_a_host_where_the_run_cannot_begin_ends_both(
 ) -> None:
     flags = [f"{FLAGS} {flag if rank == wrong else ''}" for rank in (0, 1)]
     runs = [host.train(its, data, MASTER_ADDR=hosts[0].address) for host, its in zip(hosts, flags, strict=True)]
-    codes = [run.end() for run in runs]
-    assert (codes[wrong], codes[1 - wrong]) == (2, 5), "\n".join(run.output for run in runs)
+    assert [run.end() for run in runs] == ([2, 5] if wrong == 0 else [5, 2]), "\n".join(run.output for run in runs)
     other = runs[1 - wrong].output
     assert told in runs[wrong].output and "Traceback" not in other
     # The store ends with host 0's launcher, before rank 1 has reached it or after.
