@@ -1,6 +1,6 @@
 """VOLO models and the programs that train them.
 
-Importing it registers `volo_d1` ... `volo_d5` with timm.
+Importing it registers them with timm (docs/models.md).
 """
 
 from tlt import __version__ as __version__

@@ -8,6 +8,7 @@ import torch
 from timm.layers import DropPath
 from timm.models.volo import VOLO as TimmVOLO
 
+from tests.commands.conftest import ROOT
 from tlt.errors import UserError
 from tlt.models.layers import ResidualBlock
 from tlt.models.lvvit import VARIANTS as LVVITS
@@ -25,8 +26,14 @@ def test_a_variant_is_its_row_with_the_names_and_shapes_of_timms_weights(name):
         model = timm.create_model(name, num_classes=1000)
     blocks = sum(row.layers) + 2 if name in VARIANTS else row.depth
     assert len(list(model.named_blocks())) == blocks and model.pretrained_cfg["crop_pct"] == row.crop_pct
-    assert round(sum(p.numel() for p in model.parameters()) / 1e6, 2) == row.params
+    millions = sum(p.numel() for p in model.parameters()) / 1e6
+    assert round(millions, 2) == row.params
     assert model.token_grid((row.img_size,) * 2) == model.token_grid()
+    if name in VARIANTS:
+        cells = f"{str(row.layers)[1:-1]} | {row.dims[0]}/{row.dims[1]} | {row.heads[0]}/{row.heads[1]}"
+    else:
+        cells = f"{row.depth} | {row.embed_dim} | {row.num_heads}"
+    assert f"| {name} | {cells} | {millions:.1f} M |" in (ROOT / "docs" / "models.md").read_text()
     if (name, 224) not in WEIGHTS:
         return
     with torch.device("meta"):

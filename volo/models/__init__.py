@@ -1,4 +1,4 @@
-"""VOLO. Importing it registers `volo_d1` ... `volo_d5`, `volo_d0` and `volo_test` with timm."""
+"""VOLO. Importing it registers the variants with timm."""
 
 from volo.models.volo import ENTRYPOINTS, VOLO
 
