@@ -96,6 +96,15 @@ def test_what_only_one_program_needs_is_refused_there() -> None:
     assert TRAIN.parse(["--data-backend", "synthetic"]).data_dir is None
 
 
+def test_every_flag_is_read_by_name_outside_of_the_parser() -> None:
+    files = [file for folder in ("volo", "tlt") for file in (ROOT / folder).rglob("*.py")]
+    code = "\n".join(file.read_text() for file in files if not file.name.startswith("flags_"))
+    unread = vars(TRAIN.parse(["/data"])).keys() - set(re.findall(r"\w+", code))
+    refused = {"drop_block", "aug_splits", "jsd", "resplit", "split_bn", "torchscript", "tta"}
+    by_timms_scheduler, by_parts_of_their_names = {"patience_epochs"}, {name for name in unread if name[:4] == "log_"}
+    assert unread == refused | by_timms_scheduler | by_parts_of_their_names
+
+
 def test_compat_is_resolved_to_the_rows_that_change_something() -> None:
     args = TRAIN.parse(["/data", *LABELS.split(), "--smoothing", "0", "--compat", "upstream"])
     assert args.compat == ["label-crop", "label-scale", "label-area", "uncovered"] and args.uncovered == "uniform"
