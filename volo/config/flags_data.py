@@ -27,7 +27,7 @@ POOLS = ("fast", "avg", "max", "avgmax", "avgmaxc", "token")
 INTERPOLATIONS = ("", "bilinear", "bicubic")
 FILE_BACKENDS = ("torchvision", "pil", "dali-cpu", "dali-gpu")
 
-DENSE = "dense targets (--token-label-data or --token-label-teacher, and no --token-label-size 1)"
+DENSE = "dense targets (--token-label-data, --token-label-teacher or a --token-label-size; with size 1 there are none)"
 TOKEN_LABEL = Need("--token-label", lambda a: a.token_label)
 DENSE_TARGETS = Need(DENSE, lambda a: a.token_label_size != 1)
 # Without dense targets there is no dense loss, so a weight of 0 says what happens.
