@@ -15,17 +15,17 @@ from tlt.io.text import printable
 if TYPE_CHECKING:
     from tlt.data.sources.source import ImageSource
 
-# Kind -> module here and its function that opens it. Given what stands behind the slash, DATA, split and a function for
-# progress, it returns the images.
+# Kind -> module here, its function that opens it, and what stands behind the slash; in capitals: anything. Given that,
+# DATA, split and a function for progress, the function returns the images.
 OPENERS = {
-    "tfrecord": ("tfrecords", "open_tfrecords"),
-    "wds": ("tar_shards", "open_webdataset"),
-    "tfds": ("tfrecords", "open_tfds"),
-    "hfds": ("libraries", "open_hub_dataset"),
-    "csv": ("folder", "open_csv"),
-    "torch": ("libraries", "open_torch_dataset"),
+    "tfrecord": ("tfrecords", "open_tfrecords", [""]),
+    "wds": ("tar_shards", "open_webdataset", ["NAME"]),
+    "tfds": ("tfrecords", "open_tfds", ["NAME"]),
+    "hfds": ("libraries", "open_hub_dataset", ["NAME"]),
+    "csv": ("folder", "open_csv", ["FILE"]),
+    "torch": ("libraries", "open_torch_dataset", ["cifar10", "cifar100"]),
 }
-KINDS = ("tfrecord", "wds/NAME", "tfds/NAME", "hfds/NAME", "csv/FILE", "torch/cifar10", "torch/cifar100")
+KINDS = [f"{kind}/{name}".rstrip("/") for kind, (_, _, names) in OPENERS.items() for name in names]
 
 
 def open_images(
@@ -62,7 +62,7 @@ def open_images(
         raise UserError("DATA is missing: the folder that holds the images")
     try:
         if kind:
-            module, function = OPENERS[kind]
+            module, function, _ = OPENERS[kind]
             images: ImageSource = getattr(import_module(f"{__name__}.{module}"), function)(name, data, split, found)
         elif holds_shards(folder := find_split(data or "", split, allow_root)):
             from tlt.data.sources.tar_shards import open_shards
@@ -71,8 +71,10 @@ def open_images(
         else:
             images = scan_folder(folder, found, classes)
     except MissingSplit as error:
-        held_out = "; --val-fraction 0.1 makes a split" if split_flag in ("--train-split", "--val-split") else ""
-        raise UserError(f"{error} ({split_flag}){held_out}") from error
+        # Of a folder without splits it makes both.
+        held_out = split_flag == "--val-split" or (split_flag == "--train-split" and not kind)
+        hint = "; --val-fraction 0.1 makes a split" if held_out else ""
+        raise UserError(f"{error} ({split_flag}){hint}") from error
     check_classes(images.classes, images.class_names, printable(images.root))
     if class_names is not None:
         images.number_by(class_names)
@@ -94,8 +96,8 @@ def parse_kind(dataset: str) -> tuple[str, str]:
         raise UserError(f"--dataset {dataset}: streams can't be read by index; hfds/{name} reads the same data set")
     if kind == "torch":
         name = name.lower()
-    known = f"{kind}/{name}" in KINDS if kind == "torch" else kind in OPENERS and (name or kind == "tfrecord")
-    if not known:
+    _, _, names = OPENERS.get(kind, ("", "", []))
+    if name not in names and not (name and any(map(str.isupper, names))):
         raise UserError(f"--dataset {dataset}: there are {', '.join(KINDS)} (image folders and tar shards need none)")
     return kind, name
 
