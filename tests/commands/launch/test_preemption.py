@@ -8,7 +8,6 @@ import os
 import re
 import signal
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -75,18 +74,6 @@ def test_fault_63_ranks_save_and_end_when_their_launcher_is_killed(data: Path, t
     assert "stopped by SIGTERM" in run.output and last_update(tmp_path / "run") >= 2
     with RunLock(tmp_path / "run", print) as lock:  # the directory is free
         lock.acquire()
-
-
-@slow
-def test_fault_09_a_second_signal_ends_at_once(data: Path, tmp_path: Path) -> None:
-    run = start(f"{FLAGS} {tmp_path} -b 4", data, processes=2, **held(tmp_path, at=8))
-    run.read_until("[2/5]")
-    os.kill(run.ranks()[1], signal.SIGSTOP)  # rank 0 waits for it, inside of torch, as soon as it is told to end
-    run.process.send_signal(signal.SIGINT)
-    time.sleep(2)  # what comes within a second is the same warning
-    assert len(run.ranks()) == 2
-    assert run.end(signal.SIGINT) == 130, run.output
-    assert not (tmp_path / "run" / "last.pth.tar").exists()
 
 
 def test_fault_09_a_background_process_of_a_script_heeds_sigint(data: Path, tmp_path: Path) -> None:
