@@ -6,7 +6,7 @@
 # make test-slurm   as root: a Slurm cluster on this machine, and jobs on it (installs Debian's packages of Slurm, says so)
 # make test-docker   build the image on a small base (root; installs Debian's buildah and debootstrap)
 # make benchmark-gpu   on a GPU: its tests, then training steps of VOLO-D1, D3 and D5 beside timm's, in calls of 10 minutes
-# make house   how easily the code is read, in numbers
+# make house   lines of each room, of tests and docs
 # make docs   the pages of docs/ as a site, in site/
 # make lint   ruff, mypy, shellcheck, hadolint, mkdocs                       make clean  remove .venv and the demo's output
 PYTHON ?= python3
