@@ -132,7 +132,7 @@ def test_token_maps_show_what_the_dense_head_says(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    model, checkpoint = described("volo_test")
+    model, checkpoint = described("volo_test", img_size=(64, 96))
     model.aux_head.weight.data *= 20  # type: ignore[operator,union-attr]
     torch.save(torch.load(checkpoint) | {"state_dict": model.state_dict()}, checkpoint)
     seen: dict[str, Any] = {}
@@ -156,8 +156,9 @@ def test_token_maps_show_what_the_dense_head_says(
     assert len(dense.argmax(-1).unique()) > 2
     for file, tokens, image in zip(files, dense, inputs, strict=True):
         pixels, view = seen[drawable(str(file.relative_to(photos)))]
-        assert (view.tokens.ids == tokens.argmax(-1).view(4, 4).numpy()).all()
-        np.testing.assert_allclose(view.tokens.probability, tokens.amax(-1).view(4, 4).numpy(), atol=1e-5)
+        assert (view.tokens.ids == tokens.argmax(-1).view(4, 6).numpy()).all()
+        np.testing.assert_allclose(view.tokens.probability, tokens.amax(-1).view(4, 6).numpy(), atol=1e-5)
+        assert view.token_box == (-0.5, -0.5, 95.5, 63.5)  # the middle of a token's window lies half a pixel before it
         mean, std = (torch.tensor(model.pretrained_cfg[key]).view(3, 1, 1) for key in ("mean", "std"))  # type: ignore
         np.testing.assert_allclose(pixels, ((image * std + mean) * 255).permute(1, 2, 0).numpy(), atol=0.51)
 

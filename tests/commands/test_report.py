@@ -46,6 +46,7 @@ def run(tmp_path: Path) -> Path:
         _event(80, "checkpoint", update=20),
         _event(81, "skipped-image", path="a.jpg", reason="empty file", update=20),
         _event(81, "skipped-image", path="b.jpg", reason="no image", rank=1, pid=8, update=20),
+        _event(81, "bad-label", path="c.pt", reason="truncated", update=20),
         _event(160, "start", world_size=1, node="n2", pid=9),
         _event(161, "resume", update=20, path="last.pth.tar", skipped=["x is damaged"], node="n2", pid=9),
         _event(180, "start", node="n3"),  # a second job that was kept out changes nothing
@@ -83,6 +84,7 @@ def test_the_printed_report(run: Path, capsys: Capture) -> None:
         "BAD: is damaged: record",
         "1 x damaged checkpoint skipped 2 x skipped-image",
         "a.jpg: empty file",
+        "c.pt: truncated",
     ):
         assert expected in " ".join(out.split()), expected
     assert [line.split()[1:3] for line in out.splitlines() if line.endswith("  verified")] == [["0", "40"]]

@@ -192,16 +192,19 @@ def test_fault_60_validate_gives_the_number_that_training_printed(
     assert row["crop_pct"] == 0.8 and row["interpolation"] == "bilinear"
 
 
-def test_the_moving_average_follows_its_definition(call: Call, make_dataset: Make, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("more", "decays"), [("", (0.5, 0.5)), ("--model-ema-warmup", (1 - 2 ** (-2 / 3), 0.5))], ids=["", "warm-up"]
+)
+def test_the_moving_average_follows_its_definition(
+    call: Call, make_dataset: Make, tmp_path: Path, more: str, decays: tuple[float, float]
+) -> None:
     data = make_dataset(train=8)  # one update an epoch, so that every epoch's checkpoint shows one update
-    flags = (
-        f"{data} {QUICK} --lr 1e-2 --epochs 3 --model-ema --model-ema-decay 0.5 --output {tmp_path} --experiment run"
-    )
-    assert call("train", flags).code == 0
+    flags = f"{data} {QUICK} --lr 1e-2 --epochs 3 --output {tmp_path} --experiment run"
+    assert call("train", f"{flags} --model-ema --model-ema-decay 0.5 {more}").code == 0
     files = [tmp_path / "run" / f"checkpoint-{epoch}.pth.tar" for epoch in range(3)]
     name = "head.weight"
-    for before, after in zip(files, files[1:], strict=False):
-        expected = 0.5 * _weights(before, "state_dict_ema")[name] + 0.5 * _weights(after)[name]
+    for before, after, decay in zip(files, files[1:], decays, strict=False):
+        expected = decay * _weights(before, "state_dict_ema")[name] + (1 - decay) * _weights(after)[name]
         torch.testing.assert_close(_weights(after, "state_dict_ema")[name], expected)
 
 

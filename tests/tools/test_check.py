@@ -11,6 +11,8 @@ import pytest
 import torch
 from PIL import Image
 
+from tlt.label_map import LabelMap
+from tlt.labels.label_info import Agreement
 from tlt.tools.cli import main
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -76,6 +78,15 @@ def test_check_measures_agreement(scenes: tuple[Path, Path], capsys: pytest.Capt
     assert main(["check", str(data), str(out)]) == 2
     said = capsys.readouterr().out
     assert "labels that can't be used: 1\n  c1/39.png: label of c1/39.png in" in said and "crc32 is wrong" in said
+
+
+def test_an_image_is_named_by_the_mean_of_its_cells_shares() -> None:
+    """One cell is sure of class 0; each class of the two others has a third of a cell."""
+    values = np.array([[[9, 0, 0]], [[0, 0, 0]], [[0, 0, 0]]], np.float16)  # (k, h, w)
+    ids = np.array([[[0, 1, 1]], [[2, 2, 2]], [[3, 4, 5]]], np.int32)
+    agreement = Agreement()
+    agreement.add(0, LabelMap(values, ids))
+    assert agreement.summary()["images_naming_their_class"] == 1
 
 
 def test_help_imports_nothing_heavy() -> None:

@@ -163,14 +163,14 @@ def test_large_images_are_made_smaller(data: Path, tmp_path: Path) -> None:
     Image.fromarray(pixels).save(data / "train" / "b" / "x.jpg", quality=95)
     folder = scan_folder(data / "train")
     root = make_archive(tmp_path / "labels", folder)
-    arguments = ["pack-images", str(data), str(tmp_path / "out"), "--labels", str(root), "--max-side", "100"]
+    arguments = ["pack-images", str(data), str(tmp_path / "out"), "--labels", str(root), "--max-side", "200"]
     assert main(arguments) == 0
     shards = open_images(str(tmp_path / "out"), "train")
     row = list(folder.paths).index("b/x.jpg")
-    assert read_size(shards.read(row)) == (100, 53) and read_size(folder.read(row)) == (300, 160)
+    assert read_size(shards.read(row)) == (200, 107) and read_size(folder.read(row)) == (300, 160)
     assert [i for i in range(len(folder)) if shards.read(i) != folder.read(i)] == [row]
     ours, theirs = open_labels(tmp_path / "out", shards.paths), open_labels(root, folder.paths)
-    one, other = ours.read(row, 100, 53), theirs.read(row, 300, 160)
+    one, other = ours.read(row, 200, 107), theirs.read(row, 300, 160)
     np.testing.assert_array_equal(one.values, other.values)
     assert one.area == other.area
 

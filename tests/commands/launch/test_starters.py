@@ -90,7 +90,9 @@ def test_a_restart_goes_on_with_the_run_of_its_launch_alone(
     assert not named or record.parent == tmp_path / "out" / "sweep/a"
     if not named:
         starts = json.loads(record.read_text())
-        assert restarted_run(tmp_path / "out", "", "") == (record.parent, "auto")
+        for each in (starts, [starts[0] | {"launch": "another"}, starts[0]]):  # the newest start counts
+            record.write_text(json.dumps(each))
+            assert restarted_run(tmp_path / "out", "", "") == (record.parent, "auto")
         for launched in ("another", "none", None):
             record.write_text(json.dumps([starts[0] | {"launch": launched}]))
             assert restarted_run(tmp_path / "out", "", "") is None
@@ -98,7 +100,9 @@ def test_a_restart_goes_on_with_the_run_of_its_launch_alone(
 
 def test_torchrun_restarts_a_killed_rank(data: Path, tmp_path: Path) -> None:
     killed = "os.environ.get('TORCHELASTIC_RESTART_COUNT') == '0' and '/train/' in str(path) and next(number) == 12"
-    env = storage(tmp_path, f"{killed} and os.kill(os.getpid(), 9)")
+    saved = f"glob.glob('{tmp_path}/out/*/last.pth.tar')"  # by a thread, which may be late
+    dies = f"import glob\n        while not {saved}: time.sleep(0.05)\n        os.kill(os.getpid(), 9)"
+    env = storage(tmp_path, f"if {killed}:\n        {dies}")
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "1", "--max-restarts", "1"]
     flags = f"{QUICK} -b 4 --lr 1e-3 --epochs 1 --recovery-interval 1 --output {tmp_path / 'out'}"
     command = [*torchrun, "--master-port", str(free_port()), str(ROOT / "train.py"), str(data), *flags.split()]
