@@ -43,8 +43,11 @@ def test_a_run_leaves_all_its_records(call: Call, data: Path, labels: Path, tmp_
     assert yaml.safe_load((run / "args.yaml").read_text())["token_label"] is True
     start = json.loads((run / "run.json").read_text())[0]
     assert start["versions"]["torch"] == torch.__version__
-    assert [record["update"] for record in metrics(run)] == [1, 2, 3, 4]
-    record = metrics(run)[0]
+    records, epoch = metrics(run), metrics(run, "epoch")[0]
+    assert [record["update"] for record in records] == [1, 2, 3, 4]
+    assert [record["lr"] for record in records] == pytest.approx([1.25e-5] * 2 + [1.125e-5] * 2)  # cosine to 1e-5
+    assert epoch["images_per_second"] == pytest.approx(16 / (records[0]["seconds"] + records[1]["seconds"]), rel=1e-3)
+    record = records[0]
     assert record["loss"] == pytest.approx(record["cls_loss"] + 0.5 * record["dense_loss"], rel=1e-6)
     config = torch.load(run / "last.pth.tar", weights_only=True)["model_config"]
     model = timm.create_model("volo_test", num_classes=config["num_classes"], img_size=config["img_size"])
@@ -211,10 +214,12 @@ def test_the_moving_average_follows_its_definition(
 def test_finetune_validates_first_and_reports_what_it_resized(
     call: Call, trained_run: TrainedRun, tmp_path: Path
 ) -> None:
-    flags = f"{trained_run.data} {QUICK} --epochs 1 --output {tmp_path} --img-size 64 --finetune"
-    ended = call("train", flags, trained_run.run / "last.pth.tar")
+    flags = f"{trained_run.data} {QUICK.replace('--img-size 32', '--input-size 3 64 48')} --epochs 1"
+    flags += f" --output {tmp_path} --experiment run"
+    ended = call("train", flags, "--finetune", trained_run.run / "last.pth.tar")
     assert ended.code == 0, ended.err
     assert "pos_embed" in ended.out
+    assert torch.load(tmp_path / "run" / "last.pth.tar", weights_only=True)["model_config"]["img_size"] == [64, 48]
     assert ended.out.index("before fine-tuning: top-1") < ended.out.index("epoch 1 [")
 
 
