@@ -112,24 +112,24 @@ def test_the_copy_keeps_strides_and_types() -> None:
 def test_intervals_by_updates_and_minutes_and_a_save_that_is_still_under_way(tmp_path: Path, world: World) -> None:
     state = build(updates_per_epoch=100)
     saver, told = saver_of(state, tmp_path, every_updates=3, every_minutes=2.0, check_interval=2)
-    for update, now in ((1, 0), (3, 0), (4, 119), (5, 190), (6, 190), (7, 311), (8, 311)):
+    for update, now in ((1, 0), (3, 0), (4, 119), (5, 190), (6, 190), (7, 308), (8, 309), (10, 311)):
         state.update, world.now = update, now
         saver.after_update()
         if saver._thread is not None:
             ended(saver)
     # 3 and 6 by count; the clock is looked at after even updates, and runs from the save before.
     saved = [(fields["update"], fields["reason"]) for _, fields in told.events]
-    assert saved == [(3, "--recovery-interval"), (6, "--recovery-interval"), (8, "--checkpoint-minutes")]
+    assert saved == [(3, "--recovery-interval"), (6, "--recovery-interval"), (10, "--checkpoint-minutes")]
 
     world.open.clear()
-    for state.update in (9, 12):
+    for state.update in (12, 15):
         saver.after_update()
-    assert told.events[-1][0] == "checkpoint-skipped" and "update 12 is not saved" in told.lines[-1]
+    assert told.events[-1][0] == "checkpoint-skipped" and "update 15 is not saved" in told.lines[-1]
     world.open.set()
-    saver.save_now("SIGTERM")  # waits for that of update 9
-    assert read_checkpoint(tmp_path / "last.pth.tar")["update"] == 12
+    saver.save_now("SIGTERM")  # waits for that of update 12
+    assert read_checkpoint(tmp_path / "last.pth.tar")["update"] == 15
     saver.save_now("again")
-    assert [fields["update"] for kind, fields in told.events if kind == "checkpoint"] == [3, 6, 8, 9, 12]
+    assert [fields["update"] for kind, fields in told.events if kind == "checkpoint"] == [3, 6, 10, 12, 15]
 
 
 @pytest.mark.parametrize(("code", "synchronous"), [(errno.ENOSPC, False), (errno.ESTALE, True)])

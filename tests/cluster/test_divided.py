@@ -14,7 +14,7 @@ import timm
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from timm.utils import distribute_bn
+from timm.utils import ModelEmaV3, distribute_bn
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing import start_processes
@@ -137,7 +137,8 @@ def train(case: Case, world: World | None) -> tuple[TrainState, list[Tensor]]:
         world: This rank among all; None: one rank does the work of all.
     """
     model = build(case)
-    average, data_ranks = ShardedEma(model, 0.9), list(range(RANKS // case.parts))
+    average = (ModelEmaV3 if world is None else ShardedEma)(model, 0.9)
+    data_ranks = list(range(RANKS // case.parts))
     if world is not None:
         data_ranks, meshes = [world.data_rank], shard_meshes(case.shards, world)
         for each in (model, average.module):

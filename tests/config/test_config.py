@@ -97,6 +97,7 @@ def test_command_line_wins_over_recipe_and_recipe_over_defaults(tmp_path: Path) 
     args = TRAIN.parse(["-c", path, "/data", "--epochs", "3", "--no-amp"])
     assert (args.epochs, args.batch_size, args.workers) == (3, 64, 8)
     assert args.amp is False and args.model_ema is True
+    assert "batch_size" not in args.defaulted and "warmup_epochs" in args.defaulted  # what the data may decide
     # A flag at its default value is a flag all the same.
     assert TRAIN.parse(["-c", path, "/data", "--batch-size", "128"]).batch_size == 128
 

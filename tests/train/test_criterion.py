@@ -14,9 +14,10 @@ from tlt.api import StepKey
 from tlt.data.batch import Batch
 from tlt.label_map import LabelBatch
 from tlt.loss import LossTerms, blend_truth
+from tlt.mix import Mixup
 from tlt.mixtoken import Box, mixed_share
 from tlt.targets import one_hot
-from volo.train.criterion import TokenLabelCriterion
+from volo.train.criterion import ClassCriterion, TokenLabelCriterion, _mixed
 
 GRID = (3, 3)
 CRITERION = TokenLabelCriterion(GRID, 200, ground_truth=True, dense_weight=1.5)
@@ -68,3 +69,13 @@ def test_loss_and_gradients_are_those_of_the_dense_definition(num_classes: int) 
     torch.testing.assert_close(tuple(found), tuple(expected), rtol=1e-5, atol=0, check_dtype=False)
     grads = [torch.autograd.grad(loss.total, (model.cls, model.aux)) for loss in (found, expected)]
     torch.testing.assert_close(*grads, rtol=1e-5, atol=1e-7)
+
+
+def test_targets_that_mixup_has_smoothed_are_not_smoothed_again() -> None:
+    batch, logits, step = labelled_batch(5), torch.randn(3, 5), StepKey(0, 0, 0, 0)
+    mix = Mixup(0.8, 0.0, label_smoothing=0.1, num_classes=5)
+    _, ratios = _mixed(mix, batch, step)
+    assert ratios is not None
+    targets = mix.soft_targets(batch.classes, ratios, torch.float32)
+    found = ClassCriterion(0.1, mix).loss(lambda images: logits, batch, step)
+    torch.testing.assert_close(found.total, -(targets * logits.log_softmax(-1)).sum(-1).mean())

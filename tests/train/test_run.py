@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 
 from tests.train.small_run import arguments
 from tlt.data.batch import IndexStream
+from volo.train import loop
+from volo.train.data import augment_config
 from volo.train.run import batch_record, dataset_defaults, settle, steps_to_keep
 
 
@@ -33,6 +36,24 @@ def test_defaults_fit_the_data_and_what_is_given_stays(flags: str, images: int, 
     found, line = dataset_defaults(args, images, classes, world_size=1)
     assert {name: str(value) for name, value in found.items()} == expected
     assert all(f"--{name.replace('_', '-')} {value}" in line for name, value in expected.items())
+
+
+def test_what_the_augmentation_leaves_open_has_the_mean_colour_of_the_model() -> None:
+    settings = {"input_size": (3, 32, 48), "mean": (0.1, 0.2, 0.3), "std": (0.5, 0.6, 0.7)}
+    config = augment_config(arguments(), settings)
+    assert (config.size, config.mean) == ((32, 48), (0.1, 0.2, 0.3))
+
+
+@pytest.mark.parametrize("dist_bn", ["reduce", "broadcast"])
+def test_ranks_agree_on_batch_norms_statistics_before_they_validate(
+    dist_bn: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(loop, "distribute_bn", lambda model, ranks, reduce: done.append((model, ranks, reduce)))
+    state = Mock(ema=None)
+    run = Mock(world=Mock(size=2), args=arguments(f"--dist-bn {dist_bn} --kd-only --kd-model-name x"))
+    assert loop.validate_epoch(run, Mock(state=state), 0) == {}
+    assert done == [(state.model, 2, dist_bn == "reduce")]
 
 
 def test_a_resumed_run_keeps_what_its_checkpoint_was_fitted_to() -> None:
