@@ -11,7 +11,6 @@ import pytest
 from tests.train.small_run import arguments
 from tlt.data.batch import IndexStream
 from volo.train import loop
-from volo.train.data import augment_config
 from volo.train.run import batch_record, dataset_defaults, settle, steps_to_keep
 
 
@@ -36,12 +35,6 @@ def test_defaults_fit_the_data_and_what_is_given_stays(flags: str, images: int, 
     found, line = dataset_defaults(args, images, classes, world_size=1)
     assert {name: str(value) for name, value in found.items()} == expected
     assert all(f"--{name.replace('_', '-')} {value}" in line for name, value in expected.items())
-
-
-def test_what_the_augmentation_leaves_open_has_the_mean_colour_of_the_model() -> None:
-    settings = {"input_size": (3, 32, 48), "mean": (0.1, 0.2, 0.3), "std": (0.5, 0.6, 0.7)}
-    config = augment_config(arguments(), settings)
-    assert (config.size, config.mean) == ((32, 48), (0.1, 0.2, 0.3))
 
 
 @pytest.mark.parametrize("dist_bn", ["reduce", "broadcast"])
