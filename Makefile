@@ -23,7 +23,7 @@ DEVICE ?= cuda
 OUT ?= output/benchmark-gpu
 BENCHMARK_ARGS ?=
 
-# Images with Python often set this. Without bytecode each of the many programs that tests start takes twice as long.
+# Container images of Python often set this. Without bytecode each of the programs that tests start takes twice as long.
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: benchmark-gpu clean demo docs house lint test test-all test-docker test-faults test-newest test-slow test-slurm test-versions
