@@ -154,6 +154,13 @@ def test_fault_15_resume_into_another_model(other: Any, message: str) -> None:
     assert all(map(torch.equal, before, tensors(state.model.state_dict())))
 
 
+def test_a_file_of_timms_first_format_counts_epochs_from_the_next_one() -> None:
+    payload = payload_of(build(epoch=3, update=12))
+    for changes, epoch in (({}, 3), ({"version": 1}, 2)):
+        (state := build()).load(payload | changes | {"updates_per_epoch": 5}, "file.pth")  # of other lengths
+        assert (state.epoch, state.update) == (epoch, 4 * epoch)
+
+
 @pytest.mark.parametrize("wrong", [{"epoch": "x"}, {"epoch": -7}, {"update": None}, {"scores": {1: "x"}}])
 def test_position_that_is_none(wrong: dict[str, Any]) -> None:
     with pytest.raises(UserError, match="file.pth does not tell where its run stopped"):
