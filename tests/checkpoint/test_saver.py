@@ -208,7 +208,8 @@ def test_other_ranks_only_take_part_and_not_where_rank_0_has_it_on_disk(monkeypa
     """A signal right after an epoch: rank 0 saves nothing more, and others that began to would wait for it for ever."""
     state, told, collected = build(), Told(), list[int]()
     state.sums = lambda: {"calls": collected.append(1)}  # type: ignore[func-returns-value]
-    saver = Saver(state, None, told, SavePolicy(every_updates=4))  # type: ignore[arg-type]
+    policy, longer = SavePolicy(every_updates=4), list[int]()
+    saver = Saver(state, None, told, policy, on_save=lambda: longer.append(1))  # type: ignore[arg-type]
     with saver:
         assert an_epoch(saver, 1.0) is None
         saver.after_update()
@@ -216,4 +217,4 @@ def test_other_ranks_only_take_part_and_not_where_rank_0_has_it_on_disk(monkeypa
         assert len(collected) == 3 and told.events == []
         monkeypatch.setattr(module, "from_primary", lambda own: False)
         saver.save_now("SIGTERM")
-    assert len(collected) == 3
+    assert len(collected) == 3 and len(longer) == 4  # a hang is looked for later while a save lasts

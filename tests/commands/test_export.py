@@ -35,7 +35,7 @@ def close(got: Tensor | np.ndarray, expected: Tensor) -> bool:
 def test_onnx_with_both_heads(call: Call, described: Described, images: Tensor, tmp_path: Path) -> None:
     model, checkpoint = described("volo_test", {"layers": (1, 1, 0, 0)}, **LOOKS)
     ended = call("export", f"--checkpoint {checkpoint} -o {tmp_path}/model.onnx --dense")
-    assert ended.code == 0, ended.err
+    assert ended.code == 0 and {*tmp_path.iterdir()} == {checkpoint, tmp_path / "model.onnx"}, ended.err
     onnx.checker.check_model(tmp_path / "model.onnx", full_check=True)
     graph = onnx.load(tmp_path / "model.onnx")
     assert [entry.version for entry in graph.opset_import if not entry.domain] == [18]

@@ -77,7 +77,8 @@ def test_a_folder_for_the_hub_is_loaded_by_timm_alone(
     saved, size = ours.state_dict(), (3, 64, 64) if image else (3, 160, 160)
     assert found["weights"].keys() <= saved.keys()
     assert all(torch.equal(weight, saved[name]) for name, weight in found["weights"].items())
-    assert found["cfg"]["label_names"] == list("abcdef")
+    assert found["cfg"]["label_names"] == list("abcdef") and found["cfg"]["classifier"]
+    assert "paper_ids" not in json.loads((folder / "config.json").read_text())["pretrained_cfg"]
     assert tuple(found["cfg"]["input_size"]) == size and not found["cfg"].get("test_input_size")
     x = torch.randn(2, *size, generator=torch.Generator().manual_seed(0))
     torch.testing.assert_close(found["logits"], ours(x).detach(), atol=1e-5, rtol=1e-5)

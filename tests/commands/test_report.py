@@ -72,7 +72,7 @@ def test_the_printed_report(run: Path, capsys: Capture) -> None:
     assert cli.run("report", [str(run)]) == 0
     out = capsys.readouterr().out
     for expected in (
-        "40 updates reported, 1 epochs finished",
+        "40 updates reported, 1 epochs finished, loss 0.0250",
         "4 damaged lines of events.jsonl are left out",
         "n1 2 0 -> 20 01:21 not recorded, last event 2026-01-02 03:05:26",
         "n2 1 20 -> 40 01:05 0: done",

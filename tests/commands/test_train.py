@@ -35,15 +35,17 @@ def _weights(path: Path, key: str = "state_dict") -> dict[str, torch.Tensor]:
 
 def test_a_run_leaves_all_its_records(call: Call, data: Path, labels: Path, tmp_path: Path) -> None:
     flags = f"{data} {QUICK} --epochs 2 --token-label --model-ema --checkpoint-hist 1 --output {tmp_path}"
+    flags += " --sync-bn --save-images"  # the first does nothing to one process
     ended = call("train", flags, "--token-label-data", labels, "--experiment", "run")
     assert ended.code == 0, ended.err
     run = tmp_path / "run"
     assert {p.name for p in run.iterdir()} >= RECORDS
-    assert len(list(run.glob("checkpoint-*.pth.tar"))) == 1
+    assert len(list(run.glob("checkpoint-*.pth.tar"))) == 1 and len(list(run.glob("train-batch-*.jpg"))) == 4
     assert yaml.safe_load((run / "args.yaml").read_text())["token_label"] is True
     start = json.loads((run / "run.json").read_text())[0]
     assert start["versions"]["torch"] == torch.__version__
-    records, epoch = metrics(run), metrics(run, "epoch")[0]
+    records, (epoch, last) = metrics(run), metrics(run, "epoch")
+    assert last["best"] == max(epoch["eval_top1_ema"], last["eval_top1_ema"])
     assert [record["update"] for record in records] == [1, 2, 3, 4]
     assert [record["lr"] for record in records] == pytest.approx([1.25e-5] * 2 + [1.125e-5] * 2)  # cosine to 1e-5
     assert epoch["images_per_second"] == pytest.approx(16 / (records[0]["seconds"] + records[1]["seconds"]), rel=1e-3)
@@ -65,7 +67,7 @@ def test_accumulation_equals_one_large_batch_with_a_ragged_tail(
 ) -> None:
     data = make_dataset(train=21)  # updates of 8, 8 and 5 images, the last one in micro-batches of 2, 2 and 1
     flags = f"{data} {QUICK} --lr 1e-3 --epochs 2 --token-label --freeze-bn --no-mix-token --drop-path 0"
-    flags += f" --output {tmp_path}"
+    flags += f" --log-interval 2 --output {tmp_path}"
     labels = make_labels(data)
     large = call("train", flags, "--token-label-data", labels, "--experiment", "large")
     small = call(
@@ -73,7 +75,8 @@ def test_accumulation_equals_one_large_batch_with_a_ragged_tail(
     )
     assert (large.code, small.code) == (0, 0), large.err + small.err
     one, two = (metrics(tmp_path / name) for name in ("large", "small"))
-    assert [r["images"] for r in one] == [r["images"] for r in two] == [8, 8, 5] * 2
+    assert [r["images"] for r in one] == [r["images"] for r in two] == [16, 5] * 2
+    assert [r["update"] for r in one] == [2, 3, 5, 6]
     for name in ("loss", "cls_loss", "dense_loss", "grad_norm"):
         assert [r[name] for r in two] == pytest.approx([r[name] for r in one], rel=1e-4, abs=1e-6), name
 

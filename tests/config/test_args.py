@@ -39,7 +39,6 @@ train | --freeze --grad-checkpointing | remove --grad-checkpointing
 train | --finetune a --resume b | no effect with --resume b
 train | --finetune a --initial-checkpoint b | --finetune a and --initial-checkpoint b set the same: keep one
 train | --lr 1e-3 --lr-base 1e-3 | --lr 0.001 and --lr-base 0.001 set the same: keep one of them
-train | --token-label-data /l | --token-label-data /l has no effect without --token-label
 train | --token-label --ground-truth | --ground-truth has no effect without dense targets
 train | --token-label --token-label-data l --token-label-teacher t | set the same: keep one of them
 train | --compat label-corp | --compat label-corp: unknown row, did you mean label-crop
@@ -48,13 +47,8 @@ train | LABELS --smoothing 0 --compat target-sum | --compat target-sum has no ef
 train | LABELS --uncovered ignore --compat uncovered | --uncovered ignore contradicts --compat uncovered
 train | LABELS --cls-weight 0 --dense-weight 0 | --cls-weight 0 leaves nothing to train
 train | --amp --model-dtype bfloat16 | --amp and --model-dtype bfloat16 both set the precision: keep one of them
-train | --no-aug --hflip 0.3 | --hflip 0.3 has no effect without augmentation (--no-aug)
-train | --drop-path-mode subset | --drop-path-mode subset has no effect without --drop-path above 0
 train | --drop-path-mode subset --drop-path 0.1 -b 4 | drops nothing at --drop-path 0.1 with --batch-size 4
-train | --torchcompile eager --torchcompile-mode reduce-overhead | without --torchcompile inductor
 train | --torchcompile --torchcompile-mode reduce-overhead --torchcompile-scope blocks | --torchcompile-scope model
-train | --sched step --cooldown-epochs 5 | --cooldown-epochs 5 has no effect without --sched cosine
-train | --full-decode --data-backend pil | --full-decode has no effect without --data-backend torchvision
 train | --shard 2 --channels-last | --shard 2 and --channels-last: torch divides contiguous weights alone
 train | --shard 2 --clip-grad 1 --clip-mode agc | --shard 2 and --clip-mode agc
 validate | | --model is missing
@@ -77,6 +71,61 @@ def test_refused_in_one_line(row: str) -> None:
         COMMANDS[program].program.parse(["/data", *line.replace("LABELS", LABELS).split()])
     assert message in str(caught.value)
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 250
+
+
+# What some flags of train.py need | what lacks it | these flags.
+NEEDED = """
+| --data-backend pil | --full-decode
+--token-label | | --token-label-size 14; --cls-weight 2; --no-mix-token; --token-label-data l; --token-label-teacher t
+--token-label --token-label-teacher t | | --token-label-teacher-checkpoint c; --token-label-teacher-top-k 3
+--token-label --token-label-size 2 | --token-label | --dense-weight 1
+LABELS | --token-label | --dense-weight 1; --ground-truth; --token-label-area full
+LABELS | --token-label | --uncovered uniform; --bad-label skip
+--token-label --token-label-teacher t | --token-label | --label-tail exact; --dense-weight 1; --ground-truth
+LABELS | --token-label | --label-tail exact
+LABELS --ground-truth | LABELS | --gt-weight-agree 0.3; --gt-weight-disagree 0.3
+--kd-model-name k | | --kd-distill-type token; --kd-loss-weight 2; --kd-size 48; --kd-only
+--kd-model-name k | --kd-model-name k --kd-distill-type token | --kd-temperature 2
+--kd-model-name k --kd-distill-type token | --kd-model-name k | --kd-dense-loss gram; --kd-view whole
+--clip-grad 1 | | --clip-mode agc
+| --warmup-epochs 0 | --warmup-lr 0; --warmup-prefix
+| --sched step | --cooldown-epochs 5; --min-lr 1e-6; --lr-cycle-limit 2; --lr-k-decay 2
+--sched poly | --sched constant | --cooldown-epochs 5; --min-lr 1e-6; --lr-cycle-limit 2; --lr-k-decay 2
+--sched poly | --sched constant | --decay-rate 0.5
+--sched tanh | --sched constant | --cooldown-epochs 5; --min-lr 1e-6; --lr-cycle-limit 2
+--sched step | --sched tanh | --decay-epochs 3; --decay-rate 0.5
+--lr-cycle-limit 2 | | --lr-cycle-mul 2; --decay-rate 0.5
+--lr-noise 0.4 | | --lr-noise-pct 0.5; --lr-noise-std 0.5
+| --no-aug | --scale 0.2 1; --ratio 1 1; --hflip 0; --vflip 0.5; --aa rand; --reprob 0.1
+--aa none | --no-aug | --color-jitter 0.3
+| --reprob 0 | --remode const; --recount 2
+| --token-label | --bce-loss
+--bce-loss | | --bce-target-thresh 0.2; --bce-sum; --bce-pos-weight 2
+--drop-path 0.1 | --drop-path 0 | --drop-path-mode subset; --outlooker-drop-path
+--mixup 0.2 | | --mixup-prob 0.5; --mixup-mode elem; --mixup-off-epoch 9
+--cutmix 1 | | --mixup-prob 0.5; --mixup-mode elem; --mixup-off-epoch 9
+--cutmix-minmax 0.2 0.8 | | --mixup-prob 0.5; --mixup-mode elem; --mixup-off-epoch 9
+--mixup 0.2 --cutmix 1 | --mixup 0.2 | --mixup-switch-prob 0.3
+--mixup 0.2 --cutmix-minmax 0.2 0.8 | --cutmix-minmax 0.2 0.8 | --mixup-switch-prob 0.3
+--model-ema | | --model-ema-decay 0.9; --model-ema-warmup; --model-ema-force-cpu
+--amp | | --amp-dtype bfloat16
+--torchcompile | --torchcompile eager | --torchcompile-mode max-autotune; --activation-memory-budget 0.5
+--torchcompile eager | | --torchcompile-scope model
+--resume r | | --no-resume-opt; --allow-changed-data
+"""
+
+
+def test_a_flag_has_what_it_needs_or_is_refused() -> None:
+    named = set[str]()
+    for line in NEEDED.strip().splitlines():
+        enough, lacking, flags = (cell.strip().replace("LABELS", LABELS) for cell in line.split("|"))
+        for flag in flags.split("; "):
+            named.add(flag.split()[0])
+            TRAIN.parse(["/data", *enough.split(), *flag.split()])
+            with pytest.raises(UserError, match=f"^{flag.split()[0]}.* has no effect without "):
+                TRAIN.parse(["/data", *lacking.split(), *flag.split()])
+    rows = {row.label: row for row in TRAIN.parser().flags.values() if row.needs}
+    assert rows.keys() - named == {"--tracker-project", "--wandb-tags"}  # of a tracker that is installed
 
 
 def test_what_only_one_program_needs_is_refused_there() -> None:

@@ -220,6 +220,11 @@ def test_mistakes_are_one_line(command: list[str], capsys: pytest.CaptureFixture
         assert cli.run("label", [*command, *extra]) == 2
         error = capsys.readouterr().err
         assert message in error and error.count("\n") == 1
+    headless = {"name": "resnet10t", "num_classes": 0, "img_size": [SIZE, SIZE], "kwargs": {}}
+    weights = timm.create_model("resnet10t", num_classes=0).state_dict()
+    torch.save({"state_dict": weights, "arch": "resnet10t", "model_config": headless}, command[5])
+    assert cli.run("label", [*command[:2], "--checkpoint", command[5], "-j", "0"]) == 2
+    assert "has no classes: give --num-classes" in capsys.readouterr().err
 
 
 def test_an_error_on_one_rank_ends_all_and_is_reported_once(command: list[str], tmp_path: Path) -> None:

@@ -169,8 +169,6 @@ def open_labels(
 def label_agreement(labels: LabelReader | None, images: ImageSource) -> str:
     """A line that says how often a sample of the token labels names the class of its image; "" where they have other
     classes than the folders."""
-    if labels is None:
-        return ""
     from tlt.labels import store
 
     if not isinstance(labels, store.LabelStore) or labels.info.transfer:

@@ -81,6 +81,7 @@ def test_every_image_is_seen_once(
     off: list[np.ndarray] = []
     left_out = 0
     for loader, images in loaders(source, backend, way, batch_size, crop_pct):
+        before = len(off)
         for batch in loader:
             names = [images.paths[index] for index in batch.indices.tolist()]
             seen += names
@@ -88,6 +89,7 @@ def test_every_image_is_seen_once(
             theirs = np.stack([expected(data, crop_pct)[name] for name in names])
             off.append(abs(batch.images.numpy() - theirs) * np.float32(SETTINGS["std"])[:, None, None] * 255)
         left_out += loader.left_out
+        assert len(off) - before == len(loader) or batch_size == 1  # whose unreadable images make no batch
     assert sorted(seen) == sorted(expected(data, crop_pct)) and left_out == len(BROKEN)
     levels = np.concatenate(off)
     assert (levels > 1.01).mean() <= FILTERS[backend] and levels.max() <= LARGEST[backend] + 0.01
