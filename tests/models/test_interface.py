@@ -190,6 +190,8 @@ def test_intermediates_lvvit(name, make_images):
     final, maps = model.forward_intermediates(x)
     torch.testing.assert_close(final, model.forward_features(x))
     assert len(maps) == len(model.feature_info)
+    pairs = model.forward_intermediates(x, intermediates_only=True, return_prefix_tokens=True)
+    assert {isinstance(each, tuple) for each in pairs} == {hasattr(model, "num_prefix_tokens")}  # as DPTs expect it
     early, some = model.forward_intermediates(x, indices=[0], stop_early=True)
     torch.testing.assert_close(some[0], maps[0])
     assert early.shape != final.shape or not torch.allclose(early, final)

@@ -23,6 +23,7 @@ MODELS: dict[str, tuple[dict[str, Any], int]] = {
     "test_vit3": ({"img_size": (64, 96)}, 1),  # attention pooling, patches in a row
     "test_vit4": ({"img_size": (64, 96)}, 1),  # registers, RMS norm behind the average
     "deit_tiny_distilled_patch16_224": ({"img_size": (64, 96), "embed_dim": 32, "depth": 1, "num_heads": 2}, 1),
+    "vit_tiny_patch16_224": ({"img_size": (64, 96), "class_token": False, "global_pool": "avg", "depth": 1}, 1),
     "swin_tiny_patch4_window7_224": ({"img_size": (64, 96), **SWIN}, 8),
     "test_convnext": ({}, 8),
     "test_resnet": ({}, 8),

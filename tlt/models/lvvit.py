@@ -90,6 +90,7 @@ class LVViT(TokenLabelModel):
         dense_head: Use the dense head (see `set_dense_head`).
     """
 
+    num_prefix_tokens = 1
     stem_stride = STEM_STRIDE
 
     def __init__(

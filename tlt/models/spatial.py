@@ -61,7 +61,7 @@ def feature_map(model: nn.Module, features: Any, img_size: tuple[int, int]) -> T
 
 def prefix_tokens(model: nn.Module) -> int:
     """P: tokens before those of the image."""
-    return int(getattr(model, "num_prefix_tokens", None) or 0)
+    return int(getattr(model, "num_prefix_tokens", 0) or getattr(model, "class_tokens", 0))
 
 
 def is_channels_last(model: nn.Module) -> bool:

@@ -57,7 +57,7 @@ class TokenLabelModel(nn.Module):
 
     dynamic_img_size = True  # any (H, W) runs; tells timm that the size of construction does not bind
     block_types: tuple[type[nn.Module], ...] = (TransformerBlock,)  # what the model repeats
-    num_prefix_tokens = 1  # the class token
+    class_tokens = 1  # of `forward_features`; timm's num_prefix_tokens says that stages have them, too
     mix_scale = 1  # cells of the embedding to one token of the final grid, along each axis
 
     patch_embed: Any  # images (B, in_chans, H, W) -> (B, rows * mix_scale, columns * mix_scale, channels)
