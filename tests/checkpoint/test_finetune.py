@@ -74,7 +74,7 @@ def test_position_embedding_is_resized(tmp_path: Path, name: str, size: tuple[in
     source, model = build(name, seed=1), build(name, seed=2, img_size=size)
     torch.save(source.state_dict(), tmp_path / "x")
     report = load(model, tmp_path / "x")
-    assert (report.resized, report.dropped, report.missing) == (["pos_embed"], [], [])
+    assert (report.resized, report.dropped, report.missing, report.share) == (["pos_embed"], [], [], 1.0)
     pos = source.pos_embed.detach()
     first = pos[:, :1] if pos.ndim == 3 else None
     grid = pos[:, 1:].reshape(1, 4, 4, -1) if pos.ndim == 3 else pos

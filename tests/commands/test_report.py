@@ -13,6 +13,7 @@ import torch
 
 from volo import cli
 
+DAY = 24 * 3600.0
 BEGAN = datetime(2026, 1, 2, 3, 4, 5, tzinfo=timezone.utc)
 Capture = pytest.CaptureFixture[str]
 
@@ -38,7 +39,7 @@ def _write(file: Path, records: list[dict[str, Any]]) -> None:
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    """Killed at 100 s with 30 updates done, resumed at 160 s on another node from update 20, finished."""
+    """Killed at 100 s with 30 updates done, resumed a day and 60 s later on another node from update 20, finished."""
     run = tmp_path / "run"
     run.mkdir()
     events = [
@@ -47,16 +48,16 @@ def run(tmp_path: Path) -> Path:
         _event(81, "skipped-image", path="a.jpg", reason="empty file", update=20),
         _event(81, "skipped-image", path="b.jpg", reason="no image", rank=1, pid=8, update=20),
         _event(81, "bad-label", path="c.pt", reason="truncated", update=20),
-        _event(160, "start", world_size=1, node="n2", pid=9),
-        _event(161, "resume", update=20, path="last.pth.tar", skipped=["x is damaged"], node="n2", pid=9),
-        _event(180, "start", node="n3"),  # a second job that was kept out changes nothing
-        _event(181, "end", node="n3", exit_code=2, reason="locked"),
-        _event(225, "end", update=40, exit_code=0, reason="done", node="n2", pid=9),
+        _event(DAY + 160, "start", world_size=1, node="n2", pid=9),
+        _event(DAY + 161, "resume", update=20, path="last.pth.tar", skipped=["x is damaged"], node="n2", pid=9),
+        _event(DAY + 180, "start", node="n3"),  # a second job that was kept out changes nothing
+        _event(DAY + 181, "end", node="n3", exit_code=2, reason="locked"),
+        _event(DAY + 225, "end", update=40, exit_code=0, reason="done", node="n2", pid=9),
     ]
     _write(run / "events.jsonl", events)
-    _write(run / "metrics.jsonl", [_report(*r) for r in ((50, 10), (70, 20), (190, 30), (220, 40))])
+    _write(run / "metrics.jsonl", [_report(*r) for r in ((50, 10), (70, 20), (DAY + 190, 30), (DAY + 220, 40))])
     with (run / "metrics.jsonl").open("a") as file:
-        file.write(json.dumps({"event": "epoch", "epoch": 0, "eval_top1": 50.0, "time": _at(222)}) + "\n")
+        file.write(json.dumps({"event": "epoch", "epoch": 0, "eval_top1": 50.0, "time": _at(DAY + 222)}) + "\n")
     return run
 
 
@@ -79,7 +80,7 @@ def test_the_printed_report(run: Path, capsys: Capture) -> None:
         "n3 ? 0 -> 0 00:01 2: locked",
         "training 01:20 for 40 updates, 4.0 images/s",
         "waiting for data 00:20 (25 %)",
-        "from the first start to the last record 03:45",
+        "from the first start to the last record 1d 00:03:45",
         "the same file as checkpoint-0.pth.tar",
         "BAD: is damaged: record",
         "1 x damaged checkpoint skipped 2 x skipped-image",

@@ -59,7 +59,10 @@ def test_dropout_acts_in_training_only(name, rate, make_images):
     for module in model.modules():
         if isinstance(module, torch.nn.BatchNorm2d):
             module.eval()
+    seen = []
+    model.named_blocks()[0][1].attn.register_forward_hook(lambda layer, given, output: seen.append(output))
     assert not torch.equal(model(x), model(x))
+    assert torch.equal(*seen) == (rate == "drop_path_rate" or (rate, name) == ("drop_rate", "volo_test"))
 
 
 def test_no_value_is_read_on_the_host(name):

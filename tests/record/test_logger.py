@@ -128,10 +128,10 @@ def test_slow_data_is_reported_once_a_run_with_advice(tmp_path: Path, capsys: py
     told = []
     # Of 100 s each: 25 s in all, which may be workers that begin; 17.5 % of the time; more.
     for waited in (25.0, 10.0, 60.0, 60.0):
-        logger.interval(report(1, seconds=100.0, wait_seconds=waited))
+        logger.interval(report(4, seconds=100.0, wait_seconds=waited))  # the first of the second epoch
         said = capsys.readouterr().out
         told.append("--workers" in said)
-        assert "| ETA 15:00" in said  # nine updates are left
+        assert "| ETA 10:00" in said  # six updates are left
     assert told == [False, False, True, False]
     (event,), _ = read_json_lines(tmp_path / EVENTS)
     assert event["kind"] == "data-wait" and event["share"] == 0.317

@@ -7,10 +7,12 @@ from unittest.mock import Mock
 
 import numpy as np
 import pytest
+import torch
 
 from tests.train.small_run import arguments
 from tlt.data.batch import IndexStream
-from volo.train import loop
+from volo.cluster.distributed import World
+from volo.train import loop, meter
 from volo.train.run import batch_record, dataset_defaults, settle, steps_to_keep
 
 
@@ -47,6 +49,21 @@ def test_ranks_agree_on_batch_norms_statistics_before_they_validate(
     run = Mock(world=Mock(size=2), args=arguments(f"--dist-bn {dist_bn} --kd-only --kd-model-name x"))
     assert loop.validate_epoch(run, Mock(state=state), 0) == {}
     assert done == [(state.model, 2, dist_bn == "reduce")]
+
+
+def test_an_interval_that_a_resumed_run_goes_on_in_has_the_times_of_both(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr(meter.time, "perf_counter", lambda: now)
+    run = Mock(world=World(0, 0, 1, torch.device("cpu")), guard=Mock(waited=0.0))
+    state = Mock(update=3, epoch=0, updates_per_epoch=10, progress={})
+    training = Mock(state=state, precision=Mock(counts=lambda: [0, 0]))
+    (first := meter.Meter(run, training)).begin()
+    now, run.guard.waited = 8.0, 2.0
+    state.progress = first.progress()
+    now, run.guard.waited = 100.0, 0.5
+    (second := meter.Meter(run, training)).begin()
+    now, run.guard.waited = 103.0, 1.5
+    assert second.progress()["seconds"] == [8.0 + 3.0, 2.0 + 1.0, 0.0]
 
 
 def test_a_resumed_run_keeps_what_its_checkpoint_was_fitted_to() -> None:

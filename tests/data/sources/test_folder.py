@@ -28,7 +28,7 @@ from tlt.data.sources.folder import (
 from tlt.data.sources.image_file import image_extensions
 from tlt.data.sources.source import ImageSource
 from tlt.errors import UserError
-from tlt.io.jobs import SearchProgress
+from tlt.io.jobs import Progress, SearchProgress
 from tlt.io.text import printable
 
 
@@ -54,6 +54,22 @@ def test_what_a_search_finds_is_reported_after_3_seconds_and_every_10(monkeypatc
         found("listing data", 100 * second)
     assert reported == [f"listing data: {100 * second} found in {second} s" for second in (3, 13, 23)]
     assert len(alive) == 30
+
+
+def test_what_is_done_is_reported_with_the_time_that_the_rest_will_take(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    now = [0.0]
+    monkeypatch.setattr("tlt.io.jobs.time.monotonic", lambda: now[0])
+    progress = Progress("labelling", 100)
+    for now[0], count in ((9, 9), (20, 1), (60, 90)):
+        progress.step(count)
+    progress.close()
+    assert capsys.readouterr().out.splitlines() == [
+        "labelling: 10/100 images, 0.5 images/s, ETA 03:00",
+        "labelling: 100/100 images, 1.7 images/s, ETA 00:00",
+        "labelling: 100/100 images, 1.7 images/s, in 01:00",
+    ]
 
 
 @pytest.mark.parametrize("imposed", [None, ["n10", "deep", "absent", "n2"]])
@@ -249,6 +265,7 @@ def test_paths_are_taken_in_their_usual_form_and_rows_by_their_split(listed: Pat
     assert opened(listed, text) == [("a.png", "x"), ("b.png", "y"), ("deep/c.png", "x")]
     text = "path,split,class\na.png,train,x\nb.png,val,y\n"
     assert opened(listed, text) == [("a.png", "x")] and opened(listed, text, "validation") == [("b.png", "y")]
+    assert open_images(str(listed), "validation", "csv/table.csv").class_names == ["x", "y"]  # of the whole table
 
 
 ROW = "a row needs a path and a class, and a field for each column"
