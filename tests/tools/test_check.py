@@ -85,8 +85,9 @@ def test_an_image_is_named_by_the_mean_of_its_cells_shares() -> None:
     values = np.array([[[9, 0, 0]], [[0, 0, 0]], [[0, 0, 0]]], np.float16)  # (k, h, w)
     ids = np.array([[[0, 1, 1]], [[2, 2, 2]], [[3, 4, 5]]], np.int32)
     agreement = Agreement()
-    agreement.add(0, LabelMap(values, ids))
-    assert agreement.summary()["images_naming_their_class"] == 1
+    for folder in (0, 0, 1):
+        agreement.add(folder, LabelMap(values, ids))
+    assert agreement.summary()["images_naming_their_class"] == 2 / 3
 
 
 def test_help_imports_nothing_heavy() -> None:
