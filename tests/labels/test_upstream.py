@@ -66,6 +66,16 @@ def test_label_crop_alone_moves_the_window_across_the_diagonal_and_nothing_else(
     assert label_view(["uncovered", "target-sum"]) is None  # which have no window
 
 
+def test_label_scale_alone_stretches_what_is_read_and_what_is_visible_about_the_top_of_the_map() -> None:
+    labels, plan = some_labels((10, 20)), planned(CROPS)
+    labels.area[:] = torch.tensor([0.125, 0.25, 0.875, 0.75])
+    _, affine, visible = published_window(["label-scale"], plan, labels)
+    corners = np.array([[0.0, 0.0], [1.0, 1.0]])  # of the output: without a warp it shows just what is visible
+    assert np.allclose(geometry.apply(affine.numpy(), corners).reshape(-1, 4), visible.numpy(), atol=1e-5)
+    x0, y0, x1, y1 = plan.visible().T
+    assert np.allclose(visible.numpy(), np.stack([x0, 2 * y0 - 0.25, x1, 2 * y1 - 0.25], 1), atol=1e-5)
+
+
 def test_target_sum_leaves_the_class_of_an_image_without_a_map() -> None:
     labels, plan = some_labels((10, 20), count=4), planned(CROPS, 4)
     labels.area[3] = torch.tensor(NO_AREA)

@@ -67,8 +67,12 @@ def test_check_measures_agreement(scenes: tuple[Path, Path], capsys: pytest.Capt
     expected = f"{100 * agreeing / cells:.2f} % of {cells} cells ({100 * chance / cells:.2f} % by chance)"
     assert main(["check", str(data), str(tree)]) == 0
     assert expected in capsys.readouterr().out
-    out = data.with_name("out.tlt")
-    assert main(["pack", str(tree), str(out), "--images", str(data)]) == 0
+    out, whole = data.with_name("out.tlt"), data.with_name("whole")
+    whole.mkdir()
+    (whole / "other").symlink_to(data)
+    assert main(["check", str(whole), str(tree), "--split", "other"]) == 0
+    assert expected in capsys.readouterr().out
+    assert main(["pack", str(tree), str(out), "--images", str(whole), "--split", "other"]) == 0
     assert expected in capsys.readouterr().out
     assert main(["check", str(data), str(out)]) == 0
     assert expected in capsys.readouterr().out
