@@ -268,7 +268,6 @@ def test_without_labels_and_then_with_them(call: Callable[..., Ended], taught: P
         ("--kd-distill-type logit --kd-model-name resnet10t", "has 1000 classes, --model volo_test has 4"),
         ("--kd-only --token-label", "--kd-only has no labels"),
         ("--kd-only", "leave out --num-classes"),
-        ("--kd-dense-loss gram --kd-distill-type feature", "has no effect without --kd-distill-type token"),
         ("--mixup 0.8 --kd-size 48", "the teacher must see what the student sees"),
         ("--freeze", "frozen features learn nothing"),
     ],

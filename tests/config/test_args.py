@@ -39,7 +39,6 @@ train | --freeze --grad-checkpointing | remove --grad-checkpointing
 train | --finetune a --resume b | no effect with --resume b
 train | --finetune a --initial-checkpoint b | --finetune a and --initial-checkpoint b set the same: keep one
 train | --lr 1e-3 --lr-base 1e-3 | --lr 0.001 and --lr-base 0.001 set the same: keep one of them
-train | --token-label --ground-truth | --ground-truth has no effect without dense targets
 train | --token-label --token-label-data l --token-label-teacher t | set the same: keep one of them
 train | --compat label-corp | --compat label-corp: unknown row, did you mean label-crop
 train | --token-label --compat upstream | --compat upstream has no effect without --token-label-data
