@@ -49,6 +49,8 @@ def test_a_run_leaves_all_its_records(call: Call, data: Path, labels: Path, tmp_
     assert [record["update"] for record in records] == [1, 2, 3, 4]
     assert [record["lr"] for record in records] == pytest.approx([1.25e-5] * 2 + [1.125e-5] * 2)  # cosine to 1e-5
     assert epoch["images_per_second"] == pytest.approx(16 / (records[0]["seconds"] + records[1]["seconds"]), rel=1e-3)
+    for each in ("loss", "cls_loss", "dense_loss"):  # of two updates of as many images
+        assert epoch[f"train_{each}"] == pytest.approx((records[0][each] + records[1][each]) / 2), each
     record = records[0]
     assert record["loss"] == pytest.approx(record["cls_loss"] + 0.5 * record["dense_loss"], rel=1e-6)
     config = torch.load(run / "last.pth.tar", weights_only=True)["model_config"]
