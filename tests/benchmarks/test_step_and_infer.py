@@ -114,7 +114,6 @@ def test_an_arm_that_fails_is_told_and_the_others_are_timed(monkeypatch: pytest.
         ("step --drop-pth 0.1", "unknown flag --drop-pth, did you mean --drop-path?"),
         ("step --peer eager", "--peer eager does the same as ours with these flags: leave it out"),
         ("step --amp --model-dtype bfloat16", "--amp and --model-dtype bfloat16 both set the precision"),
-        ("step --amp-dtype bfloat16", "--amp-dtype bfloat16 has no effect without --amp"),
         ("step --model lvvit_t", "--peer timm: timm has VOLO D1 to D5, not lvvit_t"),
         ("infer --model volo_d --peer", "--model volo_d: timm knows no such model; did you mean"),
         ("infer --output nowhere/rows", "--output nowhere/rows: No such file or directory"),

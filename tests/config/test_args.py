@@ -79,9 +79,8 @@ NEEDED = """
 --token-label --token-label-teacher t | | --token-label-teacher-checkpoint c; --token-label-teacher-top-k 3
 --token-label --token-label-size 2 | --token-label | --dense-weight 1
 LABELS | --token-label | --dense-weight 1; --ground-truth; --token-label-area full
-LABELS | --token-label | --uncovered uniform; --bad-label skip
+LABELS | --token-label | --uncovered uniform; --bad-label skip; --label-tail exact
 --token-label --token-label-teacher t | --token-label | --label-tail exact; --dense-weight 1; --ground-truth
-LABELS | --token-label | --label-tail exact
 LABELS --ground-truth | LABELS | --gt-weight-agree 0.3; --gt-weight-disagree 0.3
 --kd-model-name k | | --kd-distill-type token; --kd-loss-weight 2; --kd-size 48; --kd-only
 --kd-model-name k | --kd-model-name k --kd-distill-type token | --kd-temperature 2
