@@ -29,6 +29,7 @@ from tlt.data.backends.synthetic import SyntheticBackend, SyntheticLabels, synth
 from tlt.data.batch import Batch, IndexStream, SkipCounter, Skipped
 from tlt.data.sources.folder import ImageFolder, scan_folder
 from tlt.errors import UserError, WorkerDied
+from tlt.io import jobs
 
 SYNTHETIC = synthetic_folder(26, 4)
 
@@ -210,19 +211,33 @@ class Left:
             self.file.touch()
 
 
+def collect(*_: object) -> None:
+    """What the interpreter does, anywhere."""
+    if gc.isenabled():
+        gc.collect()
+
+
 class Collecting(SyntheticBackend):
     def open(self, path: str, data: bytearray | None = None) -> Encoded:
+        assert gc.isenabled()
         gc.collect()
         return super().open(path, data)
 
 
-def test_a_worker_collects_nothing_that_the_main_process_has_left(tmp_path: Path) -> None:
-    gc.disable()
+def test_a_process_collects_nothing_that_the_main_process_has_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begin = jobs._begin
+    monkeypatch.setattr(torch, "set_num_threads", collect)  # with which a worker of torch begins
+    monkeypatch.setattr(jobs, "_begin", lambda job: collect() or begin(job))
+    thresholds = gc.get_threshold()
+    gc.set_threshold(0)  # not in this process
     try:
         Left(tmp_path / "collected")
         list(loader(1, Collecting((40, 50))).epoch(0))
+        list(jobs.in_processes(collect, None, range(2), 2, ""))
     finally:
-        gc.enable()
+        gc.set_threshold(*thresholds)
     assert not (tmp_path / "collected").exists()
 
 

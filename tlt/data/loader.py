@@ -8,11 +8,9 @@ thread for backends that have threads of their own. Where no batch comes, the fi
 from __future__ import annotations
 
 import functools
-import gc
 import math
 import os
 import signal
-import sys
 import threading
 import time
 import weakref
@@ -30,7 +28,7 @@ from torch.utils.data import DataLoader, Sampler
 from tlt.data.batch import Batch, BatchKey, SkipCounter
 from tlt.data.dataset import LESS_MEMORY, BatchDataset, EvalDataset, WorkerStatus, out_of_memory
 from tlt.errors import UserError, WorkerDied
-from tlt.io.jobs import START_METHOD, end_with_main_process
+from tlt.io.jobs import START_METHOD, begin_process, starting_processes
 from tlt.io.text import printable
 
 DEFAULT_TIMEOUT = 300.0  # seconds
@@ -259,7 +257,8 @@ def _begun(loader: DataLoader[Batch | UserError]) -> Iterator[Batch | UserError]
     in the middle of an optimizer step say. `Workers._next` looks for dead workers itself."""
     settable = hasattr(signal, "SIGCHLD") and threading.current_thread() is threading.main_thread()
     handler = signal.getsignal(signal.SIGCHLD) if settable else None
-    batches = iter(loader)
+    with starting_processes():
+        batches = iter(loader)
     if handler is not None:
         signal.signal(signal.SIGCHLD, handler)
     return batches
@@ -338,14 +337,8 @@ def _unchanged(batch: Any) -> Any:
 
 def _begin_worker(worker: int) -> None:
     """Ignore what Ctrl-C, Slurm and torchrun send to all processes of a job: the main process decides. A worker ends by
-    its queue, by SIGKILL, or with the main process.
-
-    Objects that were made before the fork are not collected here: a DALI pipeline would wait for threads that only the
-    main process has.
-    """
-    gc.freeze()
+    its queue, by SIGKILL, or with the main process."""
     for name in ("SIGINT", "SIGTERM", "SIGUSR1", "SIGHUP"):
         if hasattr(signal, name):  # Windows has but the first two
             signal.signal(getattr(signal, name), signal.SIG_IGN)
-    if sys.platform == "linux":
-        end_with_main_process()
+    begin_process()

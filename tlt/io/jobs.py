@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import math
 import multiprocessing
 import os
@@ -12,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, TypeVar
 
@@ -104,9 +106,29 @@ def physical_memory() -> float:
         return math.inf
 
 
-def end_with_main_process() -> None:
-    """Let the kernel end this process when the one that started it is no more (Linux)."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+@contextmanager
+def starting_processes() -> Iterator[None]:
+    """Around the start of processes, each of which begins with `begin_process`, and collects no garbage before.
+
+    What the main process has not collected yet is its own: a DALI pipeline, freed in a fork, waits for ever for threads
+    that only the main process has.
+    """
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collecting:
+            gc.enable()
+
+
+def begin_process() -> None:
+    """What a process begins with: it leaves what the main process has made alone, and on Linux the kernel ends it when
+    the main process is no more."""
+    gc.freeze()
+    gc.enable()
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def in_processes(
@@ -125,7 +147,8 @@ def in_processes(
     context = multiprocessing.get_context(START_METHOD)
     pool = ProcessPoolExecutor(min(workers, len(items)), context, _begin, (job,)) if workers > 1 and items else None
     try:
-        results = pool.map(partial(_run, function), items) if pool else (function(job, item) for item in items)
+        with starting_processes():
+            results = pool.map(partial(_run, function), items) if pool else (function(job, item) for item in items)
         for result in results:
             if progress:
                 progress.step()
@@ -144,8 +167,7 @@ def in_processes(
 def _begin(job: Any) -> None:
     _JOB[:] = [job]
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the main process decides
-    if sys.platform == "linux":
-        end_with_main_process()
+    begin_process()
 
 
 def _run(function: Callable[[Any, Item], Result], item: Item) -> Result:
