@@ -104,11 +104,8 @@ class Case(NamedTuple):
 
 CASES = {
     "two copies": Case("volo_test", prepare=subset),
-    "values clipped": Case(
-        "volo_test", shards=4, clip=(0.01, "value"), prepare=lambda m: m.set_grad_checkpointing(True)
-    ),
-    "another model": Case("test_vit", opt="sgd"),
-    "heads of VOLO": Case("volo_test", parts=2, prepare=subset),
+    "values clipped": Case("test_vit", shards=4, opt="sgd", clip=(0.01, "value")),
+    "heads of VOLO": Case("volo_test", parts=2, prepare=lambda m: (subset(m), m.set_grad_checkpointing(True))),
     "heads of LV-ViT": Case("lvvit_test", parts=2, shards=1, prepare=subset),
     "heads of timm's ViT": Case("test_vit", parts=2, shards=1),
 }
