@@ -14,8 +14,6 @@ from benchmarks.evidence import ablation
 from benchmarks.evidence.ablation import ARMS, FLOOR, MAP, Digit
 from tests.benchmarks.conftest import Measure, benchmark
 
-pytest.importorskip("sklearn")
-
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -173,24 +173,10 @@ def test_published_flags_keep_name_type_default_and_meaning(program: Program, ta
             assert after == eval(value) and type(after) is type(eval(value)), line
 
 
-D1 = (
-    "/imagenet --model volo_d1 --img-size 224 -b 128 --lr 1.6e-3 --drop-path 0.1 --apex-amp "
-    "--token-label --token-label-size 14 --token-label-data /labels"
-)
-TRANSFER = (
-    "/data --model lvvit_s -b 64 --apex-amp --img-size 224 --drop-path 0.1 --token-label "
-    "--token-label-size 14 --dense-weight 0.0 --num-classes 10 --finetune /ckpt"
-)
-
-
-@pytest.mark.parametrize(("command", "prefix"), [(D1, ""), (D1, "--local_rank=3 "), (TRANSFER, "--local-rank=3 ")])
-def test_published_command_lines_are_taken(command: str, prefix: str) -> None:
-    args = TRAIN.parse((prefix + command).split())
-    assert args.amp and args.token_label and args.data_dir.startswith("/")
-    assert args.local_rank == (3 if prefix else 0)
-
-
-def test_published_commands_of_the_other_programs() -> None:
+def test_published_commands_are_taken() -> None:
+    line = "--local_rank=3 /imagenet --model volo_d1 --img-size 224 -b 128 --lr 1.6e-3 --drop-path 0.1 --apex-amp "
+    args = TRAIN.parse(f"{line} --token-label --token-label-size 14 --token-label-data /labels".split())
+    assert args.amp and args.token_label and (args.data_dir, args.local_rank) == ("/imagenet", 3)
     line = "/i --model volo_d1 --checkpoint /c --no-test-pool --apex-amp --img-size 224 -b 128"
     args = VALIDATE.parse(line.split())
     assert (args.data, args.model, args.checkpoint, args.amp, args.batch_size) == ("/i", "volo_d1", "/c", True, 128)

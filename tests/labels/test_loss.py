@@ -11,7 +11,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch._dynamo.testing import CompileCounterWithBackend
 
 from tests.labels.brute_force import Sizes
 from tlt.io import chunks
@@ -195,6 +194,8 @@ def loss_from_maps(case: Case, cls: Tensor, aux: Tensor, box: Tensor) -> LossTer
 
 def test_targets_and_loss_compile_in_one_graph_for_all_boxes() -> None:
     torch.compiler.reset()
+    from torch._dynamo.testing import CompileCounterWithBackend  # takes a second
+
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(loss_from_maps, fullgraph=True, backend=counter)
     cls, aux, _ = small_case()

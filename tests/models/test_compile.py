@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import timm
 import torch
-from torch._dynamo.testing import CompileCounterWithBackend
 
 SMALLER = {"volo_test": {"layers": (1, 1, 0, 0)}, "lvvit_test": {"depth": 1}}
 BOXES = [(1, 1, 3, 3), (0, 0, 2, 4), (0, 0, 0, 0)]
@@ -16,6 +15,8 @@ def test_training_compiles_once_for_all_boxes(name, as_tensor, make_images):
     torch.compiler.reset()
     torch.manual_seed(0)
     model = timm.create_model(name, img_size=64, num_classes=5, **SMALLER[name])
+    from torch._dynamo.testing import CompileCounterWithBackend  # takes a second
+
     counter = CompileCounterWithBackend("aot_eager" if as_tensor else "eager")
     model.train().set_grad_checkpointing(not as_tensor)
     compiled = torch.compile(model, fullgraph=True, backend=counter)

@@ -76,7 +76,7 @@ def test_a_program_that_cannot_be_made_is_one_line(device: str, monkeypatch: pyt
 
 
 @pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
-@pytest.mark.parametrize("architecture", [80, 90, pytest.param(100, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("architecture", [90, *(pytest.param(each, marks=pytest.mark.slow) for each in (80, 100))])
 def test_offline_compilation_without_spills(
     architecture: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

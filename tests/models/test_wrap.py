@@ -9,7 +9,6 @@ import pytest
 import timm
 import torch
 from torch import nn
-from torch._dynamo.testing import CompileCounterWithBackend
 
 from tlt.errors import UserError
 from tlt.labels.annotate import Annotator, check_dense
@@ -191,6 +190,8 @@ def test_a_copy_mixes_on_its_own() -> None:
 
 def test_compiles_once_for_all_boxes() -> None:
     torch.compiler.reset()
+    from torch._dynamo.testing import CompileCounterWithBackend  # takes a second
+
     counter = CompileCounterWithBackend("aot_eager")
     model = with_dense_head(plain("test_resnet"), SIZE)
     compiled = torch.compile(model, fullgraph=True, backend=counter)

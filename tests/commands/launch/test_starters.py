@@ -20,7 +20,7 @@ from volo.checkpoint.resume import restarted_run
     ("model", "more"),
     [
         ("volo_test", "-b 4"),
-        ("test_vit4", "-b 4"),
+        pytest.param("test_vit4", "-b 4", marks=pytest.mark.slow),
         pytest.param("volo_test", "--tensor-parallel 2", marks=pytest.mark.slow),
     ],
 )

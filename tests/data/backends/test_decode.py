@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from sklearn.datasets import load_sample_image
 
 from tests.data.conftest import encoded, picture
 from tlt.data.backends import create_backend, decode
@@ -134,6 +133,8 @@ def small_images_are_scaled(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def photograph(mode: str = "RGB") -> Image.Image:
+    from sklearn.datasets import load_sample_image  # takes a second
+
     return Image.fromarray(load_sample_image("china.jpg")).convert(mode)  # 640 x 427
 
 
