@@ -43,7 +43,7 @@ def busy_machine() -> Iterator[None]:
 @pytest.mark.parametrize(
     ("ranks", "kills", "more", "busy"),
     [
-        pytest.param(1, 6, "--grad-accum-steps 2", False, id="1 rank"),
+        pytest.param(1, 4, "--grad-accum-steps 2", False, id="1 rank"),
         pytest.param(1, 140, "--grad-accum-steps 2", False, id="1 rank, many", marks=pytest.mark.slow),
         pytest.param(2, 80, "--dist-bn reduce", False, id="2 ranks, many", marks=pytest.mark.slow),
         pytest.param(2, 20, DIVIDED, False, id="2 ranks that divide the weights", marks=pytest.mark.slow),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 
 from tests.commands.conftest import QUICK, ROOT, UPDATES, Make, Running, start, storage
@@ -41,6 +42,7 @@ def saved_update(tmp_path: Path) -> int:
     return int(torch.load(tmp_path / "run" / "last.pth.tar", weights_only=True)["update"])
 
 
+@pytest.mark.slow
 def test_fault_53_all_ranks_end_with_the_code_of_the_one_that_failed(make_dataset: Make, tmp_path: Path) -> None:
     run = run_with("nan", make_dataset, tmp_path, "--skip-nonfinite 2")
     assert run.end() == 3, run.output
