@@ -56,6 +56,7 @@ from volo.train.loop import out_of_memory_explained, train_epochs
 from volo.train.model import (
     TimmModel,
     add_dense_head,
+    architecture_of,
     build_model,
     eval_settings,
     freeze_backbone,
@@ -103,6 +104,7 @@ def start(args: TrainArgs, world: World, logger: Logger, guard: StopGuard) -> No
     note_start(args, world, logger)
     for note in args.notes:
         logger.line(note)
+    architecture_of(args.model)  # a misspelt name is told before a long search
     found = SearchProgress(logger.line, partial(guard.watchdog.at, "start"))
     folders = open_folders(args, world.data_size, found)
     with chosen_directory(args, world, logger) as (directory, lock, resume):

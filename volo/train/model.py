@@ -51,13 +51,17 @@ class Architecture(NamedTuple):
 
 @cache
 def architecture_of(model: str) -> Architecture:
-    """Return what `--model` names; a registered name stands for itself, whether timm has it or not.
+    """Return what `--model` names; a registered name stands for itself.
 
     Raises:
-        UserError: The folder or the repository can't be read, or describes no model that timm knows here.
+        UserError: An unknown name (the message has the nearest ones); the folder or the repository can't be read, or
+            describes no model that timm knows here.
     """
     prefix, colon, name = model.partition(":")
     if not colon or prefix not in ("local-dir", "hf-hub"):
+        if not timm.is_model(model):
+            near = ", ".join(difflib.get_close_matches(model, timm.list_models(), n=3))
+            raise UserError(f"--model {model}: timm knows no such model" + (f"; did you mean {near}?" if near else ""))
         return Architecture(model, {}, None)
     try:
         described = load_cfg_from_json(_file(prefix, name, "config.json"))
@@ -102,12 +106,12 @@ def image_size_of(args: Namespace) -> tuple[int, int] | None:
 def known_config(model: str) -> dict[str, Any]:
     """Return what is known of `--model` before it is built: `input_size`, `num_classes`, `fixed_input_size`, ..."""
     name, kwargs, stored = architecture_of(model)
-    registered = timm.get_pretrained_cfg(name) if timm.is_model(name) else None
+    registered = timm.get_pretrained_cfg(name)
     return (registered.to_dict() if registered else {}) | (stored or {}) | kwargs
 
 
 def image_size_by_name(args: Namespace) -> tuple[int, int]:
-    """Return the (H, W) that flags and the model's name tell before a model is built; 224 x 224 of an unknown model."""
+    """Return the (H, W) that flags and the model's name tell before a model is built; 224 x 224 where neither does."""
     config = known_config(args.model) | args.model_kwargs
     return to_2tuple(image_size_of(args) or config.get("img_size") or config.get("input_size", (3, 224, 224))[1:])
 
@@ -124,16 +128,10 @@ def build_model(args: Namespace, recorded: dict[str, Any] | None = None, weights
         weights: Number of weights in that checkpoint: a model that is far larger is refused.
 
     Raises:
-        UserError: An unknown model name (the message has the nearest ones), arguments that the model doesn't know or
-            can't run with, a model that is too large, published weights that don't exist or can't be fetched, or a flag
-            for a part that the model doesn't have.
+        UserError: An unknown model, arguments that it doesn't know or can't run with, a model that is too large,
+            published weights that don't exist or can't be fetched, or a flag for a part that the model doesn't have.
     """
     name, stored, source = architecture_of(args.model)
-    if not timm.is_model(name):
-        near = difflib.get_close_matches(name, timm.list_models(), n=3)
-        raise UserError(
-            f"--model {name}: timm knows no such model" + (f"; did you mean {', '.join(near)}?" if near else "")
-        )
     kwargs = stored | (recorded or {}) | _model_kwargs(args)
     fetched = kwargs.get("pretrained")
     try:
