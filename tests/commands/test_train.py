@@ -256,7 +256,6 @@ def test_fault_45_a_missing_label_stops_before_the_first_step_or_is_left_out(
 
 BAD = [
     ("--model volo_d9 --train-split nowhere", "timm knows no such model; did you mean volo_d"),  # before a long search
-    ("--token-label --token-label-size 14", "--token-label-size 14"),
     ("--token-label --model levit_128s --img-size 224", "dense head"),
     ("--token-label --model densenet121 --img-size 64", "--no-mix-token"),
     ("--num-classes 3", "4 class folders"),

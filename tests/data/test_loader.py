@@ -200,6 +200,13 @@ def test_fault_22_a_worker_that_never_begins_ends_the_run_with_exit_code_5(monke
         list(loader(2, timeout=2).epoch(0))
 
 
+def test_a_worker_takes_no_lock_that_it_could_leave_held_when_it_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's main process would wait for it for ever."""
+    monkeypatch.setattr(multiprocessing.synchronize.Event, "is_set", lambda _: os.getpid() == owner or os._exit(3))
+    owner = os.getpid()
+    assert len(list(loader(1).epoch(0))) == 7
+
+
 class Left:
     """Something in a cycle, which tells where it is collected."""
 

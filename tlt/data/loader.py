@@ -7,8 +7,10 @@ thread for backends that have threads of their own. Where no batch comes, the fi
 
 from __future__ import annotations
 
+import copy
 import functools
 import math
+import multiprocessing
 import os
 import signal
 import threading
@@ -17,6 +19,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from multiprocessing.connection import wait
+from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
 from queue import Empty, SimpleQueue
 from typing import Any
@@ -224,7 +227,7 @@ class Workers:
             worker_init_fn=_begin_worker,
             prefetch_factor=PREFETCH_FACTOR if self.workers else None,
             persistent_workers=self.persistent,
-            multiprocessing_context=START_METHOD if self.workers else None,
+            multiprocessing_context=_context() if self.workers else None,
             # DataLoader draws a seed at each pass, which would move the global generator.
             generator=torch.Generator(),
         )
@@ -250,6 +253,30 @@ class Workers:
         except BaseException:
             _kill(processes, os.getpid())  # nothing is loaded any more: torch would wait 10 s for each that hangs
             raise
+
+
+class _EndFlag:
+    """By which torch tells workers that the end has come. Its own event has a lock, which a worker that is killed as it
+    looks leaves held: the main process would wait for it for ever.
+
+    Args:
+        value: A byte that processes share, 0.
+    """
+
+    def __init__(self, value: Any) -> None:
+        self._value = value
+
+    def set(self) -> None:
+        self._value.value = 1
+
+    def is_set(self) -> bool:
+        return bool(self._value.value)
+
+
+def _context() -> BaseContext:
+    context: Any = copy.copy(multiprocessing.get_context(START_METHOD))
+    context.Event = lambda: _EndFlag(context.RawValue("b", 0))
+    return context
 
 
 def _begun(loader: DataLoader[Batch | UserError]) -> Iterator[Batch | UserError]:

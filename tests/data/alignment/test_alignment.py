@@ -270,17 +270,12 @@ def other_labels(change: Callable[[Any], dict[str, torch.Tensor]]) -> Callable[[
     return changed
 
 
-def turned(*names: str) -> Callable[[Batch], Batch]:
-    return other_labels(lambda old: {name: getattr(old, name).mT.contiguous() for name in names})
-
-
 WHOLE = torch.tensor([[0.0, 0.0, 1.0, 1.0]])
 # case, part of the image that the maps show, mistake, pixels that it makes at least
 MISTAKES: dict[str, tuple[str, str, Callable[[Batch], Batch], float]] = {
     "a tenth of a pixel": ("turns", "full", after(lambda n: geometry.translate(0.1 / PIXELS[1], 0.0)), 0.08),
     "missing flip": ("hflip", "full", after(lambda n: geometry.hflip(np.ones(n), 1)), 20),
-    "transposed map": ("crop", "full", turned("values", "ids"), 10),
-    "transposed classes": ("crop", "full", turned("ids"), 0),
+    "transposed map": ("crop", "full", other_labels(lambda old: {"values": old.values.mT, "ids": old.ids.mT}), 10),
     "centre square for all": ("crop", "center", other_labels(lambda old: {"area": WHOLE.expand_as(old.area)}), 2),
     "half a cell": ("crop", "full", other_labels(lambda old: {"area": old.area + 0.5 / 18}), 2),
 }
@@ -291,6 +286,6 @@ def test_planted_mistakes_are_seen(scene: Scene, name: str) -> None:
     case, area, mistake, least = MISTAKES[name]
     wrong = measure(scene, geometry_only(case), area=area, mistake=mistake)
     off = wrong.found.output_pixels()
-    assert off.median() > least and (off.max() > PIXEL_LIMIT or not least)
+    assert off.median() > least and off.max() > PIXEL_LIMIT
     with pytest.raises(AssertionError):
         check(wrong)
