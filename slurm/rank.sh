@@ -14,4 +14,4 @@ shift
 if [ ${#preflight[@]} -gt 0 ]; then
   MASTER_PORT=$((MASTER_PORT + 1)) "$PYTHON" -m volo preflight "${preflight[@]}" || exit
 fi
-exec "$PYTHON" train.py "$@"
+exec "$PYTHON" -m volo train "$@" # there is a train.py in a checkout alone

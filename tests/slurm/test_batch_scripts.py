@@ -5,21 +5,23 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import sys
 from pathlib import Path
 from shutil import make_archive
 from typing import NamedTuple
 
 import pytest
 
-from tests.commands.conftest import ROOT
+from tests.commands.conftest import QUICK, ROOT
 from tests.conftest import LIMIT, write_dataset
+from volo import cli
 
 PROGRAMS = {
     "srun": """
 { printf 'srun'; printf ' %s' "$@"; echo; } >> "$FAKE/steps"
 given='^(MASTER_ADDR|MASTER_PORT|REQUEUE_MARKER|PYTHON)='
 env | grep -E "$given" | sort > "$FAKE/env"
-case "$*" in *"$ON"*) exec bash -c "$DO" ;; esac
+case "$*" in *"$ON"*) exec bash -c "$DO" srun "$@" ;; esac
 """,
     "scontrol": """
 case "$1 $2" in
@@ -34,6 +36,11 @@ esac
     "sleep": "",
 }
 DONE = "echo done > $REQUEUE_MARKER.state"
+# What srun does with one task, and pyxis with an image in which the package is installed.
+RUNS = """
+for flag; do case "$flag" in --container-workdir=* | --chdir=*) cd "${flag#*=}" ;; --*) ;; *) break ;; esac; shift; done
+exec "$@"
+"""
 
 
 class Ended(NamedTuple):
@@ -70,7 +77,6 @@ class FakeSlurm:
             "SLURM_JOB_NODELIST": "node[1-5]",
             "SLURM_JOB_NUM_NODES": "5",
             "SLURM_GPUS_ON_NODE": "8",
-            "SLURM_SUBMIT_DIR": str(ROOT),
             "DATA": str(folder / "data"),
             "OUTPUT": str(folder / "runs"),
             "LOGS": str(folder / "logs"),
@@ -78,10 +84,11 @@ class FakeSlurm:
             "VIRTUAL_ENV": "/venv",
         }
 
-    def run(self, script: str, *flags: str, warned_at: str = "", **env: str) -> Ended:
-        """Run a batch script, and warn it of its time limit as soon as it has printed something."""
-        command, pipe = ["bash", str(ROOT / "slurm" / script), *flags], subprocess.PIPE
-        with subprocess.Popen(command, env={**self.env, **env}, stdout=pipe, stderr=pipe, text=True, cwd="/") as job:
+    def run(self, script: str, *flags: str, warned_at: str = "", root: Path = ROOT, **env: str) -> Ended:
+        """Run a batch script below `root`, and warn it of its time limit as soon as it has printed something."""
+        env = {**self.env, "SLURM_SUBMIT_DIR": str(root), **env}
+        command, pipe = ["bash", str(root / "slurm" / script), *flags], subprocess.PIPE
+        with subprocess.Popen(command, env=env, stdout=pipe, stderr=pipe, text=True, cwd="/") as job:
             if warned_at:
                 assert job.stdout is not None and any(warned_at in line for line in job.stdout)
                 job.send_signal(signal.SIGUSR1)
@@ -137,6 +144,27 @@ def test_a_mistake_is_one_line_before_any_step(slurm: FakeSlurm, env: dict[str, 
     ended = slurm.run("finetune.sbatch", **env)
     assert (ended.code, ended.steps) == (2, [])
     assert ended.err.splitlines()[-1].startswith(f"error: {message}") and slurm.lines("asked") == []
+
+
+@pytest.mark.parametrize(
+    ("image", "flags", "code", "told"),
+    [
+        ("", "--no-such-flag", 2, "error: unknown flag --no-such-flag"),
+        ("volo.sqsh", "--no-such-flag", 2, "error: unknown flag --no-such-flag"),
+        pytest.param("volo.sqsh", f"{QUICK} --epochs 1", 0, "done: 2 updates", marks=pytest.mark.slow),
+    ],
+)
+def test_the_scripts_that_volo_slurm_writes_train_where_they_are_written(
+    slurm: FakeSlurm, image: str, flags: str, code: int, told: str
+) -> None:
+    assert cli.run("slurm", [str(slurm.folder / "jobs")]) == 0
+    data = write_dataset(slurm.folder / "images")
+    one = {"SLURM_JOB_NODELIST": "node3", "SLURM_JOB_NUM_NODES": "1", "SLURM_GPUS_ON_NODE": "", "PROCESSES": "1"}
+    env = {**one, "DATA": str(data), "CONFIG": "", "DO": RUNS, "PYTHON": sys.executable, "PYTHONPATH": str(ROOT)}
+    (slurm.folder / "volo.sqsh").touch()
+    env |= {"CONTAINER_IMAGE": image and str(slurm.folder / image), "PREFLIGHT": "0" if code else "1"}
+    ended = slurm.run("pretrain.sbatch", *flags.split(), root=slurm.folder / "jobs", **env)
+    assert ended.code == code and told in ended.out + ended.err, ended.out + ended.err
 
 
 def test_the_address_may_be_given(slurm: FakeSlurm) -> None:
