@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
+import pandas
 import torch
 import yaml
 from PIL import Image
@@ -73,3 +75,41 @@ def test_defaults_are_told_for_the_images_that_are_trained_on(call: Call, tmp_pa
     assert ended.code == 0, ended.err
     assert "data: 5 training images, 23 validation" in ended.out
     assert "defaults for 5 images of 5 classes" in ended.out
+
+
+def test_folders_that_are_numbers_are_the_classes_of_the_map_in_every_program(
+    call: Call, make_dataset: Make, tmp_path: Path
+) -> None:
+    """Renaming the folders changes no number and no answer."""
+    data, named = {"words": make_dataset(train=12, validation=6, classes=3)}, {}
+    data["numbers"] = shutil.copytree(data["words"], tmp_path / "numbers")
+    numbers = {"blue": "0", "green": "1", "grey": "2"}
+    words = {number: word for word, number in numbers.items()}
+    for folder in [*data["numbers"].glob("*/*")]:
+        folder.rename(folder.with_name(numbers[folder.name]))
+    imposed, found = ["grey", "blue", "green"], {}
+    for kind, root in data.items():
+        renamed = [numbers[word] for word in imposed] if kind == "numbers" else imposed
+        (tmp_path / f"{kind}.txt").write_text("\n".join(renamed))
+        flags = (
+            f"-b 6 --epochs 1 --lr 1e-3 --class-map {tmp_path}/{kind}.txt --output {tmp_path} --experiment run_{kind}"
+        )
+        assert call("train", f"{root} {OWN} {flags}").code == 0
+        last = tmp_path / f"run_{kind}" / "last.pth.tar"
+        checkpoint = torch.load(last, weights_only=True)
+        assert checkpoint["model_config"]["class_names"] == renamed
+        flags = f"--checkpoint {last} -j 0 --results-format json --results-file {tmp_path}/{kind}.json"
+        assert call("validate", f"{root} {flags}").code == 0
+        row = json.loads((tmp_path / f"{kind}.json").read_text())[0]
+        knn = json.loads(call("validate", f"{root} --checkpoint {last} -j 0 --knn {root}").out.splitlines()[-1])
+        asked = f"{root}/validation --checkpoint {last} -j 0 -o {tmp_path}/{kind}.csv"
+        assert call("predict", asked).code == 0
+        answers = pandas.read_csv(tmp_path / f"{kind}.csv", dtype=str).sort_values(["path", "rank"])
+        named[kind] = [words.get(name, name) for name in answers["class_name"]]
+        found[kind] = [row["loss"], row["top1"], knn["knn10"], *checkpoint["state_dict"]["head.bias"].tolist()]
+    assert found["numbers"] == found["words"] and named["numbers"] == named["words"]
+    # A number that the training set has no class of is refused, and counts as nothing.
+    (data["numbers"] / "validation" / "2").rename(data["numbers"] / "validation" / "3")
+    for program in (f"train {data['numbers']} {OWN} --output {tmp_path}", f"validate {data['numbers']} {flags}"):
+        assert call(*program.split(" ", 1)).refused("has 1 classes that are not in the class list")
+    assert call("validate", f"{data['numbers']} --checkpoint {last} -j 0 --knn {data['words']}").refused("classes that")

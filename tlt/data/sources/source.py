@@ -65,13 +65,13 @@ class ImageSource:
         return read_size(self.read(index, max_pixels), max_pixels)
 
     def number_by(self, class_names: Sequence[str]) -> None:
-        """Number the classes as in another class list: the training set's, or a class map. Classes that are numbers
-        without names are taken for those of the list. Raises UserError: it lacks a class."""
-        own = self.class_names
-        if own == [str(number) for number in range(len(own))] and len(own) <= len(class_names):
-            self.folder_names = [class_names[int(number)] for number in self.folder_names]
-        elif own != list(class_names):
-            numbers = {name: number for number, name in enumerate(class_names)}
+        """Number the classes as in another class list: the training set's, or a class map. A class is the one of its
+        name. Where the list has no name of them all, 0 to n - 1 stand for its first n. Raises UserError: it lacks a
+        class."""
+        own, numbers = self.class_names, {name: number for number, name in enumerate(class_names)}
+        if numbers.keys().isdisjoint(own) and own == [str(number) for number in range(min(len(own), len(numbers)))]:
+            self.folder_names = [class_names[int(name)] for name in self.folder_names]
+        else:
             if unknown := [own[number] for number in np.unique(self.classes) if own[number] not in numbers]:
                 raise UserError(
                     f"{printable(self.root)} has {len(unknown)} classes that are not in the class list of the training "

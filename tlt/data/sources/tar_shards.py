@@ -188,8 +188,8 @@ def write_tar_table(table: str, shards: list[FileRecords]) -> None:
     class_names = [str(number) for number in range(max(classes, default=-1) + 1)]
     pairs = {*zip(folders, classes, strict=True)}
     if all(folders) and len(pairs) == len({*folders}) == len({*classes}):
-        for folder, number in pairs:
-            class_names[number] = folder
+        named_classes = {number: folder for folder, number in pairs}
+        class_names = [named_classes.get(int(number), f"{number} (no image)") for number in class_names]
     named = [name if folder else f"{label}/{name}" for name, folder, label in zip(names, folders, classes, strict=True)]
     records.write_table(table, shards, *records.in_natural_order(rows, named), class_names)
 
