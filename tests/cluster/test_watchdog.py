@@ -26,24 +26,34 @@ def watchdog(timeout: float = 3.0, loader_timeout: float = 50.0) -> Watchdog:
 @pytest.mark.parametrize("slow", ["start", "validation", "saving"])
 def test_fault_21_a_phase_may_take_as_long_as_what_it_may_be_waiting_for(slow: str) -> None:
     dog = watchdog()
-    for phase in ("data", "others", "step", "data", "step", slow):
+    for phase in ("data", "others", "step", "data", "others", "step", slow):
         dog.at(phase) if slow != "start" else None
-    for phase in ("data", "others", "step"):  # rank 0 may still be saving, another one compiling
+    # Rank 0 may still be saving, another one compiling: up to where all ranks have met after the next step.
+    for phase in ("data", "others", "step", "data", "others"):
         dog.at(phase)
         assert dog.allowed() == Watchdog.START_S
     allowed = []
-    for phase in ("data", "others", "step"):
+    for phase in ("step", "data", "others"):
         dog.at(phase)
         allowed.append(dog.allowed())
-    assert allowed == [80.0, 80.0, 3.0]
+    assert allowed == [3.0, 80.0, 80.0]
     patient = watchdog(loader_timeout=0)
     patient.at("data")
     assert patient.allowed() == math.inf
 
 
-def batch_at(last: bool) -> Batch:
+def batch_at(last: bool, size: int = 0) -> Batch:
     nothing = torch.empty(0)
-    return Batch(nothing, nothing, nothing, nothing, nothing, key=BatchKey(0, (), last))
+    return Batch(nothing, nothing, torch.empty(size), nothing, nothing, key=BatchKey(0, (), last))
+
+
+def test_fault_21_the_first_step_of_each_size_of_a_batch_may_compile() -> None:
+    """Updates of one micro-batch, then of two: a size that is new takes long wherever it comes."""
+    dog, long = watchdog(loader_timeout=0), Watchdog.START_S
+    sizes = [(4, True), (4, True), (4, True), (3, True), (3, True), (3, True), (4, False), (1, True), (4, False)]
+    sizes += [(3, True), (1, True)]
+    batches = StopGuard(StopSignal(), dog, int).iterate_until_stopped(batch_at(last, size) for size, last in sizes)
+    assert [dog.allowed() for _ in batches] == [long, 3, 3, long, 3, 3, 3, long, 3, 3, 3]
 
 
 def test_a_stop_is_between_updates_alone() -> None:

@@ -145,8 +145,9 @@ class Watchdog:
     """Watches this process: prints the stacks of all its threads, and ends it, where nothing goes on.
 
     Args:
-        timeout: Seconds without progress (`--dist-timeout`). At least `START_S` up to the end of the first step, and
-            from a validation or a save, for which other ranks may still be waiting, to the end of the next.
+        timeout: Seconds without progress (`--dist-timeout`). At least `START_S` where this or another rank may be
+            compiling or saving: until all ranks have met after the first step of each batch size, or after the step
+            that follows a validation or a save.
         loader_timeout: Seconds for which a rank may wait for data; 0: for ever.
         note: Called with the fields of an event before the end.
     """
@@ -155,7 +156,9 @@ class Watchdog:
 
     def __init__(self, rank: int, timeout: float, loader_timeout: float, note: Callable[..., None]) -> None:
         self.rank, self.timeout, self.loader_timeout, self.note = rank, timeout, loader_timeout, note
-        self._phase, self._since, self._patient = "start", time.monotonic(), True
+        self._phase, self._since = "start", time.monotonic()
+        self._meetings = 2  # of all ranks, before each of which a phase may take `START_S`
+        self._sizes = set[int]()  # of batches that a step has begun with
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
 
@@ -165,13 +168,16 @@ class Watchdog:
             faulthandler.register(signal.SIGUSR2, file=2, all_threads=True)
         self._thread.start()
 
-    def at(self, phase: str) -> None:
-        """Something was done, and `phase` begins: start, data, others (waiting for the data of all ranks), step,
-        validation or saving."""
+    def at(self, phase: str, size: int | None = None) -> None:
+        """Something was done, and `phase` begins: start, data, others (waiting for the data of all ranks), step (with a
+        batch of so many images), validation or saving."""
         if phase in ("validation", "saving"):
-            self._patient = True
-        elif self._phase == "step":
-            self._patient = False
+            self._meetings = 2
+        elif self._phase == "others":
+            self._meetings = max(self._meetings - 1, 0)
+        if size is not None and size not in self._sizes:
+            self._meetings = max(self._meetings, 1)
+            self._sizes.add(size)
         self._phase, self._since = phase, time.monotonic()
 
     def end(self) -> None:
@@ -182,7 +188,7 @@ class Watchdog:
 
     def allowed(self) -> float:
         """Return the seconds that this rank may spend in the present phase without doing anything."""
-        waits = max(self.timeout, self.START_S) if self._patient else self.timeout
+        waits = max(self.timeout, self.START_S) if self._meetings else self.timeout
         if self._phase in ("data", "others"):  # the others wait for the rank whose data are late
             return max(waits, self.loader_timeout + 30) if self.loader_timeout else float("inf")
         return waits
@@ -223,6 +229,7 @@ class StopGuard:
                 self._agree(failure)
             if batch is None:
                 return
+            self.watchdog.at("step", batch.size)
             between = batch.key.last
             yield batch
 
