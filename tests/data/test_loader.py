@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import multiprocessing
 import os
 import random
@@ -11,7 +12,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,7 @@ import pytest
 import torch
 from PIL import Image
 
-from tests.conftest import LIMIT
+from tests.conftest import LIMIT, wait_until
 from tlt.api import Loader
 from tlt.data import loader as loading
 from tlt.data.augment.plan import AugmentConfig
@@ -205,6 +207,52 @@ def test_a_worker_takes_no_lock_that_it_could_leave_held_when_it_is_killed(monke
     monkeypatch.setattr(multiprocessing.synchronize.Event, "is_set", lambda _: os.getpid() == owner or os._exit(3))
     owner = os.getpid()
     assert len(list(loader(1).epoch(0))) == 7
+
+
+def in_a_thread(function: Callable[[], Any]) -> Any:
+    """What `function` returns in a thread that has ended."""
+    with ThreadPoolExecutor(1) as thread:
+        found = thread.submit(function).result()
+    time.sleep(0.2)  # what ends with that thread has ended
+    return found
+
+
+def test_processes_live_longer_than_the_thread_that_began_them() -> None:
+    kept = loader(1, persistent_workers=True)
+    assert in_a_thread(lambda: same(kept.epoch(0), loader().epoch(0)))
+    assert same(kept.epoch(1), loader().epoch(1))
+    batches, expected = loader(2).epoch(2), loader().epoch(2)
+    assert in_a_thread(lambda: same([next(batches)], [next(expected)])) and same(batches, expected)
+    numbers = jobs.in_processes(slowly, None, range(5), 2, "counting")
+    assert [in_a_thread(lambda: next(numbers)), *numbers] == [0, 1, 2, 3, 4]
+
+
+def slowly(job: None, number: int) -> int:
+    time.sleep(0.2)
+    return number
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="forks")
+def test_no_worker_outlives_a_main_process_that_is_killed_even_one_that_hangs() -> None:
+    reads, writes = os.pipe()
+    if not (main := os.fork()):
+        try:
+            batches = loader(2, Hostile("hang")).epoch(0)
+            next(batches)
+            os.write(writes, json.dumps([worker.pid for worker in multiprocessing.active_children()]).encode())
+            time.sleep(LIMIT)
+        finally:
+            os._exit(1)
+    workers = json.loads(os.read(reads, 999))
+    os.kill(main, signal.SIGKILL)
+    os.waitpid(main, 0)
+    assert len(workers) == 2
+    wait_until(lambda: not any(map(alive, workers)))
+
+
+def alive(process: int) -> bool:
+    stat = Path(f"/proc/{process}/stat")
+    return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z"
 
 
 class Left:

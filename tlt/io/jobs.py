@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import math
 import multiprocessing
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -30,9 +30,9 @@ Result = TypeVar("Result")
 # data set: 490 MB of its own in place of 20 (1.28 million images). The price is what Python warns of from 3.12 on: a
 # thread may hold a lock at that moment. Python and glibc see to their own.
 START_METHOD = "fork" if sys.platform == "linux" else "spawn"
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _JOB: list[Any] = []  # of this process
 _REPORT_SECONDS = 10.0  # between lines where nobody watches a progress bar
+_LOOK_SECONDS = 0.2  # between two looks whether the main process lives
 _FIRST_SECONDS = 3.0  # until the first line of a search, most of which take less
 
 
@@ -123,12 +123,18 @@ def starting_processes() -> Iterator[None]:
 
 
 def begin_process() -> None:
-    """What a process begins with: it leaves what the main process has made alone, and on Linux the kernel ends it when
-    the main process is no more."""
+    """What a process begins with: it leaves what the main process has made alone, and ends when that is no more."""
     gc.freeze()
     gc.enable()
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    threading.Thread(target=_end_with_main_process, daemon=True).start()
+
+
+def _end_with_main_process() -> None:
+    """Look for it: the signal that Linux can send at a parent's death comes when the thread that forked has ended."""
+    main = multiprocessing.parent_process()
+    while main is not None and os.getppid() == main.pid:
+        time.sleep(_LOOK_SECONDS)
+    os._exit(1)
 
 
 def in_processes(
