@@ -200,8 +200,24 @@ def test_fault_14_the_last_save_is_tried_again_and_then_fails_the_run(tmp_path: 
     with pytest.raises(NotWrittenError, match="Input/output error"), saver:
         an_epoch(saver, 1.0)
     assert world.slept[2:] == [1.0, 5.0, 30.0]
-    with pytest.raises(NotWrittenError):
+
+
+@pytest.mark.parametrize("most", [0, 10])
+def test_fault_14_what_a_signal_saves_is_tried_again_for_as_long_and_says_nothing_of_training(
+    tmp_path: Path, world: World, most: int
+) -> None:
+    saver, told = saver_of(build(), tmp_path, max_failed=most)
+    assert an_epoch(saver, 1.0) is not None
+    train(saver.state)
+    world.error, world.sleep = errno.ENOSPC, lambda seconds: setattr(world, "error", None)
+    saver.save_now("SIGTERM")
+    assert read_checkpoint(tmp_path / "last.pth.tar")["update"] == 8 == saver.saved_at[1]
+    assert "the next attempt is in 1 s" in told.lines[-2] and "training" not in told.lines[-2]
+    train(saver.state)
+    world.error, world.sleep = errno.ENOSPC, world.slept.append
+    with pytest.raises(NotWrittenError, match="No space"):
         saver.save_now("SIGTERM")
+    assert world.slept == [1.0, 5.0, 30.0] and saver.saved_at[1] == 8
 
 
 def test_other_ranks_only_take_part_and_not_where_rank_0_has_it_on_disk(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import json
 import math
 import multiprocessing
+import os
 import resource
 import shutil
 import signal
@@ -66,6 +68,35 @@ def test_fault_14_a_disk_that_fills_up_and_is_emptied(call: Call, digits: Path, 
     saved = torch.load(tmp_path / "run" / "last.pth.tar", weights_only=True)["update"]
     assert saved == metrics(tmp_path / "run")[-1]["update"]
     assert not list((tmp_path / "run").glob(".staged-*"))
+
+
+@pytest.mark.parametrize(("failing", "code", "update"), [pytest.param(1, 85, 7, marks=pytest.mark.slow), (99, 4, 5)])
+def test_fault_08_14_a_disk_that_is_full_when_slurm_warns_costs_no_requeue(
+    call: Call, digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: int, code: int, update: int
+) -> None:
+    """It is full for the first attempt to save the seventh update, or for all; the epoch before is saved."""
+    marker, done, full = tmp_path / "marker", itertools.count(1), itertools.count(1)
+    monkeypatch.setenv("REQUEUE_MARKER", str(marker))
+    monkeypatch.setattr("volo.checkpoint.saver._FINAL_RETRIES", (0.0, 0.0))
+    step, replace = Precision.step, os.replace
+
+    def warned(*given: Any) -> Any:
+        if next(done) == 7:
+            signal.raise_signal(signal.SIGUSR1)
+            monkeypatch.setattr(os, "replace", no_space)
+        return step(*given)
+
+    def no_space(old: Path, new: Path) -> None:
+        if Path(new).name == "last.pth.tar" and next(full) <= failing:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        replace(old, new)
+
+    monkeypatch.setattr(Precision, "step", warned)
+    ended = call(f"{FLAGS} --epochs 9 --output {tmp_path} --experiment run", digits)
+    assert ended.code == code and "training goes on" not in ended.out, ended.out + ended.err
+    saved = {"reason": "stopped by SIGUSR1", "update": update, "checkpoint": str(tmp_path / "run" / "last.pth.tar")}
+    assert json.loads(marker.read_text()) == saved
+    assert read_checkpoint(tmp_path / "run" / "last.pth.tar")["update"] == update
 
 
 def test_fault_19_a_second_job_in_the_same_directory(call: Call, digits: Path, tmp_path: Path) -> None:

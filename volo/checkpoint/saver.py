@@ -64,7 +64,11 @@ class Saver:
     """Saves a run. Every rank has one and makes the same calls at the same updates; rank 0 writes.
 
     There is one save at a time. If it fails (full disk, ...), a warning is printed, training goes on, and the save is
-    tried again later or replaced by the next one. Other errors of the writing thread are raised by the next call.
+    tried again later or replaced by the next one; what the run ends with is tried again for 36 s. Other errors of the
+    writing thread are raised by the next call.
+
+    Attributes:
+        saved_at: Epochs and updates in the newest checkpoint; on rank 0.
 
     Args:
         checkpoints: None on ranks other than 0.
@@ -87,8 +91,9 @@ class Saver:
         self._pending: Save | None = None  # in progress, or failed and waiting for another attempt
         self._thread: Thread | None = None
         self._retry_at = 0.0
+        self._ending = False  # nothing is trained after the save in progress
         self._failures = 0  # in a row
-        self._saved_at: tuple[int, int] | None = None  # (epochs, updates) in `last`
+        self.saved_at = state.epoch, state.update
         self._last_save = time.monotonic()
 
     def after_update(self) -> None:
@@ -121,24 +126,24 @@ class Saver:
         return best_of(self.checkpoints.ranking(save.payload["scores"], save.payload["epoch"]))
 
     def save_now(self, reason: str) -> None:
-        """Save at any position, and return when it is on disk; a position that is on disk is not saved again.
+        """Save where the run stops, and return when it is on disk; a position that is on disk is not saved again.
 
-        Training waits, so that the weights are written without a copy in memory.
+        The weights are written without a copy in memory, because no step follows.
 
         Args:
             reason: For the log, such as "SIGTERM".
 
         Raises:
-            NotWrittenError: It can't be written.
+            NotWrittenError: It can't be written, even after the retries.
             NonFiniteError: The weights hold NaN or infinity.
         """
         self._on_save()
+        self._ending = True
         self._settle()
         # Only rank 0 knows what is on disk, and a save needs all ranks.
-        if from_primary(self._saved_at != (self.state.epoch, self.state.update)):
+        if from_primary(self.saved_at != (self.state.epoch, self.state.update)):
             self._save(reason, in_place=True)
-        if self._pending is not None and self._pending.error is not None:
-            raise self._pending.error
+        self.finish()
 
     def __enter__(self) -> Saver:
         return self
@@ -157,12 +162,14 @@ class Saver:
         Raises:
             NotWrittenError: The last save of the run can't be written, even after the retries.
         """
+        self._ending = True
         self._settle()
         for seconds in _FINAL_RETRIES:
-            if self._pending is None:
-                return
-            time.sleep(seconds)
-            self._attempt(wait=True)
+            if self._pending is not None:
+                self.logger.line(f"warning: {self._pending.error}; the next attempt is in {seconds:.0f} s")
+                time.sleep(seconds)
+                self._attempt(wait=True)
+        self._ending = False
         if self._pending is not None and self._pending.error is not None:
             raise self._pending.error
 
@@ -219,7 +226,7 @@ class Saver:
         if wait:
             self._thread.join()
             self._pending.blocked += self._pending.seconds
-            if self._pending.error is not None:  # the attempts to come write what the weights are now
+            if self._pending.error is not None and not self._ending:  # later attempts write what the weights are now
                 self._copy(self._pending)
             self._settle()
 
@@ -244,7 +251,7 @@ class Saver:
         save, self._thread = self._pending, None
         if save.error is None:
             self._pending, self._failures = None, 0
-            self._saved_at = save.payload["epoch"] + 1, save.payload["update"]
+            self.saved_at = save.payload["epoch"] + 1, save.payload["update"]
             self._report(save)
         elif isinstance(save.error, NotWrittenError):
             self._retry_later(save, save.error)
@@ -264,14 +271,16 @@ class Saver:
         self.logger.event("checkpoint", file=LAST, **about)
 
     def _retry_later(self, save: Save, error: NotWrittenError) -> None:
+        about = {"reason": str(error), "update": save.payload["update"], "attempt": save.attempts}
+        self.logger.event("checkpoint-failed", file=LAST, **about)
+        if self._ending:
+            return
         delay = min(_FIRST_RETRY * 2 ** (save.attempts - 1), _LONGEST_RETRY)
         self._retry_at = time.monotonic() + delay
         self._failures += save.attempts == 1
         self.logger.line(
             f"warning: {error}; training goes on, the next attempt is in {delay:.0f} s or at the next save"
         )
-        about = {"reason": str(error), "update": save.payload["update"], "attempt": save.attempts}
-        self.logger.event("checkpoint-failed", file=LAST, **about)
         if self._failures > self.policy.max_failed:
             raise NotWrittenError(
                 f"{self._failures} saves in a row have failed (--max-failed-saves), the last one: {error}"

@@ -20,7 +20,7 @@ from torch import nn
 from tlt.data.dataset import LabelReader
 from tlt.data.sources.folder import check_num_classes
 from tlt.io.jobs import SearchProgress
-from volo.checkpoint.checkpoint import LAST, the_checkpoint
+from volo.checkpoint.checkpoint import LAST, NotWrittenError, the_checkpoint
 from volo.checkpoint.finetune import load_finetune, load_weights
 from volo.checkpoint.resume import DATA_KEY, fingerprint
 from volo.checkpoint.state import TrainState
@@ -237,7 +237,6 @@ def train(run: Run, training: Training) -> None:
     opened = open_run(run, training)
     guard.stop.only_noted()
     with opened as saver:
-        begun = state.update
         if run.world.is_primary:
             tell_batch_script("begun")
         try:
@@ -246,11 +245,16 @@ def train(run: Run, training: Training) -> None:
         except Stopped as stop:
             logger.event("fault" if stop.__cause__ else "signal", reason=str(stop), exit_code=stop.exit_code)
             guard.watchdog.at("saving")
-            if state.update > begun:
+            failure: NotWrittenError | None = None
+            try:
                 saver.save_now(str(stop))
-            if run.world.is_primary:
+            except NotWrittenError as error:
+                failure = error
+            if run.world.is_primary and (failure is None or (run.directory / LAST).is_file()):
                 # Before any rank leaves: where one node's processes have ended, others may be killed.
-                ask_for_requeue(stop, state.update, run.directory / LAST)
+                ask_for_requeue(stop, saver.saved_at[1], run.directory / LAST)
             leave_together(guard.watchdog)
+            if failure is not None:
+                raise failure from stop
             raise
     logger.line(f"done: {state.update} updates; results in {logger.records.path if logger.records else None}")
