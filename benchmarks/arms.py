@@ -29,8 +29,8 @@ from volo.config.flag_table import NAME, POSITIVE, Flag, flag, switch
 from volo.config.flags_data import DEVICE
 from volo.config.flags_train import TRAIN_GROUPS
 from volo.train.compilation import compile_errors_told
-from volo.train.model import TimmModel, build_model, prepare_model
-from volo.train.precision import compute_dtype
+from volo.train.model import TimmModel, build_model, eval_settings, prepare_model
+from volo.train.precision import check_convolutions, compute_dtype
 
 _EAGER: dict[str, Any] = {"torchcompile": None, "torchcompile_mode": None, "torchcompile_scope": None}
 _COMPILED: dict[str, Any] = {"torchcompile": "inductor", "torchcompile_scope": None}
@@ -186,7 +186,10 @@ def build(arm: Arm, first: TimmModel, device: torch.device) -> TimmModel:
             model = build_model(flags)
     weights = {name: value.clone() for name, value in first.state_dict().items()}
     (model.net if arm.is_timm else model).load_state_dict(weights, assign=True)
-    return prepare_model(model, flags, World(0, 0, 1, device))
+    model = prepare_model(model, flags, World(0, 0, 1, device))
+    for line in check_convolutions(model, eval_settings(flags, first)["input_size"], arm.dtype(device), device):
+        print(line)
+    return model
 
 
 class DifferentResult(UserError):

@@ -30,7 +30,7 @@ from volo.record.logger import Logger
 from volo.train.compilation import feature_compiler
 from volo.train.data import train_loader
 from volo.train.model import TimmModel, place_model
-from volo.train.precision import autocast, compute_dtype
+from volo.train.precision import autocast, check_convolutions, compute_dtype
 from volo.train.trained_model import load_model
 
 
@@ -124,6 +124,8 @@ def load_distillation(
         model = _load(name, tuple(seen), channels)
         digest, model = checksum(model), place_model(model, args, world)
         dtype = None if compute_dtype(args, world.device) is None else torch.bfloat16
+        for line in check_convolutions(model, (channels, seen[0], seen[1]), dtype, world.device):
+            logger.line(line)
         pixels = settings["mean"], settings["std"]
         teacher = FeatureTeacher(model, (seen[0], seen[1]), *pixels, dtype, feature_compiler(model, args))
         found = teacher(torch.zeros(2, channels, *seen, device=world.device), kind)

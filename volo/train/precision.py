@@ -11,6 +11,7 @@ from argparse import Namespace
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -268,15 +269,16 @@ def _step_unless(broken: Tensor, optimizer: torch.optim.Optimizer) -> None:
 
 # The largest allowed difference, as a share of the largest value. Rounding gives 0.4 %, sums in bfloat16 give 2 %.
 _TOLERANCE = 0.05
+_OWN_FORWARD = (nn.Conv1d.forward, nn.Conv2d.forward, nn.Conv3d.forward)  # those that call `_conv_forward`
 
 
-@torch.no_grad()
 def check_convolutions(
     model: nn.Module, input_size: tuple[int, int, int], dtype: torch.dtype | None, device: torch.device
 ) -> list[str]:
-    """Return a warning if this processor computes convolutions of the model wrong in bfloat16; the model is unchanged.
+    """Let convolutions that this processor computes wrong in bfloat16 compute in float32; return a warning of them.
 
-    Every rank must call this, because processors may differ.
+    Weights and their types stay as they are, and copies of the model do the same. Every rank must call this, because
+    processors may differ.
 
     Args:
         model: In float32, on its device and in its memory format.
@@ -290,22 +292,40 @@ def check_convolutions(
 
     def note(layer: nn.Module, given: tuple[Tensor]) -> None:
         if layer in names:
-            # extra_repr has channels, window, stride, padding, dilation and groups
-            distinct.setdefault((layer.extra_repr(), given[0].shape, given[0].stride()), (layer, given[0]))
+            distinct.setdefault((*_kind(layer), given[0].shape, given[0].stride()), (layer, given[0]))
 
     with nn.modules.module.register_module_forward_pre_hook(note):
         run_on_meta(model, input_size)
-    wrong = []
-    for layer, given in distinct.values():
-        x = torch.empty_strided(given.shape, given.stride()).normal_(generator=torch.Generator().manual_seed(0))
-        right = layer(x)
-        with torch.autocast("cpu", torch.bfloat16):
-            error = (layer(x).float() - right).abs().max() / right.abs().max().clamp_min(1e-30)
-        if not error <= _TOLERANCE:  # NaN is wrong, too
-            wrong.append(names[layer])
+    wrong = [names[layer] for layer, given in distinct.values() if not _error(layer, given) <= _TOLERANCE]  # or NaN
     if not (found := sorted({name for names in from_all(wrong) for name in names})):
         return []
+    kinds, remedy = {_kind(model.get_submodule(name)) for name in found}, "float32 computes them"
+    for layer in names:
+        if _kind(layer) in kinds and type(layer).forward in _OWN_FORWARD:
+            layer._conv_forward = partial(_in_float32, layer._conv_forward)  # type: ignore[assignment, arg-type]
+        elif _kind(layer) in kinds:
+            remedy = "use float32 (without --amp and --model-dtype), or another version of torch"
     return [
         f"warning: torch {torch.__version__} computes {', '.join(found)} and convolutions like it wrong in bfloat16 on "
-        "this processor: use float32 (without --amp and --model-dtype), or another version of torch"
+        f"this processor: {remedy}"
     ]
+
+
+def _kind(layer: nn.Module) -> tuple[type, str]:
+    return type(layer), layer.extra_repr()  # with channels, window, stride, padding, dilation and groups
+
+
+@torch.no_grad()
+def _error(layer: nn.Module, given: Tensor) -> float:
+    """Return how far bfloat16 is off for an input of this shape, as a share of the largest value; it may be NaN."""
+    x = torch.empty_strided(given.shape, given.stride()).normal_(generator=torch.Generator().manual_seed(0))
+    right = layer(x)
+    with torch.autocast("cpu", torch.bfloat16):
+        return float((layer(x).float() - right).abs().max() / right.abs().max().clamp_min(1e-30))
+
+
+def _in_float32(convolve: Callable[..., Tensor], x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Compute a convolution of `x` in float32 on a CPU; the result has the type that it would have otherwise."""
+    dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else x.dtype
+    with torch.autocast("cpu", enabled=False):
+        return convolve(x.float(), weight.float(), None if bias is None else bias.float()).to(dtype)
