@@ -22,6 +22,7 @@ import torch
 
 from tests.commands.conftest import Ended, metrics, start
 from tests.faults.kill_chain import digest
+from tlt.api import Loader
 from tlt.io.weights import read_checkpoint
 from tlt.tools.pack_images import pack_images
 from volo import cli
@@ -168,6 +169,19 @@ def test_fault_22_a_data_worker_is_killed_in_the_middle_of_a_step(
     assert update == (4 if micro_batches == 1 else 2)
     assert call(f"{flags} run --resume auto", digits).code == 0
     assert digest(tmp_path / "run") == digest(tmp_path / "whole")
+
+
+def test_fault_53_a_batch_of_huge_values_costs_its_step_alone(
+    call: Call, digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    finish, batches = Loader._finish, itertools.count(1)
+    monkeypatch.setattr(Loader, "_finish", lambda *given: finish(*given) * (1e38 if next(batches) == 8 else 1.0))
+    ended = call(f"{FLAGS} --model-dtype bfloat16 --epochs 2 --output {tmp_path} --experiment run", digits)
+    assert ended.code == 0, ended.err
+    assert [record["skipped_steps"] for record in metrics(tmp_path / "run")] == [*[0] * 7, *[1] * 3]
+    checkpoint = read_checkpoint(tmp_path / "run" / "last.pth.tar")
+    for entry in ("state_dict", "state_dict_ema"):
+        assert all(torch.isfinite(value).all() for value in checkpoint[entry].values())
 
 
 def test_fault_52_a_last_update_of_one_image(

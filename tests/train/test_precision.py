@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 import timm
 import torch
+from timm.layers import EvoNorm2dB0
+from timm.utils import ModelEmaV3
 from timm.utils.agc import adaptive_clip_grad
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -248,6 +250,27 @@ def test_steps_that_are_not_finite_change_nothing_and_leave_no_gradient() -> Non
     after = [*master.parameters(), *working.module.parameters()]
     assert precision.counts() == [1, 1] and precision.take_broken() == {-1: True}
     assert all(torch.equal(a, b) and b.grad is None for a, b in zip(before, after, strict=True))
+
+
+@pytest.mark.parametrize("scale", [math.nan, 1e38, 1e20])  # gradients of the last are finite, its variance is not
+@pytest.mark.parametrize("name", ["volo_test", "test_resnet", "others"])
+def test_fault_53_a_batch_that_is_not_finite_leaves_nothing_in_running_statistics(name: str, scale: float) -> None:
+    others = [EvoNorm2dB0(3, apply_act=False), nn.InstanceNorm2d(3, track_running_stats=True), nn.Flatten()]
+    model = nn.Sequential(*others, nn.Linear(3 * 32 * 32, 4)) if name == "others" else build(name)
+    average, precision = ModelEmaV3(model.train()), Precision(CPU)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    precision.begin(model)
+    gathered = []
+    for update in range(3):
+        for number in (2 * update, 2 * update + 1):  # micro-batches, of which one may be broken
+            backward(precision, model, images(number) * (scale if number == 2 else 1.0), 0.5)
+        precision.step(optimizer, list(model.parameters()))
+        average.update(model)
+        gathered.append([buffer.clone() for buffer in model.buffers()])
+    assert precision.counts() == [0, int(scale != 1e20)]
+    assert len(gathered[0]) and all(map(torch.equal, gathered[0], gathered[1]))
+    assert not all(map(torch.equal, gathered[1], gathered[2]))
+    assert all(torch.isfinite(value).all() for value in [*model.state_dict().values(), *average.buffers()])
 
 
 class Wrong(TorchDispatchMode):

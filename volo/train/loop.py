@@ -68,8 +68,8 @@ def train_epoch(run: Run, training: Training, meter: Meter, saver: Saver) -> Epo
         Stopped: A signal arrived, or loading failed; the state is as it was between two updates.
     """
     state, model, loader, precision = training.state, training.model, training.loader, training.precision
-    precision.begin()
     set_train_mode(model, run.args.freeze_bn or run.args.freeze)
+    precision.begin(model)
     parameters = [p for p in state.model.parameters() if p.requires_grad]
     micro_batch = 0
     meter.begin()

@@ -108,6 +108,38 @@ class WorkingCopy:
                 cast.grad, own.grad = own.grad.to(cast.dtype), None
 
 
+class RunningStatistics:
+    """The running statistics of BatchNorm and its kind in a model, which its forward passes change before it is known
+    whether the step is skipped.
+
+    Args:
+        model: In the mode in which it trains: layers in evaluation mode are left out.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._views: dict[torch.dtype, list[Tensor]] = {}  # one-dimensional, of the model's memory
+        for module in model.modules():
+            for name, buffer in module.named_buffers(recurse=False):
+                if module.training and (name.startswith("running_") or name == "num_batches_tracked"):
+                    self._views.setdefault(buffer.dtype, []).append(buffer.view(-1))
+        self._before = self._gathered()
+
+    def _gathered(self) -> list[Tensor]:
+        return [torch.cat(views) for views in self._views.values()]
+
+    @torch.no_grad()
+    def settle(self, skipped: Tensor) -> None:
+        """End a step: those of before it come back where it is `skipped`, a scalar on the device, and where a value of
+        them is not finite: the square of a large value overflows before the value does."""
+        if not self._views:
+            return
+        now = self._gathered()
+        back = torch.stack([skipped, *(~torch.isfinite(values).all() for values in now)]).any()
+        self._before = [torch.where(back, before, values) for before, values in zip(self._before, now, strict=True)]
+        for views, values in zip(self._views.values(), self._before, strict=True):
+            torch._foreach_copy_(views, values.split([len(view) for view in views]))
+
+
 def autocast(device: torch.device, dtype: torch.dtype | None) -> AbstractContextManager[Any]:
     """Return the context in which a forward pass and its loss run; it changes nothing for float32 (None)."""
     return nullcontext() if dtype is None else torch.autocast(device.type, dtype=dtype)
@@ -164,12 +196,15 @@ class Precision:
         self.scaler = torch.amp.GradScaler(device.type) if scaled else None
         # The loss scale starts at 2^16: up to 16 halvings are calibration, not divergence.
         self.max_nonfinite = max_nonfinite + (16 if scaled else 0)
+        self._statistics: RunningStatistics | None = None
         self._counts = [0, 0]  # steps skipped in a row, and in the whole run, before those in `_steps`
         self._loss_broken = torch.zeros((), dtype=torch.bool, device=device)  # in a micro-batch of the current step
         self._steps: list[Tensor] = []  # (2,) bool each: gradients not finite, this rank's loss not finite
 
-    def begin(self) -> None:
-        """Copy the weights of the model into the working copy; call it before training starts or goes on."""
+    def begin(self, model: nn.Module | None = None) -> None:
+        """Note running statistics of `model`, and copy its weights into the working copy; call it in training mode,
+        before training starts or goes on."""
+        self._statistics = None if model is None else RunningStatistics(model)
         if self.working_copy is not None:
             self.working_copy.refresh_copy()
 
@@ -205,6 +240,8 @@ class Precision:
         if self.clip is not None:
             self.clip(parameters, norm)
         _step_unless(broken, optimizer)
+        if self._statistics is not None:
+            self._statistics.settle(broken)
         if self.scaler is not None:
             self.scaler.update()
         optimizer.zero_grad(set_to_none=True)
