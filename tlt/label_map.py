@@ -68,6 +68,8 @@ class LabelMap:
         source = self.source
         if self.values.ndim != 3 or self.values.shape != self.ids.shape or 0 in self.values.shape:
             raise UserError(f"{source}: values {self.values.shape} and ids {self.ids.shape} are not one (k, h, w) map")
+        if self.log_sum_exp is not None and self.log_sum_exp.shape != self.values.shape[1:]:
+            raise UserError(f"{source}: log-sum-exp {self.log_sum_exp.shape} is not of {self.values.shape[1:]} cells")
         if not np.isfinite(self.values).all():
             raise UserError(f"{source}: a label value is NaN or infinite; make this label again")
         for class_id in (int(self.ids.min()), int(self.ids.max())):

@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -278,6 +279,25 @@ BAD = [
 def test_bad_input_is_one_line_with_exit_code_2(call: Call, data: Path, tmp_path: Path, flags: str, named: str) -> None:
     ended = call("train", f"{data} {QUICK} --epochs 1 --output {tmp_path} --dry-run {flags}")
     assert ended.refused(named), ended
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda saved: saved["args"].update(compat=3),
+        lambda saved: saved["args"].update(model_ema=torch.ones(3)),
+        lambda saved: saved["progress"].update(skipped_steps=[0]),
+        lambda saved: saved["optimizer"]["state"][0].pop("exp_avg"),
+    ],
+)
+def test_what_a_strange_checkpoint_leads_to_is_one_line(
+    call: Call, trained_run: TrainedRun, tmp_path: Path, spoil: Callable[[dict[str, Any]], object]
+) -> None:
+    saved = torch.load(trained_run.run / "last.pth.tar", weights_only=True)
+    spoil(saved)
+    torch.save(saved, file := tmp_path / "odd.pth.tar")
+    ended = call("train", f"{trained_run.data} {QUICK} --epochs 3 --model-ema --output {tmp_path} --resume {file}")
+    assert ended.refused(str(file)), ended
 
 
 def test_debug_shows_where(call: Call, data: Path) -> None:

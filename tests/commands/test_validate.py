@@ -13,7 +13,7 @@ import pytest
 import torch
 from PIL import Image
 
-from tests.commands.conftest import QUICK, Call, TrainedRun
+from tests.commands.conftest import QUICK, Call, Described, TrainedRun
 from tlt.io.weights import read_checkpoint
 from volo.cluster.distributed import World
 from volo.commands.validate import RealLabels
@@ -128,6 +128,21 @@ def test_bad_input_is_one_line_with_exit_code_2(call: Call, trained_run: Trained
     data, run = trained_run
     ended = call("validate", f"{data} -j 0 --checkpoint {run / 'last.pth.tar'} {flags}")
     assert ended.refused(named), ended
+
+
+@pytest.mark.parametrize(
+    "config",
+    [{"kwargs": {"num_heads": 0}}, {"kwargs": {"act_layer": "foo"}}, {"interpolation": "foo"}, {"mean": [0.5, 0.5]}],
+)
+def test_what_a_checkpoint_says_wrongly_of_its_model_names_the_file(
+    call: Call, described: Described, data: Path, config: dict[str, Any]
+) -> None:
+    small = {"embed_dim": 8, "depth": 1, "num_heads": 1}
+    _, path = described("vit_tiny_patch16_224", small, img_size=(32, 32))
+    saved = torch.load(path, weights_only=True)
+    saved["model_config"] |= {**config, "kwargs": small | config.get("kwargs", {})}
+    torch.save(saved, path)
+    assert (ended := call("validate", f"{data} -j 0 --checkpoint {path}")).refused(str(path)), ended
 
 
 def test_a_dense_head_that_was_not_trained_takes_no_part(call: Call, data: Path, tmp_path: Path) -> None:

@@ -101,7 +101,7 @@ BAD = {
     "id 7 of 3": (with_value(7, 1), r"class id 7 is not in 0\.\.2"),
     "id -1": (with_value(-1, 1), "class id -1"),
     "10 GB of one value": (torch.zeros(1).expand(2, 5, 32768, 8192), "holds fewer values than its"),
-    "10 GB of no value": (torch.sparse_coo_tensor(size=(2, 5, 32768, 8192)), "holds fewer values than its"),
+    "10 GB of no value": (torch.sparse_coo_tensor(size=(2, 5, 32768, 8192)), "no dense tensor of plain numbers"),
 }
 
 

@@ -12,13 +12,13 @@ from tlt.errors import UserError
 T = TypeVar("T")
 
 
-def result_or_refusal(call: Callable[[], T]) -> T | None:
-    """What `call` returns, None if it refuses with one line. Every other end is a failure."""
+def result_or_refusal(call: Callable[[], T], names: object = "") -> T | None:
+    """What `call` returns, None if it refuses with one line that names the file. Every other end is a failure."""
     try:
         return call()
     except UserError as error:
         message = str(error)
-        assert message and "\n" not in message, message
+        assert message and "\n" not in message and str(names) in message, message
         message.encode("utf-8", "surrogateescape")
         return None
 

@@ -2,28 +2,40 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import io
 import json
+import operator
+import zlib
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import safetensors.torch
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tests.labels.packed import SHAPE, label_map, make_tree
 from tests.properties.outcomes import result_or_refusal, spoilt
+from tlt.data.sources.image_file import BadImage
+from tlt.data.sources.records import FORMAT, ROW, RecordImages
+from tlt.data.sources.records import _crc as table_crc
+from tlt.io.names import Names
 from tlt.io.weights import check_finite, peek_checkpoint, read_checkpoint, state_dict_of
 from tlt.label_map import LabelMap
 from tlt.labels.label_info import LabelInfo
+from tlt.labels.shards import ShardReader
 from tlt.labels.store import open_labels
 from tlt.labels.tree import read_map
 from tlt.tools.pack import pack, unpack
 from volo.checkpoint.resume import find_resume
-from volo.checkpoint.state import TrainState
+from volo.checkpoint.state import TrainState, optimizer_state_of
 from volo.commands.report import run as report
 from volo.config.flags_programs import REPORT
 
@@ -175,6 +187,107 @@ def test_a_checkpoint_with_a_strange_entry_changes_nothing_or_is_loaded(key: str
         result_or_refusal(lambda: find_resume("auto", tmp_path))
         if checkpoint is not None and result_or_refusal(lambda c=checkpoint, s=state: s.load(c, file)) is None:
             assert _equal(dict(state.model.state_dict()), before)
+
+
+def _places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """Where something lies in nested dicts and lists, the whole left out."""
+    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    return [place for key, each in inner for place in [(*path, key), *_places(each, (*path, key))]]
+
+
+_PLACES = _places(PAYLOAD)
+_REMOVED = object()
+
+
+@given(place=st.sampled_from(_PLACES), value=st.sampled_from([*STRANGE, _REMOVED]))
+@example(place=("optimizer", "state", 0, "step"), value=_REMOVED)
+@example(place=("optimizer", "state", 0, "exp_avg"), value=torch.ones(()))  # torch's fused step read beyond its end
+@example(place=("optimizer", "state", 1, "exp_avg_sq"), value=3)
+def test_a_checkpoint_that_is_strange_within_is_refused_or_trains(
+    place: tuple[Any, ...], value: Any, tmp_path: Path
+) -> None:
+    payload, file = copy.deepcopy(PAYLOAD), tmp_path / "last.pth.tar"
+    parent = functools.reduce(operator.getitem, place[:-1], payload)
+    if value is _REMOVED:
+        del parent[place[-1]]
+    else:
+        parent[place[-1]] = value
+    torch.save(payload, file)
+    if (found := result_or_refusal(lambda: find_resume(str(file), tmp_path).checkpoint, file)) is None:
+        return
+    state = _state()
+
+    def go_on() -> None:
+        state.load(found, file)
+        state.model.head(torch.ones(1, 4)).sum().backward()
+        with optimizer_state_of(state.unproven):  # as the loop takes its first step
+            state.optimizer.step()
+
+    result_or_refusal(go_on, file)
+
+
+_STRANGE_TENSORS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "meta": lambda dense: dense.to("meta"),
+    "sparse": lambda dense: dense.to_sparse(),
+    "compressed": lambda dense: dense.flatten(1).to_sparse_csr(),
+    "quantized": lambda dense: torch.quantize_per_tensor(dense, 0.1, 0, torch.qint8),
+    "nested": lambda dense: torch.nested.nested_tensor([dense, dense]),
+    "jagged": lambda dense: torch.nested.nested_tensor([dense, dense], layout=torch.jagged),
+    "float8": lambda dense: dense.to(torch.float8_e5m2),
+    "complex": lambda dense: dense.to(torch.complex64),
+}
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # torch's, of prototypes
+@pytest.mark.parametrize("kind", _STRANGE_TENSORS)
+def test_a_tensor_that_is_not_dense_numbers_is_refused_wherever_it_lies(kind: str, tmp_path: Path) -> None:
+    file, change = tmp_path / "x.pt", _STRANGE_TENSORS[kind]
+    torch.save(change(torch.ones(2, *SHAPE)), file)
+    assert result_or_refusal(lambda: read_map(file, CLASSES).validate(CLASSES), file) is None
+    for place in ("state_dict", "args", "optimizer"):
+        torch.save({**PAYLOAD, place: {"a": [change(torch.ones(2, 3))]}}, file)
+        for read in (read_checkpoint, peek_checkpoint):
+            assert result_or_refusal(lambda read=read: read(file), file) is None
+    if kind == "float8":
+        safetensors.torch.save_file({"a": change(torch.ones(2))}, file)
+        assert result_or_refusal(lambda: read_checkpoint(file), file) is None
+
+
+@pytest.mark.parametrize("wrap", [torch.nn.Parameter, lambda label: label.requires_grad_()])
+def test_a_label_with_gradients_reads_as_one_without(wrap: Any, tree: Path, tmp_path: Path) -> None:
+    torch.save(wrap(torch.load(tree / "a" / "0.pt", weights_only=True)), tmp_path / "x.pt")
+    assert _same_label(read_map(tmp_path / "x.pt", CLASSES), label_map(0))
+
+
+_COUNTS = st.sampled_from((-1, 0, 1, 7, 2**31 - 1, -(2**31)))
+
+
+@given(data=st.data())
+def test_a_strange_table_with_a_right_checksum_is_refused_or_read(data: st.DataObject, tmp_path: Path) -> None:
+    table, rows, block = str(tmp_path / "labels"), np.zeros(3, ROW), b"a/0a/1b/2"
+    (tmp_path / "x.tar").write_bytes(bytes(64))
+    rows["length"], rows["offset"], rows["crc32"] = 8, (0, 8, 16), zlib.crc32(bytes(8))
+    rows["name_end"], rows["class"] = (3, 6, 9), (0, 0, 1)
+    for field in data.draw(st.lists(st.sampled_from(("offset", "length", "class", "name_end")), max_size=2)):
+        rows[field][data.draw(st.integers(0, 2))] = data.draw(_COUNTS)
+    about: Any = {"info": {"k": 1, "grid": [1, 1]}, "identity": "x"}
+    words: dict[str, Any] = {"files": [["x.tar", 64]], "class_names": ["a", "b"], "folder_names": ["a", "b"]}
+    words |= {"warnings": [], "about": about}
+    for key in data.draw(st.lists(st.sampled_from([*words, *about]), max_size=1)):
+        place, value = about if key in about else words, data.draw(st.just(_REMOVED) | _SCALARS | st.lists(_SCALARS))
+        place.pop(key) if value is _REMOVED else place.update({key: value})
+    np.save(f"{table}.npy", rows)
+    Path(f"{table}.names").write_bytes(block)
+    content = {"format": FORMAT, "crc32": table_crc(rows, block, words), "description": words}
+    Path(f"{table}.json").write_text(json.dumps(content))
+    if (found := result_or_refusal(lambda: RecordImages(table), f"{table}.json")) is not None:
+        assert len(list(found.paths)) == 3 and all(found.class_names[number] for number in found.classes)
+        for row in range(3):
+            with suppress(BadImage):
+                found.read(row)
+        reader = result_or_refusal(lambda: ShardReader(str(tmp_path), Names(NAMES)), f"{table}.json")
+        for index in range(3) if reader else ():
+            assert result_or_refusal(lambda index=index: reader.read(index).validate(CLASSES)) is None
 
 
 _RECORDS = st.dictionaries(

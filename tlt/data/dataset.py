@@ -23,7 +23,7 @@ from torch.utils.data import Dataset, get_worker_info
 
 from tlt.data.augment.counter import uniform
 from tlt.data.augment.plan import BICUBIC, BILINEAR, AugmentConfig, Plan, make_plan
-from tlt.data.backends.decode import Backend, Encoded, PilBackend, Request, Size, TorchvisionBackend
+from tlt.data.backends.decode import INTERPOLATIONS, Backend, Encoded, PilBackend, Request, Size, TorchvisionBackend
 from tlt.data.batch import Batch, BatchKey, Skipped
 from tlt.data.sources.image_file import BadImage
 from tlt.data.sources.source import ImageSource
@@ -223,7 +223,7 @@ class EvalDataset(BatchDataset):
         backend: None: Pillow's, so that every pixel is timm's.
 
     Raises:
-        UserError: Unknown crop mode, or a crop ratio that is not positive.
+        UserError: Unknown crop mode or interpolation, or a crop ratio that is not positive.
     """
 
     def __init__(
@@ -239,6 +239,8 @@ class EvalDataset(BatchDataset):
         super().__init__(folder, backend or PilBackend())
         if crop_mode not in CROP_MODES:
             raise UserError(f"crop mode {crop_mode}: choose from {', '.join(CROP_MODES)}")
+        if interpolation not in INTERPOLATIONS:
+            raise UserError(f"interpolation {interpolation}: choose from {', '.join(INTERPOLATIONS)}")
         if crop_pct <= 0:
             raise UserError(f"--crop-pct {crop_pct}: give a positive ratio")
         self.size = size

@@ -6,8 +6,8 @@ import errno
 import json
 import os
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from threading import Lock
 from typing import Any, TypeVar
@@ -54,6 +54,29 @@ def with_retries(read: Callable[[], Result], path: str) -> Result:
                     "memory, ulimit -n), not the file: mend that and go on"
                 ) from error
         time.sleep(wait)
+
+
+@contextmanager
+def blamed_on(file: str | Path | None, what: str = "can't be used", remedy: str = "copy it again") -> Iterator[None]:
+    """Turn whatever the content of somebody's file leads to in the block into one line that begins with the file.
+
+    Parsers, constructors and optimizers raise anything for foreign content, so all is caught. None: there is no file,
+    and all errors pass.
+
+    Raises:
+        UserError: `FILE what (the error): remedy`; one that was raised in the block gets the file's name, if it lacks
+            it, and keeps its class.
+    """
+    try:
+        yield
+    except Exception as error:
+        shown, text = printable(str(file)), " ".join(str(error).split())[:200]
+        if file is None or (isinstance(error, UserError) and shown in printable(str(error))):
+            raise
+        if isinstance(error, UserError):
+            raise type(error)(f"{shown}: {error}") from error
+        reason = type(error).__name__ + (f": {text}" if text else "")
+        raise UserError(f"{shown} {what} ({reason}): {remedy}") from error
 
 
 def sync_folder(folder: str | Path) -> None:

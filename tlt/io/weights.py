@@ -18,10 +18,16 @@ import torch
 from torch import Tensor, nn
 
 from tlt.errors import UserError
+from tlt.io.files import blamed_on
 
 WEIGHT_KEYS = ("state_dict", "model")
 EMA_KEYS = ("state_dict_ema", "model_ema")
 
+_DAMAGED = "is truncated or damaged"
+_NUMBERS = {
+    *(torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.bool, torch.int8, torch.int16, torch.int32),
+    *(torch.int64, torch.uint8, torch.uint16, torch.uint32, torch.uint64),
+}
 _FOLDER = 0x10  # among the attributes of a record
 _REFUSED = re.compile(r"GLOBAL (\S+)|unrecognized function (\S+)|but got (?:<class ')?([\w.]+)")
 
@@ -47,18 +53,13 @@ def read_checkpoint(path: str | Path, peek: bool = False) -> dict[str, Any]:
         raise UserError(f"{path} is a directory: name a checkpoint in it; a .pth.tar is not to be unpacked")
     if not path.is_file():  # a pipe would wait for its writer
         raise UserError(f"{path}: no such checkpoint, or no regular file")
-    try:
-        with path.open("rb") as file:
-            head = file.read(40)
-            file.seek(0)
-            if head.startswith((b"PK", b"\x80")):  # a pickle's protocol mark
-                return _checkpoint(load_plain(file, path, peek), path)
+    with blamed_on(path, _DAMAGED), path.open("rb") as file:
+        head = file.read(40)
+        file.seek(0)
+        if head.startswith((b"PK", b"\x80")):  # a pickle's protocol mark
+            return _checkpoint(load_plain(file, path, peek), path)
         if head[8:9] == b"{":  # after the 8-byte length of a JSON header
-            return dict(safetensors.torch.load_file(path))
-    except UserError:
-        raise
-    except Exception as error:  # whatever a damaged header leads to
-        raise _damaged(error, path) from error
+            return check_plain(dict(safetensors.torch.load_file(path)), path)
     if not head:
         raise UserError(f"{path} is empty (zero bytes)")
     raise UserError(
@@ -82,7 +83,7 @@ def load_plain(file: BinaryIO, shown: str | Path, peek: bool = False) -> Any:
     Raises:
         UserError: As `read_checkpoint`.
     """
-    try:
+    with blamed_on(shown, _DAMAGED):
         zipped = file.read(2) == b"PK"  # before torch 1.6 it was a pickle, without checksums
         file.seek(0)
         if zipped:
@@ -90,25 +91,42 @@ def load_plain(file: BinaryIO, shown: str | Path, peek: bool = False) -> Any:
             file.seek(0)
         mapped = zipped and peek
         with torch.serialization.safe_globals([argparse.Namespace]):
-            return torch.load(file.name if mapped else file, map_location="cpu", weights_only=True, mmap=mapped)
-    except UserError:
-        raise
-    except Exception as error:  # whatever a parser raises on foreign bytes
-        raise _damaged(error, shown) from error
+            try:
+                content = torch.load(file.name if mapped else file, "cpu", weights_only=True, mmap=mapped)
+            except UnpicklingError as error:
+                if refused := _REFUSED.search(str(error)):
+                    raise UserError(
+                        f"{shown} is refused: it holds {refused[refused.lastindex or 0]}, neither a tensor nor plain "
+                        "data (nothing of it was run); save it with tensors, numbers and text only"
+                    ) from error
+                # torch's text advises to load the file without this protection
+                raise UnpicklingError("neither tensors nor plain data") from error
+        return check_plain(content, shown)
 
 
-def _damaged(error: Exception, shown: str | Path) -> UserError:
-    """The error of a parser in one line."""
-    text = str(error)
-    if isinstance(error, UnpicklingError):
-        if refused := _REFUSED.search(text):
-            return UserError(
-                f"{shown} is refused: it holds {refused[refused.lastindex or 0]}, neither a tensor nor plain data "
-                "(nothing of it was run); save it with tensors, numbers and text only"
-            )
-        text = "neither tensors nor plain data"  # torch's text advises to load the file without this protection
-    reason = " ".join(text.split())[:200] or "it ends too early"
-    return UserError(f"{shown} is truncated or damaged ({type(error).__name__}: {reason}): copy it again")
+def check_plain(content: Any, shown: str | Path) -> Any:
+    """Return the content of a file, whose tensors are detached in place, if programs can compute with all of them.
+
+    Raises:
+        UserError: One is sparse, quantized, nested, on `meta`, or of complex or 8-bit floating-point numbers.
+    """
+    left, seen = [("", content)], set[int]()
+    while left:
+        name, value = left.pop()
+        if isinstance(value, Tensor):
+            plain = type(value) in (Tensor, nn.Parameter) and value.dtype in _NUMBERS and not value.is_nested
+            if not plain or (value.layout, value.device.type) != (torch.strided, "cpu"):
+                kind = "nested" if value.is_nested else f"{value.layout}, {value.dtype} on {value.device}"
+                raise UserError(
+                    f"{shown} is refused: {name or 'its tensor'} is no dense tensor of plain numbers, but "
+                    f"{kind.replace('torch.', '')}: save it with .to_dense().float().cpu()"
+                )
+            value.requires_grad_(False)
+        elif isinstance(value, (dict, list, tuple, argparse.Namespace)) and id(value) not in seen:
+            seen.add(id(value))  # in a hostile file, a list may hold itself
+            inner = vars(value) if isinstance(value, argparse.Namespace) else value
+            left += inner.items() if isinstance(inner, dict) else ((name, each) for each in inner)
+    return content
 
 
 def _check_records(archive: zipfile.ZipFile, shown: str | Path, checksums: bool) -> None:

@@ -21,8 +21,8 @@ from typing import Any
 
 import numpy as np
 
-from tlt.errors import MachineFault, UserError
-from tlt.io.files import read_at, with_retries, write_at
+from tlt.errors import UserError
+from tlt.io.files import blamed_on, read_at, with_retries, write_at
 from tlt.io.names import Names
 from tlt.io.output_folder import read_marker
 from tlt.io.text import printable
@@ -39,16 +39,11 @@ _REMEDY = "copy the archive again, or pack it again"
 def map_file(path: str, shape: tuple[int, ...], dtypes: Sequence[str]) -> np.memmap:
     """A .npy file of an archive in a memory map. Raises UserError: it is missing, cut, or holds something else."""
     shown = f"label archive {printable(path)}"
-    try:
+    with blamed_on(shown, "is missing, cut or damaged", _REMEDY):
         if not os.path.isfile(path):
             raise FileNotFoundError("it is not there, or no file")
         # np.load compares the header with the length of the file.
         found = with_retries(lambda: np.load(path, mmap_mode="r"), path)
-    except MachineFault:
-        raise
-    except Exception as error:  # whatever the bytes of a damaged header lead to
-        reason = str(error).split("\n")[0]
-        raise UserError(f"{shown} is missing, cut or damaged ({reason}): {_REMEDY}") from error
     if not isinstance(found, np.memmap) or found.shape != shape or found.dtype not in map(np.dtype, dtypes):
         raise UserError(f"{shown} holds something else than {dtypes[0]} {shape}: {_REMEDY}")
     return found

@@ -15,9 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from tlt.errors import UserError
-from tlt.io.files import read_json, write_whole
-from tlt.io.text import printable
+from tlt.io.files import blamed_on, read_json, write_whole
 from tlt.label_map import Area, LabelMap
 
 INFO_NAME = "labels.json"
@@ -70,7 +68,7 @@ class LabelInfo:
     @classmethod
     def from_json(cls, content: dict[str, Any], path: str | Path) -> LabelInfo:
         """The description in a JSON object of a file `path`; other entries are left out. Raises UserError."""
-        try:
+        with blamed_on(path):
             info = cls(**{each.name: content[each.name] for each in fields(cls) if each.name in content})
             rows, cols = info.grid
             info = replace(info, grid=(rows, cols), area=_checked_area(info.area), annotator=dict(info.annotator))
@@ -81,8 +79,6 @@ class LabelInfo:
             if not all(isinstance(each, str) for each in names):
                 raise ValueError("a name is no text")
             return info
-        except (TypeError, ValueError) as error:
-            raise UserError(f"{printable(str(path))}: {error}") from error
 
 
 def _checked_area(area: Any) -> str | Area:

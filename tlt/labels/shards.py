@@ -15,13 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
 from tlt.data.sources.folder import LABELS, TABLE, TRAIN_SPLITS
-from tlt.data.sources.image_file import BadImage
 from tlt.data.sources.records import RecordImages
 from tlt.errors import UserError
+from tlt.io.files import blamed_on
 from tlt.io.names import Names
 from tlt.io.text import printable
 from tlt.label_map import LabelMap
@@ -66,23 +65,24 @@ class ShardReader:
                 "`tlt pack-images --labels LABELS`"
             )
         self.table = RecordImages(os.path.join(root, LABELS))
-        self.info = LabelInfo.from_json(self.table.about["info"], os.path.join(root, f"{LABELS}.json"))
+        table = os.path.join(root, f"{LABELS}.json")
+        with blamed_on(table):
+            self.info = LabelInfo.from_json(self.table.about["info"], table)
+            self._identity = str(self.table.about["identity"]).encode(errors="surrogateescape")
         self._row_of = self.table.paths.rows_of(names)
         self.missing = set(np.flatnonzero(self._row_of < 0).tolist())
 
     def identity(self) -> bytes:
-        return str(self.table.about["identity"]).encode(errors="surrogateescape")
+        return self._identity
 
     def source(self, index: int) -> str:
         return f"label of {printable(self._names[index])} in {printable(self.root)}"
 
     def read(self, index: int) -> LabelMap:
         source = self.source(index)
-        try:
+        with blamed_on(source):
             tensors = load(bytes(self.table.read(int(self._row_of[index]))))
             values, ids = tensors["values"], tensors["ids"].astype(np.int32)
-        except (BadImage, SafetensorError, KeyError) as error:
-            raise UserError(f"{source}: {error}") from error
         return LabelMap(values, ids, source=source, log_sum_exp=tensors.get("log_sum_exp"))
 
     def extra(self) -> list[str]:

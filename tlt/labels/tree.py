@@ -124,7 +124,7 @@ def read_map(path: str | Path, num_classes: int | None = None) -> LabelMap:
     if not isinstance(tensor, torch.Tensor):
         raise UserError(f"{shown} holds a {type(tensor).__name__}, not a tensor [2, k, H, W]")
     # A small file may say that it is one of gigabytes, every value of which is the same in memory.
-    if tensor.layout != torch.strided or tensor.nbytes > tensor.untyped_storage().nbytes():
+    if tensor.nbytes > tensor.untyped_storage().nbytes():
         raise UserError(f"{shown} is refused: it holds fewer values than its shape {tuple(tensor.shape)} has")
     if tensor.ndim == 5 and tensor.shape[0] == 1:
         tensor = tensor[0]

@@ -144,6 +144,8 @@ def adapt_state_dict(
     pos, own = adapted.get("pos_embed"), model.pos_embed
     if pos is None or own is None or pos.ndim != own.ndim or pos.shape[-1] != own.shape[-1]:
         return adapted, []
+    if not (pos if pos.ndim == 4 else pos[:, 1:]).numel():  # of no token
+        return adapted, []
     grid = None if pos.ndim == 4 else source_grid or _guess_grid(pos.shape[1] - 1, model.pos_grid)
     adapted["pos_embed"] = resize_pos_embed(pos, model.pos_grid, grid)
     return adapted, ["pos_embed"] if adapted["pos_embed"] is not pos else []

@@ -16,6 +16,7 @@ import numpy as np
 from safetensors.numpy import load
 
 from tlt.errors import UserError
+from tlt.io.files import blamed_on
 from tlt.io.names import Names
 from tlt.io.text import printable
 from tlt.label_map import LabelMap
@@ -32,15 +33,9 @@ def convert_old_archive(old: str, out: str, overwrite: bool = False) -> list[str
     Raises:
         UserError: The archive is incomplete or damaged, or `out` can't be written.
     """
-    try:
+    shown = f"label archive {printable(old)} of an earlier version"
+    with blamed_on(shown, "is damaged or not complete", "copy the archive again, or make it anew"):
         return _convert(Path(old), out, overwrite)
-    except UserError:
-        raise
-    except Exception as error:  # whatever damaged files lead to
-        raise UserError(
-            f"label archive {printable(old)} of an earlier version is damaged or not complete ({error}): copy the "
-            "archive again, or make it anew"
-        ) from error
 
 
 def _convert(old: Path, out: str, overwrite: bool) -> list[str]:

@@ -11,6 +11,7 @@ import timm
 from torch import nn
 
 from tlt.errors import UserError
+from tlt.io.files import blamed_on
 from tlt.io.weights import check_finite, clean_state_dict, load_clean, read_checkpoint, unwrap, weights_entry
 from tlt.models.fit_weights import Fit, fit_state_dict, head_names, is_dense_head, joined_state_dict
 from tlt.models.wrap import WithDenseHead
@@ -139,9 +140,10 @@ def other_architecture(model: nn.Module, checkpoint: dict[str, Any]) -> str | No
 def _fit(
     model: nn.Module, checkpoint: dict[str, Any], use_ema: bool | None, path: str | Path
 ) -> tuple[Fit, FinetuneReport]:
-    config = model_config_of(checkpoint) or {}
-    trained_size = tuple(config["img_size"]) if "img_size" in config else None
-    fit = fit_state_dict(model, joined_state_dict(model, checkpoint, use_ema, path), trained_size)
+    with blamed_on(path):
+        config = model_config_of(checkpoint) or {}
+        trained_size = tuple(config["img_size"]) if "img_size" in config else None
+        fit = fit_state_dict(model, joined_state_dict(model, checkpoint, use_ema, path), trained_size)
     heads = tuple(f"{h}." for h in head_names(model))
     backbone = {n: v.numel() for n, v in clean_state_dict(model).items() if not n.startswith(heads)}
     share = sum(count for n, count in backbone.items() if n in fit.weights) / max(sum(backbone.values()), 1)

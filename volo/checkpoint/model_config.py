@@ -9,6 +9,8 @@ from typing import Any
 
 from timm.data import ImageNetInfo
 
+from tlt.data.backends.decode import INTERPOLATIONS
+from tlt.data.dataset import CROP_MODES
 from tlt.errors import UserError
 
 
@@ -77,11 +79,11 @@ _CHECKS = {
     "img_size": lambda v: isinstance(v, (list, tuple)) and len(v) == 2 and all(map(_whole, v)),
     "in_chans": _whole,
     "dense_head": lambda v: isinstance(v, bool),
-    "crop_pct": _positive,
+    "crop_pct": lambda v: _positive(v) and 0.1 <= v <= 10,
     "mean": _channels,
     "std": lambda v: _channels(v) and all(map(_positive, v)),
-    "interpolation": lambda v: isinstance(v, str),
-    "crop_mode": lambda v: isinstance(v, str),
+    "interpolation": lambda v: v in INTERPOLATIONS,
+    "crop_mode": lambda v: v in CROP_MODES,
     "class_names": lambda v: isinstance(v, (list, tuple)) and all(isinstance(n, str) for n in v),
     "labels": lambda v: isinstance(v, (dict, str)),
 }

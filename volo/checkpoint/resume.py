@@ -16,6 +16,7 @@ from typing import Any
 from tlt.data.dataset import LabelReader
 from tlt.data.sources.source import SYNTHETIC, ImageSource
 from tlt.errors import UserError
+from tlt.io.files import blamed_on
 from tlt.io.weights import InPartsError, check_finite, peek_checkpoint, read_checkpoint, state_dict_of
 from tlt.upstream import ROWS
 from volo.checkpoint.checkpoint import LAST, NAMES
@@ -77,15 +78,14 @@ def _newest_first(directory: Path, messages: list[str]) -> list[Path]:
         if not NAMES.fullmatch(path.name):
             continue
         try:
-            checkpoint = peek_checkpoint(path)
-            position = int(checkpoint.get("epoch", -1)), int(checkpoint.get("update", 0)), path.name == LAST
+            with blamed_on(path, "does not tell its epoch"):
+                checkpoint = peek_checkpoint(path)
+                position = int(checkpoint.get("epoch", -1)), int(checkpoint.get("update", 0)), path.name == LAST
             found.append((position, path))
         except InPartsError:
             raise
         except UserError as error:
             messages.append(f"skipped: {error}")
-        except (TypeError, ValueError, OverflowError, RuntimeError):
-            messages.append(f"skipped: {path} does not tell its epoch")
     return [path for _, path in sorted(found, key=lambda item: item[0], reverse=True)]
 
 

@@ -7,6 +7,7 @@ resumes, which tells how its arguments differ from the file's.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from tlt.errors import UserError
+from tlt.io.files import blamed_on
 from tlt.io.weights import EMA_KEYS, check_finite, clean_state_dict, first_non_finite, load_clean
 from tlt.models.fit_weights import DENSE_ENTRIES, fit_state_dict, joined_state_dict, split_state_dict
 from volo.checkpoint.finetune import explain_misfit, needed
@@ -48,6 +50,7 @@ class TrainState:
     sums: Callable[[], dict[str, Any]] = dict  # returns those of the present epoch, of plain types; all ranks call it
     metadata: dict[str, Any] = field(default_factory=dict)  # of the payload: arch, args, model_config
     updates_per_epoch: int = field(kw_only=True)
+    unproven: str | Path | None = None  # the file of an optimizer state until the first step has taken it
 
     def state_dict(self) -> dict[str, Any]:
         """Return the payload of a checkpoint. Every rank calls this; only rank 0's is complete.
@@ -112,7 +115,9 @@ class TrainState:
         load_clean(self.model, weights)
         messages = self._load_ema(averages if averages is not None else weights, has_ema)
         if resumable and load_optimizer:
-            load_optimizer_state(self.optimizer, optimizer_state)
+            with optimizer_state_of(path):
+                load_optimizer_state(self.optimizer, optimizer_state)
+            self.unproven = path
             messages += self._load_scaler(checkpoint.get(SCALER_KEY))
         elif load_optimizer:
             messages.append("it holds weights only: optimizer, schedule and epoch count start anew")
@@ -159,7 +164,7 @@ def _position(
     Raises:
         UserError: It can't be read.
     """
-    try:
+    with blamed_on(path, "does not tell where its run stopped"):
         epoch = int(checkpoint.get("epoch", 0))
         if "epoch" in checkpoint and checkpoint.get("version", 1) >= _FORMAT:
             epoch += 1
@@ -173,8 +178,6 @@ def _position(
         if min(epoch, update) < 0 or not all(isinstance(rows, Tensor) for rows in statistics.values()):
             raise ValueError(f"epoch {epoch}, update {update}, or statistics that are no tensors")
         return epoch, update, scores, dict(checkpoint.get("progress", {})), statistics
-    except (AttributeError, KeyError, TypeError, ValueError, OverflowError, RuntimeError) as error:
-        raise UserError(f"{path} does not tell where its run stopped ({type(error).__name__}: {error})") from error
 
 
 def ranked_by(args: Mapping[str, Any]) -> str:
@@ -224,9 +227,15 @@ def set_statistics(models: dict[str, nn.Module], gathered: dict[str, Tensor]) ->
 
 # Keys that schedules and layer decay write into parameter groups.
 _GROUP_SETTINGS = {"params", "param_names", "lr", "initial_lr", "lr_scale", "lr_min"}
-# State of the shape of the parameter for any optimizer, or (NovoGrad) a single value.
+# State of the shape of the parameter for any optimizer, or (timm's NovoGrad) a single value.
 _PER_VALUE = {"exp_avg", "exp_avg_sq", "momentum_buffer"}
 _COUNTER = "step"  # a counter in a parameter group is state, although Lookahead has it among the settings
+
+
+def optimizer_state_of(path: str | Path | None) -> AbstractContextManager[None]:
+    """Blame the optimizer state in a file for what the block raises; None: all errors pass."""
+    remedy = "use the optimizer of the checkpoint, or leave its state out with --no-resume-opt"
+    return blamed_on(path and f"{path}: its optimizer state", "does not fit", remedy)
 
 
 def checked_optimizer_state(
@@ -242,19 +251,14 @@ def checked_optimizer_state(
         UserError: `saved` is no such state; the message has the remedy.
     """
     own_class, groups = type(optimizer).__name__, optimizer.param_groups
-    try:
+    with optimizer_state_of(path):
         if isinstance(saved_class, str) and saved_class != own_class:
             raise ValueError(f"it is of {saved_class}, --opt gives {own_class}")
         sizes, own_sizes = ([len(group["params"]) for group in each] for each in (saved["param_groups"], groups))
         if sizes != own_sizes:
             raise ValueError(f"its groups have {sizes} parameters, this model's {own_sizes}")
         own = own_optimizer_state(model, optimizer, saved)
-        _check_state([p for group in groups for p in group["params"]], saved, own)
-    except (KeyError, TypeError, ValueError, AttributeError, IndexError, RuntimeError) as error:
-        raise UserError(
-            f"{path}: its optimizer state does not fit ({type(error).__name__}: {error}): "
-            "use the optimizer of the checkpoint, or leave its state out with --no-resume-opt"
-        ) from error
+        _check_state(optimizer, saved, own)
     return own
 
 
@@ -277,13 +281,17 @@ def load_optimizer_state(optimizer: Optimizer, saved: dict[str, Any]) -> None:
                 state[key] = torch.empty_like(parameter).copy_(state[key])
 
 
-def _check_state(parameters: list[Tensor], whole: dict[str, Any], own: dict[str, Any]) -> None:
-    """Raise ValueError for moments of another shape than their parameter, and for NaN."""
+def _check_state(optimizer: Optimizer, whole: dict[str, Any], own: dict[str, Any]) -> None:
+    """Raise ValueError for moments of another shape than their parameter, which torch's fused steps would read and
+    write beyond their end, and for NaN."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    single = type(optimizer).__module__.startswith("timm.")  # NovoGrad's
     for number, index in enumerate(index for group in whole["param_groups"] for index in group["params"]):
-        tensors = {k: v for k, v in whole["state"].get(index, {}).items() if isinstance(v, Tensor)}
-        for key in _PER_VALUE & tensors.keys():
-            if tensors[key].numel() != 1 and own["state"][index][key].shape != parameters[number].shape:
-                shapes = f"{tuple(tensors[key].shape)}, the parameter {tuple(parameters[number].shape)}"
+        state = whole["state"].get(index, {})
+        tensors = {k: v for k, v in state.items() if isinstance(v, Tensor)}
+        for key in _PER_VALUE & state.keys():
+            if own["state"][index][key].shape != parameters[number].shape and not (single and state[key].numel() == 1):
+                shapes = f"{tuple(state[key].shape)}, the parameter {tuple(parameters[number].shape)}"
                 raise ValueError(f"{key} of parameter {number} is {shapes}")
         if broken := first_non_finite(tensors):
             raise ValueError(f"{broken} of parameter {number} holds NaN or infinite values")

@@ -13,6 +13,7 @@ import yaml
 from timm.models import save_for_hf
 
 from tlt.errors import UserError
+from tlt.io.files import blamed_on
 from tlt.io.weights import peek_checkpoint
 from volo.checkpoint.model_config import class_names
 from volo.record.records import epochs_of
@@ -46,6 +47,8 @@ def write_folder(trained: TrainedModel, checkpoint: str, folder: Path, licence: 
     name, classes = name_in_timm(trained), trained.model.num_classes
     names = class_names(trained.config, classes)
     settings = {key: trained.settings[key] for key in _IMAGES}
+    with blamed_on(checkpoint or None):
+        text = card(trained, name, checkpoint, licence, origin_url)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if any(folder.iterdir()):
@@ -59,7 +62,7 @@ def write_folder(trained: TrainedModel, checkpoint: str, folder: Path, licence: 
         if name != trained.args.model:  # timm's function of that name knows the size of its images alone
             config["model_args"] = {"img_size": trained.settings["input_size"][1:], "num_classes": classes}
         (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-        (folder / "README.md").write_text(card(trained, name, checkpoint, licence, origin_url))
+        (folder / "README.md").write_text(text)
     except OSError as error:
         raise UserError(f"--to-hf {folder} can't be written: {error.strerror}") from error
     return f"wrote {folder}: {name}, {classes} classes; {needed_import(name) or 'timm alone loads it'}"

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from tlt.errors import UserError
+from tlt.io.files import blamed_on
 from tlt.models.flops import flops_per_image
 from volo.checkpoint.checkpoint import CheckpointDir
 from volo.checkpoint.resume import (
@@ -99,11 +100,12 @@ def go_on_from(resume: Resume, run: Run, training: Training) -> None:
     """
     args, logger, state, messages = run.args, run.logger, training.state, list(resume.messages)
     if resume.path is not None:
-        check_behaviour(resume.checkpoint, resume.path)
-        data = state.metadata[DATA_KEY]
-        messages += check_same_data(resume.checkpoint, data, resume.path, args.allow_changed_data)
-        messages += state.load(resume.checkpoint, resume.path, not args.no_resume_opt)
-        messages += changed_settings(resume.checkpoint.get("args"), settings_of(args))
+        with blamed_on(resume.path):
+            check_behaviour(resume.checkpoint, resume.path)
+            data = state.metadata[DATA_KEY]
+            messages += check_same_data(resume.checkpoint, data, resume.path, args.allow_changed_data)
+            messages += state.load(resume.checkpoint, resume.path, not args.no_resume_opt)
+            messages += changed_settings(resume.checkpoint.get("args"), settings_of(args))
         messages.append(f"resumed {resume.path}: {state.epoch} epochs, {state.update} updates done")
         resume.checkpoint.clear()  # it takes as much memory as the state
     check_same_position(state, resume.path)

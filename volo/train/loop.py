@@ -19,7 +19,7 @@ from tlt.data.loader import EvalLoader
 from tlt.errors import UserError
 from volo.checkpoint.checkpoint import best_of, rank
 from volo.checkpoint.saver import Saver
-from volo.checkpoint.state import TrainState, ranked_by
+from volo.checkpoint.state import TrainState, optimizer_state_of, ranked_by
 from volo.cluster.distributed import World
 from volo.cluster.shard import synchronised, whole_weights
 from volo.record.metrics import EpochTotals, Evaluation, Sums, correct_in_top
@@ -96,7 +96,9 @@ def train_epoch(run: Run, training: Training, meter: Meter, saver: Saver) -> Epo
 
         lr = training.schedule(state.update)
         set_lr(state.optimizer, lr)
-        grad_norm = precision.step(state.optimizer, parameters)
+        with optimizer_state_of(state.unproven):
+            grad_norm = precision.step(state.optimizer, parameters)
+        state.unproven = None
         state.update += 1
         if state.ema is not None:
             # Without a step the decay is constant from the first update on, as published.

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from tlt.data.batch import Batch
+from tlt.io.files import blamed_on
 from tlt.loss import LossTerms
 from volo.record.metrics import EpochTotals, Interval, Sums
 from volo.train.criterion import TokenLabelCriterion
@@ -40,7 +41,8 @@ class Meter:
         self.lr = self.epoch_seconds = 0.0
         self._start_interval()
         if self.state.progress:
-            self._restore(self.state.progress)
+            with blamed_on(self.run.resumed, "does not tell how far its epoch was"):
+                self._restore(self.state.progress)
         self.state.progress = {}
 
     def _start_interval(self, seconds: float = 0.0, waited: float = 0.0) -> None:
@@ -66,13 +68,13 @@ class Meter:
 
     def _restore(self, progress: dict[str, Any]) -> None:
         """Continue from `progress`; if it belongs to another update of the epoch, restore only the skipped steps."""
-        self.precision.restore_counts(*progress["skipped_steps"])
+        self.precision.restore_counts(*map(int, progress["skipped_steps"]))
         if not self.done or progress["done"] != self.done:
             return
         self.sums.restore(progress["interval"])
-        self.epoch = dict(zip(self.sums.names, progress["epoch"], strict=True))
-        self.reported, self.lr = progress["reported"], progress["lr"]
-        seconds, waited, self.epoch_seconds = progress["seconds"]
+        self.epoch = dict(zip(self.sums.names, map(float, progress["epoch"]), strict=True))
+        self.reported, self.lr = int(progress["reported"]), float(progress["lr"])
+        seconds, waited, self.epoch_seconds = map(float, progress["seconds"])
         self._start_interval(seconds, waited)
 
     def look_at(self, batch: Batch) -> None:

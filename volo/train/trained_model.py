@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tlt.errors import UserError
+from tlt.io.files import blamed_on
 from tlt.io.weights import EMA_KEYS, count_weights, read_checkpoint
 from tlt.models.fit_weights import dense_head_of
 from tlt.models.wrap import TOKEN_LABEL_MODELS, with_dense_head
@@ -44,6 +45,11 @@ def load_model(
     Raises:
         UserError: The model or file does not exist, or the weights don't fit.
     """
+    with blamed_on(path):
+        return _load(args, path, dense, num_classes)
+
+
+def _load(args: Namespace, path: str | Path | None, dense: bool | None, num_classes: int | None) -> TrainedModel:
     checkpoint = read_checkpoint(path) if path is not None else {}
     config = model_config_of(checkpoint, path or "") or {}
     args = with_recorded(args, config, checkpoint, path)

@@ -30,7 +30,7 @@ from filelock import FileLock, Timeout
 from tlt.data.sources.image_file import DEFAULT_MAX_PIXELS, BadImage, check_length
 from tlt.data.sources.source import Found, ImageSource, left_out_lines
 from tlt.errors import UserError
-from tlt.io.files import READ_FLAGS, read_into, with_retries, write_whole
+from tlt.io.files import READ_FLAGS, blamed_on, read_into, with_retries, write_whole
 from tlt.io.jobs import SearchProgress, available_cpus, in_processes
 from tlt.io.names import Names
 from tlt.io.text import leads_out, natural_key, printable, some_names
@@ -212,7 +212,7 @@ class RecordImages(ImageSource):
     def __init__(self, table: str) -> None:
         shown = f"{printable(table)}.json"
         remedy = "copy the files again, or remove it: it is then made anew"
-        try:
+        with blamed_on(f"{shown} and what belongs to it", "can't be read", remedy):
             with open(f"{table}.json", "rb") as file:
                 content = json.load(file)
             self.rows: np.ndarray = np.load(f"{table}.npy", mmap_mode="r")
@@ -221,9 +221,13 @@ class RecordImages(ImageSource):
             files = {name: length for name, length in description["files"]}
             sound = content["format"] == FORMAT and self.rows.dtype == ROW and self.rows.ndim == 1
             sound = sound and content["crc32"] == _crc(self.rows, block.data, description)
-            sound = sound and self.rows["file"].max() < len(files)
-        except Exception as error:  # damaged files make numpy raise anything from EOFError to SyntaxError
-            raise UserError(f"{shown} and what belongs to it can't be read ({error}): {remedy}") from error
+            most = {"file": len(files), "class": len(description["class_names"]), "name_end": len(block) + 1}
+            sound = sound and all(self.rows[key].max() < count for key, count in most.items())
+            steps = (self.rows[key] for key in ("offset", "length", "class"))
+            sound = sound and all((each >= 0).all() for each in (*steps, np.diff(self.rows["name_end"], prepend=0)))
+            texts = [*files, *description["class_names"], *description["folder_names"], *description["warnings"]]
+            sound = sound and all(isinstance(text, str) for text in texts)
+            self.about = description["about"]
         if not sound:
             raise UserError(f"{shown} and what belongs to it are damaged or something else: {remedy}")
         if outside := next(filter(leads_out, files), None):
@@ -237,7 +241,6 @@ class RecordImages(ImageSource):
                 raise UserError(
                     f"{printable(path)} {what}: copy it again, or remove {shown}: the table is then made anew"
                 )
-        self.about = description["about"]
         paths, classes = Names.packed(block.data, self.rows["name_end"]), self.rows["class"].astype(np.int64)
         warnings = [f"{printable(table)}: {text}" for text in description["warnings"]]
         super().__init__(folder, paths, classes, description["class_names"], description["folder_names"], warnings)

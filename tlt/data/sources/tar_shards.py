@@ -33,7 +33,7 @@ from tlt.data.sources.image_file import image_extensions
 from tlt.data.sources.records import ROW, FileRecords, RecordImages
 from tlt.data.sources.source import MAX_CLASS, Found
 from tlt.errors import MissingSplit, UserError
-from tlt.io.files import read_at
+from tlt.io.files import blamed_on, read_at
 from tlt.io.text import leads_out, printable, some_names
 
 LABEL_KEY = "label"  # of KEY.json, where there is no KEY.cls
@@ -121,7 +121,7 @@ def _listed(data: str, split: str) -> tuple[str, list[str], str]:
             f"no _info.json or info.json in {printable(data)}: give a pattern as the split, such as "
             "'train-{0000..1023}.tar', or leave --dataset out for shards in DATA/SPLIT"
         )
-    try:
+    with blamed_on(path, "lists no shards as timm does", "mend it, or give a pattern"):
         with open(path, encoding="utf-8") as file:
             splits = json.load(file)["splits"]
         name = next((each for each in split_names(split) if each in splits), None)
@@ -130,11 +130,6 @@ def _listed(data: str, split: str) -> tuple[str, list[str], str]:
         files, label_key = [*splits[name]["filenames"]], splits[name].get("alt_label") or LABEL_KEY
         if not all(isinstance(each, str) for each in [*files, label_key]):
             raise TypeError("names that are none")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        reason = f"{type(error).__name__}: {printable(str(error))}"
-        raise UserError(
-            f"{printable(path)} lists no shards as timm does ({reason}): mend it, or give a pattern"
-        ) from error
     return name, files, label_key
 
 
