@@ -21,12 +21,19 @@ import torch.nn.functional as F
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from torch import Tensor, nn
 
+from tlt.data.augment.device_stage import check_normalisation
 from tlt.data.batch import Batch
+from tlt.errors import UserError, in_range, one_of
 from tlt.label_map import FULL_AREA, Area
 from tlt.mixtoken import Box, mix_tokens
 from tlt.models.spatial import Size, feature_map
 from tlt.models.wrap import find_tokens
 from tlt.targets import points_per_token, token_points
+
+
+def _check_kind(kind: str, dense_loss: str) -> None:
+    one_of("kind", kind, ("token", "feature", "logit"))
+    one_of("dense_loss", dense_loss, ("cosine", "smooth-l1", "gram"))
 
 
 class FeatureTeacher:
@@ -50,6 +57,7 @@ class FeatureTeacher:
         compiled: Callable[[Callable[..., Tensor]], Callable[..., Tensor]] = lambda function: function,
     ) -> None:
         self.model, self.img_size, self.amp_dtype = model.eval().requires_grad_(False), img_size, amp_dtype
+        check_normalisation(mean, std)
         pixels, device = (mean, std, *map(model.pretrained_cfg.get, ("mean", "std"))), next(model.parameters()).device
         given_mean, given_std, own_mean, own_std = (torch.tensor(each, device=device)[:, None, None] for each in pixels)
         self._scale, self._shift = given_std / own_std, (given_mean - own_mean) / own_std
@@ -63,6 +71,8 @@ class FeatureTeacher:
     def __call__(self, images: Tensor, kind: str = "token") -> Tensor:
         """Return what it says of images (B, 3, H, W), in float32: its logits ("logit", (B, K)), its features after
         pooling ("feature", (B, C)), or its last map ("token", (B, T, C))."""
+        if kind == "token" and tuple(images.shape[2:]) != tuple(self.img_size):
+            raise UserError(f"the teacher is for images of img_size {self.img_size}, not {tuple(images.shape[2:])}")
         with torch.inference_mode(), torch.autocast(images.device.type, self.amp_dtype, self.amp_dtype is not None):
             found = self._run(self.model, torch.addcmul(self._shift, images, self._scale), kind)
         return found.to(torch.float32, copy=True)  # what is made in inference mode can take no part in a loss
@@ -78,6 +88,7 @@ def _features(model: Any, images: Tensor, kind: str) -> Tensor:
 
 
 def _tokens(model: Any, img_size: Size) -> tuple[Size, Area, int]:
+    in_range("img_size", img_size, 1, counts=(2,))
     grid, positions, channels, *_ = find_tokens(model, img_size)
     return grid, positions.window(grid, img_size), channels
 
@@ -119,8 +130,9 @@ def with_projector(
         kind, dense_loss: As of `DistillLoss`; "gram" compares the tokens of one network and needs no layers.
 
     Raises:
-        UserError: One of the two has no tokens, or does not take its size.
+        UserError: One of the two has no tokens, or does not take its size, or there is no such kind or loss.
     """
+    _check_kind(kind, dense_loss)
     pooled, like = kind == "feature", next(model.parameters())
     own = model.head_hidden_size if pooled else _tokens(model, img_size)[2]
     wanted = teacher.model.head_hidden_size if pooled else teacher.tokens[2]
@@ -162,6 +174,10 @@ class DistillLoss:
     grid: Size = (1, 1)
     window: Area = FULL_AREA
 
+    def __post_init__(self) -> None:
+        _check_kind(self.kind, self.dense_loss)
+        in_range("temperature", self.temperature, 1e-6)
+
     @classmethod
     def of(cls, model: Any, img_size: Size, teacher: FeatureTeacher, **settings: Any) -> DistillLoss:
         """Return the loss for a student and images of (H, W), with other arguments of the class. Raises UserError: the
@@ -176,9 +192,13 @@ class DistillLoss:
         Args:
             seen: What the teacher sees: other views of the same images, normalised alike; None: the batch.
             images: The images of the batch as the student sees them, where Mixup or CutMix has mixed them.
+
+        Raises:
+            UserError: `seen` shows other images, or is given beside `images`, whose mixture it does not show.
         """
-        shown = batch.images if images is None else images
-        found = self.teacher(shown if seen is None else seen.images, self.kind)
+        if seen is not None and (images is not None or seen.size != batch.size):
+            raise UserError("a lesson: `seen` has to show the images of the batch, and none that are mixed (`images`)")
+        found = self.teacher((batch if seen is None else seen).images if images is None else images, self.kind)
         if self.kind != "token":
             return Lesson(found, None)
         with torch.autocast(found.device.type, enabled=False):
@@ -212,6 +232,12 @@ class DistillLoss:
             mixed: So much of logits and pooled features is the partner's: MixToken's share of tokens.
         """
         own, target, weight = own.float(), *lesson
+        axes = 2 if weight is not None and self.dense_loss == "gram" else 3  # gram compares tokens of any width
+        if own.shape[:axes] != target.shape[:axes]:
+            raise UserError(
+                f"the student gives {tuple(own.shape)}, its teacher {tuple(target.shape)}: give `with_projector` the "
+                "kind, dense_loss and img_size of the loss"
+            )
         with torch.autocast(own.device.type, enabled=False):
             if weight is not None:
                 return self._tokens_apart(own, target, weight).mean()

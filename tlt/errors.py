@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import math
+from collections.abc import Sequence
+from numbers import Real
 from types import ModuleType
 
 
@@ -36,6 +39,20 @@ class NonFiniteError(UserError):
     """Too many optimizer steps in a row had non-finite gradients. The last saved checkpoint is untouched."""
 
     exit_code = 3
+
+
+def one_of(name: str, value: object, choices: Sequence[object]) -> None:
+    """Raise UserError: the argument `name` is none of the choices."""
+    if value not in choices:
+        raise UserError(f"{name} {value}: choose from {', '.join(map(str, choices))}")
+
+
+def in_range(name: str, value: object, low: float, high: float = math.inf, counts: Sequence[int] = (1,)) -> None:
+    """Raise UserError: the argument `name` is no number from `low` to `high`, or with `counts` not so many of them."""
+    values = value if isinstance(value, Sequence) else [value]
+    if len(values) not in counts or not all(isinstance(each, Real) and low <= float(each) <= high for each in values):
+        many = " or ".join(map(str, counts)) + f" number{'s' * (counts != (1,))}"
+        raise UserError(f"{name} {value}: give {many}, at least {low:g}" + f" and at most {high:g}" * (high < math.inf))
 
 
 def require(module: str, extra: str) -> ModuleType:

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tlt.data.batch import Batch
-from tlt.errors import UserError
+from tlt.errors import UserError, in_range
 from tlt.io.chunks import image_chunks
 from tlt.label_map import FULL_AREA, Area
 from tlt.mix import MixRatios
@@ -64,6 +64,12 @@ class TokenLabelLoss:
     uncovered: str = "ignore"
     window: Area = FULL_AREA
 
+    def __post_init__(self) -> None:
+        for name in ("cls_weight", "dense_weight"):
+            in_range(name, getattr(self, name), 0)
+        for name in ("gt_weight_agree", "gt_weight_disagree"):
+            in_range(name, getattr(self, name), 0, 1)
+
     @classmethod
     def of(cls, model: Any, img_size: tuple[int, int], **settings: Any) -> Self:
         """Return the loss for a model and images of (H, W) pixels.
@@ -77,11 +83,18 @@ class TokenLabelLoss:
         """
         if not isinstance(model, TOKEN_LABEL_MODELS):
             raise UserError(f"{type(model).__name__} has no dense head: call tlt.with_dense_head(model, img_size)")
+        in_range("img_size", img_size, 1, counts=(2,))
         grid = model.token_grid(img_size)
         return cls(grid, model.num_classes, window=model.token_positions(img_size).window(grid, img_size), **settings)
 
     def targets(self, batch: Batch) -> Targets:
-        """Return the targets of a batch, whose images are not mixed yet, on its device."""
+        """Return the targets of a batch, whose images are not mixed yet, on its device. Raises UserError: its data set
+        has more classes than the model."""
+        if batch.num_classes > self.num_classes:  # on CUDA one of them would end the process
+            raise UserError(
+                f"the images are of {batch.num_classes} classes, the model has {self.num_classes}: create it with "
+                "num_classes=len(images.class_names)"
+            )
         crops = batch.labels, batch.affine, batch.visible, batch.classes
         how = self.smoothing, self.dense, self.uncovered, self.window
         return make_targets(*crops, self.grid, self.num_classes, *how)
@@ -107,8 +120,19 @@ class TokenLabelLoss:
                 that the box covers.
             ratios: What `tlt.mix.Mixup.draw` drew; None where the images were not mixed by Mixup or CutMix. MixToken's
                 box mixes what they mixed already: a token inside it shows the partner's mixture.
+
+        Raises:
+            UserError: The outputs are of other tokens or classes than the targets.
         """
         cls_logits, token_logits = outputs
+        fits = cls_logits.shape == targets.cls.shape
+        if token_logits is not None and targets.tokens is not None:
+            fits &= token_logits.shape[:2] == targets.tokens.weight.shape
+        if not fits:
+            raise UserError(
+                "the model gives other tokens or classes than the targets have: make the loss by "
+                "TokenLabelLoss.of(model, img_size), for images of this size"
+            )
         cls = dense = torch.zeros((), dtype=_precise(cls_logits), device=cls_logits.device)
         if self.cls_weight:
             target = targets.cls

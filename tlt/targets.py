@@ -31,7 +31,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tlt.errors import UserError
+from tlt.errors import in_range, one_of
 from tlt.io.chunks import image_chunks
 from tlt.label_map import FULL_AREA, Area, LabelBatch
 
@@ -110,10 +110,10 @@ def make_targets(
         window: See `Targets`.
 
     Raises:
-        UserError: `uncovered` is unknown, or a class id too large (`LabelBatch.check_ids`).
+        UserError: `uncovered` is unknown, `smoothing` no share, or a class id too large (`LabelBatch.check_ids`).
     """
-    if uncovered not in UNCOVERED:
-        raise UserError(f"--uncovered {uncovered} is none of {', '.join(UNCOVERED)}")
+    one_of("--uncovered", uncovered, UNCOVERED)
+    in_range("--smoothing", smoothing, 0, 1)
     dtype = torch.promote_types(affine.dtype, torch.float32)
     truth = one_hot(classes, num_classes, smoothing, dtype)
     if labels is None:

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,6 +21,8 @@ import tlt
 import volo
 from tests.commands.conftest import ROOT
 from tests.conftest import LIMIT
+from tests.data.conftest import refuses
+from tlt.distill import Lesson
 from volo.config.args import TRAIN
 from volo.train.data import augment_config
 
@@ -103,14 +105,124 @@ def test_augmentation_is_that_of_volo_train_by_default() -> None:
     assert tlt.AugmentConfig((224, 224)) == augment_config(args, settings)
 
 
-def test_fault_41_mistakes_are_one_line(images: Any) -> None:
-    model = timm.create_model("test_resnet", num_classes=4)
-    with pytest.raises(tlt.UserError, match=r"ResNet has no dense head: call tlt.with_dense_head\(model, img_size\)$"):
-        tlt.TokenLabelLoss.of(model, (64, 64))
-    with pytest.raises(tlt.UserError, match="20 images, fewer than one global batch of 64"):
-        tlt.Loader(images, None, tlt.AugmentConfig((32, 32)), 32, world_size=2)
-    with pytest.raises(tlt.UserError, match="--data-backend jpg: there are torchvision"):
-        tlt.Loader(images, None, tlt.AugmentConfig((32, 32)), 8, backend="jpg")
+SIZE, SQUARE = (64, 64), tlt.AugmentConfig((32, 32))
+MISTAKES: list[tuple[Callable[..., Any], str]] = [
+    (
+        lambda s: tlt.TokenLabelLoss.of(s.plain, SIZE),
+        r"ResNet has no dense head: call tlt.with_dense_head\(model, img_",
+    ),
+    (lambda s: s.loader(32, world_size=2), "20 images, fewer than one global batch of 64"),
+    (lambda s: s.loader(backend="jpg"), "--data-backend jpg: there are torchvision"),
+    (
+        lambda s: s.loader(mean=(124, 116, 104)),
+        r"--mean \(124, 116, 104\): give 1 or 3 numbers, at least 0 and at most 1",
+    ),
+    (lambda s: s.loader(mean=(0.5,)), "--std .*: give 1 number"),
+    (lambda s: s.loader(std=(0, 0, 0)), r"--std \(0, 0, 0\): give 3 numbers"),
+    (lambda s: s.loader(std=(58.4, 57.1, 57.4)), "--std .* at most 1"),
+    (lambda s: s.loader(repeats=0), "--aug-repeats 0: give 1 number, at least 1"),
+    (lambda s: s.loader(rank=1), "rank 1: give 1 number, at least 0 and at most 0"),
+    (lambda s: s.loader(workers=-1), "--workers -1"),
+    (lambda s: s.loader(timeout=-5.0), "--loader-timeout -5"),
+    (lambda s: tlt.AugmentConfig(224), "--img-size 224: give 2 numbers"),
+    (lambda s: tlt.AugmentConfig((224, 224), scale=0.5), "--scale 0.5: give 2"),
+    (lambda s: tlt.AugmentConfig((224, 224), ratio=(1.5, 0.5)), r"--ratio \(1.5, 0.5\): give 0 < smallest <= largest"),
+    (lambda s: tlt.AugmentConfig((224, 224), hflip="0.5"), "--hflip 0.5"),
+    (lambda s: tlt.AugmentConfig((224, 224), mean=(0.5,)), "--mean .*: give 3 numbers"),
+    (lambda s: tlt.AugmentConfig((224, 224), color_jitter=[0.4, 0.4]), "--color-jitter .*: give 3 numbers"),
+    (lambda s: tlt.AugmentConfig((224, 224), remode="noise"), "--remode noise: choose from const, rand, pixel"),
+    (lambda s: s.loss(dense_weight=-1), "dense_weight -1"),
+    (lambda s: s.loss(gt_weight_agree=50), "gt_weight_agree 50: give 1 number, at least 0 and at most 1"),
+    (lambda s: s.loss(smoothing=1.1).targets(s.batch), "--smoothing 1.1"),
+    (lambda s: s.loss(uncovered="ignored").targets(s.batch), "--uncovered ignored: choose from ignore, uniform"),
+    (
+        lambda s: s.loss(num_classes=3).targets(s.batch),
+        "images are of 4 classes, the model has 3: create it with num_cl",
+    ),
+    (
+        lambda s: s.compared(tlt.with_dense_head(s.plain, (32, 32)), s.loss()),
+        "other tokens or classes than the targets",
+    ),
+    (lambda s: s.compared(tlt.with_dense_head(s.plain, (32, 32)), s.loss((1, 1), 5)), "other tokens or classes"),
+    (
+        lambda s: tlt.open_labels(s.labels, s.images.paths, label_tail="Exact"),
+        "--label-tail Exact: choose from zero, exa",
+    ),
+    (lambda s: tlt.open_labels(s.labels, s.images.paths, bad_label="none"), "--bad-label none: choose from stop, skip"),
+    (lambda s: tlt.FeatureTeacher(s.plain, SIZE, mean=(124, 116, 104)), "--mean"),
+    (
+        lambda s: tlt.with_projector(s.plain, s.teacher, SIZE, "tokens"),
+        "kind tokens: choose from token, feature, logit",
+    ),
+    (
+        lambda s: tlt.with_projector(s.plain, s.teacher, SIZE, dense_loss="l1"),
+        "dense_loss l1: choose from cosine, smooth",
+    ),
+    (
+        lambda s: tlt.DistillLoss(s.teacher, dense_loss="smooth_l1"),
+        "dense_loss smooth_l1: choose from cosine, smooth-l1",
+    ),
+    (lambda s: tlt.DistillLoss(s.teacher, kind="features"), "kind features: choose from token, feature, logit"),
+    (lambda s: s.teacher(torch.ones(2, 3, 96, 96)), r"teacher is for images of img_size \(64, 64\), not \(96, 96\)"),
+    (lambda s: tlt.with_dense_head(s.plain, 64), "img_size 64: give 2 numbers, at least 1"),
+    (lambda s: tlt.TokenLabelLoss.of(tlt.with_dense_head(s.plain, SIZE), 64), "img_size 64: give 2 numbers"),
+    (lambda s: tlt.with_projector(s.plain, s.teacher, 64), "img_size 64: give 2 numbers"),
+    (lambda s: tlt.DistillLoss.of(s.plain, 64, s.teacher), "img_size 64: give 2 numbers"),
+    (lambda s: tlt.DistillLoss(s.teacher, "logit", temperature=0), "temperature 0"),
+    (lambda s: tlt.DistillLoss(s.teacher, "logit").lesson(s.batch, s.batch, s.batch.images), "none that are mixed"),
+    (
+        lambda s: tlt.DistillLoss(s.teacher, "logit").lesson(s.batch, s.batch.select(slice(3))),
+        "the images of the batch",
+    ),
+    (
+        lambda s: tlt.DistillLoss(s.teacher, "feature")(torch.ones(8, 2, 3), Lesson(torch.ones(8, 3), None)),
+        "the student",
+    ),
+]
+
+
+@pytest.fixture
+def setting(images: Any, make_labels: Callable[..., Path]) -> SimpleNamespace:
+    """A model of four classes, a teacher, a batch of 8 images and what makes others."""
+
+    def loader(batch_size: int = 8, **options: Any) -> tlt.Loader:
+        return tlt.Loader(images, None, SQUARE, batch_size, **{"workers": 0, **options})
+
+    def loss(grid: tuple[int, int] = (2, 2), num_classes: int = 4, **options: Any) -> tlt.TokenLabelLoss:
+        return tlt.TokenLabelLoss(grid, num_classes, **options)
+
+    def compared(model: Any, criterion: tlt.TokenLabelLoss) -> Any:
+        return criterion(model(batch.images, dense=True), criterion.targets(batch))
+
+    batch, plain = next(iter(loader())), timm.create_model("test_resnet", num_classes=4)
+    labels, teacher = make_labels(Path(images.root).parent), tlt.FeatureTeacher(timm.create_model("test_vit"), SIZE)
+    return SimpleNamespace(**locals())
+
+
+@pytest.mark.parametrize(("mistake", "told"), MISTAKES, ids=[told[:24] for _, told in MISTAKES])
+def test_fault_41_mistakes_are_one_line(setting: SimpleNamespace, mistake: Callable[..., Any], told: str) -> None:
+    with refuses(told):
+        mistake(setting)
+
+
+def test_three_strengths_of_colour_jitter_may_be_a_list(images: Any) -> None:
+    made = (tlt.AugmentConfig((8, 8), auto_augment=None, color_jitter=each) for each in (0.4, (0.4,) * 3, [0.4] * 3))
+    assert [config.jitter for config in made] == [(0.4, 0.4, 0.4)] * 3
+
+
+def test_labels_of_other_images_are_refused(images: Any, make_labels: Callable[..., Path]) -> None:
+    """Those of a selection are found by its names, whatever says which images are in it."""
+    path = make_labels(Path(images.root).parent)
+    labels = tlt.open_labels(path, images.paths)
+    for other in (images.select([3, 1, 2, 0]), images.select(range(8)), images.select(images.classes == 2)):
+        with refuses(
+            r"labels are of other images than these of .*train, .*: open them with tlt.open_labels\(path, imag"
+        ):
+            tlt.Loader(other, labels, SQUARE, 2, workers=0)
+        (batch, *_) = tlt.Loader(other, tlt.open_labels(path, other.paths), SQUARE, 2, workers=0)
+        assert (batch.labels.ids[:, 0, 2, 2] == batch.classes).all()
+    assert {*images.select(images.classes == 2).classes} == {2}
+    tlt.Loader(tlt.open_images(images.root, "train", allow_root=True), labels, SQUARE, 2, workers=0)
 
 
 def test_a_class_id_that_the_model_does_not_have_names_its_label(

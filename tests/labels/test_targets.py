@@ -82,7 +82,7 @@ def test_without_maps_and_with_one_label_per_crop() -> None:
     for given in (None, labels):
         crop_only = make_targets(given, *arguments, dense=False)
         assert crop_only.tokens is None and torch.equal(crop_only.cls, make_targets(given, *arguments).cls)
-    with pytest.raises(UserError, match="--uncovered zero is none of ignore, uniform"):
+    with pytest.raises(UserError, match="--uncovered zero: choose from ignore, uniform"):
         make_targets(labels, *arguments, uncovered="zero")
 
 

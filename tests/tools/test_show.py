@@ -97,7 +97,7 @@ def test_a_page_shows_what_the_pipeline_made(data: tuple[Path, Path]) -> None:
     ("flags", "message"),
     [
         ("--images nothing", "--images nothing names 0 images"),
-        ("--hflip nan", "--hflip nan: a probability lies in [0, 1]"),
+        ("--hflip nan", "--hflip nan: give 1 number, at least 0 and at most 1"),
         ("-o page.doc", "end the name in .png"),
         ("-o nowhere/page.png", "can't be written: No such file"),
         ("-o IMAGE", "exists already: remove it, or choose another name"),

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tlt.data.augment.counter import keys
 from tlt.data.augment.plan import Plan
-from tlt.errors import UserError
+from tlt.errors import UserError, in_range
 from tlt.io.text import printable
 from tlt.label_map import LabelBatch
 
@@ -58,8 +58,8 @@ class IndexStream:
     repeats: int = 1
 
     def __post_init__(self) -> None:
-        if not 0 <= self.rank < self.world_size:
-            raise ValueError(f"rank {self.rank} of {self.world_size}")
+        in_range("rank", self.rank, 0, self.world_size - 1)
+        in_range("--aug-repeats", self.repeats, 1)
         if self.global_batch <= 0 or self.global_batch % (self.world_size * self.micro_batches):
             raise UserError(
                 f"a global batch of {self.global_batch} images can't be shared by {self.world_size} ranks with "
@@ -163,6 +163,7 @@ class Batch:
         bad_labels: Images whose label map was replaced (`--bad-label skip` or `uniform`).
         plan: The augmentation; None in evaluation.
         key: What was asked for.
+        num_classes: Of the data set; 0: not known.
     """
 
     images: Tensor
@@ -175,6 +176,7 @@ class Batch:
     bad_labels: list[Skipped] = field(default_factory=list)
     plan: Plan | None = None
     key: BatchKey = BatchKey(0, ())
+    num_classes: int = 0
 
     @property
     def size(self) -> int:

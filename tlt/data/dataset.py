@@ -27,7 +27,7 @@ from tlt.data.backends.decode import INTERPOLATIONS, Backend, Encoded, PilBacken
 from tlt.data.batch import Batch, BatchKey, Skipped
 from tlt.data.sources.image_file import BadImage
 from tlt.data.sources.source import ImageSource
-from tlt.errors import UserError, WorkerDied
+from tlt.errors import UserError, WorkerDied, in_range, one_of
 from tlt.io.text import printable
 from tlt.label_map import LabelBatch, LabelMap
 
@@ -138,9 +138,12 @@ class TrainDataset(BatchDataset):
 
     Args:
         seed: Of crops, augmentation and replacements.
-        labels: Token labels in the folder's order.
+        labels: Token labels of the same images, in their order.
         backend: None: torchvision's.
         label_view: How the maps of a batch are read in place of the plan's own way, as `tlt.upstream.behaviour` does.
+
+    Raises:
+        UserError: The labels are of other images.
     """
 
     def __init__(
@@ -153,6 +156,11 @@ class TrainDataset(BatchDataset):
         label_view: LabelView | None = None,
     ) -> None:
         super().__init__(folder, backend or TorchvisionBackend())
+        if getattr(labels, "names", folder.paths) != folder.paths:
+            raise UserError(
+                f"the labels are of other images than these of {printable(self.root)}, or in another order: open them "
+                "with tlt.open_labels(path, images.paths)"
+            )
         self.config = config
         self.seed = seed
         self.labels = labels
@@ -185,7 +193,8 @@ class TrainDataset(BatchDataset):
             if self.label_view is not None:
                 labels, affine, visible = self.label_view(plan, labels)
         classes = torch.from_numpy(self.classes[shown])
-        return Batch(images, classes, torch.tensor(shown), affine, visible, labels, skipped, faults, plan, key)
+        about = labels, skipped, faults, plan, key, len(self.source.class_names)
+        return Batch(images, classes, torch.tensor(shown), affine, visible, *about)
 
     def replacement(self, epoch: int, index: int, attempt: int) -> int:
         """Index of the image that stands in for `index` in an epoch, after `attempt` (0, 1, ...) others failed."""
@@ -237,12 +246,9 @@ class EvalDataset(BatchDataset):
         backend: Backend | None = None,
     ) -> None:
         super().__init__(folder, backend or PilBackend())
-        if crop_mode not in CROP_MODES:
-            raise UserError(f"crop mode {crop_mode}: choose from {', '.join(CROP_MODES)}")
-        if interpolation not in INTERPOLATIONS:
-            raise UserError(f"interpolation {interpolation}: choose from {', '.join(INTERPOLATIONS)}")
-        if crop_pct <= 0:
-            raise UserError(f"--crop-pct {crop_pct}: give a positive ratio")
+        one_of("crop mode", crop_mode, CROP_MODES)
+        one_of("interpolation", interpolation, tuple(INTERPOLATIONS))
+        in_range("--crop-pct", crop_pct, 1e-6)
         self.size = size
         self.crop_pct = crop_pct
         self.crop_mode = crop_mode

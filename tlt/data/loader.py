@@ -30,7 +30,7 @@ from torch.utils.data import DataLoader, Sampler
 
 from tlt.data.batch import Batch, BatchKey, SkipCounter
 from tlt.data.dataset import LESS_MEMORY, BatchDataset, EvalDataset, WorkerStatus, out_of_memory
-from tlt.errors import UserError, WorkerDied
+from tlt.errors import UserError, WorkerDied, in_range
 from tlt.io.jobs import START_METHOD, begin_process, starting_processes
 from tlt.io.text import printable
 
@@ -67,6 +67,8 @@ class DeviceLoader:
         timeout: float = DEFAULT_TIMEOUT,
         skips: SkipCounter | None = None,
     ) -> None:
+        in_range("--workers", workers, 0)
+        in_range("--loader-timeout", timeout, 0)
         self.skips = skips or SkipCounter(len(dataset))
         self.device = torch.device(device)
         on_cuda = self.device.type == "cuda"

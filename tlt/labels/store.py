@@ -13,7 +13,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from tlt.errors import MachineFault, UserError
+from tlt.errors import MachineFault, UserError, one_of
 from tlt.io.names import Names
 from tlt.io.text import printable
 from tlt.label_map import FULL_AREA, NO_AREA, Area, LabelMap, centre_square
@@ -82,10 +82,9 @@ def open_labels(
         UserError: The labels were made for other classes, all are missing, or there is no log-sum-exp that `"exact"`
             needs; with `"stop"` also if any is missing.
     """
-    if bad_label not in BAD_LABEL_POLICIES:
-        raise UserError(f"--bad-label {bad_label} is none of {', '.join(BAD_LABEL_POLICIES)}")
-    if area not in (None, *AREAS):
-        raise UserError(f"--token-label-area {area} is none of {', '.join(AREAS)}")
+    one_of("--bad-label", bad_label, BAD_LABEL_POLICIES)
+    one_of("--token-label-area", area, (None, *AREAS))
+    one_of("--label-tail", label_tail, ("zero", "exact"))
     packed = names if isinstance(names, Names) else Names(names)
     reader: Reader
     if is_archive(path):

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from tlt.errors import UserError
+from tlt.errors import UserError, in_range
 from tlt.mixtoken import Box, mix_cells, mix_tokens
 from tlt.models.spatial import (
     Shrinking,
@@ -171,6 +171,7 @@ def with_dense_head(model: Any, img_size: tuple[int, int] | None = None) -> Any:
         raise UserError(f"{_name(model)} can't get a dense head: it lacks classes, forward_features or forward_head")
     if not isinstance(getattr(model, "patch_drop", None), nn.Identity | None):
         raise UserError(f"{_name(model)} can't get a dense head: it drops patches in training (patch_drop_rate)")
+    in_range("img_size", img_size or _own_size(model), 1, counts=(2,))
     size = _own_size(model) if img_size is None else (img_size[0], img_size[1])
     try:
         found = find_tokens(model, size)

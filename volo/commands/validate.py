@@ -147,7 +147,7 @@ def open_folder(args: Namespace, config: dict[str, Any], model: TimmModel, world
     if args.image_list:
         folder = part(folder, listed_images(folder, args.image_list))
     if args.num_samples is not None and args.num_samples < len(folder):
-        folder = folder.select(np.linspace(0, len(folder) - 1, args.num_samples).round())
+        folder = folder.select(np.linspace(0, len(folder) - 1, args.num_samples).round().astype(int))
     outputs = len(read_numbers(args.valid_labels)) if args.valid_labels else model.num_classes
     beyond = [] if args.knn else check_num_classes(folder, outputs)
     say([f"warning: {warning}" for warning in folder.warnings + beyond], world.is_primary)

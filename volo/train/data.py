@@ -131,7 +131,7 @@ def as_list(images: ImageSource) -> bytes:
 
 def part(images: ImageSource, mask: Mask) -> ImageSource:
     """The images where `mask` is true, without the warnings of the whole."""
-    return replace(images.select(np.flatnonzero(mask)), warnings=[])
+    return replace(images.select(mask), warnings=[])
 
 
 def open_labels(

@@ -68,7 +68,7 @@ class Distillation:
         def taught(images: Tensor, **options: Any) -> Any:
             """The model, and beside its result the teacher's loss."""
             began = _now(images.device)
-            lesson = self.distance.lesson(batch, self._seen, images)
+            lesson = self.distance.lesson(batch, self._seen, images if self._seen is None else None)
             self._laps.append((began, _now(images.device)))
             if self.distance.kind == "logit":
                 outputs = model(images, **options)

@@ -22,6 +22,7 @@ from tlt import geometry
 from tlt.data.augment.counter import normal_noise
 from tlt.data.augment.operations import OPERATIONS, luma, send, warp
 from tlt.data.augment.plan import BICUBIC, BILINEAR, AugmentConfig, Plan
+from tlt.errors import in_range
 from tlt.io.chunks import image_chunks
 
 Ints = npt.NDArray[np.int64]
@@ -129,6 +130,12 @@ def _erase(images: Tensor, plan: Plan, mode: str) -> Tensor:
     return images
 
 
+def check_normalisation(mean: Sequence[float], std: Sequence[float]) -> None:
+    """Raise UserError: they are not one or three means of pixels in [0, 1], and as many deviations."""
+    in_range("--mean", mean, 0, 1, counts=(1, 3))
+    in_range("--std", std, 1e-6, 1, counts=(len(mean),))
+
+
 class EvalStage(nn.Module):
     """uint8 images (B, 3, H, W) -> float32, (x / 255 - mean) / std.
 
@@ -140,6 +147,7 @@ class EvalStage(nn.Module):
 
     def __init__(self, mean: Sequence[float], std: Sequence[float]) -> None:
         super().__init__()
+        check_normalisation(mean, std)
         levels, deviations = (255 * torch.tensor(tuple(part)).view(1, -1, 1, 1) for part in (mean, std))
         self.register_buffer("mean", levels, persistent=False)
         self.register_buffer("scale", 1 / deviations, persistent=False)

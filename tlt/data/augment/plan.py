@@ -14,7 +14,7 @@ uniform numbers in [0, 1).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from functools import partial
@@ -26,7 +26,7 @@ from tlt import geometry
 from tlt.data.augment import rand_augment
 from tlt.data.augment.counter import keys, uniform
 from tlt.data.augment.rand_augment import Kernel, RandAugmentPolicy
-from tlt.errors import UserError
+from tlt.errors import UserError, in_range, one_of
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
@@ -67,7 +67,7 @@ class AugmentConfig:
     hflip: float = 0.5
     vflip: float = 0.0
     auto_augment: str | None = "rand-m9-mstd0.5-inc1"
-    color_jitter: float | tuple[float, ...] | None = 0.4  # brightness, contrast, saturation; off with auto_augment
+    color_jitter: float | Sequence[float] | None = 0.4  # brightness, contrast, saturation; off with auto_augment
     interpolation: str = "random"
     reprob: float = 0.25
     remode: str = "pixel"
@@ -76,32 +76,25 @@ class AugmentConfig:
     no_aug: bool = False  # squash the whole image to `size` and do nothing else, as timm's --no-aug
 
     def __post_init__(self) -> None:
-        checks = {
-            f"--img-size {self.size}: sizes are positive": min(self.size) > 0,
-            f"--scale {self.scale}: give 0 < smallest <= largest": 0 < self.scale[0] <= self.scale[1],
-            f"--ratio {self.ratio}: give 0 < smallest <= largest": 0 < self.ratio[0] <= self.ratio[1],
-            f"--hflip {self.hflip}: a probability lies in [0, 1]": 0 <= self.hflip <= 1,
-            f"--vflip {self.vflip}: a probability lies in [0, 1]": 0 <= self.vflip <= 1,
-            f"--reprob {self.reprob}: a probability lies in [0, 1]": 0 <= self.reprob <= 1,
-            f"--recount {self.recount}: erase at least one box, or set --reprob 0": self.recount >= 1,
-            f"--remode {self.remode}: choose from {', '.join(ERASE_MODES)}": self.remode in ERASE_MODES,
-            f"--train-interpolation {self.interpolation}: choose from {', '.join(INTERPOLATIONS)}": self.interpolation
-            in INTERPOLATIONS,
-            f"--color-jitter {self.color_jitter}: give one factor or three, none negative": len(self._strengths) == 3
-            and min(self._strengths) >= 0,
-            f"--mean {self.mean}: give three values in [0, 1]": len(self.mean) == 3
-            and all(0 <= value <= 1 for value in self.mean),
-        }
-        for message, holds in checks.items():
-            if not holds:
-                raise UserError(message)
+        in_range("--img-size", self.size, 1, counts=(2,))
+        for name in ("scale", "ratio"):
+            in_range(f"--{name}", pair := getattr(self, name), 0, counts=(2,))
+            if not 0 < pair[0] <= pair[1]:
+                raise UserError(f"--{name} {pair}: give 0 < smallest <= largest")
+        for name in ("hflip", "vflip", "reprob"):
+            in_range(f"--{name}", getattr(self, name), 0, 1)
+        in_range("--recount", self.recount, 1)
+        one_of("--remode", self.remode, ERASE_MODES)
+        one_of("--train-interpolation", self.interpolation, tuple(INTERPOLATIONS))
+        in_range("--color-jitter", self._strengths, 0, counts=(3,))
+        in_range("--mean", self.mean, 0, 1, counts=(3,))
         if self.auto_augment:
             rand_augment.parse(self.auto_augment)
 
     @property
     def _strengths(self) -> tuple[float, ...]:
         jitter = self.color_jitter
-        return jitter if isinstance(jitter, tuple) else (jitter or 0.0,) * 3
+        return tuple(jitter) if isinstance(jitter, Sequence) else (jitter or 0.0,) * 3
 
     @property
     def policy(self) -> RandAugmentPolicy | None:

@@ -81,8 +81,8 @@ class ImageSource:
         self.class_names = list(class_names)
 
     def select(self, rows: Sequence[int] | np.ndarray) -> ImageSource:
-        """The images `rows` in that order, as a source of their own."""
-        rows = np.asarray(rows, np.int64)
+        """The images `rows` in that order, or those where `rows` (N,) is true, as a source of their own."""
+        rows = np.arange(len(self))[rows if len(rows) else []]
         about = self.class_names, self.folder_names, self.warnings
         paths = Names(self.paths[row] for row in rows)
         return SelectedImages(self.root, paths, self.classes[rows], *about, whole=self, rows=rows)
