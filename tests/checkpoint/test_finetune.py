@@ -18,6 +18,8 @@ from tlt.utils import load_pretrained_weights
 from volo.checkpoint.finetune import FinetuneReport, load_finetune, load_weights
 from volo.checkpoint.model_config import model_config_of
 
+UNFETCHED = {"hf_hub_id": None, "url": "", "custom_load": False, "num_classes": 10}
+
 
 def build(name: str = "volo_test", seed: int = 0, **kwargs: Any) -> nn.Module:
     torch.manual_seed(seed)
@@ -88,12 +90,64 @@ def test_position_embedding_is_resized(tmp_path: Path, name: str, size: tuple[in
     assert model(torch.randn(1, 3, *size)).shape == (1, 10)
 
 
-def test_lvvit_weights_of_an_oblong_grid(tmp_path: Path) -> None:
-    source, model = build("lvvit_test", seed=1, img_size=(32, 128)), build("lvvit_test", seed=2, img_size=(64, 64))
+NARROW = {"depth": 1, "embed_dim": 32, "num_heads": 2}
+SWIN = {"window_size": 4, "embed_dim": 16, "depths": (1, 1, 1, 1), "num_heads": (1, 1, 2, 2)}
+
+
+@pytest.mark.parametrize("load", [load_weights, load_finetune])
+@pytest.mark.parametrize(
+    ("name", "kwargs", "resized"),
+    [
+        ("vit_tiny_patch16_384", NARROW, ["pos_embed"]),
+        ("deit_tiny_distilled_patch16_224", NARROW, ["pos_embed"]),
+        ("vit_small_patch14_reg4_dinov2", NARROW | {"patch_size": 16}, ["pos_embed"]),
+        ("beit_base_patch16_224", NARROW, ["blocks.0.attn.relative_position_bias_table"]),
+        ("swin_tiny_patch4_window7_224", SWIN, ["layers.3.blocks.0.attn.relative_position_bias_table"]),
+        ("tnt_s_patch16_224", {"depth": 1}, ["patch_pos"]),
+    ],
+)
+def test_models_of_timm_are_resized_as_timm_resizes_them(
+    tmp_path: Path, name: str, kwargs: dict[str, Any], resized: list[str], load: Any
+) -> None:
+    kwargs, size = {**kwargs, "num_classes": 10}, (64, 160)
+    source, model = build(name, seed=1, img_size=128, **kwargs), build(name, seed=2, img_size=size, **kwargs)
+    torch.save(source.state_dict(), tmp_path / "bare")
+    file = {"pretrained": True, "pretrained_cfg_overlay": {"file": str(tmp_path / "bare"), **UNFETCHED}}
+    reference = timm.create_model(name, img_size=size, **file, **kwargs)
+    of_another_name = {"arch": name.replace("384", "224"), "model_config": {"img_size": [128, 128]}}
+    torch.save({"state_dict": source.state_dict(), **of_another_name}, tmp_path / "x")
+    report = load(model, tmp_path / "x")
+    assert (report.resized, report.dropped, report.missing) == (resized, [], [])
+    assert unchanged(states(reference), model)
+
+
+@pytest.mark.parametrize(
+    ("name", "kwargs", "misfit"),
+    [
+        ("cait_xxs24_224", NARROW | {"depth_token_only": 1}, "pos_embed"),
+        ("convit_tiny", NARROW, "pos_embed"),
+        ("levit_128s", {}, "stages.0.blocks.0.attn.attention_biases"),
+    ],
+)
+def test_what_timm_has_no_rule_to_resize_is_not_left_random(
+    tmp_path: Path, name: str, kwargs: dict[str, Any], misfit: str
+) -> None:
+    torch.save(build(name, img_size=128, **kwargs).state_dict(), tmp_path / "x")
+    model = build(name, img_size=96, num_classes=3, **kwargs)
+    before = states(model)
+    with pytest.raises(UserError, match=rf"x: {misfit}: the model's is .*{name} has no rule to resize it .*--img-size"):
+        load_finetune(model, tmp_path / "x")
+    assert unchanged(before, model)
+
+
+@pytest.mark.parametrize(("name", "kwargs"), [("lvvit_test", {}), ("vit_tiny_patch16_224", NARROW)])
+@pytest.mark.parametrize("size", [(64, 64), (128, 32)])
+def test_weights_of_an_oblong_grid(tmp_path: Path, name: str, kwargs: dict[str, Any], size: tuple[int, int]) -> None:
+    source, model = build(name, seed=1, img_size=(32, 128), **kwargs), build(name, seed=2, img_size=size, **kwargs)
     payload = {"state_dict": source.state_dict(), "model_config": {"img_size": [32, 128]}}
     torch.save(payload, tmp_path / "x")
     load_finetune(model, tmp_path / "x")
-    source.set_input_size((64, 64))
+    source.set_input_size(size)
     assert torch.equal(model.pos_embed, source.pos_embed)  # 2 x 8 tokens, not the square 4 x 4
 
 

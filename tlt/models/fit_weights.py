@@ -7,10 +7,12 @@ weights, which plain timm does not look at. No file and no model is changed.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
+from timm.layers import resample_abs_pos_embed
 from timm.models import adapt_input_conv
 from torch import Tensor, nn
 
@@ -37,20 +39,22 @@ class Fit:
     notes: dict[str, str]  # of resized and dropped names: what and why
     changeable: set[str]  # names of heads and input convolution, which other classes or channels explain
     replaced_heads: set[str]  # names of heads, where the class counts differ
+    bound: list[str]  # of those dropped, the ones whose shape may be that of another image size
 
 
 def fit_state_dict(model: nn.Module, state: dict[str, Tensor], source_size: tuple[int, int] | None = None) -> Fit:
     """Find the part of `state` that the model can take; the model is not changed.
 
     Heads of another class count are dropped, both of them; the input convolution is adapted to other channel counts as
-    timm does; the position embedding is resized to the model's grid; what then has another name or shape is dropped.
+    timm does; what belongs to an image size (position embeddings, tables of relative positions) is resized to the
+    model's, in timm's models by timm's own rules; what then has another name or shape is dropped.
 
     Args:
         state: Clean names, as `state_dict_of` returns.
-        source_size: (H, W) pixels that the weights were trained on, if known. Only LV-ViT weights of a grid that is not
-            square need it.
+        source_size: (H, W) pixels that the weights were trained on, if known. Only position embeddings (1, N, C) of a
+            grid that is not square need it.
     """
-    own, left = clean_state_dict(model), dict(state)
+    own, left, sized = clean_state_dict(model), dict(state), False
     notes: dict[str, str] = {}  # of every name that is not taken as it is
     heads = _drop_heads(model, own, left, notes)
     _adapt_input(model, own, left, notes)
@@ -58,6 +62,8 @@ def fit_state_dict(model: nn.Module, state: dict[str, Tensor], source_size: tupl
         before = left
         left, names = adapt_state_dict(target, left, source_grid(target, left, source_size))
         notes |= {n: f"{_shape(before[n])} -> {_shape(left[n])}" for n in names}
+    elif sized := bool((getattr(target, "pretrained_cfg", None) or {}).get("fixed_input_size")):
+        _resize_as_timm(target, own, left, notes, source_size)
     for name in [n for n, value in left.items() if n not in own or own[n].shape != value.shape]:
         shapes = f"the model's is {_shape(own[name])}, not {_shape(left[name])}" if name in own else "not in the model"
         notes[name] = shapes
@@ -66,7 +72,8 @@ def fit_state_dict(model: nn.Module, state: dict[str, Tensor], source_size: tupl
     dropped, missing = [n for n in notes if n not in left], [n for n in own if n not in left]
     ends = tuple(f"{layer}." for layer in head_names(model) + input_names(model))
     changeable, replaced = ({n for n in [*own, *state] if n.startswith(starts)} for starts in (ends, heads))
-    return Fit(left, kept, resized, dropped, missing, notes, changeable, replaced)
+    bound = [n for n in dropped if n in own and n not in changeable] if sized else []
+    return Fit(left, kept, resized, dropped, missing, notes, changeable, replaced, bound)
 
 
 def head_names(model: nn.Module) -> tuple[str, ...]:
@@ -116,6 +123,34 @@ def _adapt_input(model: nn.Module, own: dict[str, Tensor], left: dict[str, Tenso
         except (NotImplementedError, ValueError, AssertionError):  # channel counts it knows no rule for
             del left[name]
             notes[name] = f"{theirs} input channels, the model has {ours}"
+
+
+def _resize_as_timm(
+    model: Any, own: dict[str, Tensor], left: dict[str, Tensor], notes: dict[str, str], source_size: Grid | None
+) -> None:
+    """Resize what `left` has in another shape than a timm model by the function with which timm loads its own files.
+
+    That takes all grids for square: a position embedding of a `source_size` is given to timm's resampling with its own.
+    """
+    modules = [sys.modules[kind.__module__] for kind in type(model).__mro__]
+    family: Any = next((each for each in modules if hasattr(each, "checkpoint_filter_fn")), None)
+    if family is None:
+        return
+    found = dict(left)
+    try:
+        if source_size and "pos_embed" in found and hasattr(family, "resample_abs_pos_embed"):
+            (rows, cols), pos = model.patch_embed.dynamic_feat_size(source_size), found["pos_embed"]
+            prefix = pos.shape[1] - rows * cols
+            found["pos_embed"] = resample_abs_pos_embed(pos, model.patch_embed.grid_size, [rows, cols], prefix)
+        found |= family.checkpoint_filter_fn(dict(found), model)
+    except Exception:  # whatever it raises on weights that it has no rule for
+        return
+    other = tuple(f"{layer}." for layer in input_names(model))
+    misfits = [n for n in left if n in own and not n.startswith(other) and left[n].shape != own[n].shape]
+    for name in dict.fromkeys([*misfits, *(n for n in left if n == "pos_embed")]):
+        if found[name] is not left[name] and found[name].shape == own[name].shape:
+            notes[name] = f"{_shape(left[name])} -> {_shape(found[name])}"
+            left[name] = found[name]
 
 
 def _shape(tensor: Tensor) -> str:

@@ -75,7 +75,7 @@ def load_weights(
     missing = needed(fit.missing)
     if isinstance(unwrap(model), WithDenseHead):
         missing = [n for n in missing if not is_dense_head(n)]
-    if missing or fit.dropped or set(fit.resized) - {"pos_embed"}:
+    if missing or fit.dropped or fit.changeable & set(fit.resized):
         raise UserError(explain_misfit(model, fit, checkpoint, path))
     check_finite(fit.weights, path)
     load_clean(model, fit.weights, strict=False)
@@ -98,6 +98,11 @@ def load_finetune(
     misfits = [name for name in needed(fit.missing) + fit.dropped if name not in fit.changeable]
     if misfits and (other := other_architecture(model, checkpoint)):
         raise UserError(f"checkpoint is {other}, --model is {architecture(model)}: {path} (--finetune)")
+    if fit.bound:
+        raise UserError(
+            f"--finetune {path}: {fit.bound[0]}: {fit.notes[fit.bound[0]]}; {architecture(model)} has no rule to "
+            "resize it to another image size: train it at the checkpoint's (--img-size)"
+        )
     if report.share < _LEAST_SHARE:
         raise UserError(
             f"--finetune {path} does not fit --model {architecture(model)}: {len(fit.dropped)} of its tensors have "
