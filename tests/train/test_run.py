@@ -11,6 +11,7 @@ import torch
 
 from tests.train.small_run import arguments
 from tlt.data.batch import IndexStream
+from tlt.errors import UserError
 from volo.cluster.distributed import World
 from volo.train import loop, meter
 from volo.train.run import batch_record, dataset_defaults, settle, steps_to_keep
@@ -72,12 +73,34 @@ def test_a_resumed_run_keeps_what_its_checkpoint_was_fitted_to() -> None:
     assert (fresh.batch_size, fresh.num_classes, fresh.warmup_epochs) == (8, 3, 0)
     checkpoint = {"args": vars(fresh), "model_config": {"num_classes": 3}, "batch": batch}
     # More images and classes than before, on two processes: the same batch, classes and schedule.
-    again = settle(args, checkpoint, 5000, 4, 2)[0]
+    again, _, told = settle(args, checkpoint, 5000, 4, 2)
+    fitted = "--warmup-epochs 0 --cooldown-epochs 0 --checkpoint-hist 3 --num-classes 3 --batch-size 4 "
+    assert told == [f"as the run has begun: {fitted}--lr-base-scale sqrt"]
     assert str((again.batch_size, again.num_classes, again.warmup_epochs)) == "(4, 3, 0)"
     with pytest.raises(AttributeError, match="--lr is decided before the run is built"):
         again.lr = 1.0
     given = settle(arguments("--epochs 4 -b 2 --num-classes 9"), checkpoint, 54, 9, 1)[0]
     assert (given.batch_size, given.num_classes) == (2, 9)
+
+
+def test_fault_61_what_a_checkpoint_decides_is_checked_as_its_flag_is() -> None:
+    bad: dict[str, list[Any]] = {
+        "batch_size": [0, 10**5000, torch.ones(2), "many"],
+        "checkpoint_hist": [-1, True, {}],
+        "warmup_epochs": [-3, 2.5, float("nan")],
+        "cooldown_epochs": [10**9, [1]],
+        "lr_base_scale": ["cubic", 1, b"sqrt"],
+    }
+    for name, values in bad.items():
+        flag, good = f"--{name.replace('_', '-')}", "sqrt" if name == "lr_base_scale" else "7"
+        for value in values:
+            with pytest.raises(UserError, match=f"^{flag} in the checkpoint: .*; give {flag} a value") as told:
+                settle(arguments("--epochs 4"), {"args": {name: value}}, 54, 3, 1)
+            assert len(str(told.value)) < 300 and "\n" not in str(told.value)
+            given = settle(arguments(f"--epochs 4 {flag} {good}"), {"args": {name: value}}, 54, 3, 1)[0]
+            assert str(getattr(given, name)) == good
+        for nothing in (None, ""):  # timm's --lr-base-scale
+            settle(arguments("--epochs 4"), {"args": {name: nothing}}, 54, 3, 1)
 
 
 @pytest.mark.parametrize(

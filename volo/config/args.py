@@ -85,6 +85,23 @@ TRAIN = _Train(
 )
 
 
+def checked_settings(recorded: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a checkpoint has recorded of train.py's flags, by destination, without what is empty.
+
+    Raises:
+        UserError: The flag doesn't take such a value.
+    """
+    parser, checked = TRAIN.parser(), {}
+    for dest, value in recorded.items():
+        row = parser.flags[dest]
+        try:
+            if value is not None and not (isinstance(value, str) and not value):
+                checked[dest] = _convert(row, value, parser)
+        except (UserError, ValueError) as error:  # an int of many digits is not printed
+            raise UserError(f"{row.label} in the checkpoint: {error}; give {row.label} a value") from error
+    return checked
+
+
 def _not_overruled(recipe: Mapping[str, Any], given: Mapping[str, Any], flags: Mapping[str, Flag]) -> dict[str, Any]:
     """Return the recipe without the values that the command line overrules."""
     chosen = {dest for dest, value in given.items() if value is not False and value != ""}

@@ -74,6 +74,7 @@ class Text:
 INT = Number(int)
 COUNT = Number(int, low=0)
 POSITIVE = Number(int, low=1)
+EPOCHS = Number(int, low=0, high=10**6)
 FLOAT = Number(float)
 AMOUNT = Number(float, low=0)
 ABOVE_ZERO = Number(float, positive=True)

@@ -19,7 +19,7 @@ from tlt.data.loader import EvalLoader
 from volo.checkpoint.state import TrainState
 from volo.cluster.distributed import World
 from volo.cluster.stopping import StopGuard
-from volo.config.args import FrozenArgs, TrainArgs
+from volo.config.args import FrozenArgs, TrainArgs, checked_settings
 from volo.config.flag_rules import check_drop_path
 from volo.record.logger import Logger
 from volo.record.metrics import Arithmetic
@@ -96,10 +96,13 @@ def settle(
         world_size: Number of processes that see different images.
 
     Raises:
-        UserError: `--drop-path-mode subset` would drop nothing in batches of that size.
+        UserError: `--drop-path-mode subset` would drop nothing in batches of that size; or the checkpoint has a value
+            that its flag doesn't take.
     """
     decided, line = dataset_defaults(args, images, classes, world_size)
-    decided |= settings_from_checkpoint(checkpoint, args, world_size)
+    if kept := settings_from_checkpoint(checkpoint, args, world_size):
+        decided |= kept
+        line = _shown("as the run has begun", {k: v for k, v in decided.items() if v != getattr(args, k)})
     batch_size, asked = decided.get("batch_size", args.batch_size), args.grad_accum_steps
     steps, message = steps_to_keep(checkpoint, batch_size, asked, world_size)
     frozen = FrozenArgs(args, **decided | {"grad_accum_steps": steps})
@@ -127,16 +130,22 @@ def dataset_defaults(args: TrainArgs, images: int, classes: int, world_size: int
             fitted["lr_base_scale"] = "sqrt"
     fitted = {name: value for name, value in fitted.items() if name in args.defaulted and value != getattr(args, name)}
     check_drop_path(Namespace(**vars(args) | fitted))
-    shown = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in fitted.items())
-    return fitted, shown and f"defaults for {images} images of {classes} classes and {args.epochs} epochs: {shown}"
+    return fitted, _shown(f"defaults for {images} images of {classes} classes and {args.epochs} epochs", fitted)
+
+
+def _shown(what: str, values: dict[str, Any]) -> str:
+    """Return a line with the values as flags, "" without any."""
+    flags = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in values.items())
+    return flags and f"{what}: {flags}"
 
 
 def settings_from_checkpoint(checkpoint: dict[str, Any], args: TrainArgs, world_size: int) -> dict[str, Any]:
     """Return the fitted values that the checkpoint of a resumed run has: the run goes on with these."""
     recorded = [checkpoint.get(name) for name in ("args", "model_config", BATCH_KEY)]
     settings, config, batch = (each if isinstance(each, dict) else {} for each in recorded)
-    found = settings | {"num_classes": config.get("num_classes")}
-    kept = {k: v for k, v in found.items() if k in args.defaulted and type(v) in (int, str)}
+    kept = checked_settings({k: v for k, v in settings.items() if k in args.defaulted and k != "num_classes"})
+    if "num_classes" in args.defaulted and type(classes := config.get("num_classes")) is int:
+        kept["num_classes"] = classes
     each, images = world_size * args.grad_accum_steps, batch.get("global")
     if "batch_size" in kept and type(images) is int and images % (kept["batch_size"] * world_size):
         kept["batch_size"] = images // each if images % each == 0 else kept["batch_size"]  # more processes than before
