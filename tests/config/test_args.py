@@ -26,6 +26,8 @@ train | --epochs 0 | --epochs: 0 is out of range: at least 1
 train | --lr nan | --lr: nan is not a finite number
 train | --mixup-mode bogus | --mixup-mode: invalid choice: 'bogus'
 train | --model-kwargs depth | 'depth' is not KEY=VALUE
+train | --experiment ../../x | '../../x' leads out of the folder that it is to be in
+train | --output o --experiment /x | --experiment: '/x' leads out
 train | --data-dir /b | DATA_DIR is given twice: /data and --data-dir /b
 train | --scale 1.0 0.08 | the smaller first
 train | --mean 0.5 0.5 | --mean and --std take one number, or three

@@ -56,6 +56,7 @@ def test_values_have_the_type_they_have_on_the_command_line(
         ("epochs: 1.5", "--epochs: invalid int value: '1.5'"),
         ("epochs:", "epochs: has no value"),
         ("output: 2024-01-01", "needs quotes"),
+        ("experiment: a/../../b", "--experiment: 'a/../../b' leads out"),
         ("input_size: [3, 224]", "--input-size: expected 3 arguments"),
         ("model_kwargs: [1]", "no mapping"),
         ("epochs: 3\nepochs: 4", "'epochs' stands there twice"),

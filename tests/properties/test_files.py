@@ -7,6 +7,8 @@ import functools
 import io
 import json
 import operator
+import os
+import threading
 import zlib
 from collections.abc import Callable
 from contextlib import suppress
@@ -23,9 +25,14 @@ from hypothesis import strategies as st
 
 from tests.labels.packed import SHAPE, label_map, make_tree
 from tests.properties.outcomes import result_or_refusal, spoilt
+from tlt.data.sources import open_images
+from tlt.data.sources.folder import ImageFolder, read_class_map
 from tlt.data.sources.image_file import BadImage
 from tlt.data.sources.records import FORMAT, ROW, RecordImages
 from tlt.data.sources.records import _crc as table_crc
+from tlt.data.sources.tar_shards import scan_packed
+from tlt.data.sources.tfrecords import scan_records
+from tlt.errors import UserError
 from tlt.io.names import Names
 from tlt.io.weights import check_finite, peek_checkpoint, read_checkpoint, state_dict_of
 from tlt.label_map import LabelMap
@@ -36,8 +43,13 @@ from tlt.labels.tree import read_map
 from tlt.tools.pack import pack, unpack
 from volo.checkpoint.resume import find_resume
 from volo.checkpoint.state import TrainState, optimizer_state_of
+from volo.cluster import preflight
+from volo.commands.predict import names_of_classes
 from volo.commands.report import run as report
+from volo.commands.validate import RealLabels, read_numbers
+from volo.config.args import TRAIN, load_yaml
 from volo.config.flags_programs import REPORT
+from volo.train.data import listed_images
 
 pytestmark = pytest.mark.filterwarnings("ignore:Detected pickle protocol")  # torch, of bytes that aren't one
 
@@ -163,6 +175,47 @@ def test_spoilt_files_without_checksums_are_refused_or_read(data: st.DataObject,
         result_or_refusal(lambda: check_finite(state_dict_of(found, path=file), file))
     file.write_bytes(data.draw(spoilt((tree / "labels.json").read_bytes())))
     result_or_refusal(lambda: LabelInfo.read(file))
+
+
+ANY: Any = None
+THREE_CLASSES: Any = SimpleNamespace(model=SimpleNamespace(num_classes=3))
+# How each file that a user names is opened.
+OPENED: dict[str, Callable[[str], object]] = {
+    "recipe": lambda file: load_yaml(file, TRAIN.parser()),
+    "class map": read_class_map,
+    "table": lambda file: open_images(os.path.dirname(file), "train", f"csv/{os.path.basename(file)}"),
+    "image list": lambda file: listed_images(ImageFolder("", NAMES, np.zeros(3), ["a"]), file),
+    "valid labels": read_numbers,
+    "real labels": lambda file: RealLabels(file, ANY, ANY),
+    "class names": lambda file: names_of_classes(file, THREE_CLASSES),
+    "label": read_map,
+    "labels.json": LabelInfo.read,
+    "checkpoint": read_checkpoint,
+    "tar": scan_packed,
+    "TFRecord": scan_records,
+    "preflight": preflight._size,
+}
+
+
+@pytest.mark.parametrize("kind", OPENED)
+def test_no_pipe_is_waited_for(kind: str, tmp_path: Path) -> None:
+    """One that is read all the same gets a writer, who writes nothing."""
+    pipe, over = str(tmp_path / "pipe"), threading.Event()
+    os.mkfifo(pipe)
+
+    def write() -> None:
+        while not over.wait(0.02):
+            with suppress(OSError):  # nobody reads
+                os.close(os.open(pipe, os.O_WRONLY | os.O_NONBLOCK))
+
+    (writer := threading.Thread(target=write)).start()
+    try:
+        with pytest.raises((UserError, OSError), match="regular file") as caught:
+            OPENED[kind](pipe)
+    finally:
+        over.set()
+        writer.join()
+    assert pipe in str(caught.value)
 
 
 _SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import stat
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -79,6 +80,26 @@ def blamed_on(file: str | Path | None, what: str = "can't be used", remedy: str 
         raise UserError(f"{shown} {what} ({reason}): {remedy}") from error
 
 
+def regular_only(path: str, flags: int) -> int:
+    """An `opener` of `open` for files that users name. Raises OSError: it is a folder, a device, or a pipe, which might
+    wait for its writer for ever."""
+    descriptor = os.open(path, flags | READ_FLAGS)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "not a regular file but a directory, pipe or device", path)
+    return descriptor
+
+
+def read_bytes(path: str | Path) -> bytes:
+    """All bytes of a regular file. Raises what `with_retries` and `regular_only` raise."""
+
+    def read() -> bytes:
+        with open(path, "rb", opener=regular_only) as file:
+            return file.read()
+
+    return with_retries(read, str(path))
+
+
 def sync_folder(folder: str | Path) -> None:
     """Wait until the names in a folder are on the disk (not on Windows, where folders can't be opened)."""
     if os.name == "nt":
@@ -138,7 +159,7 @@ def read_json(path: str | Path, format_name: str) -> dict[str, Any]:
     """The JSON object in a file, whose `format` says what it is. Raises UserError if it is something else."""
     shown = printable(str(path))
     try:
-        content = json.loads(Path(path).read_bytes())
+        content = json.loads(read_bytes(path))
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{shown} can't be read as JSON: {error}") from error
     if not isinstance(content, dict) or content.get("format") != format_name:

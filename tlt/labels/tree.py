@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from tlt.errors import UserError
-from tlt.io.files import with_retries
+from tlt.io.files import read_bytes
 from tlt.io.jobs import SearchProgress
 from tlt.io.names import Names
 from tlt.io.text import natural_sorted, printable
@@ -118,7 +118,7 @@ def read_map(path: str | Path, num_classes: int | None = None) -> LabelMap:
     """
     shown = f"label {printable(str(path))}"
     try:
-        tensor = load_plain(io.BytesIO(with_retries(Path(path).read_bytes, str(path))), shown)
+        tensor = load_plain(io.BytesIO(read_bytes(path)), shown)
     except OSError as error:
         raise UserError(f"{shown} can't be read: {error.strerror}") from error
     if not isinstance(tensor, torch.Tensor):
@@ -185,7 +185,7 @@ class TreeReader:
             path = self.path(index)
             digest.update(os.fsencode(os.path.relpath(path, self.root)))
             with suppress(OSError):  # one that is missing
-                digest.update(with_retries(Path(path).read_bytes, path))
+                digest.update(read_bytes(path))
         return (file.read_bytes() if file.is_file() else b"") + digest.digest()
 
     def extra(self) -> list[str]:

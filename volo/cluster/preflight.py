@@ -30,6 +30,7 @@ import torch.distributed as dist
 
 from tlt import __version__
 from tlt.errors import UserError
+from tlt.io.files import regular_only
 from tlt.io.text import some_names, table
 from volo.cluster.distributed import World, from_all, from_primary, init_world, shut_down
 from volo.cluster.topology import read, read_machine
@@ -147,7 +148,7 @@ def _size(path: str) -> int:
     """Return the bytes of a file, or how many entries a folder has."""
     if os.path.isdir(path):
         return len(os.listdir(path))
-    with open(path, "rb") as file:
+    with open(path, "rb", opener=regular_only) as file:
         return file.seek(0, os.SEEK_END)
 
 

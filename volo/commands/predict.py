@@ -27,7 +27,7 @@ from torch import Tensor
 from tlt.data.loader import EvalLoader
 from tlt.data.sources.folder import FolderListing, ImageFolder
 from tlt.errors import UserError, require
-from tlt.io.files import refuse_existing
+from tlt.io.files import read_bytes, refuse_existing
 from tlt.io.jobs import Progress
 from tlt.io.text import printable, table
 from tlt.labels.annotate import labelled_area
@@ -162,7 +162,7 @@ def names_of_classes(path: str, trained: TrainedModel) -> list[str]:
         known = class_names(trained.config, count)
         return known if len(known) == count else [str(number) for number in range(count)]
     try:
-        names = Path(path).read_text(encoding="utf-8").splitlines()
+        names = read_bytes(path).decode().splitlines()
     except (OSError, ValueError) as error:
         raise UserError(f"--class-names {path} can't be read: {error}") from error
     if len(names) != count:

@@ -30,6 +30,7 @@ from tlt.data.sources import open_images
 from tlt.data.sources.folder import check_num_classes, read_class_map
 from tlt.data.sources.source import ImageSource
 from tlt.errors import UserError
+from tlt.io.files import read_bytes
 from tlt.models.folding import fold_batchnorm
 from volo.checkpoint.checkpoint import checkpoints_in
 from volo.cluster.distributed import World, init_world, lost_rank_explained, primary_first, shut_down
@@ -180,7 +181,7 @@ def read_numbers(path: str) -> list[int]:
         UserError: The file can't be read or holds something else.
     """
     try:
-        return [int(line) for line in Path(path).read_text().split()]
+        return [int(line) for line in read_bytes(path).split()]
     except (OSError, ValueError) as error:
         raise UserError(f"--valid-labels {path}: one class number per line is needed ({error})") from error
 
@@ -207,7 +208,7 @@ class RealLabels:
 
     def __init__(self, path: str, dataset: EvalDataset, world: World) -> None:
         try:
-            entries = json.loads(Path(path).read_text())
+            entries = json.loads(read_bytes(path))
             self.labels = {f"ILSVRC2012_val_{i:08d}": set(map(int, each)) for i, each in enumerate(entries, start=1)}
         except (OSError, ValueError, TypeError) as error:
             raise UserError(f"--real-labels {path}: a JSON list of class lists is needed ({error})") from error

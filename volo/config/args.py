@@ -16,6 +16,7 @@ from typing import Any
 import yaml
 
 from tlt.errors import UserError
+from tlt.io.files import regular_only
 from volo.config.flag_rules import check_train, join_data_dir
 from volo.config.flag_table import Flag, FlagParser, Program, key_value, nearest
 from volo.config.flags_data import AUGMENTED, TOKEN_LABELS
@@ -186,7 +187,7 @@ def load_yaml(path: str, parser: FlagParser) -> dict[str, Any]:
 
 def _mapping(path: str) -> dict[Any, Any]:
     try:
-        with open(path, encoding="utf-8") as file:
+        with open(path, encoding="utf-8", opener=regular_only) as file:
             content = yaml.load(file, Loader=_Loader)  # noqa: S506 (a SafeLoader)
     except OSError as error:
         raise UserError(f"--config {path}: {error.strerror}") from error

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple, NoReturn
 
 from tlt import __version__
 from tlt.errors import UserError
+from tlt.io.text import leads_out
 
 
 @dataclass(frozen=True)
@@ -81,6 +82,13 @@ ABOVE_ZERO = Number(float, positive=True)
 SEED = Number(int, low=0, high=2**63 - 1)
 SHARE = Number(float, low=0, high=1)
 NAME, PATH, FILE, DIR, TEXT = map(Text, ("NAME", "PATH", "FILE", "DIR", "TEXT"))
+
+
+def name_below(text: str) -> str:
+    """A type of values: the name of a folder below another one. Raises argparse.ArgumentTypeError: it is elsewhere."""
+    if leads_out(text):
+        raise argparse.ArgumentTypeError(f"{text!r} leads out of the folder that it is to be in: give a name alone")
+    return text
 
 
 def key_value(text: str) -> tuple[str, Any]:

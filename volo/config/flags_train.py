@@ -30,6 +30,7 @@ from volo.config.flag_table import (
     Number,
     flag,
     key_value,
+    name_below,
     switch,
 )
 from volo.config.flags_data import AUGMENTATION, DATA, DEBUG, DEVICE, DISTILLATION, MODEL_KWARGS, POOL, TOKEN_LABELS
@@ -106,7 +107,7 @@ RUN = Group(
     "Run",
     flag("-c --config", FILE, "", "YAML recipe, or its name; flags win over it"),
     flag("--output", DIR, "", "folder for run directories (output/train)"),
-    flag("--experiment", NAME, "", "name of the run directory (TIME-MODEL-SIZE)"),
+    flag("--experiment", name_below, "", "name of the run directory (TIME-MODEL-SIZE)", metavar="NAME"),
     flag("--seed", SEED, 42, "seed of weights, data order, augmentation and MixToken"),
     DEVICE,
     switch("--dry-run", "check flags, data and model, print what would run, and stop before the first step"),

@@ -23,6 +23,7 @@ from tlt.data.sources import open_images
 from tlt.data.sources.folder import compare_classes, read_class_map
 from tlt.data.sources.source import ImageSource
 from tlt.errors import UserError
+from tlt.io.files import regular_only
 from tlt.io.jobs import SearchProgress
 from tlt.io.text import printable, some_names
 from volo.cluster.distributed import World
@@ -110,7 +111,7 @@ def listed_images(images: ImageSource, file: str, missing_allowed: bool = False)
         UserError: The file can't be read, or names images that are not there.
     """
     try:
-        with open(file, encoding="utf-8", errors="surrogateescape") as lines:
+        with open(file, encoding="utf-8", errors="surrogateescape", opener=regular_only) as lines:
             names = {line.rstrip("\n") for line in lines if line.strip()}
     except OSError as error:
         raise UserError(f"image list {printable(file)} can't be read ({error.strerror})") from error

@@ -18,6 +18,7 @@ import numpy as np
 from tlt.data.sources.image_file import DEFAULT_MAX_PIXELS, image_extensions, read_file
 from tlt.data.sources.source import Found, ImageSource, left_out_lines
 from tlt.errors import MissingSplit, UserError
+from tlt.io.files import regular_only
 from tlt.io.jobs import SearchProgress
 from tlt.io.names import Names
 from tlt.io.text import leads_out, natural_key, natural_sorted, printable, some_names
@@ -201,7 +202,7 @@ def _rows(file: str) -> list[dict[str, str]]:
     """The rows, with their paths in the usual form (`a.jpg` for `./a.jpg`)."""
     shown, rows = printable(file), list[dict[str, str]]()
     try:
-        with open(file, newline="", encoding="utf-8-sig") as lines:
+        with open(file, newline="", encoding="utf-8-sig", opener=regular_only) as lines:
             reader = csv.DictReader(lines)
             if not {"path", "class"} <= {*(reader.fieldnames or ())}:
                 raise UserError(f"{shown} is no table, with commas, of columns 'path' and 'class' in its first line")
@@ -306,7 +307,7 @@ def read_class_map(path: str | os.PathLike[str]) -> list[str]:
     """
     path = os.fspath(path)
     try:
-        with open(path, encoding="utf-8") as file:
+        with open(path, encoding="utf-8", opener=regular_only) as file:
             names = [line.strip() for line in file if line.strip()]
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"class map {printable(path)} can't be read as a text file of class names: {error}") from error

@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 import io
 import os
-import stat
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -21,7 +20,7 @@ try:
 except ImportError:  # there is no wheel for a new Python: Pillow decodes to the same pixels
     simplejpeg = None
 
-from tlt.io.files import READ_FLAGS, is_machine_fault, read_into, with_retries
+from tlt.io.files import READ_FLAGS, is_machine_fault, read_into, regular_only, with_retries
 
 # Pillow warns of odd metadata, which nothing here looks at, and of sizes that --max-pixels judges.
 warnings.filterwarnings("ignore", module=r"PIL\.")
@@ -67,12 +66,9 @@ def read_file(path: str, max_pixels: int = DEFAULT_MAX_PIXELS) -> bytearray:
     """
 
     def read() -> bytearray:
-        descriptor = os.open(path, READ_FLAGS)
+        descriptor = regular_only(path, READ_FLAGS)
         try:
-            info = os.fstat(descriptor)
-            if not stat.S_ISREG(info.st_mode):
-                raise BadImage("not a regular file")
-            data = bytearray(check_length(info.st_size, max_pixels))
+            data = bytearray(check_length(os.fstat(descriptor).st_size, max_pixels))
             if (done := read_into(data, descriptor, 0)) < len(data):
                 raise BadImage(f"file ends after {done} of {len(data)} bytes")
             return data

@@ -33,7 +33,7 @@ from tlt.data.sources.image_file import image_extensions
 from tlt.data.sources.records import ROW, FileRecords, RecordImages
 from tlt.data.sources.source import MAX_CLASS, Found
 from tlt.errors import MissingSplit, UserError
-from tlt.io.files import blamed_on, read_at
+from tlt.io.files import blamed_on, read_at, regular_only
 from tlt.io.text import leads_out, printable, some_names
 
 LABEL_KEY = "label"  # of KEY.json, where there is no KEY.cls
@@ -244,7 +244,7 @@ class _Headers(io.FileIO):
 
 def _infos(path: str) -> Iterator[tarfile.TarInfo]:
     """Every member, in order. Raises TarError: the tar is cut or damaged."""
-    with _Headers(path) as file, tarfile.open(fileobj=file, mode="r:") as tar:
+    with _Headers(path, opener=regular_only) as file, tarfile.open(fileobj=file, mode="r:") as tar:
         length, end = os.fstat(file.fileno()).st_size, 0
         while (info := tar.next()) is not None:
             file.left = _LONGEST_TEXT

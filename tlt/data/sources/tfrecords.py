@@ -26,6 +26,7 @@ from tlt.data.sources.image_file import most_bytes
 from tlt.data.sources.records import ROW, FileRecords, RecordImages
 from tlt.data.sources.source import MAX_CLASS, Found, check_classes, class_folder, numbered_names
 from tlt.errors import MissingSplit, UserError, require
+from tlt.io.files import regular_only
 from tlt.io.text import leads_out, natural_key, natural_sorted, printable, some_names
 
 # Names of the features: TensorFlow's image records, then tensorflow_datasets'.
@@ -159,7 +160,7 @@ def scan_records(path: str) -> FileRecords:
         UserError: It is cut, damaged or compressed, or a record has no image or not one class.
     """
     rows, names, class_texts = [], [], []
-    with open(path, "rb") as file:
+    with open(path, "rb", opener=regular_only) as file:
         length = os.fstat(file.fileno()).st_size
         for number, (offset, record) in enumerate(_records(file, path, length)):
             shown = f"record {number} of {printable(path)}"
