@@ -63,7 +63,6 @@ def test_what_is_used_where() -> None:
     with torch.autocast("cpu", torch.bfloat16):
         assert products(Wrapped(layer), x) == 0 and linear(layer, x).dtype is torch.bfloat16
     assert products(Wrapped(nn.Linear(4, 3).double()), x.double()) == 0
-    assert "onednn" not in torch.export.export(Wrapped(layer), (x,)).graph_module.code
     assert "onednn" not in str(torch.jit.trace(Wrapped(layer), x).graph)
     assert torch.fx.symbolic_trace(Wrapped(layer)).graph.find_nodes(op="call_module", target="layer")
     seen: list[Tensor] = []

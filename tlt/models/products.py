@@ -118,12 +118,17 @@ def _flops(x: torch.Size, weight: torch.Size, *others: Any, out_shape: Any = Non
 
 def transformed() -> bool:
     """Whether a transformation of `torch.func` is active, which custom operators break or give zero for."""
-    return not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()
+    return torch._C._are_functorch_transforms_active()
+
+
+# Before 2.12 whatever `torch.compile` traces hears True from `torch.compiler.is_exporting()`, not the flag behind it.
+_TOLD_IN_TRACES = torch.__version__ >= "2.12"
 
 
 def own_operators_fit() -> bool:
     """Whether custom operators may be used: nothing exports, traces or transforms these operations."""
-    return not (torch.compiler.is_exporting() or torch.jit.is_tracing() or transformed())
+    exporting = torch.compiler.is_exporting() if _TOLD_IN_TRACES else torch.compiler._is_exporting_flag
+    return not (exporting or torch.jit.is_tracing() or transformed())
 
 
 # Up to here products written out are faster than torch's fused attention on a CPU with AVX-512 in bfloat16: forward and
