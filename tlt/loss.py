@@ -19,7 +19,7 @@ from tlt.io.chunks import image_chunks
 from tlt.label_map import FULL_AREA, Area
 from tlt.mix import MixRatios
 from tlt.mixtoken import Box, mixed_share
-from tlt.models.wrap import TOKEN_LABEL_MODELS
+from tlt.models.wrap import DENSE_LAYERS, TOKEN_LABEL_MODELS
 from tlt.targets import SparseLabels, Targets, make_targets
 
 if TYPE_CHECKING:
@@ -76,6 +76,7 @@ class TokenLabelLoss:
 
         Args:
             model: VOLO, LV-ViT, or what `with_dense_head` returned; not wrapped by DistributedDataParallel or compiled.
+                Its dense head takes no gradient where `dense_weight` is 0: DistributedDataParallel would wait for it.
             settings: Other arguments of the class.
 
         Raises:
@@ -84,6 +85,9 @@ class TokenLabelLoss:
         if not isinstance(model, TOKEN_LABEL_MODELS):
             raise UserError(f"{type(model).__name__} has no dense head: call tlt.with_dense_head(model, img_size)")
         in_range("img_size", img_size, 1, counts=(2,))
+        if not settings.get("dense_weight", cls.dense_weight):
+            for layer in filter(None, (getattr(model, name, None) for name in DENSE_LAYERS)):
+                layer.requires_grad_(False)
         grid = model.token_grid(img_size)
         return cls(grid, model.num_classes, window=model.token_positions(img_size).window(grid, img_size), **settings)
 

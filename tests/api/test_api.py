@@ -7,7 +7,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -16,6 +16,8 @@ from typing import Any
 import pytest
 import timm
 import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
 import tlt
 import volo
@@ -252,6 +254,26 @@ def test_a_criterion_of_a_model_knows_where_its_tokens_lie() -> None:
     assert criterion.grid == model.token_grid((64, 64)) and criterion.dense_weight == 0.25
     assert criterion.window == model.token_positions((64, 64)).window(criterion.grid, (64, 64)) != (0, 0, 1, 1)
     assert replace(criterion, num_classes=5).window == criterion.window
+
+
+@pytest.fixture
+def process_group() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("name", ["volo_test", "lvvit_test", "test_vit", "test_resnet"])
+def test_a_dense_weight_of_0_trains_on_several_ranks(process_group: None, images: Any, name: str) -> None:
+    size = {} if name == "test_resnet" else {"img_size": 64}
+    model = tlt.with_dense_head(timm.create_model(name, num_classes=4, **size), (64, 64))
+    criterion = tlt.TokenLabelLoss.of(model, (64, 64), dense_weight=0.0)
+    ranks = DistributedDataParallel(model)
+    for batch in tlt.Loader(images, None, tlt.AugmentConfig((64, 64)), 8, workers=0):
+        outputs = ranks(batch.images, dense=True)
+        criterion(outputs, criterion.targets(batch)).total.backward()
+    untrained = {name for name, parameter in model.named_parameters() if parameter.grad is None}
+    assert untrained == {name for name, _ in model.named_parameters() if name.startswith("aux_")} != set()
 
 
 def test_versions_agree_and_both_packages_are_typed() -> None:
