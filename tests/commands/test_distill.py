@@ -9,6 +9,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -230,6 +231,36 @@ def test_the_teacher_sees_other_views_of_the_same_images(taught: Path) -> None:
     distillation = Distillation("", DistillLoss(None), 1.0, views, False)  # type: ignore[arg-type]
     indices = [(batch.indices, distillation._seen.indices) for batch in distillation.paired(student.epoch(2, 1), 2, 1)]
     assert len(indices) == 3 and all(torch.equal(own, seen) for own, seen in indices)
+
+
+def test_a_teachers_laps_are_added_up_as_the_device_ends_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device is three laps behind: no more of them are kept, and only the report of an epoch waits."""
+    events: list[Event] = []
+
+    class Event:
+        def __init__(self, device: torch.device) -> None:
+            events.append(self)
+            self.over_at = len(events) + 6
+
+        def query(self) -> bool:
+            return len(events) >= self.over_at
+
+        def synchronize(self) -> None:
+            self.over_at = 0
+
+        def elapsed_time(self, other: Event) -> float:
+            assert other.query()
+            return 250.0
+
+    monkeypatch.setattr("volo.train.distillation._now", Event)
+    distance = Mock(kind="logit", return_value=torch.zeros(()))
+    distillation = Distillation("", distance, 1.0, None, True)
+    for _ in range(40):
+        distillation.loss(Mock(amp_dtype=None), Mock(return_value=torch.zeros(1)), Mock(images=torch.zeros(1)), Mock())
+        assert len(distillation._laps) <= 4
+    assert [distillation.told(20.0), distillation.told(20.0)] == [
+        "teacher: 10.0 s, 50 % of the epoch's training", "teacher: 0.0 s, 0 % of the epoch's training",
+    ]  # fmt: skip
 
 
 def test_accumulated_losses_are_those_of_one_batch(call: Callable[..., Ended], taught: Path) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import time
 from argparse import Namespace
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -50,7 +51,8 @@ class Distillation:
     views: Loader | None
     only: bool
     _seen: Batch | None = None  # by the teacher, of the present batch
-    _laps: list[tuple[Any, Any]] = field(default_factory=list)
+    _laps: deque[tuple[Any, Any]] = field(default_factory=deque)  # of the teacher, that the device has not ended
+    _seconds: float = 0.0  # of those before
 
     def paired(self, batches: Iterator[Batch], epoch: int, update: int) -> Iterator[Batch]:
         """Yield the batches of an epoch from update `update` on, and load what the teacher sees of each."""
@@ -70,6 +72,7 @@ class Distillation:
             began = _now(images.device)
             lesson = self.distance.lesson(batch, self._seen, images if self._seen is None else None)
             self._laps.append((began, _now(images.device)))
+            self._add_up()
             if self.distance.kind == "logit":
                 outputs = model(images, **options)
                 own = outputs[0] if isinstance(outputs, tuple) else outputs
@@ -88,13 +91,23 @@ class Distillation:
 
     def told(self, seconds: float) -> str:
         """Return a line about the teacher's part of the `seconds` since the last call. Waits for the device."""
-        laps, self._laps = self._laps, []
-        if laps and isinstance(laps[-1][1], torch.cuda.Event):
-            laps[-1][1].synchronize()
-            own = sum(began.elapsed_time(ended) for began, ended in laps) / 1000
-        else:
-            own = sum(ended - began for began, ended in laps)
+        if self._laps:
+            self._laps[-1][1].synchronize()
+        self._add_up()
+        own, self._seconds = self._seconds, 0.0
         return f"teacher: {own:.1f} s, {100 * own / max(seconds, 1e-9):.0f} % of the epoch's training"
+
+    def _add_up(self) -> None:
+        """Add up the laps that the device has ended, in their order. Waits for nothing."""
+        while self._laps:
+            began, ended = self._laps[0]
+            if isinstance(ended, float):
+                self._seconds += ended - began
+            elif ended.query():
+                self._seconds += began.elapsed_time(ended) / 1000
+            else:
+                return
+            self._laps.popleft()
 
 
 def _now(device: torch.device) -> Any:
