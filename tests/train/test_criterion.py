@@ -5,11 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import timm
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import volo  # noqa: F401  registers the models
 from tests.labels.brute_force import brute_force
+from tests.train.small_run import arguments
 from tlt.api import StepKey
 from tlt.data.batch import Batch
 from tlt.label_map import LabelBatch
@@ -17,7 +20,7 @@ from tlt.loss import LossTerms, blend_truth
 from tlt.mix import Mixup
 from tlt.mixtoken import Box, mixed_share
 from tlt.targets import one_hot
-from volo.train.criterion import ClassCriterion, TokenLabelCriterion, _mixed
+from volo.train.criterion import ClassCriterion, TokenLabelCriterion, _mixed, make_criterion
 
 GRID = (3, 3)
 CRITERION = TokenLabelCriterion(GRID, 200, ground_truth=True, dense_weight=1.5)
@@ -79,3 +82,15 @@ def test_targets_that_mixup_has_smoothed_are_not_smoothed_again() -> None:
     targets = mix.soft_targets(batch.classes, ratios, torch.float32)
     found = ClassCriterion(0.1, mix).loss(lambda images: logits, batch, step)
     torch.testing.assert_close(found.total, -(targets * logits.log_softmax(-1)).sum(-1).mean())
+
+
+def test_a_flag_sets_what_the_loss_is_told_of_by_name_and_no_more() -> None:
+    args = arguments("--token-label --token-label-data l --smoothing 0.2 --cls-weight 0.7 --uncovered uniform")
+    args.grid, args.window, args.dense, args.mix = "flags", "of", "other", "things"
+    model = timm.create_model("volo_test", num_classes=3, img_size=64)
+    criterion = make_criterion(args, model, (64, 64))
+    expected = TokenLabelCriterion.of(model, (64, 64), smoothing=0.2, cls_weight=0.7, uncovered="uniform")
+    assert criterion == expected
+    del args.gt_weight_agree  # a flag that has another name now
+    with pytest.raises(AttributeError, match="gt_weight_agree"):
+        make_criterion(args, model, (64, 64))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
@@ -30,8 +30,11 @@ from volo.train.precision import autocast
 if TYPE_CHECKING:
     from volo.train.teacher import Teacher
 
-# Settings of the loss that are flags of the same name; how many classes there are is the model's.
-_SETTINGS = {field.name for field in fields(TokenLabelLoss)} - {"num_classes"}
+# Settings of the loss that are flags of the same name.
+_SETTINGS = (
+    *("smoothing", "uncovered", "ground_truth", "gt_weight_agree", "gt_weight_disagree"),
+    *("cls_weight", "dense_weight"),
+)
 _MIXUP_STREAM = 0x57EB  # one more random stream of a step, beside those of `tlt.api`
 
 
@@ -147,7 +150,7 @@ def make_criterion(
         model,
         image_size,
         dense=model.dense_head and args.token_label_size != 1,
-        **{name: value for name, value in vars(args).items() if name in _SETTINGS},
+        **{name: getattr(args, name) for name in _SETTINGS},
         mix_token=not args.no_mix_token,
         mix=_mixup(args, model.num_classes),
         published_sum="target-sum" in (args.compat or ()),
