@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 
 from tlt.label_map import LabelMap
-from tlt.labels.label_info import Agreement
+from tlt.labels.label_info import Agreement, LabelInfo
 from tlt.tools.cli import main
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -38,9 +38,13 @@ def scenes(tmp_path: Path) -> tuple[Path, Path]:
 
 def test_check_counts(scenes: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
     data, tree = scenes
-    assert main(["check", str(data), str(tree)]) == 0
-    said = capsys.readouterr().out
-    assert "40 images, 40 labels read, (k, h, w) = (2, 8, 8)" in said and "images without label: 0" in said
+    (data / "c1" / "1.png").write_bytes(b"cut")  # no fault of a label: no byte of an image is read
+    for area in ("full", "center"):
+        LabelInfo(2, (GRID, GRID), 3, area).write(tree / "labels.json")
+        assert main(["check", str(data), str(tree)]) == 0
+        said = capsys.readouterr().out
+        assert "40 images, 40 labels read, (k, h, w) = (2, 8, 8)" in said and "images without label: 0" in said
+    (tree / "labels.json").unlink()
     first = torch.load(tree / "c0" / "0.pt")
     torch.save(first[..., :4], tree / "c0" / "0.pt")
     (tree / "c0" / "2.pt").unlink()

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 
 from tlt.data.sources import open_images
-from tlt.data.sources.image_file import BadImage
 from tlt.data.sources.records import RecordImages
 from tlt.errors import MachineFault, UserError
 from tlt.io.jobs import Progress
@@ -18,7 +17,7 @@ _SHOWN = 3  # examples of each fault
 
 
 def check(data: str, labels: str, split: str = "train", num_classes: int | None = None) -> tuple[bool, list[str]]:
-    """Read every label of the images in `data`.
+    """Read every label of the images in `data`, whose own bytes are read only where they lie in shards.
 
     Returns:
         Whether every image has a label that can be trained on; and the report, as lines of text.
@@ -36,12 +35,12 @@ def check(data: str, labels: str, split: str = "train", num_classes: int | None 
     for row, name in enumerate(folder.paths):
         try:
             if row not in missing:
-                label_map = store.load(row, *folder.size(row))
+                label_map = store.reader.read(row).validate(store.num_classes)
                 shapes[name] = label_map.shape
                 agreement.add(int(folder.classes[row]), label_map)
         except MachineFault:
             raise
-        except (BadImage, UserError) as error:
+        except UserError as error:
             unusable[name] = str(error)
         progress.step()
     progress.close()

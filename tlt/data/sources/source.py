@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from tlt.data.sources.image_file import DEFAULT_MAX_PIXELS, read_size
+from tlt.data.sources.image_file import DEFAULT_MAX_PIXELS
 from tlt.errors import UserError
 from tlt.io.names import Names
 from tlt.io.text import printable, some_names
@@ -58,11 +58,6 @@ class ImageSource:
         """The encoded image `index`. Raises `tlt.data.sources.image_file.BadImage`: it can't be read, or it has more
         bytes than an image of `max_pixels` can have."""
         raise NotImplementedError
-
-    def size(self, index: int, max_pixels: int = DEFAULT_MAX_PIXELS) -> tuple[int, int]:
-        """Width and height in the header of image `index`. Raises `image_file.BadImage`, also where it has more
-        pixels."""
-        return read_size(self.read(index, max_pixels), max_pixels)
 
     def number_by(self, class_names: Sequence[str]) -> None:
         """Number the classes as in another class list: the training set's, or a class map. A class is the one of its
