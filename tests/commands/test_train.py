@@ -271,6 +271,7 @@ BAD = [
     ("--model-kwargs num_heads=(3,4,4,4)", "32 channels can't be divided among 3 heads"),
     ("--num-classes 100000000000", "--num-classes"),
     ("--local-rank 3", "--local-rank 3"),
+    ("--model vit_tiny_patch16_224 --model-kwargs depth=1 --freeze-bn", "has no BatchNorm layer: remove --freeze-bn"),
     ("--output /dev/null/run", "--output /dev/null/run"),
 ]
 

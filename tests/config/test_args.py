@@ -34,7 +34,8 @@ train | --mean 0.5 0.5 | --mean and --std take one number, or three
 train | --lr-noise 0.9 0.1 | --lr-noise
 train | --drop-block 0.1 | no VOLO or LV-ViT has DropBlock
 train | --jsd | --jsd: AugMix
-train | --dataset torch/cifar10 --data-backend synthetic | no effect with --data-backend synthetic
+train | --data-backend synthetic | data_dir /data has no effect without image files (--data-backend synthetic
+train | --lr-noise 0.4 1.5 | --lr-noise: 1.5 is out of range: 0 to 1
 train | --val-fraction 1 | leaves nothing to train on
 train | --input-size 1 28 28 | RGB
 train | --freeze --grad-checkpointing | remove --grad-checkpointing
@@ -77,6 +78,12 @@ def test_refused_in_one_line(row: str) -> None:
 # What some flags of train.py need | what lacks it | these flags.
 NEEDED = """
 | --data-backend pil | --full-decode
+| -j 0 | --use-multi-epochs-loader
+| --data-backend dali-cpu | --use-multi-epochs-loader
+| --data-backend synthetic | --dataset torch/cifar10; --train-split t; --val-split v; --class-map c
+| --data-backend synthetic | --max-bad-images 3; --max-pixels 1000
+LABELS | LABELS --data-backend synthetic | --token-label-area full; --bad-label skip
+| --val-fraction 0.1 | --val-split v
 --token-label | | --token-label-size 14; --cls-weight 2; --no-mix-token; --token-label-data l; --token-label-teacher t
 --token-label --token-label-teacher t | | --token-label-teacher-checkpoint c; --token-label-teacher-top-k 3
 --token-label --token-label-size 2 | --token-label | --dense-weight 1
@@ -87,8 +94,12 @@ LABELS --ground-truth | LABELS | --gt-weight-agree 0.3; --gt-weight-disagree 0.3
 --kd-model-name k | | --kd-distill-type token; --kd-loss-weight 2; --kd-size 48; --kd-only
 --kd-model-name k | --kd-model-name k --kd-distill-type token | --kd-temperature 2
 --kd-model-name k --kd-distill-type token | --kd-model-name k | --kd-dense-loss gram; --kd-view whole
+--kd-model-name k | --kd-model-name k --kd-only | --smoothing 0; --val-split v; --validation-batch-size 4
+--kd-model-name k | --kd-model-name k --kd-only | --validation-batch-size-multiplier 2; --eval-metric loss
+--kd-model-name k | --kd-model-name k --kd-only | --patience 3; --val-interval 2
 --clip-grad 1 | | --clip-mode agc
 | --warmup-epochs 0 | --warmup-lr 0; --warmup-prefix
+--epochs 4 --warmup-epochs 1 | --epochs 4 | --warmup-lr 0; --warmup-prefix
 | --sched step | --cooldown-epochs 5; --min-lr 1e-6; --lr-cycle-limit 2; --lr-k-decay 2
 --sched poly | --sched constant | --cooldown-epochs 5; --min-lr 1e-6; --lr-cycle-limit 2; --lr-k-decay 2
 --sched poly | --sched constant | --decay-rate 0.5
@@ -107,6 +118,8 @@ LABELS --ground-truth | LABELS | --gt-weight-agree 0.3; --gt-weight-disagree 0.3
 --cutmix-minmax 0.2 0.8 | | --mixup-prob 0.5; --mixup-mode elem; --mixup-off-epoch 9
 --mixup 0.2 --cutmix 1 | --mixup 0.2 | --mixup-switch-prob 0.3
 --mixup 0.2 --cutmix-minmax 0.2 0.8 | --cutmix-minmax 0.2 0.8 | --mixup-switch-prob 0.3
+| --freeze-bn | --sync-bn; --dist-bn reduce; --bn-momentum 0.2
+| --freeze | --sync-bn; --dist-bn reduce; --bn-momentum 0.2
 --model-ema | | --model-ema-decay 0.9; --model-ema-warmup; --model-ema-force-cpu
 --amp | | --amp-dtype bfloat16
 --torchcompile | --torchcompile eager | --torchcompile-mode max-autotune; --activation-memory-budget 0.5
@@ -121,11 +134,22 @@ def test_a_flag_has_what_it_needs_or_is_refused() -> None:
         enough, lacking, flags = (cell.strip().replace("LABELS", LABELS) for cell in line.split("|"))
         for flag in flags.split("; "):
             named.add(flag.split()[0])
+            folder = ["/data"] * ("synthetic" not in lacking)
             TRAIN.parse(["/data", *enough.split(), *flag.split()])
             with pytest.raises(UserError, match=f"^{flag.split()[0]}.* has no effect without "):
-                TRAIN.parse(["/data", *lacking.split(), *flag.split()])
+                TRAIN.parse([*folder, *lacking.split(), *flag.split()])
     rows = {row.label: row for row in TRAIN.parser().flags.values() if row.needs}
-    assert rows.keys() - named == {"--tracker-project", "--wandb-tags"}  # of a tracker that is installed
+    assert rows.keys() - named == {"--tracker-project", "--wandb-tags", "data_dir"}  # of a tracker that is installed
+
+
+def test_every_switch_of_a_recipe_can_be_turned_off(tmp_path: Path) -> None:
+    switches = [row for row in TRAIN.parser().flags.values() if row.switch and not row.refused]
+    for row in switches:
+        for name in row.names:
+            opposite = f"--{name.removeprefix('--no-')}" if name.startswith("--no-") else f"--no-{name[2:]}"
+            (tmp_path / "recipe.yaml").write_text(f"{row.dest}: true\n")
+            args = TRAIN.parse(["-c", str(tmp_path / "recipe.yaml"), "/data", opposite])
+            assert getattr(args, row.dest) is False, opposite
 
 
 def test_what_only_one_program_needs_is_refused_there() -> None:
@@ -138,6 +162,17 @@ def test_what_only_one_program_needs_is_refused_there() -> None:
         ("export", "-o m.pt2 --checkpoint c --opset 20", "--opset 20 has no effect without --format onnx"),
         ("export", "-o m.onnx --checkpoint c --model-dtype bfloat16", "no ONNX runtime has a bfloat16 convolution"),
         ("export", "-o m.onnx --checkpoint c --licence mit", "--licence mit has no effect without --to-hf"),
+        *(
+            ("validate", f"/d --checkpoint c --knn t {flag}", f"{flag} has no effect without the heads' outputs")
+            for flag in (
+                "--valid-labels v",
+                "--real-labels r",
+                "--torchcompile inductor",
+                "--log-freq 9",
+                "--test-pool",
+            )
+        ),
+        ("validate", "/d --checkpoint c --test-pool --no-test-pool", "--no-test-pool and --test-pool set the same"),
         ("preflight", "--free-gb 3", "--free-gb 3.0 has no effect without --output"),
     ):
         with pytest.raises(UserError, match=re.escape(message)):

@@ -178,6 +178,11 @@ def test_archives_of_version_1_are_converted(
     write_old(tmp_path / "old", names, known, transposed)
     with pytest.raises(UserError, match=rf"{old} is a label archive of an earlier .*`tlt pack \S+old NEW`"):
         open_labels(old, names)
+    for ignored in ({"area": "full"}, {"transposed": True}, {"images": old}):
+        with pytest.raises(UserError, match="leave out --images, --area and --transposed"):
+            pack(old, new, **ignored)
+    with pytest.raises(UserError, match="--split val has no effect without --images"):
+        pack(str(tree), new, split="val")
     assert "8 labels of" in pack(old, new)[0]
     store = open_labels(new, names, bad_label="skip", num_classes=5)
     assert store.reader.missing == {8} and (store.area, store.info.annotator) == ("center", {"m": 1})

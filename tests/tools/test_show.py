@@ -97,6 +97,7 @@ def test_a_page_shows_what_the_pipeline_made(data: tuple[Path, Path]) -> None:
     ("flags", "message"),
     [
         ("--images nothing", "--images nothing names 0 images"),
+        ("-n 3 --images a", "-n 3 has no effect with --images"),
         ("--hflip nan", "--hflip nan: give 1 number, at least 0 and at most 1"),
         ("-o page.doc", "end the name in .png"),
         ("-o nowhere/page.png", "can't be written: No such file"),

@@ -46,7 +46,7 @@ def _pack(command: ArgumentParser) -> None:
     command.add_argument("tree", metavar="TREE", help="label files, CLASS/IMAGE.pt, or an old archive")
     command.add_argument("out", metavar="OUT", help="folder of the archive")
     command.add_argument("--images", metavar="DATA", help="images: stores their names, measures agreement")
-    command.add_argument("--split", default="train", help=_SPLIT)
+    command.add_argument("--split", help=_SPLIT)
     command.add_argument("--area", choices=("full", "center"), help="what the maps cover (labels.json, else full)")
     command.add_argument("--transposed", action="store_true", help="the maps' rows are columns: turn them")
     command.add_argument("--overwrite", action="store_true", help="replace the archive in OUT, and nothing else")
@@ -93,7 +93,7 @@ def _show(command: ArgumentParser) -> None:
     the target of every token. Needs matplotlib."""
     _images_and_labels(command)
     command.add_argument("-o", "--output", required=True, metavar="FILE", help="picture: .png, .pdf or .svg")
-    command.add_argument("-n", "--n", type=_positive, default=8, metavar="N", help="images, spread over DATA (8)")
+    command.add_argument("-n", "--n", type=_positive, metavar="N", help="images, spread over DATA (8)")
     command.add_argument("--images", nargs="+", metavar="NAME", help="these images instead: path within DATA, or name")
     command.add_argument("--area", choices=("full", "center"), help="what the maps cover (as recorded, else full)")
     command.add_argument("--size", type=_positive, nargs=2, default=(224, 224), metavar="N", help="H W, px (224 224)")

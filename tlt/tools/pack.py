@@ -25,7 +25,7 @@ def pack(
     tree: str,
     out: str,
     images: str | None = None,
-    split: str = "train",
+    split: str | None = None,
     area: str | None = None,
     transposed: bool = False,
     overwrite: bool = False,
@@ -36,12 +36,16 @@ def pack(
     Raises:
         UserError: No labels, a label that can't be trained on, or `out` can't be written.
     """
+    if split and not images:
+        raise UserError(f"--split {split} has no effect without --images")
     if is_old_archive(tree):
+        if images or area or transposed:
+            raise UserError(f"TREE {printable(tree)} is an old archive: leave out --images, --area and --transposed")
         return convert_old_archive(tree, out, overwrite)
     if not os.path.isdir(tree):
         raise UserError(f"TREE {printable(tree)} does not exist or is not a folder")
     recorded = LabelInfo.read(os.path.join(tree, INFO_NAME))
-    folder = open_images(images, split, allow_root=True) if images else None
+    folder = open_images(images, split or "train", allow_root=True) if images else None
     labels, names, classes, notes = find_rows(tree, folder)
     num_classes = recorded.num_classes if recorded else None
 

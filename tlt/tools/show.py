@@ -26,7 +26,7 @@ from tlt.targets import make_targets
 from tlt.tools.drawing import check_format, draw_page, read_examples, save_figure
 from tlt.upstream.behaviour import label_view
 
-_MAX_IMAGES = 64  # on a page
+_IMAGES, _MAX_IMAGES = 8, 64  # on a page
 _TOKEN_PIXELS = 16
 
 
@@ -41,10 +41,12 @@ def show(**flags: Any) -> list[str]:
     refuse_existing(args.output, "-o")
     folder = open_images(args.data, args.split, allow_root=True)
     store = open_labels(args.labels, folder.paths, area=args.area, bad_label="skip")
+    if args.images and args.n:
+        raise UserError(f"-n {args.n} has no effect with --images: keep one of them")
     if args.images:
         rows = find_images(folder, args.images)
     else:  # one at random out of each of n equal stretches of the folder
-        edges = np.linspace(0, len(folder), min(args.n, len(folder)) + 1).astype(int)
+        edges = np.linspace(0, len(folder), min(args.n or _IMAGES, len(folder)) + 1).astype(int)
         rows = np.random.default_rng(args.seed).integers(edges[:-1], edges[1:]).tolist()
     if len(rows) > _MAX_IMAGES:
         raise UserError(f"a page holds {_MAX_IMAGES} images: ask for fewer by -n or --images")

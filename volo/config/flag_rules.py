@@ -6,7 +6,7 @@ from argparse import Namespace
 from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 
-from tlt.data.sources import needs_folder, parse_kind
+from tlt.data.sources import needs_folder
 from tlt.errors import UserError
 from tlt.upstream import resolve
 from volo.config.flag_table import Flag, check_flags
@@ -24,12 +24,6 @@ def check_rules(args: Namespace, rules: tuple[Rule, ...]) -> None:
             raise UserError(message.format_map(vars(args)))
 
 
-IMAGES: tuple[Rule, ...] = (
-    (
-        lambda a: bool(a.dataset) and parse_kind(a.dataset)[0] != "" and a.data_backend == "synthetic",
-        "--dataset {dataset} has no effect with --data-backend synthetic: keep one of them",
-    ),
-)
 PIXELS: tuple[Rule, ...] = (
     (
         lambda a: not {len(a.mean or [0]), len(a.std or [0])} <= {1, 3},
@@ -77,8 +71,8 @@ TRAIN: tuple[Rule, ...] = (
         "--in-chans {in_chans}: 3 (RGB) or 1 (grey), which --token-label-teacher cannot read",
     ),
     (
-        lambda a: a.kd_only and (a.token_label or a.bce_loss or mixes(a) or a.val_fraction > 0 or a.patience > 0),
-        "--kd-only has no labels: no --token-label, --bce-loss, --mixup, --cutmix, --val-fraction, --patience",
+        lambda a: a.kd_only and (a.token_label or a.bce_loss or mixes(a) or a.val_fraction > 0),
+        "--kd-only has no labels: no --token-label, --bce-loss, --mixup, --cutmix, --val-fraction",
     ),
     (
         lambda a: a.kd_only and bool(a.num_classes) and a.kd_distill_type != "logit",
@@ -125,7 +119,7 @@ def check_train(args: Namespace, flags: Mapping[str, Flag]) -> list[str]:
     """
     _check_folder(args, args.data_dir, "DATA_DIR")
     notes = _settle_token_labels(args) + _settle_compat(args) + check_flags(args, flags)
-    check_rules(args, (*IMAGES, *PIXELS, *COMPILE, *TRAIN))
+    check_rules(args, (*PIXELS, *COMPILE, *TRAIN))
     check_drop_path(args)
     if flag := divides_weights(args):
         check_rules(args, tuple((is_broken, f"{flag} and {message}") for is_broken, message in DIVIDED))
@@ -140,7 +134,6 @@ def check_images(args: Namespace, flags: Mapping[str, Flag]) -> list[str]:
         UserError: As `check_train`.
     """
     _check_folder(args, args.data, "DATA")
-    check_rules(args, IMAGES)
     return check_weights(args, flags)
 
 
@@ -207,7 +200,7 @@ def join_data_dir(args: Namespace, shown: str, dest: str) -> None:
 
 
 def _check_folder(args: Namespace, root: str | None, shown: str) -> None:
-    if not root and args.data_backend != "synthetic" and needs_folder(args.dataset):
+    if needs_folder(args.dataset) and not root and args.data_backend != "synthetic":
         raise UserError(f"{shown} is missing: the folder that holds the images")
 
 

@@ -217,13 +217,13 @@ class FlagParser(argparse.ArgumentParser):
     Args:
         program: A command of `volo`, or another way to start it.
         usage: The text after that name.
-        undo: Give every switch `--X` a `--no-X`, which sets it back where a recipe turned it on.
+        undo: Give every switch `--X` a `--no-X`, and `--no-X` an `--X`, which set it back where a recipe turned it on.
     """
 
     def __init__(self, program: str, usage: str, description: str, groups: Sequence[Group], undo: bool = False) -> None:
         name = _started_as(program)
         told = "Values in brackets are the defaults, words in parentheses what happens without the flag."
-        told += " --no-X turns a switch off that a recipe turns on." if undo else ""
+        told += " --no-X turns a switch off that a recipe turns on, and --X a switch --no-X." if undo else ""
         columns = partial(argparse.HelpFormatter, max_help_position=34, width=min(get_terminal_size().columns, 120) - 2)
         super().__init__(name, f"{name} {usage}", description, told, formatter_class=columns, allow_abbrev=False)
         self.add_argument("--version", action="version", version=f"volo-tlt {__version__}")
@@ -317,9 +317,9 @@ def _add(section: argparse._ArgumentGroup, row: Flag, undo: bool) -> None:
         options["dest"] = row.dest
     if row.switch:
         section.add_argument(*row.names, action="store_true", **options)
-        if undo and not row.label.startswith("--no-"):
-            hidden = options | {"help": argparse.SUPPRESS}
-            section.add_argument(f"--no-{row.label[2:]}", action="store_false", **hidden)
+        if undo:
+            opposites = [f"--{name[5:]}" if name.startswith("--no-") else f"--no-{name[2:]}" for name in row.names]
+            section.add_argument(*opposites, action="store_false", **options | {"help": argparse.SUPPRESS})
         return
     choices, kind = (row.type, str) if isinstance(row.type, tuple) else (None, row.type or str)
     metavar = row.metavar or getattr(kind, "metavar", None)

@@ -39,11 +39,16 @@ LABELS = Need("--token-label-data or --token-label-teacher", lambda a: LABEL_DAT
 GROUND_TRUTH = Need("--ground-truth", lambda a: a.ground_truth)
 JPEG_BACKEND = Need("--data-backend torchvision or dali-cpu", lambda a: a.data_backend in ("torchvision", "dali-cpu"))
 ERASING = Need("--reprob", lambda a: a.reprob > 0)
+FILES = Need("image files (--data-backend synthetic has none)", lambda a: a.data_backend != "synthetic")
+LABELLED = Need("labels and validation (--kd-only has neither)", lambda a: not a.kd_only)
+VAL_SPLIT = Need("a split of its own (no --val-fraction)", lambda a: not a.val_fraction)
+PROCESSES = Need("--workers above 0 (dali-* has threads)", lambda a: a.workers > 0 and a.data_backend[:4] != "dali")
 AUGMENTED = Need("augmentation (--no-aug)", lambda a: not a.no_aug)
 
-DATASET = flag("-d --dataset", TEXT, "", f"{', '.join(KINDS)} (docs/data.md); folders and shards: none", metavar="KIND")
+_KINDS = f"{', '.join(KINDS)} (docs/data.md); folders and shards: none"
+DATASET = flag("-d --dataset", TEXT, "", _KINDS, metavar="KIND", needs=(FILES,))
 
-CLASS_MAP = flag("--class-map", FILE, "", "class folders in the order of the model's outputs, one a line")
+CLASS_MAP = flag("--class-map", FILE, "", "class folders in the order of the outputs, one a line", needs=(FILES,))
 
 # What several programs have.
 DEVICE = flag("--device", NAME, None, "cpu, cuda or cuda:N (a GPU where there is one)")
@@ -63,27 +68,35 @@ LOADING = (
     switch("--no-prefetcher", "do not copy the next batch to the device ahead of time"),
 )
 LIMITS = (
-    flag("--max-bad-images", COUNT, None, "end after more unreadable images (0.1 %%, 10 to 100)"),
-    flag("--max-pixels", POSITIVE, 50_000_000, "refuse images of more pixels, which take 12 to 16 bytes each"),
+    *needing(
+        FILES,
+        flag("--max-bad-images", COUNT, None, "end after more unreadable images (0.1 %%, 10 to 100)"),
+        flag("--max-pixels", POSITIVE, 50_000_000, "refuse images of more pixels, which take 12 to 16 bytes each"),
+    ),
     flag("--loader-timeout", COUNT, 300, "seconds to wait for a batch; 0: for ever", metavar="S"),
 )
 
 DATA = Group(
     "Data",
-    flag("data_dir", TEXT, None, "dataset: DATA_DIR/SPLIT/CLASS/IMAGE, or shards", nargs="?", metavar="DATA_DIR"),
+    flag(
+        "data_dir", TEXT, None, "DATA_DIR/SPLIT/CLASS/IMAGE, or shards", nargs="?", metavar="DATA_DIR", needs=(FILES,)
+    ),
     flag("--data-dir", DIR, None, "the same as a flag", renamed="data_dir_option"),
     DATASET,
-    flag("--train-split", NAME, "train", "folder of the training images"),
+    flag("--train-split", NAME, "train", "folder of the training images", needs=(FILES,)),
     flag("--val-fraction", SHARE, 0.0, "validate on this part of the training images, drawn by --seed"),
     CLASS_MAP,
-    flag("--val-split", NAME, "validation", "folder of the validation images (val is found too)"),
+    flag("--val-split", NAME, "validation", "validation images (val is found too)", needs=(FILES, LABELLED, VAL_SPLIT)),
     *PREPROCESSING,
     flag("-b --batch-size", POSITIVE, 128, "training images per device and step; fewer for small data"),
-    flag("-vb --validation-batch-size-multiplier", POSITIVE, 1, "validation batch as a multiple of --batch-size"),
-    flag("--validation-batch-size", POSITIVE, None, "per device", excludes=("validation_batch_size_multiplier",)),
+    *needing(
+        LABELLED,
+        flag("-vb --validation-batch-size-multiplier", POSITIVE, 1, "validation batch as a multiple of --batch-size"),
+        flag("--validation-batch-size", POSITIVE, None, "per device", excludes=("validation_batch_size_multiplier",)),
+    ),
     flag("-j --workers", COUNT, 8, "decoding processes per rank; dali-*: threads; 0: none"),
     *LOADING,
-    switch("--use-multi-epochs-loader", "keep the decoding processes from epoch to epoch"),
+    switch("--use-multi-epochs-loader", "keep the decoding processes from epoch to epoch", needs=(PROCESSES,)),
     switch("--drop-last", "leave out the last, smaller global batch of an epoch"),
     flag("--data-backend", (*FILE_BACKENDS, "synthetic"), "torchvision", "what decodes and resizes images"),
     switch("--full-decode", "decode JPEGs of over 8 million px at full size", needs=(JPEG_BACKEND,)),
@@ -124,7 +137,7 @@ TOKEN_LABELS = Group(
         ("full", "center"),
         None,
         "part of the image that the maps show (as the label folder says; else full)",
-        needs=(LABEL_DATA,),
+        needs=(LABEL_DATA, FILES),
     ),
     flag(
         "--uncovered",
@@ -145,7 +158,7 @@ TOKEN_LABELS = Group(
         ("stop", "skip", "uniform"),
         "stop",
         "unreadable map: stop, train that image on its class alone, or use a uniform map",
-        needs=(LABEL_DATA,),
+        needs=(LABEL_DATA, FILES),
     ),
 )
 

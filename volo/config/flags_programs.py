@@ -29,6 +29,7 @@ from volo.config.flag_table import (
     Number,
     Program,
     flag,
+    needing,
     switch,
 )
 from volo.config.flags_data import (
@@ -47,6 +48,7 @@ from volo.config.flags_train import BIND, CHANNELS_LAST, COMPILE, MIXED_PRECISIO
 
 CHECKPOINT = Need("--checkpoint", lambda a: bool(a.checkpoint))
 RESULTS_FILE = Need("--results-file", lambda a: bool(a.results_file))
+HEADS = Need("the heads' outputs (--knn compares features)", lambda a: not a.knn)
 EMBEDDINGS = Need("--embeddings", lambda a: bool(a.embeddings))
 MODEL = (
     flag("-m --model", NAME, None, "model (what the checkpoint says)"),
@@ -68,10 +70,7 @@ _IMAGES = (
 )
 
 _DEVICE = (DEVICE, *MIXED_PRECISION, CHANNELS_LAST)
-_PRECISION = (
-    *_DEVICE,
-    *COMPILE,
-    OUTLOOK_KERNEL,
+_NO_TORCHSCRIPT = (
     switch("--torchscript", "refused: use --torchcompile", refused=NO_TORCHSCRIPT),
     switch("--legacy-jit", "refused: use --torchcompile", refused=NO_TORCHSCRIPT),
 )
@@ -96,19 +95,27 @@ _VALIDATE = (
         *_IMAGES,
         switch("--tf-preprocessing", "refused", refused="TensorFlow's preprocessing is not supported: remove the flag"),
     ),
-    Group("Model", *MODEL, switch("--test-pool", "test-time pooling"), switch("--no-test-pool", "the default")),
+    Group(
+        "Model",
+        *MODEL,
+        switch("--test-pool", "test-time pooling", needs=(HEADS,)),
+        switch("--no-test-pool", "the default", excludes=("test_pool",)),
+    ),
     Group(
         "Results",
-        flag("--real-labels", FILE, "", "real.json: accuracy on ImageNet's reassessed labels"),
         flag("--knn", DIR, "", "in place of the heads: accuracy of the nearest of these training images, CLASS/IMAGE"),
-        flag("--valid-labels", FILE, "", "class numbers, one per line: rank among these alone"),
+        *needing(
+            HEADS,
+            flag("--real-labels", FILE, "", "real.json: accuracy on ImageNet's reassessed labels"),
+            flag("--valid-labels", FILE, "", "class numbers, one per line: rank among these alone"),
+        ),
         flag("--results-file", FILE, "", "write the results there"),
         flag("--results-format", ("csv", "json"), "csv", "format of --results-file", needs=(RESULTS_FILE,)),
-        flag("--log-freq", POSITIVE, 50, "batches between lines of the log"),
+        flag("--log-freq", POSITIVE, 50, "batches between lines of the log", needs=(HEADS,)),
         switch("--retry", "halve --batch-size where it does not fit into memory (one process)"),
         DEBUG,
     ),
-    Group("Precision and speed", *_PRECISION),
+    Group("Precision and speed", *_DEVICE, *needing(HEADS, *COMPILE), OUTLOOK_KERNEL, *_NO_TORCHSCRIPT),
     Group(
         "Distributed",
         flag("--num-gpu", COUNT, 1, "more are refused", refused="start one process per GPU with torchrun"),
@@ -135,7 +142,7 @@ _GENERATE_LABEL = (
         switch("--overwrite", "replace the archive in OUT, and nothing else"),
         DEBUG,
     ),
-    Group("Precision and speed", *_PRECISION),
+    Group("Precision and speed", *_DEVICE, *COMPILE, OUTLOOK_KERNEL, *_NO_TORCHSCRIPT),
     Group("Distributed", BIND),
 )
 

@@ -31,9 +31,20 @@ from volo.config.flag_table import (
     flag,
     key_value,
     name_below,
+    needing,
     switch,
 )
-from volo.config.flags_data import AUGMENTATION, DATA, DEBUG, DEVICE, DISTILLATION, MODEL_KWARGS, POOL, TOKEN_LABELS
+from volo.config.flags_data import (
+    AUGMENTATION,
+    DATA,
+    DEBUG,
+    DEVICE,
+    DISTILLATION,
+    LABELLED,
+    MODEL_KWARGS,
+    POOL,
+    TOKEN_LABELS,
+)
 
 # Flags whose defaults depend on the data where neither command line nor recipe has them (volo/train/run.py).
 FITTED = ("batch_size", "checkpoint_hist", "cooldown_epochs", "lr_base_scale", "num_classes", "warmup_epochs")
@@ -64,6 +75,7 @@ CLASS_LABELS = Need("class labels alone (no --token-label)", lambda a: not a.tok
 BCE = Need("--bce-loss", lambda a: a.bce_loss)
 AVERAGED = Need("--model-ema", lambda a: a.model_ema)
 RESUMED = Need("--resume", lambda a: bool(a.resume))
+STATISTICS = Need("statistics that change (no --freeze-bn, no --freeze)", lambda a: not (a.freeze_bn or a.freeze))
 DROPPING = Need("--drop-path above 0", lambda a: a.drop_path or "drop_path_rate" in a.model_kwargs)
 
 MIXED_PRECISION = (
@@ -91,7 +103,11 @@ SCHEDULES = ("cosine", "tanh", "poly", "step", "constant")
 CYCLIC_SCHEDULES = ("cosine", "tanh", "poly")
 CLIPPED = Need("--clip-grad", lambda a: a.clip_grad is not None)
 NOISY = Need("--lr-noise", lambda a: a.lr_noise is not None)
-WARMED_UP = Need("--warmup-epochs", lambda a: a.warmup_epochs > 0)
+# Where it is not given, it is at most a fifth of the epochs (volo/train/run.py).
+WARMED_UP = Need(
+    "--warmup-epochs",
+    lambda a: a.warmup_epochs > 0 and not ("warmup_epochs" in getattr(a, "defaulted", ()) and a.epochs < 5),
+)
 STEPPED = Need("--sched step", lambda a: a.sched == "step")
 DECAYING = Need(
     "--sched step, poly or several cosine cycles",
@@ -178,14 +194,14 @@ SCHEDULE = Group(
     flag("--lr-cycle-mul", Number(float, low=1), 1.0, "length of a cycle over the one before", needs=(SEVERAL_CYCLES,)),
     flag("--lr-k-decay", ABOVE_ZERO, 1.0, "exponent of the time in the curve (arXiv:2004.05909)", needs=(K_DECAYING,)),
     flag("--lr-cycle-limit", POSITIVE, 1, "number of cycles", needs=(CYCLIC,)),
-    flag("--lr-noise", AMOUNT, None, "noise from (to) this part of the epochs", nargs="+"),
+    flag("--lr-noise", SHARE, None, "noise from (to) this part of the epochs", nargs="+"),
     flag("--lr-noise-pct", AMOUNT, 0.67, "largest relative noise", needs=(NOISY,)),
     flag("--lr-noise-std", AMOUNT, 1.0, "relative standard deviation of the noise", needs=(NOISY,)),
 )
 
 REGULARISATION = Group(
     "Regularisation",
-    flag("--smoothing", SHARE, 0.1, "label smoothing"),
+    flag("--smoothing", SHARE, 0.1, "label smoothing", needs=(LABELLED,)),
     switch("--bce-loss", "binary cross-entropy over the classes", needs=(CLASS_LABELS,)),
     flag("--bce-target-thresh", SHARE, None, "take targets above it as 1, others as 0", needs=(BCE,)),
     switch("--bce-sum", "sum it over the classes, not the mean", needs=(BCE,)),
@@ -209,12 +225,12 @@ REGULARISATION = Group(
 
 BATCH_NORM = Group(
     "BatchNorm",
-    flag("--bn-momentum", SHARE, None, "momentum of every BatchNorm"),
+    flag("--bn-momentum", SHARE, None, "momentum of every BatchNorm", needs=(STATISTICS,)),
     flag("--bn-eps", ABOVE_ZERO, None, "epsilon of every BatchNorm"),
     switch("--bn-tf", "TensorFlow's momentum 0.01 and epsilon 1e-3"),
-    switch("--sync-bn", "statistics over all ranks"),
+    switch("--sync-bn", "statistics over all ranks", needs=(STATISTICS,)),
     switch("--freeze-bn", "normalise by the running statistics and leave them as they are"),
-    flag("--dist-bn", ("", "broadcast", "reduce"), "", "share running statistics after each epoch"),
+    flag("--dist-bn", ("", "broadcast", "reduce"), "", "share running statistics each epoch", needs=(STATISTICS,)),
     switch("--split-bn", "a BatchNorm per split; refused", refused=_SPLITS),
 )
 
@@ -248,9 +264,12 @@ CHECKPOINTS = Group(
     flag("--checkpoint-minutes", AMOUNT, 0.0, "minutes between saves; 0: none"),
     switch("--checkpoint-sync", "wait for every save; without, training goes on from a copy in host memory"),
     flag("--max-failed-saves", COUNT, 10, "stop after more failed saves in a row"),
-    flag("--eval-metric", ("top1", "top5", "loss"), "top1", "what makes a checkpoint the best"),
-    flag("--patience", COUNT, 0, "stop after so many epochs without a better one; 0: never"),
-    flag("--val-interval", POSITIVE, 1, "epochs between validations"),
+    *needing(
+        LABELLED,
+        flag("--eval-metric", ("top1", "top5", "loss"), "top1", "what makes a checkpoint the best"),
+        flag("--patience", COUNT, 0, "stop after so many epochs without a better one; 0: never"),
+        flag("--val-interval", POSITIVE, 1, "epochs between validations"),
+    ),
     flag("--log-interval", POSITIVE, 50, "updates between lines of the log"),
     flag("--max-nonfinite --skip-nonfinite", COUNT, 10, "skip up to N updates in a row that are not finite, then stop"),
     flag("--tta", Number(int, 0, 1), 0, "test-time augmentation; more than 1 is refused"),

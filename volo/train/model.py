@@ -29,6 +29,7 @@ from volo.cluster.distributed import World
 from volo.cluster.shard import Meshes, distribute, shard, shard_meshes, units_of
 from volo.cluster.tensor_parallel import divide_layers
 from volo.config.flag_rules import divides_weights
+from volo.config.flags_train import BATCH_NORM
 from volo.models import VOLO
 from volo.train.compilation import compile_model, compile_modules
 from volo.train.precision import compute_dtype
@@ -276,14 +277,17 @@ def place_model(model: TimmModel, args: Namespace, world: World) -> TimmModel:
 
 
 def set_batchnorm(model: nn.Module, args: Namespace) -> None:
-    """Set momentum and epsilon of every BatchNorm layer from `--bn-tf`, `--bn-momentum` and `--bn-eps`."""
+    """Set momentum and epsilon of every BatchNorm layer from `--bn-tf`, `--bn-momentum` and `--bn-eps`.
+
+    Raises:
+        UserError: The model has no such layer, and a flag is about them.
+    """
     values = dict(_TF_BATCHNORM) if args.bn_tf else {}
     values |= {k: v for k, v in (("momentum", args.bn_momentum), ("eps", args.bn_eps)) if v is not None}
-    if not values:
-        return
     layers = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
-    if not layers:
-        raise UserError(f"--model {args.model} has no BatchNorm layer: remove --bn-tf, --bn-momentum, --bn-eps")
+    if not layers and (values or args.freeze_bn or args.sync_bn or args.dist_bn):
+        flags = ", ".join(row.label for row in BATCH_NORM.flags if getattr(args, row.dest) != row.default)
+        raise UserError(f"--model {args.model} has no BatchNorm layer: remove {flags}")
     for layer in layers:
         for name, value in values.items():
             setattr(layer, name, value)

@@ -48,7 +48,8 @@ def parsed(data: Path, backend: str, way: Way) -> Namespace:
     flags = f"--model volo_test --num-classes 4 --seed {SEED} --token-label --data-backend {backend} -j {way.workers}"
     flags += f" -b {GLOBAL_BATCH // (way.ranks * way.micro_batches)} --grad-accum-steps {way.micro_batches}"
     labels = data / "labels" if way.source == "folder" else data
-    return TRAIN.parse([str(data), *flags.split(), "--token-label-data", str(labels)])
+    folder = [] if backend == "synthetic" else [str(data)]
+    return TRAIN.parse([*folder, *flags.split(), "--token-label-data", str(labels)])
 
 
 def opened(args: Namespace) -> tuple[ImageSource, LabelReader | None]:
