@@ -82,6 +82,15 @@ class LabelMap:
         return cls(np.zeros(shape, np.float16), np.zeros(shape, np.int32), area)
 
 
+def whole_ids(ids: np.ndarray, source: str) -> np.ndarray:
+    """Return class ids of any type as int32. Raises UserError, which begins with `source`: they are no such numbers."""
+    with np.errstate(invalid="ignore"):
+        whole = ids.astype(np.int32)
+    if (whole != ids).any():
+        raise UserError(f"{source}: class ids are not whole numbers of 32 bits; is the order logits, class ids?")
+    return whole
+
+
 def check_class_id(class_id: int, num_classes: int | None, source: str) -> None:
     """Raise UserError, which begins with `source`, if a class id is negative or not below `num_classes`."""
     if class_id < 0 or (num_classes is not None and class_id >= num_classes):

@@ -5,17 +5,22 @@ from __future__ import annotations
 import pickle
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from safetensors.numpy import save
 from torchvision.transforms import CenterCrop
 
 from tests.data.conftest import refuses
 from tlt.errors import UserError
+from tlt.io.names import Names
 from tlt.label_map import FULL_AREA, NO_AREA, LabelMap, centre_square
 from tlt.labels.label_info import LabelInfo
+from tlt.labels.shards import ShardReader
 from tlt.labels.store import LabelStore, open_labels
 from tlt.labels.tree import label_names, read_map, write_map
 
@@ -111,6 +116,27 @@ def test_unusable_content_names_the_file(tmp_path: Path, case: str) -> None:
     torch.save(content, tmp_path / "x.pt")
     with pytest.raises(UserError, match=rf"x\.pt.*{message}"):
         read_map(tmp_path / "x.pt", num_classes=3).validate(3)
+
+
+@pytest.mark.parametrize("kind", ["float64", "float16", "shards"])
+@pytest.mark.parametrize("number", [0.5, float("nan"), 2**31, 2**32 + 1, 2**40, -(2**40)])
+def test_class_ids_that_are_no_numbers_of_32_bits_are_not_rounded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, number: float
+) -> None:
+    path, ids = tmp_path / "x.pt", np.full(SHAPE, number)
+    if kind == "shards":  # as they stand in a file that other programs have made
+        ids = ids if number != number or number % 1 else ids.astype(np.int64)
+        content = save({"values": np.zeros(ids.shape, np.float16), "ids": ids})
+        info = {"info": {"k": 2, "grid": [3, 4]}, "identity": "x"}
+        table = SimpleNamespace(paths=Names(["x.pt"]), about=info, read=lambda row: content)
+        monkeypatch.setattr("tlt.labels.shards.RecordImages", lambda path: table)
+        (tmp_path / "labels.json").touch()
+        read = partial(ShardReader(str(tmp_path), Names(["x.pt"])).read, 0)
+    else:
+        torch.save(torch.stack([torch.zeros(ids.shape), torch.from_numpy(ids)]).to(getattr(torch, kind)), path)
+        read = partial(read_map, path)
+    with refuses(r"label .*x\.pt.*: class ids are not whole numbers of 32 bits"):
+        read()
 
 
 class Code:

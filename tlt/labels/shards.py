@@ -23,7 +23,7 @@ from tlt.errors import UserError
 from tlt.io.files import blamed_on
 from tlt.io.names import Names
 from tlt.io.text import printable
-from tlt.label_map import LabelMap
+from tlt.label_map import LabelMap, whole_ids
 from tlt.labels.label_info import LabelInfo
 
 
@@ -82,7 +82,7 @@ class ShardReader:
         source = self.source(index)
         with blamed_on(source):
             tensors = load(bytes(self.table.read(int(self._row_of[index]))))
-            values, ids = tensors["values"], tensors["ids"].astype(np.int32)
+            values, ids = tensors["values"], whole_ids(tensors["ids"], source)
         return LabelMap(values, ids, source=source, log_sum_exp=tensors.get("log_sum_exp"))
 
     def extra(self) -> list[str]:

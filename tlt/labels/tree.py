@@ -27,7 +27,7 @@ from tlt.io.jobs import SearchProgress
 from tlt.io.names import Names
 from tlt.io.text import natural_sorted, printable
 from tlt.io.weights import load_plain
-from tlt.label_map import LabelMap
+from tlt.label_map import LabelMap, whole_ids
 from tlt.labels.label_info import INFO_NAME, LabelInfo
 
 # Largest class id up to which every id is a number of its own.
@@ -130,16 +130,14 @@ def read_map(path: str | Path, num_classes: int | None = None) -> LabelMap:
         tensor = tensor[0]
     if tensor.ndim != 4 or tensor.shape[0] != 2 or not tensor.numel():
         raise UserError(f"{shown}: shape {tuple(tensor.shape)} is not [2, k, H, W] (logits, class ids)")
-    ids = tensor[1].double()
-    if not torch.isfinite(ids).all() or (ids != ids.round()).any():
-        raise UserError(f"{shown}: class ids are not whole numbers; is the order logits, class ids?")
+    ids = whole_ids(tensor[1].double().numpy(), shown)
     limit = _EXACT_IDS.get(tensor.dtype, 2**31 - 1)
     if max(int(ids.max()), (num_classes or 1) - 1) > limit:
         raise UserError(
             f"{shown}: class ids in {str(tensor.dtype).removeprefix('torch.')} are exact to {limit} only, too few for "
             f"{num_classes or int(ids.max()) + 1} classes; make the labels again with generate_label.py"
         )
-    return LabelMap(tensor[0].half().numpy(), ids.int().numpy(), source=shown)
+    return LabelMap(tensor[0].half().numpy(), ids, source=shown)
 
 
 class TreeReader:

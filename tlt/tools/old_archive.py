@@ -12,14 +12,13 @@ import zlib
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 from safetensors.numpy import load
 
 from tlt.errors import UserError
 from tlt.io.files import blamed_on
 from tlt.io.names import Names
 from tlt.io.text import printable
-from tlt.label_map import LabelMap
+from tlt.label_map import LabelMap, whole_ids
 from tlt.labels.archive_writer import ArchiveWriter
 from tlt.labels.label_info import LabelInfo
 
@@ -68,7 +67,8 @@ def _convert(old: Path, out: str, overwrite: bool) -> list[str]:
             writer.write_absent(row)
             continue
         maps = {key: array.swapaxes(-1, -2) if turned else array for key, array in arrays.items() if array.ndim > 1}
-        ids, source = maps["ids"].astype(np.int32), f"label {printable(label)}"
+        source = f"label {printable(label)}"
+        ids = whole_ids(maps["ids"], source)
         writer.write(row, LabelMap(maps["values"], ids, source=source, log_sum_exp=maps.get("log_sum_exp")))
     writer.finish(absent)
     return [f"{len(names) - len(absent)} labels of {printable(str(old))} written into {printable(out)}"]
