@@ -6,6 +6,7 @@ equal numbers. docs/python_api.md has such a loop, examples/ whole programs.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -27,6 +28,7 @@ from tlt.data.sources.image_file import DEFAULT_MAX_PIXELS
 from tlt.data.sources.source import ImageSource
 from tlt.mixtoken import sample_box
 
+EMPTY_BOXES = "MixToken mixes nothing: with fewer than 3 tokens in a row or column its boxes are empty"
 # Random streams of one step, different from each other and from those of the data (tlt.data.augment.plan.Stream) and of
 # other users of a step's generators.
 _TORCH_STREAM, _MIX_BOX_STREAM = 0x57E9, 0x57EA
@@ -59,7 +61,10 @@ class StepKey:
 
 
 def draw_box(step: StepKey, grid: tuple[int, int]) -> Sequence[int]:
-    """Draw MixToken's box `(row0, col0, row1, col1)` of a step, in tokens of `grid`, from its own random stream."""
+    """Draw MixToken's box `(row0, col0, row1, col1)` of a step, in tokens of `grid`, from its own random stream. Warns
+    where it is always empty."""
+    if min(grid) < 3:
+        warnings.warn(EMPTY_BOXES, stacklevel=2)
     return sample_box(step.generator(_MIX_BOX_STREAM), grid)
 
 
@@ -130,8 +135,8 @@ class Loader(DeviceLoader):
         self._next = 0
 
     def __len__(self) -> int:
-        """Updates per epoch."""
-        return self.index_stream.updates_per_epoch
+        """Batches of this rank in an epoch."""
+        return self.index_stream.batches_per_epoch
 
     @property
     def sampler(self) -> Loader:

@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -99,6 +100,25 @@ def test_a_loader_passes_from_epoch_to_epoch_and_goes_on_within_one(images: Any)
     halves = [[batch.indices for batch in loader(world_size=2, rank=rank)] for rank in range(2)]
     assert sorted(torch.cat([*halves[0], *halves[1]]).tolist()) == list(range(20))
     assert len(loader(drop_last=True)) == 2
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("micro_batches", [1, 2, 3])
+@pytest.mark.parametrize("options", [{}, {"drop_last": True}, {"repeats": 3}])
+def test_a_loader_has_as_many_batches_as_it_yields(
+    images: Any, world_size: int, micro_batches: int, options: dict[str, Any]
+) -> None:
+    how = {"workers": 0, "world_size": world_size, "micro_batches": micro_batches, **options}
+    loader = tlt.Loader(images, None, tlt.AugmentConfig((8, 8)), 3, **how)
+    assert len(loader) == len(list(loader)) == len(list(loader._keys(1, 0)))
+
+
+def test_boxes_that_are_always_empty_are_told() -> None:
+    with pytest.warns(UserWarning, match="MixToken mixes nothing: with fewer than 3 tokens"):
+        assert {tlt.draw_box(tlt.StepKey(0, update), (2, 9))[:3:2] for update in range(30)} <= {(0, 0), (1, 1), (2, 2)}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert len({tlt.draw_box(tlt.StepKey(0, update), (3, 3)) for update in range(30)}) > 3
 
 
 def test_augmentation_is_that_of_volo_train_by_default() -> None:

@@ -237,3 +237,9 @@ def test_a_flipped_bit_in_a_label_is_noticed(data: Path, tmp_path: Path, capsys:
         open_labels(tmp_path / "out", folder.paths).read(4)
     assert main(["check", str(tmp_path / "out"), str(tmp_path / "out")]) == 2
     assert f"files with a wrong checksum: 1\n  {path}" in capsys.readouterr().out
+
+
+def test_all_splits_are_found_before_one_is_packed(data: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no 'nowhere' folder"):
+        pack_images(str(data), str(tmp_path / "out"), ["train", "nowhere"])
+    assert not (tmp_path / "out").exists()

@@ -81,6 +81,11 @@ class IndexStream:
     def updates_per_epoch(self) -> int:
         return math.ceil(self.images_per_epoch / self.global_batch)
 
+    @property
+    def batches_per_epoch(self) -> int:
+        """Micro-batches of each rank."""
+        return math.ceil(self.images_per_epoch * self.micro_batches / self.global_batch)
+
     def epoch(self, epoch: int, start_update: int = 0) -> Iterator[list[Ints]]:
         """Yield, per update from `start_update` on, the micro-batches (arrays of indices) of this rank."""
         order = permutation(self.length, self.seed, epoch)[: math.ceil(self.images_per_epoch / self.repeats)]

@@ -72,17 +72,18 @@ def pack_images(
     Raises:
         UserError: No images, an image or label that can't be read, or `out` can't be written or holds something else.
     """
-    lines: list[str] = []
+    lines, sources = list[str](), dict[str, ImageSource]()
     class_names: list[str] | None = None
     if not splits:
         both = ("train", TRAIN_SPLITS), ("validation", VALIDATION_SPLITS)
         there = [split for split, names in both if any(os.path.isdir(os.path.join(data, name)) for name in names)]
         splits = there or ["train"]  # which is then missing
-    for split in splits:
-        source = open_images(data, split, dataset, class_names)
-        first = class_names is None
-        store = open_labels(labels, source.paths, None, None, "skip", source.class_names) if labels and first else None
-        class_names = source.class_names
+    for split in splits:  # all of them before one is packed
+        sources[split] = open_images(data, split, dataset, class_names)
+        class_names = sources[splits[0]].class_names
+    for split, source in sources.items():
+        named = source.paths, None, None, "skip", source.class_names
+        store = open_labels(labels, *named) if labels and split == splits[0] else None
         lines += [f"warning: {warning}" for warning in source.warnings]
         packing = Packing(os.path.join(out, split), source, store, max_side)
         try:

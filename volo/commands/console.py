@@ -39,6 +39,7 @@ def run_program(parse: Parse, module: str, argv: Sequence[str] | None = None) ->
     end_with_launcher()
     # torch's remark on more workers than CPUs: where they cost time, "data wait" says so.
     warnings.filterwarnings("ignore", "This DataLoader will create")
+    warnings.filterwarnings("ignore", "MixToken mixes nothing")  # which is told at the start
     output, errors = _Output(sys.stdout), _Output(sys.stderr)
     with redirect_stdout(output), redirect_stderr(errors):
         try:

@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from tlt.api import EMPTY_BOXES
 from tlt.errors import UserError
 from tlt.io.files import blamed_on
 from tlt.models.flops import flops_per_image
@@ -192,14 +193,14 @@ def describe(run: Run, training: Training) -> None:
     logger.line(
         f"global batch {stream.global_batch} = {args.batch_size} per "
         f"{'device' if world.tensor_parallel == 1 else f'{world.tensor_parallel} devices'} x {world.data_size} x "
-        f"{args.grad_accum_steps} accumulation steps; {len(training.loader)} updates an epoch, "
+        f"{args.grad_accum_steps} accumulation steps; {stream.updates_per_epoch} updates an epoch, "
         f"{training.schedule.total_epochs} epochs"
     )
     criterion = training.criterion
     if isinstance(criterion, TokenLabelCriterion):
         size, (rows, columns) = args.token_label_size, criterion.grid
         if criterion.mix_token and min(rows, columns) < 3:
-            logger.line("MixToken mixes nothing: with fewer than 3 tokens in a row or column its boxes are empty")
+            logger.line(EMPTY_BOXES)
         if criterion.dense and size and (rows, columns) != (size, size):  # as published for D5 at 512 px
             logger.line(
                 f"warning: --token-label-size {size} is not used: at {height} x {width} px each of the "

@@ -177,9 +177,10 @@ def build(run: Run, folders: Folders, labels: LabelReader | None, model: TimmMod
     metadata = {"arch": config["name"], "args": settings_of(args), "model_config": config}
     taught_by = None if distillation is None else distillation.checksum
     metadata |= {DATA_KEY: fingerprint(folders.train, labels, taught_by), BATCH_KEY: batch}
-    state = TrainState(model, optimizer, precision.scaler, ema, metadata=metadata, updates_per_epoch=len(loader))
+    updates = loader.index_stream.updates_per_epoch
+    state = TrainState(model, optimizer, precision.scaler, ema, metadata=metadata, updates_per_epoch=updates)
     lr, formula = resolve_lr(args, loader.index_stream.global_batch)
-    schedule = LrSchedule(args, lr, len(loader))
+    schedule = LrSchedule(args, lr, updates)
     rest = (criterion, precision, schedule, formula, work, distillation)
     return Training(state, called, average, loader, validation, *rest)
 

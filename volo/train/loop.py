@@ -46,7 +46,7 @@ def train_epochs(run: Run, training: Training, saver: Saver) -> None:
             break
         if args.mixup_off_epoch and epoch >= args.mixup_off_epoch:
             training = replace(training, criterion=replace(training.criterion, mix=None))
-        logger.start_epoch(epoch, epochs, len(training.loader))
+        logger.start_epoch(epoch, epochs, state.updates_per_epoch)
         totals = train_epoch(run, training, meter, saver)
         if training.distillation is not None:
             logger.line(training.distillation.told(totals.seconds))
@@ -73,7 +73,7 @@ def train_epoch(run: Run, training: Training, meter: Meter, saver: Saver) -> Epo
     parameters = [p for p in state.model.parameters() if p.requires_grad]
     micro_batch = 0
     meter.begin()
-    first = state.update - state.epoch * len(loader)
+    first = state.update - state.epoch * state.updates_per_epoch
     batches, loss_of = loader.epoch(state.epoch, first), training.criterion.loss
     if training.distillation is not None:
         batches = training.distillation.paired(batches, state.epoch, first)
@@ -105,7 +105,7 @@ def train_epoch(run: Run, training: Training, meter: Meter, saver: Saver) -> Epo
             state.ema.update(state.model, step=state.update if state.ema.use_warmup else None)
         micro_batch = 0
         meter.update_done(lr, grad_norm)
-        if meter.done < len(loader):
+        if meter.done < state.updates_per_epoch:
             saver.after_update()
     return meter.end()
 

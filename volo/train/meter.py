@@ -136,7 +136,7 @@ class Meter:
         """Record a skipped step and this rank's images in it, on rank 0 and on ranks whose loss was not finite."""
         if not (in_loss or self.logger.world.is_primary):
             return
-        epoch, within = divmod(update, len(self.loader))
+        epoch, within = divmod(update, self.state.updates_per_epoch)
         micro_batches = next(self.loader.index_stream.epoch(epoch, within))
         images = [self.loader.dataset.path(int(index)) for indices in micro_batches for index in indices]
         parts = ["loss", "gradients"] if in_loss else ["gradients"]

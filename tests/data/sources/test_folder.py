@@ -172,6 +172,25 @@ def test_links_to_folders_elsewhere_are_classes(tree: Path, tmp_path: Path) -> N
     assert any("3 links to folders already read: a_link/up, c_link, n4/loop" in line for line in folder.warnings)
 
 
+@pytest.mark.parametrize("classes", [True, False])
+def test_no_image_is_read_twice_through_links(tree: Path, tmp_path: Path, classes: bool) -> None:
+    """Links to what holds the split, or the link, and to parts of what is read through another link."""
+    pool = tmp_path / "pool"
+    image(pool / "n7" / "part" / "1.jpg")
+    before = FolderListing(tree, classes=classes).names
+    for link, target in (
+        ("n10/data", tree.parent), ("n10/root", tree.parent.parent), ("n2/self", tree / "n2"),
+        ("n2/class", tree / "n10"), ("n4", pool / "n7"), ("n5", pool / "n7" / "part"), ("n6", pool / "n7"),
+    ):  # fmt: skip
+        (tree / link).symlink_to(target)
+    (pool / "n7" / "up").symlink_to(pool)
+    (pool / "n7" / "split").symlink_to(tree)
+    listing = FolderListing(tree, classes=classes)
+    assert sorted(listing.names) == sorted([*before, "n4/part/1.jpg"])
+    (told,) = listing.warnings
+    assert "8 links to folders already read" in told
+
+
 def test_fault_33_missing_validation_folder(tree: Path) -> None:
     with pytest.raises(UserError, match=r"no 'validation' folder in .*searched validation, val, valid, eval, eval"):
         find_split(tree.parent, "validation", allow_root=True)

@@ -12,6 +12,7 @@ import csv
 import os
 import re
 from collections import Counter, defaultdict
+from pathlib import PurePath
 
 import numpy as np
 
@@ -109,10 +110,14 @@ class FolderListing:
             ) from error
 
     def _is_read_elsewhere(self, link: str) -> bool:
-        """Whether a folder that is a link is read where it really is, or through another link."""
-        real = os.path.realpath(os.path.join(self.root, link))
-        below = os.path.relpath(real, self._real_root)
-        if below == os.curdir or not _HIDDEN.search(below) or real in self._linked:
+        """Whether a folder that is a link is read where it really is, or through another link; or holds the split, or
+        the link."""
+        path = os.path.join(self.root, link)
+        real, here = map(os.path.realpath, (path, os.path.dirname(path)))
+        if any(os.path.commonpath([real, each]) == real for each in (self._real_root, here)):
+            return True
+        around = {real, *map(str, PurePath(real).parents)} & {self._real_root, *self._linked}
+        if any(not _HIDDEN.search(real[len(each) :]) for each in around):
             return True
         self._linked.add(real)
         return False
