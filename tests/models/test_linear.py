@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from types import MethodType
 
 import pytest
 import timm
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules.module import (
+    register_module_forward_hook,
+    register_module_forward_pre_hook,
+    register_module_full_backward_hook,
+)
 from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.hooks import RemovableHandle
 
 from tlt.models import products as products_module
 from tlt.models.products import linear, onednn_linear
@@ -65,9 +75,58 @@ def test_what_is_used_where() -> None:
     assert products(Wrapped(nn.Linear(4, 3).double()), x.double()) == 0
     assert "onednn" not in str(torch.jit.trace(Wrapped(layer), x).graph)
     assert torch.fx.symbolic_trace(Wrapped(layer)).graph.find_nodes(op="call_module", target="layer")
-    seen: list[Tensor] = []
-    layer.register_forward_hook(lambda module, inputs, output: seen.append(output))
-    assert torch.equal(linear(layer, x), seen[0])
+
+
+def _patch(layer: nn.Linear, forward: Callable[..., Tensor]) -> None:
+    layer.forward = forward  # type: ignore[method-assign]
+
+
+_FORWARD, _CALL = nn.Linear.forward, nn.Module.__call__
+Note = Callable[[nn.Module], None]
+# What others do to a layer; each calls `note(layer)` where the layer computes.
+CHANGES: dict[str, Callable[[nn.Linear, Note, pytest.MonkeyPatch], object]] = {
+    "forward": lambda layer, note, _: _patch(layer, lambda x: note(layer) or _FORWARD(layer, x)),
+    "partial": lambda layer, note, _: _patch(layer, partial(lambda own, x: note(own) or _FORWARD(own, x), layer)),
+    "method": lambda layer, note, _: _patch(layer, MethodType(lambda own, x: note(own) or _FORWARD(own, x), layer)),
+    "another's": lambda layer, note, _: _patch(layer, Noted(layer, note).forward),
+    "class": lambda _, note, patch: patch.setattr(nn.Linear, "forward", lambda own, x: note(own) or _FORWARD(own, x)),
+    "call": lambda _, note, patch: patch.setattr(nn.Module, "__call__", lambda own, *x: note(own) or _CALL(own, *x)),
+    "hook": lambda layer, note, _: layer.register_forward_hook(lambda own, *_: note(own)),
+    "pre-hook": lambda layer, note, _: layer.register_forward_pre_hook(lambda own, *_: note(own)),
+    "backward hook": lambda layer, note, _: layer.register_full_backward_hook(lambda own, *_: note(own)),
+    "all hooks": lambda layer, note, _: register_module_forward_hook(lambda own, *_: note(own)),
+    "all pre-hooks": lambda layer, note, _: register_module_forward_pre_hook(lambda own, *_: note(own)),
+    "all backward hooks": lambda layer, note, _: register_module_full_backward_hook(lambda own, *_: note(own)),
+}
+
+
+class Noted(nn.Module):
+    def __init__(self, layer: nn.Linear, note: Note) -> None:
+        super().__init__()
+        self.layer, self.note = [layer], note
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.note(self.layer[0])
+        return _FORWARD(self.layer[0], x)
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_others_did_to_a_layer_is_done(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After it was compiled, too."""
+    layer, x, seen = nn.Linear(4, 3), torch.ones(2, 4, requires_grad=True), list[nn.Module]()
+    called = [Wrapped(layer), torch.compile(Wrapped(layer).forward, backend="eager")]
+    for each in called:
+        each(x).sum().backward()
+    removable = CHANGES[change](layer, seen.append, monkeypatch)
+    try:
+        for each in called:
+            seen.clear()
+            found = each(x)
+            found.sum().backward()
+            assert seen.count(layer) == 1 and torch.equal(found, F.linear(x, layer.weight, layer.bias))
+    finally:
+        if isinstance(removable, RemovableHandle):
+            removable.remove()
 
 
 @pytest.mark.parametrize(

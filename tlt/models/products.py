@@ -15,13 +15,16 @@ from __future__ import annotations
 import os
 import re
 from pathlib import Path
+from types import MethodType
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook
 from torch.utils.flop_counter import register_flop_formula
 
+_FORWARD, _CALL = nn.Linear.forward, nn.Module.__call__
 CHOICE = "TLT_LINEAR"  # variable: "mkl" or "onednn" whatever the processor
 _PROCESSOR = Path("/proc/cpuinfo")
 # The fifth Zen. The fourth's units have half the width: there oneDNN is 1.0 to 1.2 times as fast, which an operator
@@ -49,7 +52,7 @@ def linear(layer: nn.Module, x: Tensor) -> Tensor:
     """`layer(x)`, by oneDNN where that is the faster library.
 
     The layers of a model stay plain `nn.Linear`, which other programs look for by their type: to count, quantize or
-    replace them. A layer that has become another, or has hooks, is called.
+    replace them. A layer that others have changed is called: its class, weights, hooks, or how it is called.
 
     Args:
         x: (..., in_features).
@@ -68,12 +71,22 @@ def _takes_onednn(x: Tensor, layer: nn.Linear) -> bool:
         x.device.type == "cpu"
         and x.dtype is torch.float32
         and weight.dtype is torch.float32
+        and weight.device.type == "cpu"
         and type(weight) is nn.Parameter  # a quantized weight is of another class
         and not (layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks or layer._backward_pre_hooks)
+        and not _has_any_global_hook()
+        and _is_called_by_torch(layer)
         and not torch.is_autocast_enabled("cpu")
         and own_operators_fit()
         and x.numel() > 0  # oneDNN refuses empty products
     )
+
+
+def _is_called_by_torch(layer: nn.Linear) -> bool:
+    """Whether `layer(x)` ends in torch's own `forward`, which others may replace on an instance and on the class."""
+    own = layer.forward  # in this form torch.compile compiles again where it has been replaced since
+    is_own = isinstance(own, MethodType) and own.__func__ is _FORWARD and own.__self__ is layer
+    return is_own and type(layer).__call__ is _CALL
 
 
 # An operator of our own around Inductor's, which has no gradients and which Inductor takes with frozen weights alone.
