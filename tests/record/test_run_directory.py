@@ -19,6 +19,7 @@ import yaml
 
 from tests.commands.conftest import ROOT
 from tlt.errors import UserError
+from volo.config.args import TRAIN, FrozenArgs, TrainArgs
 from volo.record import records, run_directory
 from volo.record.records import RunRecords, read_json_lines
 from volo.record.run_directory import RunLock, choose_directory
@@ -61,6 +62,60 @@ def test_resume_auto_without_a_name_goes_on_with_the_same_experiment_alone(tmp_p
     ]
     new = choose_directory(_args(tmp_path, seed=3, **asked), SIZE, told.append)
     assert not any(new.iterdir()) and "lr: 0.2 before, 0.1 now; seed: 1 before, 3 now" in told[1]
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "same"),
+    [
+        ("", "", True),
+        ("-b 8 --lr 0.1", "-b 8 --lr 0.1", True),
+        ("", "-b 8 --warmup-epochs 8 --num-classes 2", True),  # as it was fitted
+        ("", "-b 4", False),
+        ("-b 8", "", False),  # another command, which may come to another batch
+        ("--cooldown-epochs 0", "--cooldown-epochs 1", False),
+        ("--epochs 300", "", True),
+        ("", "--epochs 40", False),
+    ],
+)
+def test_resume_auto_compares_what_was_asked_for_and_not_what_the_data_decided(
+    tmp_path: Path, before: str, now: str, same: bool
+) -> None:
+    def asked(flags: str) -> TrainArgs:
+        line = f"/data --model resnet10t --img-size 32 --output {tmp_path} --resume auto {flags}"
+        return TRAIN.parse(line.split())
+
+    begun, run = asked(before), tmp_path / "20260101-000000-resnet10t-32"
+    decided = {"batch_size": 8, "num_classes": 2, "lr_base_scale": "sqrt", "warmup_epochs": 8, "cooldown_epochs": 0}
+    fitted = {name: value for name, value in decided.items() if name in begun.defaulted}
+    RunRecords(run).record_start(FrozenArgs(begun, **fitted, grad_accum_steps=4), 2, "cpu")
+    told: list[str] = []
+    assert (choose_directory(asked(now), (32, 32), told.append) == run) == same == (not told)
+
+
+def test_the_newest_run_is_the_one_that_began_last_wherever_that_was(tmp_path: Path) -> None:
+    for name, time in (
+        ("20261025-120000", "2026-10-25T12:00:00+05:30"),
+        ("20261025-023000", "2026-10-25T02:30:00+02:00"),  # an hour that comes twice
+        ("20261025-021500", "2026-10-25T02:15:00+01:00"),
+        ("20261025-021500-2", "2026-10-25T02:15:00+01:00"),
+        ("20261025-021500-10", "2026-10-25T02:15:00+01:00"),
+        ("20261024-235959", "2026-10-25T09:59:59+10:00"),
+        ("20261024-180000", "2026-10-24T18:00:00-08:00"),
+        ("20261024-120000", None),
+        ("20261023-120000", "yesterday"),
+    ):
+        (run := tmp_path / f"{name}-volo_d1-224").mkdir()
+        (run / "args.yaml").write_text("lr: 0.1\n")
+        if time:
+            (run / "run.json").write_text(json.dumps([{"time": time}, {"time": "2027-01-01T00:00:00+00:00"}]))
+    found = []
+    for _ in range(9):
+        found.append(choose_directory(_args(tmp_path, resume="auto"), SIZE).name.removesuffix("-volo_d1-224"))
+        shutil.rmtree(tmp_path / f"{found[-1]}-volo_d1-224")
+    assert found == [
+        *("20261025-120000", "20261024-180000", "20261025-021500-10", "20261025-021500-2", "20261025-021500"),
+        *("20261025-023000", "20261024-235959", "20261024-120000", "20261023-120000"),
+    ]
 
 
 def test_resume_of_a_file_goes_on_in_its_directory_unless_another_is_named(tmp_path: Path) -> None:

@@ -159,6 +159,7 @@ class RunRecords:
             "versions": versions(),
             "world_size": world_size,
             "device": device,
+            "fitted": list(getattr(args, "defaulted", ())),  # settings that the data, or a checkpoint, have decided
         }
         starts = [*starts, start] if isinstance(starts, list) else [start]
         settings = yaml.safe_dump(settings_of(args), sort_keys=True)

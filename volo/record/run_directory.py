@@ -24,6 +24,7 @@ from volo.config.flags_train import BATCH_NORM, EMA, MODEL, OPTIMIZER, REGULARIS
 from volo.record.records import plain, settings_of
 
 DEFAULT_ROOT = "output/train"
+_TIME = "%Y%m%d-%H%M%S"  # in the names of runs
 _WAIT = 2.0  # seconds, for data workers of a killed job, which have inherited the lock before filelock 4
 # The settings that define an experiment, without places of files and without the machines.
 _OF_EXPERIMENT = {
@@ -81,23 +82,51 @@ def choose_directory(
 
 
 def _newest_alike(root: Path, suffix: str, args: Namespace, report: Callable[[str], None]) -> Path | None:
-    """Return the newest run with the settings of `args`, or None; report the newest one that has others."""
+    """Return the newest run with the settings of `args`, or None; report the newest one that has others.
+
+    What neither command gives, and the data decide, is not compared (`volo.config.flags_train.FITTED`).
+    """
     now = {k: v for k, v in settings_of(args).items() if k in _OF_EXPERIMENT}
+    left = {name: "left to the data" for name in getattr(args, "defaulted", ()) if name in now}
     alike, passed_over = None, ""
-    for file in sorted(root.glob(f"*{suffix}/args.yaml"), reverse=True):
+    for run in sorted((file.parent for file in root.glob(f"*{suffix}/args.yaml")), key=_begun, reverse=True):
+        fitted = _starts(run)[-1].get("fitted", list(left))  # earlier versions don't tell
+        asked = {k: v for k, v in (now | left).items() if k not in left or k not in fitted}
         changes: list[str] = []
         with suppress(OSError, yaml.YAMLError):  # where it is damaged, its checkpoints are compared all the same
-            changes = changed_settings(yaml.safe_load(file.read_bytes()), now)
+            changes = changed_settings(yaml.safe_load((run / "args.yaml").read_bytes()), asked)
         if not changes:
-            alike = file.parent
+            alike = run
             break
         passed_over = passed_over or (
-            f"--resume auto leaves {file.parent} alone, another experiment ({'; '.join(changes)}): "
-            f"--experiment {file.parent.name} would go on with it"
+            f"--resume auto leaves {run} alone, another experiment ({'; '.join(changes)}): "
+            f"--experiment {run.name} would go on with it"
         )
     if passed_over:
         report(passed_over)
     return alike
+
+
+def _starts(run: Path) -> list[dict[str, Any]]:
+    """Return the records of a run's starts (run.json), an empty one where there is none that can be read."""
+    found: Any = None
+    with suppress(OSError, ValueError, RecursionError):
+        found = json.loads((run / "run.json").read_bytes())
+    return [start for start in found if isinstance(start, dict)] or [{}] if isinstance(found, list) else [{}]
+
+
+def _begun(run: Path) -> tuple[float, int, str]:
+    """Return what orders runs by their beginning: the instant, and their number among those of one second.
+
+    Names alone don't: they are in the local time of a machine, which may lie in another zone or put its clock back.
+    """
+    numbered = re.match(r"\d{8}-\d{6}-(\d+)-", run.name)
+    place = int(numbered[1]) if numbered else 1, run.name
+    with suppress(LookupError, TypeError, ValueError, OverflowError):
+        return datetime.fromisoformat(_starts(run)[0]["time"]).timestamp(), *place
+    with suppress(ValueError, OverflowError):
+        return datetime.strptime(run.name[:15], _TIME).timestamp(), *place
+    return 0.0, *place
 
 
 def changed_settings(recorded: Any, now: dict[str, Any]) -> list[str]:
@@ -120,7 +149,7 @@ def _is_named(directory: Path, args: Namespace) -> bool:
 
 def _new(root: Path, suffix: str, make: bool) -> Path:
     """Make and return a directory named after the present second, with a number if that name exists."""
-    now = datetime.now().strftime("%Y%m%d-%H%M%S")
+    now = datetime.now().strftime(_TIME)
     path = root / f"{now}{suffix}"
     try:
         for number in itertools.count(2) if make else ():
@@ -194,8 +223,8 @@ class RunLock:
 
     def _holder(self) -> str:
         """Return who holds the lock, by the newest start in run.json."""
+        start = _starts(self.path.parent)[-1]
         try:
-            start = json.loads((self.path.parent / "run.json").read_bytes())[-1]
             return f"process {start['pid']} on {start['host']} (since {start['time']})"
-        except (OSError, ValueError, LookupError, TypeError):  # it has not begun, or is damaged
+        except LookupError:  # it has not begun, or is damaged
             return "another job"
