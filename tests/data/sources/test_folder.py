@@ -205,6 +205,20 @@ def test_fault_33_missing_validation_folder(tree: Path) -> None:
         find_split(tree / "none", "train")
 
 
+@pytest.mark.parametrize("program", ["train", "validate"])
+@pytest.mark.parametrize("name", ["train.zip", "labels.csv", "train/a.tar.gz", "a.parquet", "train-00000-of-00002", ""])
+def test_files_of_other_kinds_are_told_the_flag_that_reads_them(tmp_path: Path, program: str, name: str) -> None:
+    file = tmp_path / "data" / (name or "train/notes")
+    file.parent.mkdir(parents=True)
+    file.touch() if name else file.mkdir()
+    for data in (tmp_path / "data", *([file] if name else [])):
+        with pytest.raises(UserError) as caught:
+            open_images(str(data), "train", allow_root=program == "validate")
+        assert ("unpack archives first, and name another kind of data set by --dataset" in str(caught.value)) == (
+            name != ""
+        )
+
+
 def test_fault_38_odd_names_are_found_and_printable(tree: Path) -> None:
     odd = ["ü日本.jpg", "new\nline.jpg", os.fsdecode(b"\xff\xfe.jpg")]
     for name in odd:

@@ -54,7 +54,7 @@ def open_images(
     Raises:
         UserError: No such data set, an unknown kind, or it can't be used as it is; names the flag or file.
     """
-    from tlt.data.sources.folder import find_split, holds_shards, scan_folder
+    from tlt.data.sources.folder import find_split, holds_shards, other_kinds, scan_folder
     from tlt.data.sources.source import check_classes
 
     kind, name = parse_kind(dataset)
@@ -74,6 +74,7 @@ def open_images(
         # Of a folder without splits it makes both.
         held_out = split_flag == "--val-split" or (split_flag == "--train-split" and not kind)
         hint = "; --val-fraction 0.1 makes a split" if held_out else ""
+        hint += "" if kind else other_kinds(data or "")
         raise UserError(f"{error} ({split_flag}){hint}") from error
     check_classes(images.classes, images.class_names, printable(images.root))
     if class_names is not None:

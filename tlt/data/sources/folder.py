@@ -165,7 +165,7 @@ def scan_folder(root: str | os.PathLike[str], found: Found | None = None, in_cla
         notes = "".join(f"; {line}" for line in listing.warnings)
         raise UserError(
             f"no images in the class folders of {shown} (expected {shown}/CLASS/IMAGE.jpg or another format that "
-            f"Pillow reads){notes}"
+            f"Pillow reads){notes}{other_kinds(listing.root)}"
         )
     classes = np.array([index[os.path.basename(folder)] for folder in listing.leaves], np.int64)[listing.leaf]
     warnings = [*listing.warnings]
@@ -245,7 +245,7 @@ def find_split(data_dir: str | os.PathLike[str], split: str, allow_root: bool = 
     """
     data_dir = os.fspath(data_dir)
     if not os.path.isdir(data_dir):
-        raise UserError(f"data folder {printable(data_dir)} does not exist or is not a folder")
+        raise UserError(f"data folder {printable(data_dir)} does not exist or is not a folder{other_kinds(data_dir)}")
     searched = split_names(split)
     for name in searched:
         if os.path.isdir(os.path.join(data_dir, name)):
@@ -257,6 +257,15 @@ def find_split(data_dir: str | os.PathLike[str], split: str, allow_root: bool = 
         f"no {printable(split)!r} folder in {printable(data_dir)} (searched {', '.join(map(printable, searched))}; "
         f"it holds {some_names(sorted(os.listdir(data_dir)))}): make it, or name another split"
     )
+
+
+def other_kinds(path: str) -> str:
+    """A remark for a file that is no image, and for a folder that holds one; "" for others."""
+    inside = os.listdir(path) if os.path.isdir(path) else []
+    paths = [os.path.join(path, name) for name in inside if name[0] != "."] or [path]
+    if all(os.path.splitext(each)[1].lower() in image_extensions() or not os.path.isfile(each) for each in paths):
+        return ""
+    return "; unpack archives first, and name another kind of data set by --dataset (docs/data.md)"
 
 
 def holds_shards(folder: str) -> bool:
