@@ -28,16 +28,38 @@ from volo.train.run import batch_record, dataset_defaults, settle, steps_to_keep
         ("", 512, 1000, ""),
         ("--grad-accum-steps 2", 512, 1000, "batch_size 64 lr_base_scale sqrt"),
         ("--num-classes 7", 3, 7, "batch_size 1 lr_base_scale sqrt"),
+        ("--model-ema -b 512", 1_281_167, 1000, ""),
+        ("--model-ema -b 1024 --epochs 30 --cooldown-epochs 10", 1_281_167, 1000, "hist 3 warmup 6 decay 0.999867"),
+        ("--model-ema --model-ema-decay 0.99992 -b 64 --epochs 30", 512, 1000, "hist 3 warmup 6"),
+        ("--model-ema --model-ema-warmup -b 64 --epochs 30", 512, 1000, "hist 3 warmup 6"),
     ],
 )
 def test_defaults_fit_the_data_and_what_is_given_stays(flags: str, images: int, classes: int, fitted: str) -> None:
     args = arguments(flags)
-    short = {"warmup": "warmup_epochs", "cooldown": "cooldown_epochs", "hist": "checkpoint_hist"}
+    short = {
+        "warmup": "warmup_epochs",
+        "cooldown": "cooldown_epochs",
+        "hist": "checkpoint_hist",
+        "decay": "model_ema_decay",
+    }
     words = fitted.split()
     expected = {short.get(name, name): value for name, value in zip(words[::2], words[1::2], strict=True)}
     found, line = dataset_defaults(args, images, classes, world_size=1)
     assert {name: str(value) for name, value in found.items()} == expected
     assert all(f"--{name.replace('_', '-')} {value}" in line for name, value in expected.items())
+
+
+@pytest.mark.parametrize(("flags", "images"), [("-b 8 --epochs 3", 64), ("-b 2 --epochs 1", 5), ("--epochs 50", 900)])
+def test_an_average_forgets_the_initial_weights_within_the_run_or_is_told_not_to(flags: str, images: int) -> None:
+    """Of n updates the first ones' share is decay ** n. timm's warm-up forgets them in any case."""
+    args, batch, told = settle(arguments(f"{flags} --model-ema"), {}, images, 1000, 2)
+    updates = args.epochs * -(-images // batch["global"])
+    assert args.model_ema_decay**updates < 0.01 and (updates < 100 or args.model_ema_decay > 0.9)
+    assert f"--model-ema-decay {args.model_ema_decay}" in told[0] and len(told) == 1
+    for decay, share in (("0.99992", 100 * 0.99992**updates), ("0", 0)):
+        told = settle(arguments(f"{flags} --model-ema --model-ema-decay {decay}"), {}, images, 1000, 2)[2]
+        warning = f"after the {updates} updates of this run {share:.0f} % of its moving average are still the initial"
+        assert [warning in line for line in told if "warning" in line] == [True] * (share > 10)
 
 
 @pytest.mark.parametrize("dist_bn", ["reduce", "broadcast"])

@@ -47,7 +47,10 @@ from volo.config.flags_data import (
 )
 
 # Flags whose defaults depend on the data where neither command line nor recipe has them (volo/train/run.py).
-FITTED = ("batch_size", "checkpoint_hist", "cooldown_epochs", "lr_base_scale", "num_classes", "warmup_epochs")
+FITTED = (
+    *("batch_size", "checkpoint_hist", "cooldown_epochs", "lr_base_scale", "model_ema_decay", "num_classes"),
+    "warmup_epochs",
+)
 COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 CUDA_GRAPH_MODES = ("reduce-overhead", "max-autotune")
 OUTLOOK_KERNELS = ("auto", "triton", "windows", "reference")
@@ -237,7 +240,13 @@ BATCH_NORM = Group(
 EMA = Group(
     "EMA",
     switch("--model-ema", "keep a moving average of the weights and validate it too"),
-    flag("--model-ema-decay", SHARE, 0.99992, "share of the old average per update", needs=(AVERAGED,)),
+    flag(
+        "--model-ema-decay",
+        SHARE,
+        0.99992,
+        "share of the old average per update; less in short runs",
+        needs=(AVERAGED,),
+    ),
     switch("--model-ema-warmup", "let the decay grow from small values at the start", needs=(AVERAGED,)),
     switch("--model-ema-force-cpu", "keep the average on the CPU of rank 0, not validated", needs=(AVERAGED,)),
 )

@@ -7,6 +7,7 @@ recipe is never changed, but for the accumulation steps that keep a resumed run'
 
 from __future__ import annotations
 
+import math
 from argparse import Namespace
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
     from volo.train.distillation import Distillation
 
 BATCH_KEY = "batch"  # of a checkpoint
+_HORIZONS = 5  # of the moving average in a run, 1 / (1 - decay) updates each: 0.7 % of it are the initial weights then
+_TOLD_SHARE = 0.1  # of them, from which on a warning tells of it
 _LEAST_UPDATES, _LARGEST_BATCH = 4, 128  # in an epoch, and images of a device, where neither is given
 
 
@@ -105,8 +108,10 @@ def settle(
         line = _shown("as the run has begun", {k: v for k, v in decided.items() if v != getattr(args, k)})
     batch_size, asked = decided.get("batch_size", args.batch_size), args.grad_accum_steps
     steps, message = steps_to_keep(checkpoint, batch_size, asked, world_size)
-    frozen = FrozenArgs(args, **decided | {"grad_accum_steps": steps})
-    return frozen, batch_record(batch_size, steps, world_size, asked), [each for each in (line, message) if each]
+    settled = FrozenArgs(args, **decided | {"grad_accum_steps": steps})
+    batch = batch_record(batch_size, steps, world_size, asked)
+    messages = line, message, _useless_average(settled, settled.epochs * math.ceil(images / batch["global"]))
+    return settled, batch, [each for each in messages if each]
 
 
 def dataset_defaults(args: TrainArgs, images: int, classes: int, world_size: int) -> tuple[dict[str, Any], str]:
@@ -128,9 +133,25 @@ def dataset_defaults(args: TrainArgs, images: int, classes: int, world_size: int
         if "batch_size" in args.defaulted and args.lr is None:
             # A rate that shrinks in proportion would be 1e-5 at 8 images; Adam's noise grows with the square root.
             fitted["lr_base_scale"] = "sqrt"
+    batch = (size if "batch_size" in fitted.keys() & args.defaulted else args.batch_size) * args.grad_accum_steps
+    if args.model_ema and not args.model_ema_warmup:
+        updates = args.epochs * math.ceil(images / (batch * world_size))
+        decay = max(0.0, round(1 - _HORIZONS / updates, 6))
+        fitted["model_ema_decay"] = min(args.model_ema_decay, decay)
     fitted = {name: value for name, value in fitted.items() if name in args.defaulted and value != getattr(args, name)}
     check_drop_path(Namespace(**vars(args) | fitted))
     return fitted, _shown(f"defaults for {images} images of {classes} classes and {args.epochs} epochs", fitted)
+
+
+def _useless_average(args: TrainArgs, updates: int) -> str:
+    """Return a warning where the moving average of so many updates consists of the initial weights, else ""."""
+    share = args.model_ema_decay**updates
+    if not args.model_ema or args.model_ema_warmup or share <= _TOLD_SHARE:
+        return ""
+    return (
+        f"warning: after the {updates} updates of this run {100 * share:.0f} % of its moving average are still the "
+        f"initial weights: without --model-ema-decay {args.model_ema_decay:g} it is fitted to the run"
+    )
 
 
 def _shown(what: str, values: dict[str, Any]) -> str:
