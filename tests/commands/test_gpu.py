@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 from pathlib import Path
@@ -11,6 +10,7 @@ import numpy as np
 import pytest
 import timm
 import torch
+from torch import nn
 
 from tests.commands import interrupted_train
 from tests.commands.conftest import QUICK, Call, metrics
@@ -50,10 +50,14 @@ def test_losses_are_those_of_the_cpu(call: Call, data: Path, labels: Path, tmp_p
 def test_between_two_reports_the_host_never_waits(
     call: Call, data: Path, labels: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, more: str
 ) -> None:
-    steps, take_broken, checked = itertools.count(), Precision.take_broken, []
+    started, checked, begin, take_broken = [], [], Precision.begin, Precision.take_broken
 
-    def begin_step() -> None:  # of the second epoch on: in the first one libraries start up
-        if next(steps) >= 4:
+    def start(precision: Precision, model: nn.Module) -> None:
+        started.append(len(checked))
+        begin(precision, model)
+
+    def begin_step() -> None:  # of the second epoch: in the first one libraries start up, and validation reads results
+        if started == [0, 1] and len(checked) == 1:
             torch.cuda.set_sync_debug_mode("error")
 
     def report(precision: Precision) -> dict[int, bool]:
@@ -62,6 +66,7 @@ def test_between_two_reports_the_host_never_waits(
         return take_broken(precision)
 
     monkeypatch.setattr(loop, "begin_step", begin_step)
+    monkeypatch.setattr(Precision, "begin", start)
     monkeypatch.setattr(Precision, "take_broken", report)
     flags = f"{data} {QUICK} -b 4 --epochs 2 --log-interval 4 --lr 1e-4 --drop-path 0.5 --device cuda {more}"
     try:

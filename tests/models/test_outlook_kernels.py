@@ -7,6 +7,7 @@ import functools
 import math
 import os
 
+import numpy as np
 import pytest
 import torch
 from timm.models.volo import OutlookAttention as TimmOutlookAttention
@@ -66,11 +67,33 @@ def in_float64(v, logits, grad):
     ],
     ids="-".join,
 )
-def kernel(request):
+def kernel(request, monkeypatch):
     """The name of an implementation; what the test makes is on the device that goes with it."""
     name, device = request.param
+    if (name, device) == ("triton", "cpu"):
+        from triton.runtime.interpreter import InterpreterBuilder
+
+        dot = InterpreterBuilder.create_dot
+        monkeypatch.setattr(InterpreterBuilder, "create_dot", functools.partialmethod(dot_as_a_gpu_rounds, dot))
     with torch.device(device):
         yield name
+
+
+def dot_as_a_gpu_rounds(builder, dot, a, b, total, precision, *more):
+    """The interpreter's product, which is exact in float32 whatever `precision` says, of what TF32 leaves of it."""
+    if precision.name == "IEEE" or a.data.dtype != np.float32:
+        return dot(builder, a, b, total, precision, *more)
+
+    def tf32(x):  # 10 bits of fraction, to the nearest
+        return ((x.view(np.int32) + (1 << 12)) & -(1 << 13)).view(np.float32)
+
+    large = [tf32(x.data) for x in (a, b)]
+    small = [tf32(x.data - part) for x, part in zip((a, b), large, strict=True)]
+    pairs = {"TF32": [large], "TF32x3": [(small[0], large[1]), (large[0], small[1]), large]}[precision.name]
+    for left, right in pairs:
+        handles = (type(total)(part, x.dtype) for part, x in ((left, a), (right, b)))
+        total = dot(builder, *handles, total, precision, *more)
+    return total
 
 
 @pytest.mark.parametrize(("height", "width"), [(4, 6), (5, 3), (1, 1)])

@@ -214,9 +214,10 @@ def outlook_backward_logits(
     logit = tl.load(logits + element, mask=entry, other=0.0)
     if WIDEN:
         logit = logit.to(tl.float32)
-    # The product with the identity lies in registers as grad_weights does: sums over rows need few shuffles.
+    # The product with the identity lies in registers as grad_weights does: sums over rows need few shuffles. It leaves
+    # float32 as it is: tf32x3 rounds to 23 bits, by which all weights of a row are wrong that come from its lse.
     identity = tl.where(place[:, None] == place[None, :], 1.0, 0.0).to(logit.dtype)
-    logit = tl.dot(logit, tl.broadcast_to(identity[None, :, :], (BLOCK, 16, 16)), input_precision="tf32x3")
+    logit = tl.dot(logit, tl.broadcast_to(identity[None, :, :], (BLOCK, 16, 16)), input_precision="ieee")
     logit = tl.where((place < 9)[None, None, :], logit, -1e30)
     top = tl.max(logit, 2) * scale_log2e
     power = tl.exp2(logit * scale_log2e - top[:, :, None])
