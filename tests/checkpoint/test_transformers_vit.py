@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import timm
 import torch
 
@@ -74,6 +75,29 @@ def test_fine_tuning_takes_the_backbone_without_the_heads_for_pretraining(of_fil
     with torch.no_grad():
         expected = theirs(images).last_hidden_state
         torch.testing.assert_close(ours.forward_features(images), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["git-lfs", "empty", "cut", "text", "NaN", "none", "another model's"])
+def test_weights_in_a_folder_are_read_and_refused_as_every_checkpoint(kind: str, tmp_path: Path) -> None:
+    _saved("ViTForImageClassification", tmp_path)
+    file, named = tmp_path / "model.safetensors", "model.safetensors"
+    weights = safetensors.torch.load_file(file)
+    if kind == "NaN":
+        next(iter(weights.values())).fill_(float("nan"))
+        safetensors.torch.save_file(weights, file)
+        named = "is refused: .* holds .* NaN"
+    elif kind == "none":
+        file.unlink()
+    elif kind == "another model's":
+        name = next(name for name in weights if name.endswith("position_embeddings"))
+        safetensors.torch.save_file({**weights, name: weights[name][..., :8].contiguous()}, file)
+        named = f"{tmp_path} cannot be built with .*pos_embed"
+    else:
+        lfs = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 9\n"
+        file.write_bytes({"git-lfs": lfs, "empty": b"", "cut": file.read_bytes()[:-9], "text": b"x"}[kind])
+    with pytest.raises(UserError, match=named) as caught:
+        build_model(_args("--model", f"local-dir:{tmp_path}", "--pretrained"))
+    assert "\n" not in str(caught.value) and "fetched" not in str(caught.value)
 
 
 def test_what_timm_lacks_is_told(tmp_path: Path) -> None:

@@ -219,6 +219,9 @@ def test_a_run_that_was_stopped_goes_on_to_the_same_weights(
     for entry in whole.keys() & {"state_dict", "dense_head", "state_dict_ema"}:
         assert all(torch.equal(value, again[entry][each]) for each, value in whole[entry].items())
     if "--kd-view" in flags:
+        file = f"--kd-size 32 48 --kd-model-name {taught}/teacher/last.pth.tar"
+        ended, _ = learn(call, taught, f"{name}d", f"{flags} {file} --dry-run")
+        assert ended.code == 0 and "M parameters, 32 x 48 px" in ended.out, ended.err
         ended, _ = learn(call, taught, f"{name}d", f"{flags} --dry-run")
         assert ended.code == 0 and "GiB, 0." in ended.out.partition("teacher: weights 0.")[2], ended.err
         ended, _ = learn(call, taught, f"{name}c", f"{flags} --resume {run}/checkpoint-0.pth.tar --kd-model-name {run}")
@@ -295,6 +298,9 @@ def test_without_labels_and_then_with_them(call: Callable[..., Ended], taught: P
         ("--kd-model-name crossvit_9_240 --kd-size 240", "CrossVit has no spatial features"),
         ("--kd-model-name resnet14t", "its published weights can't be fetched (no network)"),
         ("--kd-model-name resnet10x", "timm knows no such model; did you mean"),
+        ("--kd-model-name nowhere/last.pth.tar", "nowhere/last.pth.tar: no such checkpoint"),
+        ("--model crossvit_9_240 --img-size 240", "--model crossvit_9_240 can't learn tokens: CrossVit has no spatial"),
+        ("--kd-size 32 32 32", "--kd-size takes one side, or height and width"),
         ("--in-chans 1", "channels"),
         ("--kd-distill-type logit --kd-model-name resnet10t", "has 1000 classes, --model volo_test has 4"),
         ("--kd-only --token-label", "--kd-only has no labels"),

@@ -87,6 +87,10 @@ TRAIN: tuple[Rule, ...] = (
         "--mixup, --cutmix and --compat: the teacher must see what the student sees; leave out --kd-size and --kd-view",
     ),
     (
+        lambda a: len(a.kd_size or ()) > 2,
+        "--kd-size takes one side, or height and width",
+    ),
+    (
         lambda a: a.freeze and a.grad_checkpointing,
         "--freeze stores no activations: remove --grad-checkpointing",
     ),

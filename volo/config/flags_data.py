@@ -168,14 +168,14 @@ TOKENS = Need("--kd-distill-type token", lambda a: a.kd_distill_type == "token")
 
 DISTILLATION = Group(
     "Distillation",
-    flag("--kd-model-name", NAME, "", "frozen teacher: a timm model, hf-hub:..., local-dir:..., a run's folder"),
+    flag("--kd-model-name", NAME, "", "frozen teacher: a timm model, hf-hub:..., local-dir:..., a run"),
     *needing(
         TAUGHT,
         flag("--kd-distill-type", ("logit", "feature", "token"), "logit", "logits, pooled features, or tokens"),
         flag("--kd-loss-weight --distill-loss-weight", ABOVE_ZERO, 1.0, "weight of its loss beside the labels'"),
         flag("--kd-temperature", ABOVE_ZERO, 4.0, "by which logits are divided", needs=(LOGITS,)),
         flag("--kd-dense-loss", ("cosine", "smooth-l1", "gram"), "cosine", "loss of the tokens", needs=(TOKENS,)),
-        flag("--kd-size", POSITIVE, None, "side in px of the images that the teacher sees (the student's)"),
+        flag("--kd-size", POSITIVE, None, "side, or height and width, in px that it sees (the student's)", nargs="+"),
         flag("--kd-view", ("crop", "whole"), "crop", "it sees the student's crop, or the whole image", needs=(TOKENS,)),
         switch("--kd-only", "learn from it alone: no labels, heads or validation; images may lie anywhere"),
     ),

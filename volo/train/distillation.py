@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import timm
 import torch
 from torch import Tensor, nn
 
@@ -25,7 +26,7 @@ from tlt.distill import DistillLoss, FeatureTeacher, with_projector
 from tlt.errors import UserError
 from tlt.loss import LossTerms
 from tlt.mixtoken import mixed_share
-from volo.checkpoint.checkpoint import best_or_last
+from volo.checkpoint.checkpoint import ENDINGS, best_or_last
 from volo.cluster.distributed import World
 from volo.record.logger import Logger
 from volo.train.compilation import feature_compiler
@@ -132,7 +133,7 @@ def load_distillation(
             student has no tokens, or other classes.
     """
     name, (channels, *size), kind = args.kd_model_name, settings["input_size"], args.kd_distill_type
-    seen, how = [args.kd_size or side for side in size], {"kind": kind, "dense_loss": args.kd_dense_loss}
+    seen, how = (args.kd_size * 2)[:2] if args.kd_size else size, {"kind": kind, "dense_loss": args.kd_dense_loss}
     try:
         model = _load(name, tuple(seen), channels)
         digest, model = checksum(model), place_model(model, args, world)
@@ -144,11 +145,16 @@ def load_distillation(
         found = teacher(torch.zeros(2, channels, *seen, device=world.device), kind)
         if kind == "logit" and found.shape[1] != student.num_classes:
             raise UserError(f"it has {model.num_classes} classes, --model {args.model} has {student.num_classes}")
+        if kind == "token":
+            _ = teacher.tokens  # where it has none, that is its fault and not the student's
+    except (UserError, AssertionError, RuntimeError, ValueError) as error:  # layers raise for a size
+        raise UserError(f"--kd-model-name {name}: {str(error).splitlines()[0]}") from error
+    try:
         distance = DistillLoss.of(student, (size[0], size[1]), teacher, temperature=args.kd_temperature, **how)
         if kind != "logit":
             with_projector(student, teacher, (size[0], size[1]), **how)
-    except (UserError, AssertionError, RuntimeError, ValueError) as error:  # layers raise for a size
-        raise UserError(f"--kd-model-name {name}: {str(error).splitlines()[0]}") from error
+    except (UserError, AssertionError, RuntimeError, ValueError) as error:
+        raise UserError(f"--model {args.model} can't learn {kind}s: {str(error).splitlines()[0]}") from error
     millions = sum(p.numel() for p in model.parameters()) / 1e6
     logger.line(f"teacher {name} ({digest[:12]}): {millions:.2f} M parameters, {seen[0]} x {seen[1]} px")
     views, whole = None, args.kd_view == "whole"
@@ -159,7 +165,8 @@ def load_distillation(
 
 
 def _load(name: str, size: tuple[int, ...], channels: int) -> TimmModel:
-    path = best_or_last(name, "--kd-model-name") if Path(name).is_dir() else None
+    is_path = Path(name).is_dir() or (name.endswith(ENDINGS) and not timm.is_model(name))
+    path = best_or_last(name, "--kd-model-name") if is_path else None
     asked = Namespace(model=None if path else name, pretrained=not path, num_classes=None, gp=None, img_size=size)
     asked.use_ema, asked.no_use_ema, asked.input_size, asked.model_kwargs = False, False, None, {}
     trained = load_model(asked, path, dense=False)

@@ -17,11 +17,18 @@ import torch
 from timm.data import resolve_data_config
 from timm.layers import convert_sync_batchnorm, to_2tuple
 from timm.models import load_model_config_from_hf
-from timm.models._hub import download_from_hf, load_cfg_from_json, load_model_config_from_path
+from timm.models._hub import (
+    _EXT_PRIORITY,
+    _PREFERRED_FILES,
+    download_from_hf,
+    load_cfg_from_json,
+    load_model_config_from_path,
+)
 from torch import nn
 
 from tlt.errors import UserError
 from tlt.io.jobs import physical_memory
+from tlt.io.weights import check_finite, clean_state_dict, read_checkpoint, state_dict_of
 from tlt.models import transformers_vit
 from tlt.models.token_labeling import TokenLabelModel
 from tlt.models.wrap import TOKEN_LABEL_MODELS, WithDenseHead, with_dense_head
@@ -134,7 +141,9 @@ def build_model(args: Namespace, recorded: dict[str, Any] | None = None, weights
     """
     name, stored, source = architecture_of(args.model)
     kwargs = stored | (recorded or {}) | _model_kwargs(args)
-    fetched = kwargs.get("pretrained")
+    fetched, folder = kwargs.get("pretrained"), args.model.startswith("local-dir:")
+    if fetched and folder:
+        _check_folder(Path(args.model.partition(":")[2]), args.model)
     try:
         if recorded or kwargs.get("num_classes", 0) > _MANY_CLASSES:
             _refuse_huge(name, kwargs, weights if recorded else None)
@@ -143,15 +152,15 @@ def build_model(args: Namespace, recorded: dict[str, Any] | None = None, weights
             with torch.no_grad():  # contradictory arguments fail here, not in the first step
                 model.eval()(torch.zeros(1, *eval_settings(args, model)["input_size"]))
             model.train()
-    except (TypeError, ValueError, AssertionError, RuntimeError) as error:
-        if fetched and isinstance(error, RuntimeError):
-            raise UserError(_not_fetched(name, error)) from error
-        reason = str(error).partition("\n")[0]
-        raise UserError(f"--model {name} cannot be built with {kwargs}: {reason}") from error
-    except OSError as error:  # what a hub raises without a network derives from it
-        if not fetched:
-            raise
-        raise UserError(_not_fetched(name, error)) from error
+    except UserError:
+        raise
+    except Exception as error:  # constructors, hubs and readers of weights raise anything
+        reason = " ".join(str(error).split())[:300] or type(error).__name__
+        if fetched and not folder and "loading state_dict" not in reason:
+            raise UserError(_not_fetched(name, reason)) from error
+        raise UserError(f"--model {args.model} cannot be built with {kwargs}: {reason}") from error
+    if fetched:
+        check_finite(clean_state_dict(model), f"the file of --model {args.model}")
     _set_modes(model, getattr(args, "outlook_kernel", "auto"), getattr(args, "drop_path_mode", "mask"))
     return model
 
@@ -168,9 +177,18 @@ def _set_modes(model: nn.Module, kernel: str, drop_path_mode: str) -> None:
         model.set_drop_path_mode(drop_path_mode)
 
 
-def _not_fetched(name: str, error: Exception) -> str:
+def _check_folder(folder: Path, model: str) -> None:
+    """Raise UserError unless the weights that timm takes from a folder can be read."""
+    endings = (path.name for ending in _EXT_PRIORITY for path in sorted(folder.glob(f"*{ending}")))
+    file = next((folder / name for name in (*_PREFERRED_FILES, *endings) if (folder / name).exists()), None)
+    if file is None:
+        raise UserError(f"--model {model}: there are no weights, such as {_PREFERRED_FILES[0]}")
+    state_dict_of(read_checkpoint(file), path=file)
+
+
+def _not_fetched(name: str, reason: str) -> str:
     return (
-        f"--model {name}: its published weights can't be fetched ({' '.join(str(error).split())}): name a file of them "
+        f"--model {name}: its published weights can't be fetched ({reason}): name a file of them "
         "with --initial-checkpoint (validate.py, generate_label.py: --checkpoint; --kd-model-name local-dir:FOLDER)"
     )
 
