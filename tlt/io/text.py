@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable, Sequence
+from unicodedata import normalize
 
 # Control characters but for those that lay out lines; of escapes, the progress bar's step up a line.
 _COMMANDS = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1a\x1c-\x1f\x7f-\x9f]|\x1b(?!\[A)")
@@ -56,6 +57,21 @@ def some_names(names: Sequence[str]) -> str:
         return "none"
     more = f" and {len(names) - NAMES_SHOWN} more" if len(names) > NAMES_SHOWN else ""
     return ", ".join(repr(printable(name)) if " " in name else printable(name) for name in names[:NAMES_SHOWN]) + more
+
+
+def lookalikes(names: Iterable[str], others: Iterable[str]) -> str:
+    """A remark for a message that some of the names look like others, but are not the same; "" where none do."""
+    one, other = ({normalize("NFC", name).strip() for name in each} for each in (names, others))
+    return "; names that look the same differ in their Unicode form (NFC, NFD) or in spaces" if one & other else ""
+
+
+def first_difference(there: Sequence[str], here: Sequence[str]) -> str:
+    """What tells two lists of classes apart, for a message: the first class that differs, else their lengths."""
+    for number, (one, other) in enumerate(zip(there, here, strict=False)):
+        if one != other:
+            told = f"class {number} is {printable(one)} there, {printable(other)} here"
+            return told + lookalikes([one], [other])
+    return f"{len(there)} classes there, {len(here)} here"
 
 
 def table(rows: Iterable[Sequence[str]]) -> list[str]:

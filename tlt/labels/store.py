@@ -15,12 +15,12 @@ import torch
 
 from tlt.errors import MachineFault, UserError, one_of
 from tlt.io.names import Names
-from tlt.io.text import printable
+from tlt.io.text import first_difference, lookalikes, printable, some_names
 from tlt.label_map import FULL_AREA, NO_AREA, Area, LabelMap, centre_square
 from tlt.labels.archive import ArchiveReader, is_archive
 from tlt.labels.label_info import AREAS, Agreement, LabelInfo
 from tlt.labels.shards import ShardReader, shard_folder
-from tlt.labels.tree import TreeReader
+from tlt.labels.tree import TreeReader, usual_label_name
 
 BAD_LABEL_POLICIES = ("stop", "skip", "uniform")
 
@@ -245,11 +245,8 @@ def _check_classes(info: LabelInfo, where: str, asked: int | None, class_names: 
         )
     if class_names is None or info.transfer or info.class_names in (None, list(class_names)):
         return
-    assert info.class_names is not None
-    pairs = enumerate(zip(info.class_names, class_names, strict=False))
-    first = next((f"class {i} is {printable(a)} there, {printable(b)} here" for i, (a, b) in pairs if a != b), "")
-    counts = f"{len(info.class_names)} classes there, {len(class_names)} here"
-    raise UserError(f"{where} was made for other class folders ({first or counts}); make labels for this data set")
+    told = first_difference(info.class_names or [], class_names)
+    raise UserError(f"{where} was made for other class folders ({told}); make labels for this data set")
 
 
 def _check_missing(reader: Reader, names: Names, bad_label: str) -> list[str]:
@@ -263,7 +260,9 @@ def _check_missing(reader: Reader, names: Names, bad_label: str) -> list[str]:
         f"{printable(names[missing[0]])} (looked for {reader.source(missing[0])})"
     )
     if len(reader.missing) == len(names):
-        raise UserError(f"{text}; these labels are of another data set, or not complete")
+        held = reader.extra()
+        told = f": there are {some_names(held)}{lookalikes(map(usual_label_name, names), map(usual_label_name, held))}"
+        raise UserError(f"{text}; these labels are of another data set, or not complete{told}")
     if bad_label == "stop":
         raise UserError(f"{text}; make labels with generate_label.py, or use --bad-label skip if some may be missing")
     return [f"{text}; --bad-label {bad_label}"]

@@ -29,7 +29,7 @@ from tlt.data.sources import open_images
 from tlt.data.sources.source import ImageSource
 from tlt.errors import UserError
 from tlt.io.jobs import Progress
-from tlt.io.text import printable
+from tlt.io.text import first_difference, printable
 from tlt.label_map import FULL_AREA, LabelMap
 from tlt.labels.annotate import Annotator, check_dense, labelled_area
 from tlt.labels.archive_writer import ArchiveWriter
@@ -102,7 +102,7 @@ def check(trained: TrainedModel, folder: ImageSource) -> None:
         raise UserError(f"--model {args.model} has no classes: give --num-classes and weights with a head")
     names, own = trained.config.get("class_names") or folder.class_names, folder.class_names
     if not args.transfer and (count != len(own) or list(names) != own):
-        what = f"{count} classes" if count != len(own) else "other class names"
+        what = f"{count} classes" if count != len(own) else f"other class names ({first_difference(names, own)})"
         raise UserError(
             f"--model {args.model} has {what}, {printable(folder.root)} {len(own)} class folders: use an annotator "
             "trained on these, or --transfer to label with its own classes"

@@ -162,7 +162,7 @@ def names_of_classes(path: str, trained: TrainedModel) -> list[str]:
         known = class_names(trained.config, count)
         return known if len(known) == count else [str(number) for number in range(count)]
     try:
-        names = read_bytes(path).decode().splitlines()
+        names = read_bytes(path).decode("utf-8-sig").splitlines()
     except (OSError, ValueError) as error:
         raise UserError(f"--class-names {path} can't be read: {error}") from error
     if len(names) != count:

@@ -181,7 +181,7 @@ def read_numbers(path: str) -> list[int]:
         UserError: The file can't be read or holds something else.
     """
     try:
-        return [int(line) for line in read_bytes(path).split()]
+        return [int(line) for line in read_bytes(path).decode("utf-8-sig").split()]
     except (OSError, ValueError) as error:
         raise UserError(f"--valid-labels {path}: one class number per line is needed ({error})") from error
 

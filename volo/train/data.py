@@ -25,7 +25,7 @@ from tlt.data.sources.source import ImageSource
 from tlt.errors import UserError
 from tlt.io.files import regular_only
 from tlt.io.jobs import SearchProgress
-from tlt.io.text import printable, some_names
+from tlt.io.text import lookalikes, printable, some_names
 from volo.cluster.distributed import World
 
 LIST = "validation_images.txt"  # in the run directory: the images that `--val-fraction` holds out
@@ -111,7 +111,7 @@ def listed_images(images: ImageSource, file: str, missing_allowed: bool = False)
         UserError: The file can't be read, or names images that are not there.
     """
     try:
-        with open(file, encoding="utf-8", errors="surrogateescape", opener=regular_only) as lines:
+        with open(file, encoding="utf-8-sig", errors="surrogateescape", opener=regular_only) as lines:
             names = {line.rstrip("\n") for line in lines if line.strip()}
     except OSError as error:
         raise UserError(f"image list {printable(file)} can't be read ({error.strerror})") from error
@@ -120,7 +120,8 @@ def listed_images(images: ImageSource, file: str, missing_allowed: bool = False)
     if not found.any() or (gone and not missing_allowed):
         raise UserError(
             f"image list {printable(file)}: {len(gone)} of its {len(names)} images are not in {printable(images.root)} "
-            f"({some_names(sorted(gone))}): name the data set and the split that it was made of"
+            f"({some_names(sorted(gone))}), which holds {some_names(images.paths)}: name the data set and the split "
+            f"that it was made of{lookalikes(gone, images.paths)}"
         )
     return found
 

@@ -16,6 +16,7 @@ import torch
 
 from tlt.data.batch import Batch
 from tlt.errors import UserError
+from tlt.io.text import first_difference
 from tlt.label_map import FULL_AREA, Area, LabelBatch
 from tlt.labels.annotate import Annotator, check_dense, labelled_area
 from tlt.labels.store import relative_to_tail
@@ -102,7 +103,8 @@ def load_teacher(
             "annotator for these classes, or --num-classes"
         )
     if (recorded := trained.config.get("class_names")) and list(recorded) != class_names:
-        raise UserError(f"{shown} was trained on other class folders: use an annotator trained on these")
+        told = first_difference(recorded, class_names)
+        raise UserError(f"{shown} was trained on other class folders ({told}): use an annotator trained on these")
     dtype, own = compute_dtype(args, world.device), trained.settings
     annotator = Annotator(model, args.token_label_teacher_top_k, dtype, feature_compiler(model, args))
     pixels = (settings["mean"], settings["std"]), (own["mean"], own["std"])

@@ -1,4 +1,4 @@
-"""Which class of an imposed list a class is: by its name, whatever that looks like."""
+"""Which class of an imposed list a class is: by its name, whatever that looks like. Lists that don't fit."""
 
 from __future__ import annotations
 
@@ -10,8 +10,14 @@ import pytest
 
 from tests.data.conftest import jpeg, refuses
 from tests.data.sources.test_shards import tar
+from tests.labels.packed import label_map, make_tree
 from tlt.data.sources import open_images
+from tlt.data.sources.folder import read_class_map
+from tlt.labels.label_info import LabelInfo
+from tlt.labels.store import open_labels
+from tlt.labels.tree import write_map
 from tlt.tools.pack_images import pack_images
+from volo.train.data import listed_images
 
 TORCHVISION = sorted(map(str, range(12)))  # 0, 1, 10, 11, 2, ...
 
@@ -54,10 +60,73 @@ def test_names_that_look_like_numbers_are_names_where_the_list_has_them(
     data, dataset = str(tmp_path / "out" if kind == "packed" else tmp_path), "csv/table.csv" * (kind == "csv")
     assert (open_images(data, "train", dataset).class_names == names) or kind == "shards"
     if by == "nothing":
-        with refuses("classes that are not in the class list of the training set or class map"):
+        with refuses("classes that are not in the class list"):
             open_images(data, "train", dataset, imposed)
         return
     images = open_images(data, "train", dataset, imposed)
     given = {path.split("/")[-2]: imposed[row] for path, row in zip(images.paths, images.classes, strict=True)}
     assert given == {name: name if by == "name" else imposed[int(name)] for name in names}
     assert {*images.folder_names} == {*given.values()} and images.class_names == imposed
+
+
+CAFE, DECOMPOSED = "caf\u00e9", "cafe\u0301"
+LIKE = "names that look the same differ in their Unicode form"
+
+
+@pytest.mark.parametrize(
+    ("own", "imposed", "told"),
+    [
+        (
+            ["n01440764", "n01443537"],
+            "n01440764 tench, Tinca tinca\nn01443537 goldfish",
+            "the list holds 'n01440764 tench, T",
+        ),
+        (["cat", "dog"], "0,cat\n1,dog", ": cat, dog; the list holds 0,cat, 1,dog$"),
+        (["cat", "dog"], "cat\ndogs", "1 classes .*: dog; the list holds cat, dogs$"),
+        ([DECOMPOSED, "tea"], f"{CAFE}\ntea", LIKE),
+        ([CAFE, "tea"], f"tea\n{DECOMPOSED}", LIKE),
+        (["\u1112\u1161\u11ab"], "\ud55c", LIKE),  # Hangul
+    ],
+)
+def test_a_list_that_does_not_fit_says_what_it_holds(tmp_path: Path, own: list[str], imposed: str, told: str) -> None:
+    for name in own:
+        (tmp_path / "train" / name).mkdir(parents=True)
+        (tmp_path / "train" / name / "x.jpg").write_bytes(jpeg(0))
+    (tmp_path / "map.txt").write_text(imposed, "utf-8")
+    with refuses(told):
+        open_images(str(tmp_path), "train", class_names=read_class_map(tmp_path / "map.txt"))
+    (tmp_path / "map.txt").write_text("\n".join([*own, "more"]), "utf-8-sig")
+    assert (
+        open_images(str(tmp_path), "train", class_names=read_class_map(tmp_path / "map.txt")).class_names[0] == own[0]
+    )
+
+
+def test_lists_of_images_and_labels_say_what_they_hold(tmp_path: Path) -> None:
+    for name in (f"{DECOMPOSED}/1.jpg", f"{DECOMPOSED}/2.jpg"):
+        (tmp_path / "train" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "train" / name).write_bytes(jpeg(0))
+    images, listed = open_images(str(tmp_path), "train"), tmp_path / "list"
+    listed.write_text(f"{CAFE}/1.jpg\n", "utf-8")
+    with refuses(rf"1 of its 1 images are not in .*\({CAFE}/1.jpg\), which holds {DECOMPOSED}/1.jpg, .*{LIKE}"):
+        listed_images(images, str(listed))
+    listed.write_text(f"{DECOMPOSED}/2.jpg\n", "utf-8-sig")
+    assert listed_images(images, str(listed)).tolist() == [False, True]
+    (tmp_path / "labels" / CAFE).mkdir(parents=True)
+    write_map(tmp_path / "labels" / CAFE / "1.pt", label_map(0), 5)
+    with refuses(rf"these labels are of another data set, or not complete: there are {CAFE}/1.pt; {LIKE}"):
+        open_labels(tmp_path / "labels", images.paths)
+    tree = make_tree(tmp_path / "tree", images, LabelInfo(2, (3, 4), 5, class_names=[CAFE, *"abcd"]))
+    with refuses(rf"made for other class folders \(class 0 is {CAFE} there, {DECOMPOSED} here; {LIKE}"):
+        open_labels(tree, images.paths, class_names=[DECOMPOSED, *"abcd"])
+
+
+@pytest.mark.parametrize("name", ["lost+found", "@eaDir", "__MACOSX", "$RECYCLE.BIN", "System Volume Information"])
+def test_folders_that_systems_make_are_no_classes(tmp_path: Path, name: str) -> None:
+    for folder in ("cat", "dog", name, f"dog/{name}"):
+        (tmp_path / "train" / folder).mkdir(parents=True)
+    for image in ("cat/1.jpg", "dog/2.jpg", f"{name}/x.jpg", f"dog/{name}/2.jpg"):
+        (tmp_path / "train" / image).write_bytes(jpeg(0))
+    images = open_images(str(tmp_path), "train")
+    assert images.class_names == ["cat", "dog"] and list(images.paths) == ["cat/1.jpg", "dog/2.jpg"]
+    assert any("left out 2 folders of the system: " in line for line in images.warnings)
+    assert len(open_images(str(tmp_path), "train", classes=False)) == 2

@@ -28,6 +28,9 @@ TRAIN_SPLITS = ("train", "training")
 VALIDATION_SPLITS = ("val", "valid", "validation", "eval", "evaluation")
 TABLE, LABELS = "shards", "labels"  # tables of the images and of the label maps in a folder of tar shards
 PACKING = "packing.json"  # what `tlt pack-images` packed, and whether it came to its end
+# Folders that file systems, network drives and archive programs make beside the user's, some with small pictures.
+_SYSTEM_FOLDERS = {"lost+found", "$RECYCLE.BIN", "System Volume Information", "__MACOSX"}
+_SYSTEM_FOLDERS |= {"@eaDir", "@Recycle", "#recycle", "#snapshot"}
 _HIDDEN = re.compile(r"(^|/)\.")
 
 
@@ -97,7 +100,7 @@ class FolderListing:
                     by_suffix = name[name.rfind(".") :].lower() in self._suffixes
                     if by_suffix and name[0] != "." and entry.is_file():
                         images.append(name)
-                    elif name[0] != "." and entry.is_dir():
+                    elif name[0] != "." and name not in _SYSTEM_FOLDERS and entry.is_dir():
                         folders[name] = entry.is_symlink()
                     else:
                         self._left_out[_kind(entry, by_suffix)].append(os.path.join(folder, name))
@@ -127,6 +130,8 @@ def _kind(entry: os.DirEntry[str], by_suffix: bool) -> str:
     """What an entry is that is neither image nor folder."""
     if entry.name[0] == ".":
         return "hidden entries"
+    if entry.name in _SYSTEM_FOLDERS:
+        return "folders of the system"
     if by_suffix:
         return "pipes or dangling links"
     entry.stat()  # raises for a dangling link: it may have been a class folder
@@ -321,7 +326,7 @@ def read_class_map(path: str | os.PathLike[str]) -> list[str]:
     """
     path = os.fspath(path)
     try:
-        with open(path, encoding="utf-8", opener=regular_only) as file:
+        with open(path, encoding="utf-8-sig", opener=regular_only) as file:
             names = [line.strip() for line in file if line.strip()]
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"class map {printable(path)} can't be read as a text file of class names: {error}") from error

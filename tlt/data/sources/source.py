@@ -16,7 +16,7 @@ import numpy as np
 from tlt.data.sources.image_file import DEFAULT_MAX_PIXELS
 from tlt.errors import UserError
 from tlt.io.names import Names
-from tlt.io.text import printable, some_names
+from tlt.io.text import lookalikes, printable, some_names
 
 # Called often, with what is done and how many images or files were found by then.
 Found = Callable[[str, int], None]
@@ -69,8 +69,9 @@ class ImageSource:
         else:
             if unknown := [own[number] for number in np.unique(self.classes) if own[number] not in numbers]:
                 raise UserError(
-                    f"{printable(self.root)} has {len(unknown)} classes that are not in the class list of the training "
-                    f"set or class map: {some_names(unknown)}"
+                    f"{printable(self.root)} has {len(unknown)} classes that are not in the class list (a class map's, "
+                    f"a checkpoint's or other images'): {some_names(unknown)}; the list holds {some_names(class_names)}"
+                    + lookalikes(unknown, class_names)
                 )
             self.classes = np.array([numbers.get(name, -1) for name in own], np.int64)[self.classes]
         self.class_names = list(class_names)
