@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,14 @@ import timm
 import torch
 from timm.models import load_checkpoint, resume_checkpoint
 from timm.utils import CheckpointSaver
+from torch import Tensor
 
-from tests.train.small_run import build, payload_of, resumed, same, save, tensors, train
+from tests.train.small_run import arguments, build, payload_of, resumed, same, save, tensors, train
 from tlt.errors import UserError
 from volo.checkpoint.checkpoint import CheckpointDir
 from volo.checkpoint.state import TrainState
 from volo.record.run_directory import changed_settings
+from volo.train.optim import create_optimizer
 
 
 @pytest.mark.parametrize("opt", ["adamw", "sgd", "lookahead_lamb"])
@@ -90,13 +93,54 @@ def test_fault_15_another_optimizer_suggests_no_resume_opt(saved: str, now: str)
     assert second.epoch == 1 and not second.optimizer.state
 
 
+GROUPS = ["--weight-decay 0.05", "--weight-decay 0", "--layer-decay 0.5", "--layer-decay 0.5 --weight-decay 0"]
+
+
+def grouped(flags: str, optimizer: str, frozen: bool = False, seed: int = 0) -> TrainState:
+    """A state whose optimizer has the groups of train.py's flags."""
+    torch.manual_seed(seed)
+    model = timm.create_model("lvvit_test", num_classes=3)
+    model.blocks.requires_grad_(not frozen)
+    made = create_optimizer(arguments(f"--opt {optimizer} --lr 0.01 {flags}"), model)
+    return TrainState(model, made, metadata={"arch": "lvvit_test"}, updates_per_epoch=2)
+
+
+def stepped(state: TrainState) -> TrainState:
+    for number, parameter in enumerate(state.model.parameters()):
+        parameter.grad = torch.full_like(parameter, float(number)) if parameter.requires_grad else None
+    state.optimizer.step()
+    return state
+
+
+def states_of(state: TrainState) -> list[list[Tensor]]:
+    """The optimizer's tensors for each parameter of the model, in the model's order."""
+    parameters = [parameter for group in state.optimizer.param_groups for parameter in group["params"]]
+    saved = dict(zip(parameters, state.optimizer.state_dict()["state"].values(), strict=True))
+    return [tensors(saved[parameter]) for parameter in state.model.parameters()]
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "lookahead_adamw", "momentum"])
+def test_the_state_of_an_optimizer_is_that_of_its_parameters_in_whatever_groups(optimizer: str) -> None:
+    runs = {flags: stepped(grouped(flags, optimizer)) for flags in GROUPS}
+    for before, now in itertools.pairwise([*GROUPS, GROUPS[1], GROUPS[0], GROUPS[2]]):
+        first, second, payload = runs[before], grouped(now, optimizer, seed=1), payload_of(runs[before])
+        settings = [group["weight_decay"] for group in second.optimizer.param_groups]
+        assert second.load(payload, "file.pth") == []
+        assert [group["weight_decay"] for group in second.optimizer.param_groups] == settings
+        for saved, loaded in zip(states_of(first), states_of(second), strict=True):
+            assert saved and all(map(torch.equal, saved, loaded))
+        stepped(second)
+    with pytest.raises(UserError, match=r"state does not fit .*of other parameters.*blocks\.0\..*--no-resume-opt"):
+        grouped(now, optimizer, frozen=True).load(payload, "file.pth")
+
+
 def test_optimizer_state_of_other_parameters() -> None:
     state = build()
     train(state)
     for spoil, reason in (
         (lambda o: o["state"][0].update(exp_avg=torch.zeros(2, 2)), r"exp_avg of parameter 0 is \(2, 2\)"),
         (lambda o: o["state"][1]["exp_avg_sq"].fill_(float("nan")), "exp_avg_sq of parameter 1 holds NaN"),
-        (lambda o: o["param_groups"].pop(), "groups have"),
+        (lambda o: o["param_groups"].pop(), "does not fit"),
         (lambda o: o.pop("state"), "does not fit .KeyError"),
         (lambda o: o.update(param_groups=3), "does not fit .TypeError"),
     ):

@@ -20,7 +20,15 @@ from torch.optim import Optimizer
 
 from tlt.errors import UserError
 from tlt.io.files import blamed_on
-from tlt.io.weights import EMA_KEYS, check_finite, clean_state_dict, first_non_finite, load_clean
+from tlt.io.weights import (
+    EMA_KEYS,
+    check_finite,
+    clean_names,
+    clean_state_dict,
+    first_non_finite,
+    load_clean,
+    unwrap,
+)
 from tlt.models.fit_weights import DENSE_ENTRIES, fit_state_dict, joined_state_dict, split_state_dict
 from volo.checkpoint.finetune import explain_misfit, needed
 from volo.cluster.tensor_parallel import own_model_state, own_optimizer_state, whole_model_state, whole_optimizer_state
@@ -69,6 +77,7 @@ class TrainState:
             "progress": plain(self.sums()),
             "optimizer": whole_optimizer_state(self.model, self.optimizer),
             "optimizer_class": type(self.optimizer).__name__,
+            "optimizer_params": _names(self.model, self.optimizer),
         }
         for entry, model in self._models().items():
             payload[entry], dense = split_state_dict(model, whole_model_state(model))
@@ -108,7 +117,7 @@ class TrainState:
         if resumable and load_optimizer:
             if not isinstance(checkpoint.get("optimizer"), dict) or not checkpoint["optimizer"]:
                 raise UserError(f"{path} holds no optimizer state: resume without it with --no-resume-opt")
-            saved = checkpoint["optimizer"], path, checkpoint.get("optimizer_class")
+            saved = checkpoint["optimizer"], path, *map(checkpoint.get, ("optimizer_class", "optimizer_params"))
             optimizer_state = checked_optimizer_state(self.model, self.optimizer, *saved)
         epoch, update, scores, progress, statistics = _position(checkpoint, self.updates_per_epoch, path)
 
@@ -239,13 +248,15 @@ def optimizer_state_of(path: str | Path | None) -> AbstractContextManager[None]:
 
 
 def checked_optimizer_state(
-    model: nn.Module, optimizer: Optimizer, saved: Any, path: str | Path, saved_class: Any = None
+    model: nn.Module, optimizer: Optimizer, saved: Any, path: str | Path, saved_class: Any = None, names: Any = None
 ) -> dict[str, Any]:
     """Return this rank's parts of the state of such an optimizer over the parameters of `model`.
 
     Args:
         saved: The entry `optimizer` of a file, which may hold anything.
         saved_class: The name of the optimizer's class, where the file records it.
+        names: Those of the parameters, in the state's order, where the file records them. Without, states belong to
+            parameters by their places in the groups, which are others with another weight decay or layer decay.
 
     Raises:
         UserError: `saved` is no such state; the message has the remedy.
@@ -254,12 +265,42 @@ def checked_optimizer_state(
     with optimizer_state_of(path):
         if isinstance(saved_class, str) and saved_class != own_class:
             raise ValueError(f"it is of {saved_class}, --opt gives {own_class}")
+        if names is not None:
+            saved = _regrouped(saved, names, _names(model, optimizer), groups)
         sizes, own_sizes = ([len(group["params"]) for group in each] for each in (saved["param_groups"], groups))
         if sizes != own_sizes:
             raise ValueError(f"its groups have {sizes} parameters, this model's {own_sizes}")
         own = own_optimizer_state(model, optimizer, saved)
         _check_state(optimizer, saved, own)
     return own
+
+
+def _names(model: nn.Module, optimizer: Optimizer) -> list[str]:
+    """Return the names of the parameters of an optimizer, in its order."""
+    names, parameters = zip(*unwrap(model).named_parameters(), strict=True)
+    name_of = dict(zip(parameters, clean_names(list(names)), strict=True))
+    return [name_of[parameter] for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _regrouped(saved: dict[str, Any], names: list[str], own: list[str], groups: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return a state whose parameters have `names` as one of the `groups` of an optimizer, whose have the names `own`:
+    a group keeps what that of its first parameter held.
+
+    Raises:
+        ValueError: These are not the same parameters.
+    """
+    if others := sorted({*names} ^ {*own}):
+        raise ValueError(f"it is of other parameters ({len(others)}, such as {others[0]})")
+    group_of = {index: group for group in saved["param_groups"] for index in group["params"]}
+    index_of = dict(zip(names, group_of, strict=True))
+    state = {
+        number: saved["state"][index_of[name]] for number, name in enumerate(own) if index_of[name] in saved["state"]
+    }
+    numbers, regrouped = iter(range(len(own))), []
+    for group in groups:
+        own_numbers = [next(numbers) for _ in group["params"]]
+        regrouped.append({**group_of[index_of[own[own_numbers[0]]]], "params": own_numbers})
+    return {"state": state, "param_groups": regrouped}
 
 
 def load_optimizer_state(optimizer: Optimizer, saved: dict[str, Any]) -> None:
