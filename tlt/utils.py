@@ -7,8 +7,8 @@ from pathlib import Path
 from torch import nn
 
 from tlt.errors import UserError
-from tlt.io.weights import check_finite, load_clean, read_checkpoint, state_dict_of
-from tlt.models.fit_weights import Fit, fit_state_dict
+from tlt.io.weights import check_finite, load_clean, read_checkpoint
+from tlt.models.fit_weights import Fit, fit_state_dict, joined_state_dict
 
 
 def load_pretrained_weights(
@@ -33,7 +33,7 @@ def load_pretrained_weights(
     own = getattr(model, "num_classes", num_classes)
     if num_classes not in (own, 1000):
         raise UserError(f"load_pretrained_weights: num_classes is {num_classes}, the model has {own}")
-    state = state_dict_of(read_checkpoint(checkpoint_path), use_ema, checkpoint_path)
+    state = joined_state_dict(model, read_checkpoint(checkpoint_path), use_ema, checkpoint_path)
     fit = fit_state_dict(model, state)
     misfits = [
         n for n in fit.missing + fit.dropped if n not in fit.replaced_heads and not n.endswith("batches_tracked")

@@ -8,11 +8,14 @@ import math
 import os
 import tarfile
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import safetensors.torch
+import timm
 import torch
 from torch import nn
 
@@ -20,11 +23,14 @@ from tlt.errors import UserError
 from tlt.io.weights import (
     check_finite,
     clean_state_dict,
+    foreign_prefix,
     load_clean,
     peek_checkpoint,
     read_checkpoint,
     state_dict_of,
 )
+from tlt.utils import load_pretrained_weights
+from volo.checkpoint.finetune import load_finetune, load_weights
 from volo.checkpoint.resume import find_resume
 
 
@@ -207,3 +213,58 @@ def test_fault_06_non_finite_weights_name_the_tensor(dtype: torch.dtype) -> None
         state["a.bias"][4, 6] = value
         with pytest.raises(UserError, match=r"file.pth is refused: a.bias holds 1 NaN or infinite of 35 values"):
             check_finite(state, "file.pth")
+
+
+def _before(prefix: str, state: dict[str, Any]) -> dict[str, Any]:
+    return {f"{prefix}{name}": value for name, value in state.items()}
+
+
+# What others write, by whom: content, and what stands before the names.
+OTHERS: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
+    "torchvision": (
+        lambda state: {
+            "model": {name: value + 1 for name, value in state.items()},
+            "model_ema": {"n_averaged": torch.tensor(3), **_before("module.", state)},
+            "optimizer": {"state": {}, "param_groups": []},
+            "args": argparse.Namespace(model_ema=True, lr=np.float64(0.1)),
+        },
+        "module.",
+    ),
+    "SWA": (lambda state: {"n_averaged": torch.tensor(3), **_before("module.", state)}, "module."),
+    "Lightning": (lambda state: {"state_dict": _before("model.", state), "epoch": 3, "loops": {}}, "model."),
+    "a wrapper": (lambda state: _before("timm_model.", state), "timm_model."),
+    "DeepSpeed": (lambda state: {"module": _before("_forward_module.", state)}, "_forward_module."),
+    "MoCo": (
+        lambda state: {
+            "state_dict": _before("module.encoder_q.", state)
+            | _before("module.encoder_k.", {name: value + 1 for name, value in state.items()})
+            | {"module.queue": torch.ones(9)}
+        },
+        "encoder_q.",
+    ),
+    "two networks": (lambda state: {"critic": {"a.weight": torch.ones(2)}, "generator": state}, ""),
+    "NumPy": (lambda state: {"net": state, "best": np.float32(0.7), "epoch": np.int64(3), "ok": np.bool_(True)}, ""),
+}
+
+
+@pytest.mark.parametrize("legacy", [False, True])
+@pytest.mark.parametrize("whose", OTHERS)
+def test_checkpoints_of_others(tmp_path: Path, whose: str, legacy: bool) -> None:
+    make, prefix = OTHERS[whose]
+    model = timm.create_model("test_resnet", num_classes=3)
+    state = {name: torch.full_like(value, 2) for name, value in model.state_dict().items()}
+    torch.save(make(state), tmp_path / "x.pth", _use_new_zipfile_serialization=not legacy)
+    for load in (load_weights, load_finetune):
+        for parameter in model.parameters():
+            nn.init.zeros_(parameter)
+        report = load(model, tmp_path / "x.pth")
+        assert len(report.kept) == len(state) and not report.dropped and report.prefix == prefix
+        assert (f"names without their {prefix}" in str(report)) == bool(prefix)
+        assert_equal(model.state_dict(), state)
+    load_pretrained_weights(model, tmp_path / "x.pth", use_ema=whose == "torchvision")
+
+
+def test_what_few_names_share_is_no_prefix() -> None:
+    own = ["norm.weight", "norm.bias", "head.weight", "blocks.0.norm.weight", "blocks.0.norm.bias"]
+    assert foreign_prefix(["encoder.norm.weight", "encoder.norm.bias", "encoder.x", "y", "z"], own) == ""
+    assert foreign_prefix([*own, *(f"ema.{name}" for name in own)], own) == ""

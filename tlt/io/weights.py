@@ -9,10 +9,13 @@ from __future__ import annotations
 import argparse
 import re
 import zipfile
+from collections import Counter
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any, BinaryIO
 
+import numpy as np
 import safetensors.torch
 import torch
 from torch import Tensor, nn
@@ -28,6 +31,12 @@ _NUMBERS = {
     *(torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.bool, torch.int8, torch.int16, torch.int32),
     *(torch.int64, torch.uint8, torch.uint16, torch.uint32, torch.uint64),
 }
+_SCALAR = np.float64(0).__reduce__()[0]  # makes a NumPy number of a type and bytes; NumPy 1 had it in another module
+_NUMPY_NUMBERS: list[Any] = [
+    np.dtype,
+    *((_SCALAR, f"numpy.{core}.multiarray.scalar") for core in ("core", "_core")),
+    *{type(np.dtype(letter)) for letter in "?bBhHiIlLqQefd"},
+]
 _FOLDER = 0x10  # among the attributes of a record
 _REFUSED = re.compile(r"GLOBAL (\S+)|unrecognized function (\S+)|but got (?:<class ')?([\w.]+)")
 
@@ -74,7 +83,7 @@ def peek_checkpoint(path: str | Path) -> dict[str, Any]:
 
 
 def load_plain(file: BinaryIO, shown: str | Path, peek: bool = False) -> Any:
-    """Unpickle what `torch.save` wrote: tensors, plain data and `argparse.Namespace`, nothing else.
+    """Unpickle what `torch.save` wrote: tensors, plain data, NumPy's numbers and `argparse.Namespace`, nothing else.
 
     Args:
         shown: Where messages say that it was read.
@@ -90,7 +99,7 @@ def load_plain(file: BinaryIO, shown: str | Path, peek: bool = False) -> Any:
             _check_records(zipfile.ZipFile(file), shown, not peek)
             file.seek(0)
         mapped = zipped and peek
-        with torch.serialization.safe_globals([argparse.Namespace]):
+        with torch.serialization.safe_globals([argparse.Namespace, *_NUMPY_NUMBERS]):
             try:
                 content = torch.load(file.name if mapped else file, "cpu", weights_only=True, mmap=mapped)
             except UnpicklingError as error:
@@ -153,22 +162,30 @@ def _checkpoint(content: Any, path: Path) -> dict[str, Any]:
     return content
 
 
-def weights_entry(checkpoint: dict[str, Any], use_ema: bool | None = None, path: str | Path = "the checkpoint") -> str:
+def weights_entry(
+    checkpoint: dict[str, Any],
+    use_ema: bool | None = None,
+    path: str | Path = "the checkpoint",
+    own: Collection[str] = (),
+) -> str:
     """Return the key of the weights to use, `""` where the checkpoint itself is the state dict.
 
     Args:
         use_ema: True: the moving average; False: the plain weights; None: the moving average where there is one.
+        own: The model's names. Of several entries, the one that most of them are in is used, and of equal ones the
+            first.
 
     Raises:
         UserError: What is asked for isn't there.
     """
     ema, plain = ([k for k in keys if isinstance(checkpoint.get(k), dict)] for keys in (EMA_KEYS, WEIGHT_KEYS))
-    if use_ema or (use_ema is None and ema):
-        if not ema:
-            raise UserError(f"{path} holds no EMA weights ({' or '.join(EMA_KEYS)}): use its plain weights")
-        return ema[0]
-    if plain:
-        return plain[0]
+    if use_ema and not ema:
+        raise UserError(f"{path} holds no EMA weights ({' or '.join(EMA_KEYS)}): use its plain weights")
+    others = [k for k, v in checkpoint.items() if isinstance(v, dict) and v and all(map(torch.is_tensor, v.values()))]
+    known = ema if use_ema else plain if use_ema is False else ema + plain
+    entries = known if use_ema else known + [k for k in others if k not in EMA_KEYS + WEIGHT_KEYS]
+    if known or len(entries) == 1 or (entries and own):
+        return max(entries, key=lambda k: _fitting(checkpoint[k], own)[1])
     if checkpoint and all(isinstance(v, Tensor) for v in checkpoint.values()):
         return ""
     names = ", ".join(map(str, list(checkpoint)[:8])) or "nothing"
@@ -176,18 +193,39 @@ def weights_entry(checkpoint: dict[str, Any], use_ema: bool | None = None, path:
 
 
 def state_dict_of(
-    checkpoint: dict[str, Any], use_ema: bool | None = None, path: str | Path = "the checkpoint"
+    checkpoint: dict[str, Any],
+    use_ema: bool | None = None,
+    path: str | Path = "the checkpoint",
+    own: Collection[str] = (),
 ) -> dict[str, Tensor]:
-    """Return the weights in a checkpoint under the model's own names: prefixes of DDP and torch.compile removed.
+    """Return the weights in a checkpoint under the model's own names: prefixes of DDP and torch.compile removed, and
+    where the model's names are given, whatever else stands before most of them.
 
-    `use_ema` and errors as in `weights_entry`; also a UserError for an entry that is not a tensor.
+    Arguments and errors as in `weights_entry`; also a UserError for an entry that is not a tensor.
     """
-    entry = weights_entry(checkpoint, use_ema, path)
+    entry = weights_entry(checkpoint, use_ema, path, own)
     weights = checkpoint[entry] if entry else checkpoint
     for name, value in weights.items():
         if not isinstance(name, str) or not isinstance(value, Tensor):
             raise UserError(f"{path}: {name} in {entry} is a {type(value).__name__}, not a tensor with a name")
-    return dict(zip(clean_names(list(weights)), weights.values(), strict=True))
+    named = dict(zip(clean_names(list(weights)), weights.values(), strict=True))
+    prefix = foreign_prefix(named, own)
+    return {name[len(prefix) :]: value for name, value in named.items() if name.startswith(prefix)}
+
+
+def foreign_prefix(names: Collection[str], own: Collection[str]) -> str:
+    """Return what stands before a model's `own` names in a file of somebody's (`model.`, `encoder_q.`), as far as they
+    are most of either; "" where nothing does. Names without it, such as a counter's, are of no weights of the model."""
+    prefix, count = _fitting(names, own)
+    return prefix if 2 * count > min(len(own), len(names)) else ""
+
+
+def _fitting(names: Iterable[str], own: Collection[str]) -> tuple[str, int]:
+    """Return the prefix without which most of the names are a model's own, and how many those are."""
+    found, known = Counter({"": 0}), set(own)
+    for parts in (str(name).split(".") for name in names) if known else ():
+        found.update("".join(f"{p}." for p in parts[:n]) for n in range(len(parts)) if ".".join(parts[n:]) in known)
+    return found.most_common(1)[0]
 
 
 def count_weights(checkpoint: dict[str, Any]) -> int:

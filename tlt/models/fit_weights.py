@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -230,20 +230,22 @@ def joined_state_dict(
 
     The weights of a ViT of Hugging Face's Transformers get timm's names.
     """
-    state = from_transformers(state_dict_of(checkpoint, use_ema, path))
-    beside = dense_head_of(checkpoint, use_ema, path)
+    own = clean_state_dict(model)
+    state = from_transformers(state_dict_of(checkpoint, use_ema, path, own))
+    beside = dense_head_of(checkpoint, use_ema, path, own)
     return state | {name: v for name, v in beside.items() if hasattr(unwrap(model), name.partition(".")[0])}
 
 
 def dense_head_of(
-    checkpoint: dict[str, Any], use_ema: bool | None = None, path: Any = "the checkpoint"
+    checkpoint: dict[str, Any], use_ema: bool | None = None, path: Any = "the checkpoint", own: Collection[str] = ()
 ) -> dict[str, Tensor]:
     """The dense head and the projector that a checkpoint holds beside the weights, empty where it holds none.
+    Arguments as in `weights_entry`.
 
     Raises:
         UserError: There is something else in its place.
     """
-    entry = DENSE_ENTRIES.get(weights_entry(checkpoint, use_ema, path), "")
+    entry = DENSE_ENTRIES.get(weights_entry(checkpoint, use_ema, path, own), "")
     state = checkpoint.get(entry)
     if state is None:
         return {}

@@ -12,7 +12,16 @@ from torch import nn
 
 from tlt.errors import UserError
 from tlt.io.files import blamed_on
-from tlt.io.weights import check_finite, clean_state_dict, load_clean, read_checkpoint, unwrap, weights_entry
+from tlt.io.weights import (
+    check_finite,
+    clean_names,
+    clean_state_dict,
+    foreign_prefix,
+    load_clean,
+    read_checkpoint,
+    unwrap,
+    weights_entry,
+)
 from tlt.models.fit_weights import Fit, fit_state_dict, head_names, is_dense_head, joined_state_dict
 from tlt.models.wrap import WithDenseHead
 from volo import models as models  # registers them with timm
@@ -35,9 +44,11 @@ class FinetuneReport:
     missing: list[str]  # in the model, left as initialised
     share: float  # of the model's backbone values that came from the file, in [0, 1]
     notes: dict[str, str] = field(default_factory=dict)  # the reason for each resized or dropped name
+    prefix: str = ""  # of names in the file, taken off; names without it are left out
 
     def __str__(self) -> str:
         entry = f" ({self.entry})" if self.entry else ""
+        entry += f", names without their {self.prefix}" if self.prefix else ""
         taken = len(self.kept) + len(self.resized)
         lines = [
             f"{self.path}{entry}: {taken} of {taken + len(self.missing)} tensors of the model loaded, "
@@ -149,8 +160,10 @@ def _fit(
         config = model_config_of(checkpoint) or {}
         trained_size = tuple(config["img_size"]) if "img_size" in config else None
         fit = fit_state_dict(model, joined_state_dict(model, checkpoint, use_ema, path), trained_size)
-    heads = tuple(f"{h}." for h in head_names(model))
-    backbone = {n: v.numel() for n, v in clean_state_dict(model).items() if not n.startswith(heads)}
+    heads, own = tuple(f"{h}." for h in head_names(model)), clean_state_dict(model)
+    backbone = {n: v.numel() for n, v in own.items() if not n.startswith(heads)}
     share = sum(count for n, count in backbone.items() if n in fit.weights) / max(sum(backbone.values()), 1)
-    entry = weights_entry(checkpoint, use_ema, path)
-    return fit, FinetuneReport(str(path), entry, fit.resized, fit.kept, fit.dropped, fit.missing, share, fit.notes)
+    entry = weights_entry(checkpoint, use_ema, path, own)
+    prefix = foreign_prefix(clean_names(list(checkpoint[entry] if entry else checkpoint)), own)
+    lists = fit.resized, fit.kept, fit.dropped, fit.missing
+    return fit, FinetuneReport(str(path), entry, *lists, share, fit.notes, prefix)

@@ -28,7 +28,7 @@ from torch import nn
 
 from tlt.errors import UserError
 from tlt.io.jobs import physical_memory
-from tlt.io.weights import check_finite, clean_state_dict, read_checkpoint, state_dict_of
+from tlt.io.weights import check_finite, clean_state_dict, read_checkpoint
 from tlt.models import transformers_vit
 from tlt.models.token_labeling import TokenLabelModel
 from tlt.models.wrap import TOKEN_LABEL_MODELS, WithDenseHead, with_dense_head
@@ -183,7 +183,7 @@ def _check_folder(folder: Path, model: str) -> None:
     file = next((folder / name for name in (*_PREFERRED_FILES, *endings) if (folder / name).exists()), None)
     if file is None:
         raise UserError(f"--model {model}: there are no weights, such as {_PREFERRED_FILES[0]}")
-    state_dict_of(read_checkpoint(file), path=file)
+    read_checkpoint(file)
 
 
 def _not_fetched(name: str, reason: str) -> str:

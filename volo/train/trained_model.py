@@ -63,7 +63,8 @@ def _load(args: Namespace, path: str | Path | None, dense: bool | None, num_clas
             dense = bool(config.get("dense_head"))
         if dense and dense_head_of(checkpoint, args.use_ema, path):
             model = with_dense_head(model, image_size_of(args))
-        load_weights(model, path, args.use_ema, checkpoint)
+        report = load_weights(model, path, args.use_ema, checkpoint)
+        notes += [f"weights: names without their {report.prefix}"] if report.prefix else []
     if config.get("dense_head") is False and isinstance(model, TOKEN_LABEL_MODELS):
         model.set_dense_head(False)
     described = (getattr(model, "pretrained_cfg", None) or {}).get("label_names")
