@@ -8,7 +8,6 @@ from __future__ import annotations
 import ctypes
 import json
 import multiprocessing
-import os
 import platform
 import re
 import statistics
@@ -25,6 +24,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from tlt.errors import UserError
+from tlt.io.jobs import available_cpus
 from volo.config.flag_table import FILE, POSITIVE, Flag, flag
 from volo.config.flags_data import DEBUG
 
@@ -109,8 +109,7 @@ def conditions(command_line: str) -> dict[str, str]:
         ["git", "-C", Path(__file__).parent, "rev-parse", "--short", "HEAD"], capture_output=True, text=True
     )
     described = Path("/proc/cpuinfo").read_text() if sys.platform == "linux" else ""
-    cpu = re.search(r"^model name\s*: (.*)", described, re.MULTILINE)
-    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    cpus, cpu = available_cpus(), re.search(r"^model name\s*: (.*)", described, re.MULTILINE)
     return {
         "command": command_line,
         "day": f"{datetime.now(timezone.utc):%Y-%m-%d}",

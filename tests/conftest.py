@@ -18,6 +18,8 @@ import pytest
 import torch
 from PIL import Image
 
+from tlt.io.jobs import available_cpus
+
 torch.set_num_threads(1)
 os.environ["NVIDIA_TF32_OVERRIDE"] = "0"  # a GPU's float32 is compared with a CPU's, in programs too
 T = TypeVar("T")
@@ -53,7 +55,7 @@ def signals_as_before() -> Iterator[None]:
 
 def pytest_xdist_auto_num_workers() -> int:
     """One more than there are CPUs: many tests wait for processes and signals."""
-    return (os.cpu_count() or 1) + 1
+    return available_cpus() + 1
 
 
 def free_port() -> int:

@@ -10,6 +10,7 @@ import torch
 
 from tests.conftest import free_port
 from tlt.errors import UserError
+from tlt.io import jobs
 from volo.cluster import distributed
 from volo.cluster.distributed import RankLost, World, choose_device, init_world
 from volo.cluster.topology import _OTHERS as OTHERS
@@ -82,6 +83,40 @@ def test_device_names_are_checked_and_what_the_machine_has_is_not_passed_over(
     assert choose_device(None, 0) == torch.device("cpu")
 
 
+V1, V2 = "5:memory:/m\n4:cpuacct,cpu:/docker/1\n0::/docker/1\n", "0::/kubepods/pod/main\n"
+
+
+@pytest.mark.parametrize(
+    ("groups", "limits", "cpus"),
+    [
+        (None, {}, 8),  # not Linux
+        (V2, {"kubepods/pod/main/cpu.max": "400000 100000\n"}, 4),
+        (V2, {"kubepods/pod/main/cpu.max": "max 100000", "kubepods/pod/cpu.max": "250000 100000"}, 2),
+        (V2, {"kubepods/cpu.max": "max 100000", "kubepods/other/cpu.max": "100000 100000"}, 8),
+        ("0::/\n", {"cpu.max": "20000 50000"}, 1),  # less than a processor, in a container
+        ("0::/\n", {"cpu.max": "3200000 100000"}, 8),  # more than it is bound to
+        (V1, {"cpu/docker/1/cpu.cfs_quota_us": "300000\n", "cpu/docker/1/cpu.cfs_period_us": "100000\n"}, 3),
+        (V1, {"cpu/cpu.cfs_quota_us": "50000", "cpu/cpu.cfs_period_us": "10000"}, 5),  # in a container
+        (V1, {"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000", "memory/m/cpu.max": "1 1"}, 8),
+        (V1, {"cpu/cpu.cfs_quota_us": "200000", "cpu/docker/1/cpu.cfs_period_us": "100000"}, 8),  # half of it is hidden
+    ],
+)
+def test_cpus_are_those_that_control_groups_leave(
+    groups: str | None, limits: dict[str, str], cpus: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(jobs, "_ROOT", tmp_path)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)), raising=False)
+    for process in ("self", "17") if groups else ():
+        file = tmp_path / "proc" / process / "cgroup"
+        file.parent.mkdir(parents=True)
+        file.write_text(groups or "")
+    for name, text in limits.items():
+        file = tmp_path / "sys/fs/cgroup" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+    assert jobs.available_cpus() == jobs.available_cpus(17) == cpus
+
+
 @pytest.mark.parametrize(
     ("env", "own", "launchers", "threads"),
     [
@@ -92,8 +127,14 @@ def test_device_names_are_checked_and_what_the_machine_has_is_not_passed_over(
     ],
 )
 def test_ranks_on_the_cpu_share_the_cores_whoever_started_them(
-    env: dict[str, str], own: int, launchers: int, threads: int | None, monkeypatch: pytest.MonkeyPatch
+    env: dict[str, str],
+    own: int,
+    launchers: int,
+    threads: int | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(jobs, "_ROOT", tmp_path)  # without control groups
     masks = {0: own, os.getppid(): launchers}
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(masks[process])), raising=False)
     monkeypatch.setattr(os, "environ", adopted(env))

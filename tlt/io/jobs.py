@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import math
 import multiprocessing
 import os
@@ -13,8 +14,9 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 from tqdm import tqdm
@@ -30,6 +32,7 @@ Result = TypeVar("Result")
 # data set: 490 MB of its own in place of 20 (1.28 million images). The price is what Python warns of from 3.12 on: a
 # thread may hold a lock at that moment. Python and glibc see to their own.
 START_METHOD = "fork" if sys.platform == "linux" else "spawn"
+_ROOT = Path("/")
 _JOB: list[Any] = []  # of this process
 _REPORT_SECONDS = 10.0  # between lines where nobody watches a progress bar
 _LOOK_SECONDS = 0.2  # between two looks whether the main process lives
@@ -93,9 +96,31 @@ class Progress:
         )
 
 
-def available_cpus() -> int:
-    """CPUs that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+def available_cpus(process: int = 0) -> int:
+    """CPUs that a process may use (0: this one): those that it is bound to, or the time that control groups leave it.
+
+    Raises:
+        OSError: There is no such process.
+    """
+    bound = len(os.sched_getaffinity(process)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, int(min(bound, _granted_cpus(_ROOT / "proc" / str(process or "self") / "cgroup"))))
+
+
+def _granted_cpus(membership: Path) -> float:
+    """CPU time per time that control groups of both versions grant, as `docker --cpus` sets it; perhaps infinity."""
+    granted = math.inf
+    for line in membership.read_text().splitlines() if membership.exists() else ():
+        _, controllers, path = line.split(":", 2)  # version 2 names no controllers
+        if controllers and "cpu" not in controllers.split(","):
+            continue
+        top = _ROOT / "sys/fs/cgroup" / ("cpu" if controllers else "")
+        # Limits of a group are those of the groups in it. In a container the path may be that of the host.
+        for group in (top / part for part in ("", *itertools.accumulate(Path(path).parts[1:], os.path.join))):
+            with suppress(OSError, ValueError):  # it has none, or "max"
+                files = ("cpu.cfs_quota_us", "cpu.cfs_period_us") if controllers else ("cpu.max",)
+                quota, period = (int(n) for name in files for n in (group / name).read_text().split())
+                granted = min(granted, quota / period if quota > 0 else math.inf)
+    return granted
 
 
 def physical_memory() -> float:

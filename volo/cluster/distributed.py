@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from tlt.errors import UserError
+from tlt.io.jobs import available_cpus
 from volo.cluster.stopping import Watchdog
 from volo.cluster.topology import interface_to, ranks_of
 
@@ -264,11 +265,9 @@ def limit_threads(world: World) -> None:
     """
     if "OMP_NUM_THREADS" in os.environ:
         return
-    own = together = os.cpu_count() or 1
-    if hasattr(os, "sched_getaffinity"):
-        own = together = len(os.sched_getaffinity(0))
-        with suppress(OSError):
-            together = len(os.sched_getaffinity(os.getppid()))
+    own = together = available_cpus()
+    with suppress(OSError):  # the launcher has ended
+        together = available_cpus(os.getppid())
     free = int(world.device.type == "cpu")
     torch.set_num_threads(max(1, min(own - free, (together - free) // ranks_of(os.environ).local_size)))
 
