@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import timm
 import torch
+from timm.utils import ModelEmaV3
 
 from tests.commands.conftest import QUICK, Call, Make, metrics
 from tlt.labels.store import open_labels
 from tlt.mix import Mixup
+from volo.cluster.distributed import World
+from volo.train.loop import evaluate
+from volo.train.precision import Precision
 
 SMALL = QUICK.replace("--model volo_test --img-size 32", "--img-size 64")
 SWIN = {"window_size": 2, "embed_dim": 16, "depths": (1, 1, 1, 1), "num_heads": (1, 1, 2, 2)}
@@ -52,6 +57,30 @@ def test_trains_and_is_plain_timm_afterwards(call: Call, data: Path, labels: Pat
         assert row["loss"] == pytest.approx(
             trained["eval_loss" if ema == "--no-use-ema" else "eval_loss_ema"], rel=1e-4
         )
+
+
+class OneBatch(list[Any]):
+    """A loader of validation images."""
+
+    dataset, left_out = range(2), 0
+
+
+def test_an_average_is_evaluated_with_the_weights_that_it_has_now() -> None:
+    """This model keeps what it makes of its weights from one evaluation to the next."""
+    torch.manual_seed(0)
+    model = timm.create_model("levit_128s", num_classes=2, drop_path_rate=0.0)
+    average, batch = ModelEmaV3(model, decay=0.5), SimpleNamespace(images=torch.randn(2, 3, 224, 224), size=2)
+    batch.classes = torch.tensor([0, 1])
+    cpu = torch.device("cpu")
+    for _ in range(2):
+        loss = evaluate(average.module, cast(Any, OneBatch([batch])), Precision(cpu), World(0, 0, 1, cpu)).loss
+        fresh = timm.create_model("levit_128s", num_classes=2).eval()
+        fresh.load_state_dict(average.module.state_dict())
+        assert loss == torch.nn.functional.cross_entropy(fresh(batch.images), batch.classes).item()
+        for name, weight in model.named_parameters():
+            if "attention_biases" in name:
+                weight.data.normal_()
+        average.update(model)
 
 
 def test_a_checkpoint_annotates_with_its_dense_head_and_without_it_is_a_start_but_not_resumed(

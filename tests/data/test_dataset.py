@@ -12,9 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-import timm
 import torch
-from packaging.version import Version
 from PIL import Image
 from timm.data import create_transform
 
@@ -61,7 +59,6 @@ def loaded(dataset: TrainDataset | EvalDataset, *indices: int, epoch: int = 0) -
     return batch
 
 
-@pytest.mark.skipif(Version(timm.__version__) < Version("1.0.31"), reason="older timm resizes rectangles otherwise")
 @pytest.mark.parametrize("crop_mode", ["center", "squash", "border"])
 @pytest.mark.parametrize(("size", "crop_pct"), [((32, 32), 0.875), ((32, 48), 1.15)])
 def test_eval_pixels_are_timms(folder: ImageFolder, size: tuple[int, int], crop_pct: float, crop_mode: str) -> None:

@@ -80,9 +80,6 @@ class LrSchedule:
 
 def _curve(args: Namespace) -> dict[str, float | str]:
     """Return the arguments of timm that depend on the kind of schedule."""
-    if args.sched == "constant":
-        # A step schedule that never steps: older timm versions have no constant one with warm-up.
-        return {"sched": "step", "decay_epochs": args.epochs, "decay_rate": 1.0}
     return {
         "sched": args.sched,
         "decay_epochs": args.decay_epochs,

@@ -7,10 +7,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-import timm
 import timm.data.mixup as timm_mixup
 import torch
-from packaging.version import Version
 from torch import Tensor
 
 from tlt.errors import UserError
@@ -39,7 +37,6 @@ def drawing_from(generator: np.random.Generator) -> types.SimpleNamespace:
     )
 
 
-@pytest.mark.skipif(Version(timm.__version__) < Version("1.0.31"), reason="older timm cuts boxes one pixel smaller")
 @pytest.mark.parametrize("mode", ["batch", "pair", "elem"])
 @pytest.mark.parametrize("settings", SETTINGS)
 def test_same_draws_give_timms(monkeypatch: pytest.MonkeyPatch, mode: str, settings: dict[str, Any]) -> None:

@@ -6,9 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-import timm
 import torch
-from packaging.version import Version
 from PIL import Image, ImageOps
 from timm.data import auto_augment, random_erasing
 from timm.data import transforms as timm_transforms
@@ -26,7 +24,6 @@ POLICIES = ["rand", "rand-m9-mstd0.5-inc1", "rand-m9-n3-mstd0.5", "rand-m15-mmax
 POLICIES += ["rand-m7-mstd101-inc1", "rand-m9-mstd0.5-inc0", "rand-mstd1-tweights"]
 
 
-@pytest.mark.skipif(Version(timm.__version__) < Version("1.0.31"), reason="older timm reads inc0 as inc1")
 @pytest.mark.parametrize("text", POLICIES)
 def test_strings_mean_what_timm_reads(text):
     theirs = auto_augment.rand_augment_transform(text, {"translate_const": 100})
