@@ -10,7 +10,8 @@ import gc
 import time
 import traceback
 from argparse import Namespace
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -58,9 +59,6 @@ COLUMNS = (
 )
 # Of logits, loss and norm of the gradient, relative to ours in float32 without anything that is fast.
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 5e-2}
-# For comparisons: on a GPU convolutions round to TF32 otherwise.
-exact_convolutions = partial(torch.backends.cudnn.flags, enabled=True, allow_tf32=False)
-
 MEASURING = (
     DEVICE,
     rounds_flag(5),
@@ -172,6 +170,18 @@ def build_first(arm: Arm) -> TimmModel:
     """Return the model whose weights all arms get, on the CPU."""
     torch.manual_seed(SEED)
     return build_model(arm.flags)
+
+
+@contextmanager
+def exact_float32() -> Iterator[None]:
+    """For comparisons: otherwise products and convolutions on a GPU round to TF32."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
+            yield
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 def build(arm: Arm, first: TimmModel, device: torch.device) -> TimmModel:

@@ -47,7 +47,7 @@ def run(args: Namespace) -> None:
         first = arms.build_first(found[0]).eval()
         size = eval_settings(found[0].flags, first)["input_size"]
         images = torch.randn(args.batch_size, *size, generator=torch.Generator().manual_seed(0)).to(device)
-        with torch.inference_mode(), arms.exact_convolutions():
+        with torch.inference_mode(), arms.exact_float32():
             expected = arms.build(arms.exact(found[0]), first, device).eval()(images)
         arms.time_arms(args, rows, found, args.batch_size, partial(inference, first, images, expected))
 
@@ -67,6 +67,6 @@ def inference(first: TimmModel, images: Tensor, expected: Tensor, arm: Arm) -> a
             logits: Tensor = called(images)
         return logits
 
-    with arms.exact_convolutions(), compile_errors_told(arm.flags):
+    with arms.exact_float32(), compile_errors_told(arm.flags):
         arms.check_same(arm, images.device, {"logits": work()}, {"logits": expected})
     return work

@@ -20,7 +20,7 @@ import torch
 from timm.models.volo import OutlookAttention as TimmOutlookAttention
 from torch import Tensor, nn
 
-from benchmarks.arms import reason_of
+from benchmarks.arms import exact_float32, reason_of
 from benchmarks.rounds import OUTPUT, Range, Rows, in_turns, rounds_flag, speedup, synchronize
 from tlt.errors import UserError
 from volo.cluster.distributed import choose_device
@@ -152,7 +152,8 @@ def run(args: Namespace) -> None:
                 call = Call(case, build())
                 if arm.endswith("compiled"):
                     call.module.compile(fullgraph=True, dynamic=False)
-                found = call.results()
+                with exact_float32():
+                    found = call.results()
                 off[arm] = max(float((a - b).norm() / b.norm()) for a, b in zip(found, expected, strict=True))
                 if not off[arm] <= _TOLERANCE[case.dtype]:
                     wrong.append(f"{arm} is no peer: it is off by {off[arm]:.1e}")

@@ -83,7 +83,7 @@ class _Case:
     def step(self, arm: Arm) -> TrainStep:
         """Return the arm's step. Raises DifferentResult: it computes something else than ours in float32."""
         still = Arm(arm.name, Namespace(**(vars(arm.flags) | {"drop_path": 0.0})))
-        with arms.exact_convolutions(), compile_errors_told(arm.flags):
+        with arms.exact_float32(), compile_errors_told(arm.flags):
             arms.check_same(arm, self.device, self._build(still)(), self._exact)
         return self._build(arm)
 

@@ -8,8 +8,12 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
+import torch
 
-from tests.commands.conftest import ROOT
+from benchmarks import program as benchmarks
+from tests.benchmarks.conftest import benchmark
+from tests.commands.conftest import ROOT, TrainedRun
+from tlt.errors import UserError
 from volo import cli
 from volo.config import flag_table
 
@@ -52,3 +56,52 @@ def test_every_command_runs_and_names_in_help_and_mistakes_what_was_typed(
         assert capsys.readouterr().out.startswith(f"usage: {typed} ")
         assert cli.run(name, ["--nonsense"]) == 2
         assert f"see {typed} --help" in capsys.readouterr().err
+
+
+ON_A_GPU = {
+    "train": "{data} --model volo_test --img-size 32 --num-classes 4 -j 0 --output {out}",
+    "validate": "{data} --checkpoint {weights} -j 0",
+    "label": "{data} {out} --model volo_test --img-size 32 --checkpoint {weights} --num-classes 4 -j 0",
+    "predict": "{data} --checkpoint {weights} -j 0",
+    "attention": "{image} --checkpoint {weights} -o {out}",
+    "preflight": "",
+    "step": "--model volo_test --img-size 32 -b 2 --peer",
+    "infer": "--model volo_test --img-size 32 -b 2 --peer",
+    "outlook": "-b 1 --cells 4 --no-compile",
+    "data": "--images 2 --image-size 40 40 --img-size 32 -b 2 --workers 0",
+}
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n == "data")) for n in ON_A_GPU])
+def test_fault_60_every_program_computes_the_same_float32_on_a_gpu(
+    name: str, trained_run: TrainedRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the settings at the moment when it first uses the GPU, which need not be there."""
+    found: list[tuple[str, bool]] = []
+
+    def begin() -> None:
+        found.append((torch.get_float32_matmul_precision(), torch.backends.cudnn.benchmark))
+        raise UserError("enough")
+
+    before = torch.get_float32_matmul_precision()
+    for owner, attribute, value in (
+        (torch.backends.cudnn, "benchmark", False),
+        (torch.cuda, "device_count", lambda: 1),
+        (torch.cuda, "set_device", lambda device: None),
+        (torch.cuda, "_lazy_init", begin),
+    ):
+        monkeypatch.setattr(owner, attribute, value)
+    data, run = trained_run
+    places = {"data": data, "weights": run / "last.pth.tar", "image": data / "train" / "red" / "red3.jpg"}
+    flags = f"{ON_A_GPU[name]} --device cuda".format(out=tmp_path / "new.png", **places).split()
+    try:
+        code = cli.run(name, flags) if name in cli.COMMANDS else benchmark(" ".join([name, *flags]))
+    finally:
+        torch.set_float32_matmul_precision(before)
+    assert code == 2 and found[0] == ("high", True)
+
+
+def test_every_program_with_a_device_is_among_those() -> None:
+    programs = {name for name, command in cli.COMMANDS.items() if "device" in command.program.parser().flags}
+    programs |= {name for name in benchmarks.COMMANDS if "device" in benchmarks.benchmark_parser(name).flags}
+    assert programs == set(ON_A_GPU)

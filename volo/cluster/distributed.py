@@ -83,6 +83,8 @@ def launch_id() -> str | None:
 def choose_device(requested: str | None, local_rank: int) -> torch.device:
     """Resolve `--device`: None or "auto" is this rank's GPU where there is one, else the CPU.
 
+    Every program calls this, so that a GPU computes float32 alike in all of them.
+
     Raises:
         UserError: The machine doesn't have that GPU, or the device is neither CPU nor GPU; or the machine has GPUs that
             torch can't use, and the CPU was not asked for.
@@ -111,6 +113,9 @@ def choose_device(requested: str | None, local_rank: int) -> torch.device:
         if device.index is None or device.index >= count:
             raise UserError(f"--device {name}: needs GPU {device.index}, this machine shows {count}; use --device cpu")
         torch.cuda.set_device(device)
+        # As timm's programs do: float32 products by TF32, and cuDNN tries its algorithms.
+        torch.set_float32_matmul_precision("high")
+        torch.backends.cudnn.benchmark = True
     return device
 
 

@@ -68,7 +68,7 @@ from volo.train.model import (
     wrap_model,
 )
 from volo.train.optim import create_optimizer
-from volo.train.precision import Clipping, Precision, WorkingCopy, check_convolutions, compute_dtype, tune_gpu
+from volo.train.precision import Clipping, Precision, WorkingCopy, check_convolutions, compute_dtype
 from volo.train.run import BATCH_KEY, Run, Training, settle
 from volo.train.schedule import LrSchedule, resolve_lr
 
@@ -78,7 +78,6 @@ def run(args: TrainArgs) -> int:
     # Of a collective: late enough for the watchdog to tell why before.
     timeout = max(args.dist_timeout, Watchdog.START_S, args.loader_timeout or 7 * 24 * 3600) + 120
     world = init_world(args.device, args.local_rank, timeout)
-    tune_gpu(world.device)
     logger = Logger(world)
     watchdog = Watchdog(world.rank, args.dist_timeout, args.loader_timeout, partial(logger.event, "fault"))
     watchdog.start()

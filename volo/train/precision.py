@@ -43,13 +43,6 @@ def compute_dtype(args: Namespace, device: torch.device) -> torch.dtype | None:
     return DTYPES[args.amp_dtype or ("float16" if device.type == "cuda" else "bfloat16")]
 
 
-def tune_gpu(device: torch.device) -> None:
-    """Compute float32 products by TF32, and let cuDNN try its algorithms, as timm's train.py does on GPUs."""
-    if device.type == "cuda":
-        torch.set_float32_matmul_precision("high")
-        torch.backends.cudnn.benchmark = True
-
-
 # Norms keep float32 parameters and running statistics, those of the master itself.
 _NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.modules.batchnorm._BatchNorm)
 
