@@ -83,6 +83,26 @@ def test_an_average_is_evaluated_with_the_weights_that_it_has_now() -> None:
         average.update(model)
 
 
+@pytest.mark.parametrize(
+    ("flags", "remedy"),
+    [  # nine images
+        ("--model test_resnet --img-size 32 -b 4", "--drop-last"),
+        ("--model test_resnet --img-size 32 -b 2 --grad-accum-steps 2", "--drop-last"),
+        ("--model test_resnet --img-size 32 -b 1", "-b 2"),
+        ("--model levit_128s --img-size 224 -b 8", "--drop-last"),  # of one value at any size
+        ("--model test_resnet --img-size 64 -b 4", ""),
+        ("--model test_resnet --img-size 32 -b 4 --freeze-bn", ""),
+        ("--model test_resnet --img-size 32 -b 4 --drop-last", ""),
+    ],
+)
+def test_fault_52_a_batch_of_one_image_is_trained_on_or_refused_before_the_first_step(
+    call: Call, make_dataset: Make, tmp_path: Path, flags: str, remedy: str
+) -> None:
+    quick = f"{make_dataset(train=9)} -j 0 --epochs 1 --output {tmp_path} --dry-run"
+    ended = call("train", f"{quick} {flags}")
+    assert ended.refused(remedy) and "BatchNorm" in ended.err if remedy else ended.code == 0, ended
+
+
 def test_a_checkpoint_annotates_with_its_dense_head_and_without_it_is_a_start_but_not_resumed(
     call: Call, data: Path, labels: Path, tmp_path: Path
 ) -> None:

@@ -86,6 +86,12 @@ class IndexStream:
         """Micro-batches of each rank."""
         return math.ceil(self.images_per_epoch * self.micro_batches / self.global_batch)
 
+    @property
+    def smallest_batch(self) -> int:
+        """Images of a rank in the smallest micro-batch of an epoch, its last one."""
+        size = self.global_batch // (self.world_size * self.micro_batches)
+        return self.images_per_epoch // self.world_size % size or size
+
     def epoch(self, epoch: int, start_update: int = 0) -> Iterator[list[Ints]]:
         """Yield, per update from `start_update` on, the micro-batches (arrays of indices) of this rank."""
         order = permutation(self.length, self.seed, epoch)[: math.ceil(self.images_per_epoch / self.repeats)]

@@ -17,9 +17,10 @@ import torch
 from torch import nn
 
 from tlt.api import EMPTY_BOXES
+from tlt.data.batch import IndexStream
 from tlt.errors import UserError
 from tlt.io.files import blamed_on
-from tlt.models.flops import flops_per_image
+from tlt.models.flops import flops_per_image, run_on_meta
 from volo.checkpoint.checkpoint import CheckpointDir
 from volo.checkpoint.resume import (
     DATA_KEY,
@@ -217,6 +218,30 @@ def describe(run: Run, training: Training) -> None:
         f"learning rate {training.lr_formula}; {args.opt} on {world.size} x {world.device.type}, "
         f"{precision}, {torch.get_num_threads()} threads"
     )
+
+
+def check_smallest_batch(args: Namespace, model: nn.Module, size: tuple[int, int, int], stream: IndexStream) -> None:
+    """Check that the model, in training mode, takes batches of one image where an epoch has one.
+
+    Args:
+        size: (channels, H, W).
+
+    Raises:
+        UserError: Its BatchNorm would normalise single values, which torch refuses in the middle of the epoch.
+    """
+    if stream.smallest_batch > 1:
+        return
+    set_train_mode(model, args.freeze_bn or args.freeze)
+    try:
+        run_on_meta(model, size, images=1)
+    except (NotImplementedError, RuntimeError, ValueError) as error:
+        if "more than 1 value per channel" not in str(error):
+            return  # an operation that needs a tensor's contents, say
+        last = f"the last batch of an epoch of {stream.length} images has one: --drop-last leaves it out"
+        raise UserError(
+            f"--model {args.model}: BatchNorm can't be trained on one image of {size[1]} x {size[2]} px; "
+            + ("-b 2, or more" if args.batch_size == 1 else last)
+        ) from error
 
 
 def arithmetic(run: Run, model: nn.Module, criterion: Criterion, input_size: tuple[int, int, int]) -> Arithmetic | None:

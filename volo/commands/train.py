@@ -35,7 +35,15 @@ from volo.cluster.distributed import (
 from volo.cluster.shard import ShardedEma
 from volo.cluster.stopping import STOP, StopGuard, Stopped, Watchdog, ask_for_requeue, tell_batch_script
 from volo.cluster.tensor_parallel import TensorParallelParams, in_groups
-from volo.commands.run_start import arithmetic, chosen_directory, describe, go_on_from, note_start, open_run
+from volo.commands.run_start import (
+    arithmetic,
+    check_smallest_batch,
+    chosen_directory,
+    describe,
+    go_on_from,
+    note_start,
+    open_run,
+)
 from volo.config.args import TrainArgs
 from volo.config.flag_rules import divides_weights
 from volo.record.logger import Logger
@@ -151,15 +159,16 @@ def build(run: Run, folders: Folders, labels: LabelReader | None, model: TimmMod
 
         distillation = load_distillation(args, model, settings, folders.train, world, logger)
     criterion = make_criterion(args, model, input_size[1:], dtype, teacher)
+    loader = train_loader(args, folders.train, labels, settings, world)
+    validation_batch = args.validation_batch_size or args.batch_size * args.validation_batch_size_multiplier
+    validation = validation_loader(args, folders.validation, validation_batch, settings, world)
+    check_smallest_batch(args, model, input_size, loader.index_stream)
+    work = arithmetic(run, model, criterion, input_size)  # SyncBatchNorm counts nothing, nor do divided layers
     model = prepare_model(model, args, world)
     for each in (model,) if teacher is None else (model, teacher.annotator.model):
         for line in check_convolutions(each, input_size, dtype, world.device):
             logger.line(line)
 
-    loader = train_loader(args, folders.train, labels, settings, world)
-    validation_batch = args.validation_batch_size or args.batch_size * args.validation_batch_size_multiplier
-    validation = validation_loader(args, folders.validation, validation_batch, settings, world)
-    work = arithmetic(run, model, criterion, input_size)  # before ranks divide the model among them
     meshes = meshes_of(args, world)
     working_copy = WorkingCopy(model) if args.model_dtype == "bfloat16" and meshes is None else None
     ema = create_ema(model, args)

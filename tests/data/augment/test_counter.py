@@ -60,6 +60,7 @@ def global_batches(length, global_batch, epoch, world=1, micro=1, **options):
     """One list of images per update, put together from all ranks, of which each holds as many."""
     streams = [IndexStream(length, global_batch, 42, world, rank, micro, **options) for rank in range(world)]
     updates = list(zip(*(stream.epoch(epoch) for stream in streams), strict=True))
+    assert all(each.smallest_batch == min(map(len, sum(each.epoch(epoch), []))) for each in streams)
     batches = [np.stack([np.concatenate(rank) for rank in update], axis=1).ravel().tolist() for update in updates]
     assert len(batches) == streams[0].updates_per_epoch and sum(map(len, batches)) == streams[0].images_per_epoch
     return batches
