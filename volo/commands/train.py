@@ -163,7 +163,7 @@ def build(run: Run, folders: Folders, labels: LabelReader | None, model: TimmMod
     validation_batch = args.validation_batch_size or args.batch_size * args.validation_batch_size_multiplier
     validation = validation_loader(args, folders.validation, validation_batch, settings, world)
     check_smallest_batch(args, model, input_size, loader.index_stream)
-    work = arithmetic(run, model, criterion, input_size)  # SyncBatchNorm counts nothing, nor do divided layers
+    work = arithmetic(run, model, criterion, input_size)  # before SyncBatchNorm, which refuses meta tensors
     model = prepare_model(model, args, world)
     for each in (model,) if teacher is None else (model, teacher.annotator.model):
         for line in check_convolutions(each, input_size, dtype, world.device):
