@@ -6,6 +6,8 @@ from __future__ import annotations
 import io
 import itertools
 import os
+import struct
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ import pytest
 import torch
 from PIL import Image
 
-from tests.data.conftest import encoded, picture
+from tests.data.conftest import encoded, picture, refuses
 from tlt.data.backends import create_backend, decode
 from tlt.data.backends.decode import (
     INTERPOLATIONS,
@@ -79,6 +81,62 @@ def test_every_pixel_of_a_jpeg_is_pillows(kind: str, without: bool, monkeypatch:
     found = TorchvisionBackend().decode(Encoded("x", bytearray(JPEGS[kind]), 96, 72), None, (72, 96), "bilinear")
     with Image.open(io.BytesIO(JPEGS[kind])) as image:
         assert np.array_equal(found.permute(1, 2, 0), image.convert("RGB"))
+
+
+PNG_TEXTS = {b"zTXt": b"k\0\0", b"iTXt": b"k\0\1\0\0\0", b"iCCP": b"k\0\0"}
+LEVELS = np.array([0, 51, 102, 153, 204, 255])  # which any number of bits holds exactly
+
+
+def pgm(most: int) -> bytes:
+    return b"P5\n6 1\n%d\n" % most + (LEVELS * most // 255).astype(">u2").tobytes()
+
+
+def tiff(bits: int, white_is_zero: bool) -> bytes:
+    """Gray of one strip, without compression."""
+    values = (255 - LEVELS if white_is_zero else LEVELS) * (2**bits - 1) // 255
+    packed = int("".join(f"{value:0{bits}b}" for value in values), 2).to_bytes(6 * bits // 8, "big")
+    pixels = values.astype("<u2").tobytes() if bits == 16 else packed
+    tags = {256: 6, 257: 1, 258: bits, 259: 1, 262: 1 - white_is_zero, 273: 122, 277: 1, 278: 1, 279: len(pixels)}
+    entries = b"".join(struct.pack("<HHII", tag, 3, 1, value) for tag, value in tags.items())
+    return b"II*\0" + struct.pack("<IH", 8, len(tags)) + entries + bytes(4) + pixels
+
+
+def png(kind: bytes, begins: bytes, length: int) -> bytes:
+    """Gray, with a compressed chunk."""
+
+    def chunk(kind: bytes, content: bytes) -> bytes:
+        return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
+
+    head = chunk(b"IHDR", struct.pack(">IIBBBBB", 6, 1, 8, 0, 0, 0, 0))
+    more = chunk(kind, begins + zlib.compress(bytes(length), 1))
+    pixels = chunk(b"IDAT", zlib.compress(b"\0" + LEVELS.astype(np.uint8).tobytes()))
+    return b"\x89PNG\r\n\x1a\n" + head + more + pixels + chunk(b"IEND", b"")
+
+
+GRAY = {
+    **{f"PGM to {most}": pgm(most) for most in (1020, 4080, 16320, 65535)},
+    **{
+        f"TIFF of {bits} bits {zero}": tiff(bits, zero)
+        for bits, zero in ((8, True), (12, False), (16, False), (16, True))
+    },
+    **{f"PNG with {kind!r}": png(kind, begins, 3 * 2**20) for kind, begins in PNG_TEXTS.items()},
+}
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize("kind", GRAY)
+def test_gray_levels_are_those_of_the_file(kind: str, name: str) -> None:
+    backend = create_backend(name)
+    found = backend.decode(backend.open("x", bytearray(GRAY[kind])), None, (1, 6), "bilinear")
+    assert found[0, 0].tolist() == LEVELS.tolist() and (found == found[:1]).all()
+
+
+@pytest.mark.parametrize("bits", [8, 16])
+def test_values_of_fits_are_not_taken_for_gray(bits: int) -> None:
+    cards = {"SIMPLE": "T", "BITPIX": bits, "NAXIS": 2, "NAXIS1": 6, "NAXIS2": 1, "BZERO": 2 ** (bits - 1)}
+    head = "".join(f"{name:<8}= {value:>20}".ljust(80) for name, value in cards.items()) + "END"
+    with refuses("its pixels are of FITS, on a scale of its own: nobody knows which of them is white", BadImage):
+        TorchvisionBackend().open("x", bytearray(head.ljust(2880).encode() + bytes(2880)))
 
 
 @pytest.mark.parametrize("name", BACKENDS)

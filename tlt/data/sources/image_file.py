@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 import numpy as np
-from PIL import Image
+from PIL import Image, PngImagePlugin
 
 try:
     import simplejpeg
@@ -24,6 +24,8 @@ from tlt.io.files import READ_FLAGS, is_machine_fault, read_into, regular_only, 
 
 # Pillow warns of odd metadata, which nothing here looks at, and of sizes that --max-pixels judges.
 warnings.filterwarnings("ignore", module=r"PIL\.")
+# Sound files have more text, or a larger colour profile, than the megabyte that Pillow takes.
+PngImagePlugin.MAX_TEXT_CHUNK = PngImagePlugin.MAX_TEXT_MEMORY
 
 DEFAULT_MAX_PIXELS = 50_000_000
 JPEG_MAGIC = b"\xff\xd8\xff"
@@ -116,19 +118,21 @@ def as_rgb(image: Image.Image) -> Image.Image:
     """`image.convert("RGB")`, no copy where it is RGB; of 16 bits of gray, which that would clip at 255, the upper 8.
 
     Raises:
-        BadImage: Its pixels are floating-point numbers or 32 bits wide: nobody knows which of them is white.
+        BadImage: Its pixels are floating-point numbers, 32 bits wide or of FITS: nobody knows which of them is white.
     """
     _check_range(image)
     if image.mode.startswith("I"):
-        image = Image.fromarray((np.asarray(image).astype(np.int64) >> 8).astype(np.uint8))
+        tags = getattr(image, "tag_v2", {})  # of TIFF: how many bits a value has, and whether 0 is white
+        levels = np.asarray(image).astype(np.int64) >> tags.get(258, (16,))[0] - 8
+        image = Image.fromarray((255 - levels if tags and not tags.get(262) else levels).astype(np.uint8))
     image.load()
     return image if image.mode == "RGB" else image.convert("RGB")
 
 
 def _check_range(image: Image.Image) -> None:
-    # Pillow shows a PNG of 16 bits as 32 in some versions.
-    if image.mode == "F" or (image.mode == "I" and image.format != "PNG"):
-        kind = "floating-point numbers" if image.mode == "F" else "32 bits wide"
+    # Pillow shows a PGM of 16 bits as 32, and a PNG in some versions; it ignores the zero and the scale of FITS.
+    if image.mode == "F" or (image.mode == "I" and image.format not in ("PNG", "PPM")) or image.format == "FITS":
+        kind = {"F": "floating-point numbers", "I": "32 bits wide"}.get(image.mode, "of FITS, on a scale of its own")
         raise BadImage(f"its pixels are {kind}: nobody knows which of them is white; convert it to 8 or 16 bits")
 
 
