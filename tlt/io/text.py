@@ -59,10 +59,15 @@ def some_names(names: Sequence[str]) -> str:
     return ", ".join(repr(printable(name)) if " " in name else printable(name) for name in names[:NAMES_SHOWN]) + more
 
 
+def look_of(name: str) -> str:
+    """The name without what nobody sees: spaces around it, and which of Unicode's forms it is in."""
+    return normalize("NFC", name).strip()
+
+
 def lookalikes(names: Iterable[str], others: Iterable[str]) -> str:
     """A remark for a message that some of the names look like others, but are not the same; "" where none do."""
-    one, other = ({normalize("NFC", name).strip() for name in each} for each in (names, others))
-    return "; names that look the same differ in their Unicode form (NFC, NFD) or in spaces" if one & other else ""
+    same = {*map(look_of, names)} & {*map(look_of, others)}
+    return "; names that look the same differ in their Unicode form (NFC, NFD) or in spaces" if same else ""
 
 
 def first_difference(there: Sequence[str], here: Sequence[str]) -> str:

@@ -130,3 +130,17 @@ def test_folders_that_systems_make_are_no_classes(tmp_path: Path, name: str) -> 
     assert images.class_names == ["cat", "dog"] and list(images.paths) == ["cat/1.jpg", "dog/2.jpg"]
     assert any("left out 2 folders of the system: " in line for line in images.warnings)
     assert len(open_images(str(tmp_path), "train", classes=False)) == 2
+
+
+@pytest.mark.parametrize("other", ["cafe\u0301", "caf\u00e9 "])
+@pytest.mark.parametrize("kind", ["folders", "shards"])
+def test_two_classes_that_look_the_same_are_refused(tmp_path: Path, kind: str, other: str) -> None:
+    split, images = tmp_path / "train", {f"{name}/{name}.jpg": jpeg(0) for name in (CAFE, other)}
+    if kind == "shards":
+        numbers = {f"{name}/{name}.cls": str(number).encode() for number, name in enumerate((CAFE, other))}
+        tar(split / "0.tar", images | numbers)
+    for path, data in images.items() if kind == "folders" else ():
+        (split / path).parent.mkdir(parents=True)
+        (split / path).write_bytes(data)
+    with refuses(f"two classes are named '{CAFE}': give each a name of its own"):
+        open_images(str(tmp_path), "train")

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from torchvision import datasets as torch_datasets
 
-from tests.data.conftest import jpeg
+from tests.data.conftest import jpeg, refuses
 from tlt.data.backends.decode import PilBackend, TorchvisionBackend
 from tlt.data.sources import open_images, parse_kind
 from tlt.data.sources.image_file import BadImage
@@ -111,6 +111,16 @@ def hub(tmp_path: Path) -> Path:
         rows = {"img": images, "label": [number % 3 for number in range(count)], "text": ["x"] * count}
         datasets.Dataset.from_dict(rows, features).to_parquet(folder / f"{split}-00000.parquet")
     return folder
+
+
+def test_rows_without_a_label_are_told(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    (tmp_path / "hub").mkdir()
+    features = datasets.Features({"img": datasets.Image(), "label": datasets.ClassLabel(names=["cat", "dog"])})
+    rows = {"img": [{"bytes": jpeg(0), "path": None}] * 3, "label": [1, None, None]}
+    datasets.Dataset.from_dict(rows, features).to_parquet(tmp_path / "hub" / "train-00000.parquet")
+    with refuses("split train: 2 of 3 images have no label: take a labelled split, or filter the data set"):
+        open_images(str(tmp_path / "cache"), "train", f"hfds/{tmp_path / 'hub'}")
 
 
 def test_hub_data_sets_are_timms(hub: Path, tmp_path: Path) -> None:

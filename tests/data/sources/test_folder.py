@@ -299,6 +299,9 @@ def test_paths_are_taken_in_their_usual_form_and_rows_by_their_split(listed: Pat
     text = "path,split,class\na.png,train,x\nb.png,val,y\n"
     assert opened(listed, text) == [("a.png", "x")] and opened(listed, text, "validation") == [("b.png", "y")]
     assert open_images(str(listed), "validation", "csv/table.csv").class_names == ["x", "y"]  # of the whole table
+    text = 'path, class ,split\na.png, x,train\nb.png,x , val\ndeep/c.png, "x, y" ,train\n'
+    assert opened(listed, text) == [("a.png", "x"), ("deep/c.png", "x, y")]
+    assert opened(listed, text, "validation") == [("b.png", "x")]
 
 
 ROW = "a row needs a path and a class, and a field for each column"
@@ -314,6 +317,7 @@ ROW = "a row needs a path and a class, and a field for each column"
         ("path,class\na.png,x, large\n", 'line 2: .*and no more; write "a, b"'),
         ("image,label\na.png,x\n", "is no table, with commas, of columns 'path' and 'class'"),
         ("path,class\n./a.png,x\na.png,x\n", "names an image more than once"),
+        ("path,class\na.png,x\nb.png, \n", f"line 3: {ROW}"),
         ("path,class\ngone.png,x\n", r"names 1 images that are not there \(gone.png\)"),
         ("path,class,split\na.png,x,test\n", r"no row whose column 'split' says train: it has test \(--split\)"),
     ],

@@ -213,10 +213,14 @@ def _rows(file: str) -> list[dict[str, str]]:
     shown, rows = printable(file), list[dict[str, str]]()
     try:
         with open(file, newline="", encoding="utf-8-sig", opener=regular_only) as lines:
-            reader = csv.DictReader(lines)
-            if not {"path", "class"} <= {*(reader.fieldnames or ())}:
+            reader = csv.DictReader(lines, skipinitialspace=True)
+            reader.fieldnames = [name.strip() for name in reader.fieldnames or ()]
+            if not {"path", "class"} <= {*reader.fieldnames}:
                 raise UserError(f"{shown} is no table, with commas, of columns 'path' and 'class' in its first line")
-            for row in reader:
+            for read in reader:
+                row = {
+                    name: text.strip() if name in ("class", "split") and text else text for name, text in read.items()
+                }
                 where = f"{shown}, line {reader.line_num}"
                 if any(row.get(None, ())) or None in row.values() or "" in (row["path"], row["class"]):
                     raise UserError(

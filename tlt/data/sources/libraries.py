@@ -54,7 +54,13 @@ def open_hub_dataset(name: str, data: str | None, split: str, _found: object) ->
     image = _column(table.features, datasets.Image, "image", shown)
     label = _column(table.features, datasets.ClassLabel, "label", shown)
     own = list(table.features[label].names)
-    classes = np.asarray(table.select_columns(label).with_format("numpy")[label][:], np.int64)
+    labels = table.select_columns(label).with_format("arrow")[:].column(0)
+    if labels.null_count:
+        raise UserError(
+            f"{shown}, split {printable(split)}: {labels.null_count} of {len(labels)} images have no {label}: take a "
+            "labelled split, or filter the data set"
+        )
+    classes = labels.to_numpy().astype(np.int64)
     # As Arrow's values, which are views of the mapped file: a length is known before anything is copied.
     table = table.select_columns(image).cast_column(image, datasets.Image(decode=False)).with_format("arrow")
     paths = numbered_names(own[number] for number in classes)

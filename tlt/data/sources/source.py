@@ -16,7 +16,7 @@ import numpy as np
 from tlt.data.sources.image_file import DEFAULT_MAX_PIXELS
 from tlt.errors import UserError
 from tlt.io.names import Names
-from tlt.io.text import lookalikes, printable, some_names
+from tlt.io.text import look_of, lookalikes, printable, some_names
 
 # Called often, with what is done and how many images or files were found by then.
 Found = Callable[[str, int], None]
@@ -107,7 +107,7 @@ def check_classes(classes: np.ndarray, class_names: Sequence[str], where: str) -
         raise UserError(
             f"{where}: an image is of class {outside[0]}, but there are {known} classes: take a labelled split"
         )
-    if twice := [name for name, count in Counter(class_names).items() if count > 1]:
+    if twice := [name for name, count in Counter(map(look_of, class_names)).items() if count > 1]:
         raise UserError(f"{where}: two classes are named {printable(twice[0])!r}: give each a name of its own")
 
 
