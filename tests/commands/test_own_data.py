@@ -6,13 +6,16 @@ import json
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pandas
 import torch
 import yaml
 from PIL import Image
 
 from tests.commands.conftest import Call, Make
+from tlt.data.sources.source import ImageSource
 from volo.record.records import epochs_of
+from volo.train.data import as_list, listed_images
 
 OWN = "--model volo_test --img-size 32 -j 0 --epochs 2 --seed 3"
 
@@ -64,6 +67,27 @@ def test_a_resumed_run_validates_on_the_images_that_it_held_out(call: Call, make
     assert ended.code == 0, ended.err
     assert (tmp_path / "run" / "validation_images.txt").read_bytes() == listed
     assert "data: 19 training images, 4 validation images" in ended.out and "5 classes" in ended.out
+
+
+def test_a_list_of_images_holds_any_names(tmp_path: Path) -> None:
+    names = [
+        "a.jpg",
+        "b\r.jpg",
+        "b\r\nc.jpg",
+        "\n.jpg",
+        '"quoted"',
+        '"a\nb"',
+        "\\n.jpg",
+        " x ",
+        "\x85\u2028.jpg",
+        "\udcff\r",
+    ]
+    images = ImageSource("here", names, np.zeros(len(names), np.int64), ["x"])
+    for row in range(len(names)):
+        (tmp_path / "list").write_bytes(as_list(images.select([row])))
+        assert np.flatnonzero(listed_images(images, str(tmp_path / "list"))).tolist() == [row]
+    (tmp_path / "list").write_bytes(as_list(images).replace(b"\n", b"\r\n"))  # as it is saved on Windows
+    assert listed_images(images, str(tmp_path / "list")).all()
 
 
 def test_defaults_are_told_for_the_images_that_are_trained_on(call: Call, tmp_path: Path) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
@@ -112,7 +114,7 @@ def listed_images(images: ImageSource, file: str, missing_allowed: bool = False)
     """
     try:
         with open(file, encoding="utf-8-sig", errors="surrogateescape", opener=regular_only) as lines:
-            names = {line.rstrip("\n") for line in lines if line.strip()}
+            names = {_unquoted(line.rstrip("\n")) for line in lines if line.strip()}
     except OSError as error:
         raise UserError(f"image list {printable(file)} can't be read ({error.strerror})") from error
     found = np.fromiter((path in names for path in images.paths), bool, len(images))
@@ -127,8 +129,15 @@ def listed_images(images: ImageSource, file: str, missing_allowed: bool = False)
 
 
 def as_list(images: ImageSource) -> bytes:
-    """The names of images, one a line."""
-    return "".join(f"{path}\n" for path in images.paths).encode(errors="surrogateescape")
+    """The names of images, one a line; as JSON where they hold line breaks or begin with a quotation mark."""
+    lines = (json.dumps(path) if {*path} & {"\n", "\r"} or path[0] == '"' else path for path in images.paths)
+    return "".join(f"{line}\n" for line in lines).encode(errors="surrogateescape")
+
+
+def _unquoted(line: str) -> str:
+    with suppress(ValueError):  # which somebody else has written
+        return str(json.loads(line)) if line[0] == '"' else line
+    return line
 
 
 def part(images: ImageSource, mask: Mask) -> ImageSource:
