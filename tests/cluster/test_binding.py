@@ -116,8 +116,24 @@ def test_a_container_with_few_cpus_and_more_ranks_than_gpus(tmp_path: Path) -> N
     assert rows[0] == "0000:0f:00.0 3 48-55,176-183 preferred mlx5_1:1 PXB"
     assert rows[1] == "0000:90:00.0 7 as-they-are off mlx5_7:1 PXB"
     assert rows[2] == "left out: local rank 1 not bound: NUMA node 7 has 0 cores in the CPU mask"
-    rows = table(tmp_path, ranks=2, CUDA_VISIBLE_DEVICES="0")
-    assert rows[1] == "- - as-they-are off - -" and rows[2].startswith("left out: 2 ranks, 1 GPUs; local rank 1 not")
+    rows = table(tmp_path, ranks=3, CUDA_VISIBLE_DEVICES="0,1")
+    assert rows[2] == "- - as-they-are off - -" and rows[3].startswith("left out: 3 ranks, 2 GPUs; local rank 2 not")
+
+
+@pytest.mark.parametrize(("visible", "parent"), [("5", "0-255"), ("GPU-6666", ""), ("0", "")])
+def test_a_rank_that_sees_its_own_gpu_alone_is_bound_to_its_node(tmp_path: Path, visible: str, parent: str) -> None:
+    build(tmp_path, DGX_A100)
+    if parent:  # srun --gpus-per-task=1 --cpus-per-task=16
+        process(tmp_path, "112-127", parent_allowed=parent)
+    machine, own = read_machine(tmp_path), int(visible[-1])
+    plan = make_plan(machine, "auto", None, 8, {"CUDA_VISIBLE_DEVICES": visible})
+    for share in plan.shares:  # as each rank would see it
+        assert share.gpu == machine.gpus[own] and share.node == machine.gpus[own].node
+        assert share.port == make_plan(machine, "auto", None, 8, {}).shares[own].port
+        cores = machine.cores[machine.gpus[own].node or 0]
+        assert set(share.cpus) == (set() if parent else {cpu for core in cores for cpu in core})
+    rows = table(tmp_path, ranks=8, CUDA_VISIBLE_DEVICES=visible)
+    assert len(rows) == 2 and rows[1].endswith("what the other ranks have: each sees its own GPU alone")
 
 
 def test_cpus_that_the_launcher_gave_to_each_rank_stay(tmp_path: Path) -> None:

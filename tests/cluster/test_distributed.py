@@ -2,50 +2,98 @@
 
 from __future__ import annotations
 
+import json
 import os
+import signal
+import sys
+import time
+from argparse import Namespace
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed import PrefixStore
 
-from tests.conftest import free_port
+from tests.commands.conftest import ROOT, Running
+from tests.commands.conftest import nothing_left_running as nothing_left_running  # a fixture
+from tests.conftest import LIMIT, free_port, wait_until
 from tlt.errors import UserError
 from tlt.io import jobs
 from volo.cluster import distributed
-from volo.cluster.distributed import RankLost, World, choose_device, init_world
-from volo.cluster.topology import _OTHERS as OTHERS
-from volo.cluster.topology import adopt_launcher, ranks_of
+from volo.cluster.distributed import LEFT, RankLost, World, choose_device, connect, init_world, meet, serve, start_of
+from volo.cluster.launch import launch_of
 
-
-def adopted(env: dict[str, str]) -> dict[str, str]:
-    """The environment of a rank that was started with this one."""
-    adopt_launcher(env := dict(env))
-    return env
-
-
-OPEN_MPI = dict(zip(OTHERS[0], ("5", "1", "8", "4"), strict=True))
-STEP = dict(zip(OTHERS[1], ("5", "1", "8", "4(x2)"), strict=True))
-MPICH = dict(zip(OTHERS[2], ("5", "1", "8", "4"), strict=True))
+OPEN_MPI = {
+    f"OMPI_COMM_WORLD_{name}": n for name, n in {"RANK": "5", "LOCAL_RANK": "1", "SIZE": "8", "LOCAL_SIZE": "4"}.items()
+}
+STEP = {"SLURM_PROCID": "5", "SLURM_LOCALID": "1", "SLURM_STEP_NUM_TASKS": "8", "SLURM_STEP_TASKS_PER_NODE": "4(x2)"}
+MPICH = {"PMI_RANK": "5", "MPI_LOCALRANKID": "1", "PMI_SIZE": "8", "MPI_LOCALNRANKS": "4"}
+TORCHRUN = {"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"}
+AWAY, HERE = {"MASTER_ADDR": "node0"}, {"MASTER_ADDR": "127.0.0.1"}
+ALONE = {"RANK": "5", "WORLD_SIZE": "8"}
+# NVIDIA's image under enroot and pyxis, on two nodes: all that there is but LOCAL_WORLD_SIZE.
+PYXIS = STEP | ALONE | AWAY | {"LOCAL_RANK": "1", "MASTER_PORT": "61001", "OMP_NUM_THREADS": "1"}
 
 
 @pytest.mark.parametrize(
-    ("env", "expected"),
+    ("env", "expected"),  # rank, local rank, size, local size
     [
+        (TORCHRUN | AWAY, (5, 1, 8, 4)),
+        (TORCHRUN | HERE | {"LOCAL_WORLD_SIZE": "8", "LOCAL_RANK": "5"}, (5, 5, 8, 8)),  # volo launch
+        (TORCHRUN, (5, 1, 8, 4)),  # Ray Train
+        (STEP | TORCHRUN | {"RANK": "3", "WORLD_SIZE": "4"}, (3, 1, 4, 4)),  # torchrun in a step
+        (STEP | {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}, (0, 0, 1, 1)),
+        (STEP, (5, 1, 8, 4)),
+        (STEP | {"SLURM_STEP_TASKS_PER_NODE": "4,3(x2)", "SLURM_NODEID": "2"}, (5, 1, 8, 3)),
+        (STEP | {"SLURM_STEP_TASKS_PER_NODE": "4", "SLURM_NODEID": "2"}, (5, 1, 8, 4)),
+        (STEP | {"RANK": "0"}, (5, 1, 8, 4)),  # of something else
+        (PYXIS, (5, 1, 8, 4)),
+        ({name: value for name, value in PYXIS.items() if name != "WORLD_SIZE"}, (5, 1, 8, 4)),  # another image
+        ({name: value for name, value in PYXIS.items() if name not in ("RANK", "LOCAL_RANK")}, (5, 1, 8, 4)),
+        (OPEN_MPI, (5, 1, 8, 4)),
+        (OPEN_MPI | STEP | {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2"}, (5, 1, 8, 4)),  # its daemons
         (MPICH, (5, 1, 8, 4)),
-        (OPEN_MPI | {"SLURM_PROCID": "1", "SLURM_LOCALID": "0", "SLURM_STEP_NUM_TASKS": "2"}, (5, 1, 8, 4)),  # daemons
-        (MPICH | STEP | {"SLURM_PROCID": "6"}, (6, 1, 8, 4)),
-        (STEP | {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}, (3, 1, 4, 2)),  # torchrun
-        ({"RANK": "9", "WORLD_SIZE": "16"}, (9, 3, 16, 16)),  # the flag --local-rank of old launchers is 3 here
-        ({"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "8"}, (0, 3, 1, 1)),  # in a batch script
-        (dict(zip(OTHERS[0], "0011", strict=True)), (0, 3, 1, 1)),
+        (MPICH | STEP | {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2"}, (5, 1, 8, 4)),  # its daemons
+        (STEP | {"PMI_RANK": "5", "PMI_SIZE": "8"}, (5, 1, 8, 4)),  # srun --mpi=pmi2
+        (ALONE | AWAY | {"LOCAL_RANK": "1", "LOCAL_SIZE": "4"}, (5, 1, 8, 4)),  # DeepSpeed
+        (ALONE | AWAY | {"LOCAL_RANK": "1", "NODE_RANK": "1"}, (5, 1, 8, None)),  # Azure ML
+        (ALONE | AWAY, (5, 0, 8, None)),  # Kubeflow
+        (ALONE | {"MASTER_ADDR": "localhost", "KUBERNETES_SERVICE_HOST": "10.0.0.1"}, (5, 0, 8, None)),  # its first pod
+        (ALONE | HERE, (5, 5, 8, 8)),
+        (ALONE, (5, 5, 8, 8)),
+        ({}, (0, 0, 1, 1)),
+        ({"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "8"}, (0, 0, 1, 1)),  # in a batch script
+        (dict(zip(OPEN_MPI, "0011", strict=True)), (0, 0, 1, 1)),
     ],
 )
 def test_a_rank_knows_itself_whoever_started_it(env: dict[str, str], expected: tuple[int, ...]) -> None:
-    assert ranks_of(adopted(env), local_rank_flag=3) == expected
+    launch = launch_of(env)
+    assert (launch.rank, launch.local_rank, launch.size, launch.local_size) == expected
+    assert launch.one_machine == (expected[2] == expected[3])
+
+
+def test_where_the_ranks_meet_is_told_by_slurm_too_and_threads_by_the_user_alone() -> None:
+    for nodes, first in {"node[07-12,3]": "node07", "a-1,b[1-2]": "a-1", "x": "x", "r[1-2]n[4,5]s": "r1n4s"}.items():
+        launch = launch_of(STEP | {"SLURM_STEP_NODELIST": nodes, "SLURM_JOB_ID": "70003"})
+        assert (launch.address, launch.port) == (first, 30003)
+    assert (launch_of(PYXIS).address, launch_of(PYXIS).port) == ("node0", 61001)
+    assert launch_of(ALONE, local_rank_flag=3).local_rank == 3  # of old launchers
+    assert launch_of(ALONE).address is None and launch_of(ALONE | HERE).port == 29500
+    one = {"OMP_NUM_THREADS": "1"}
+    for env, set_by_user in ((PYXIS, False), (PYXIS | {"OMP_NUM_THREADS": "2"}, True), (STEP | one, True), (one, True)):
+        assert launch_of(env).threads_set == set_by_user, env
+
+
+@pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_PORT"])
+def test_a_variable_that_is_no_number_is_named(name: str) -> None:
+    with pytest.raises(UserError, match=f"^{name}=two in the environment: a whole number is needed"):
+        launch_of(TORCHRUN | {name: "two"})
 
 
 def test_several_nodes_need_an_address(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "environ", adopted(STEP))
+    monkeypatch.setattr(os, "environ", STEP)
     with pytest.raises(UserError, match="MASTER_ADDR is not set: .* mpirun"):
         init_world("cpu")
 
@@ -55,6 +103,88 @@ def test_a_rank_that_does_not_come_is_named(monkeypatch: pytest.MonkeyPatch) -> 
         monkeypatch.setenv(name, value)
     with pytest.raises(RankLost, match="rank 1, 2 did not come in time"):
         init_world("cpu", timeout_s=1.0)
+
+
+@pytest.fixture
+def peer(monkeypatch: pytest.MonkeyPatch) -> Callable[..., PrefixStore]:
+    """The environment is that of rank 0 of two; `peer(gpu)` does what rank 1 does in their meeting, and no more."""
+    launch = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    for name, value in launch.items():
+        monkeypatch.setenv(name, value)
+
+    def meets(gpu: str = "") -> PrefixStore:
+        store = connect("127.0.0.1", int(launch["MASTER_PORT"]), time.monotonic() + LIMIT, "rank")
+        store = start_of(store, "", 0)
+        store.set("place/1", json.dumps(["127.0.0.1", gpu]))
+        meet(store, "rank", 1, 2, time.monotonic() + LIMIT)
+        return store
+
+    return meets
+
+
+@pytest.mark.parametrize("gpus", ["GPU-1 GPU-1", "GPU-1 GPU-2"])
+def test_ranks_that_would_share_a_gpu_are_told(
+    peer: Callable[..., None], monkeypatch: pytest.MonkeyPatch, gpus: str
+) -> None:
+    own, others = gpus.split()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Namespace(uuid=own))
+    connected: list[World] = []
+    monkeypatch.setattr(distributed, "_connect_all", lambda store, world, limit: connected.append(world))
+    monkeypatch.setattr(distributed, "_own_group", False)  # as it was, afterwards
+    assert (
+        choose_device(None, 1) == choose_device("cuda", 7) == torch.device("cuda", 0)
+    )  # its launcher shows it its own
+    with ThreadPoolExecutor() as pool:
+        pool.submit(peer, others)
+        if own == others:
+            with pytest.raises(
+                UserError, match="^ranks 0-1 would share a GPU: start as many processes as there are GPUs"
+            ):
+                init_world()
+        else:
+            init_world()
+    assert len(connected) == (own != others)
+
+
+def test_a_rank_that_is_told_to_end_while_it_connects_ends(peer: Callable[..., None], tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(
+        "from volo.cluster.distributed import init_world\nrun = lambda args: init_world('cpu')"
+    )
+    starts = "import sys; from argparse import Namespace; from volo.cluster.stopping import STOP\n"
+    starts += "from volo.commands.console import run_program\n"
+    starts += "with STOP.handled(): sys.exit(run_program(lambda argv: Namespace(), 'program'))"
+    rank = Running([sys.executable, "-c", starts], PYTHONPATH=f"{ROOT}:{tmp_path}")
+    store = peer()
+    wait_until(lambda: store.num_keys() > 5)  # those of the meeting
+    assert rank.end(signal.SIGTERM) == 85, rank.output
+
+
+@pytest.mark.parametrize(
+    ("does", "told"),
+    [
+        (lambda *_: time.sleep(0.3), r"have met, but can't connect: .* \(not within 0.1 s\)"),
+        (lambda *_: torch.ones(2) @ torch.ones(3), r"have met, but can't connect: .* \(inconsistent tensor size"),
+    ],
+)
+def test_connecting_takes_no_longer_than_it_may(
+    peer: Callable[..., None], monkeypatch: pytest.MonkeyPatch, does: Callable[..., None], told: str
+) -> None:
+    monkeypatch.setattr(distributed, "_MESH_S", 0.1)
+    monkeypatch.setattr(distributed, "_own_group", False)  # as it was, afterwards
+    monkeypatch.setattr(distributed, "_connect_all", does)
+    with ThreadPoolExecutor() as pool, pytest.raises(RankLost, match=told):
+        pool.submit(peer)
+        init_world("cpu")
+
+
+def test_a_node_that_has_left_is_waited_for_no_longer() -> None:
+    store = serve("127.0.0.1", 0)
+    store.set(LEFT, "")
+    with pytest.raises(RankLost, match="rank 1 did not come"):
+        meet(store, "rank", 0, 2, time.monotonic() + 2 * LIMIT)
 
 
 def test_device_names_are_checked_and_what_the_machine_has_is_not_passed_over(
@@ -124,6 +254,7 @@ def test_cpus_are_those_that_control_groups_leave(
         ({"RANK": "0", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}, 8, 8, 3),
         (STEP, 4, 16, 3),  # each task has its own 4 of 16 cores
         (STEP | {"OMP_NUM_THREADS": "5"}, 16, 16, None),
+        (PYXIS, 16, 16, 3),
     ],
 )
 def test_ranks_on_the_cpu_share_the_cores_whoever_started_them(
@@ -137,8 +268,8 @@ def test_ranks_on_the_cpu_share_the_cores_whoever_started_them(
     monkeypatch.setattr(jobs, "_ROOT", tmp_path)  # without control groups
     masks = {0: own, os.getppid(): launchers}
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(masks[process])), raising=False)
-    monkeypatch.setattr(os, "environ", adopted(env))
+    monkeypatch.setattr(os, "environ", env)
     given: list[int] = []
     monkeypatch.setattr(torch, "set_num_threads", given.append)
-    distributed.limit_threads(World(0, 0, 1, torch.device("cpu")))
+    distributed.limit_threads(torch.device("cpu"), launch_of(os.environ))
     assert given == ([] if threads is None else [threads])

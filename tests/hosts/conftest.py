@@ -43,12 +43,15 @@ class Host:
         for device in ("eth0", "lo"):
             ip(f"-n {self.namespace} link set {device} up")
 
+    def start(self, command: list[str], **env: str) -> Running:
+        """Start a program here."""
+        inside = ["nsenter", f"--net=/run/netns/{self.namespace}", "unshare", "--uts", "--mount"]
+        return Running([*inside, "sh", "-c", _START, "sh", self.name, str(self.names), *command], **env)
+
     def train(self, flags: str, data: Path, processes: int = 1, **env: str) -> Running:
         """Start distributed_train.sh here, as one of two nodes."""
-        inside = ["nsenter", f"--net=/run/netns/{self.namespace}", "unshare", "--uts", "--mount"]
         script = [str(ROOT / "distributed_train.sh"), str(processes), str(data), *flags.split()]
-        env = {"NNODES": "2", "NODE_RANK": str(self.number), **env}
-        return Running([*inside, "sh", "-c", _START, "sh", self.name, str(self.names), *script], **env)
+        return self.start(script, **{"NNODES": "2", "NODE_RANK": str(self.number), **env})
 
     def kill(self) -> None:
         """End all processes here at once, as a crash of the kernel does, but for closing their connections."""

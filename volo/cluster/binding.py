@@ -20,7 +20,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tlt.io.text import table
-from volo.cluster.topology import Gpu, Machine, Port, interface_to, listed, ranks_of, read, read_machine, visible_gpus
+from volo.cluster.launch import launch_of
+from volo.cluster.topology import Gpu, Machine, Port, interface_to, listed, read, read_machine, visible_gpus
 
 _COLUMNS = ("rank", "GPU", "NUMA node", "CPUs", "memory", "card", "distance")
 _MEMORY = {"auto": "preferred", "cpu": "off", "cpu+mem": "bind"}
@@ -47,13 +48,14 @@ class Share:
 
 @dataclass(frozen=True)
 class BindingPlan:
-    """What the ranks of a machine get; every rank makes the same plan."""
+    """What the ranks of a machine get; every rank makes the same plan, where all see the same GPUs."""
 
     shares: tuple[Share, ...]  # by local rank
     # Of all GPUs of the machine, also of those that a rank doesn't see: NCCL's rings need the same list on all ranks.
     # Empty where these are all active cards, or there are none.
     cards: tuple[str, ...]
     reasons: tuple[str, ...]  # what is left out, and why
+    own_gpu: bool = False  # whether a rank sees its own GPU alone: all shares are those that it would have
 
 
 def bind_process(args: Namespace) -> list[str]:
@@ -63,8 +65,9 @@ def bind_process(args: Namespace) -> list[str]:
     """
     if args.bind == "none":
         return []
-    rank, local_rank, _, ranks = ranks_of(os.environ, getattr(args, "local_rank", 0))
-    plan = make_plan(read_machine(), args.bind, args.device, max(ranks, local_rank + 1), os.environ)
+    launch = launch_of(os.environ, getattr(args, "local_rank", 0))
+    rank, local_rank = launch.rank, launch.local_rank
+    plan = make_plan(read_machine(), args.bind, args.device, max(launch.local_size or 1, local_rank + 1), os.environ)
     share = plan.shares[local_rank]
     if share.gpu is not None:  # CUDA would put the fastest GPU first
         os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
@@ -85,11 +88,14 @@ def make_plan(machine: Machine, mode: str, device: str | None, ranks: int, env: 
     """Decide what each of the `ranks` processes on a machine gets; `mode` is the value of `--bind`, but not "none"."""
     kind, _, index = (device or "").partition(":")
     visible, problem = ([], "") if kind == "cpu" else visible_gpus(machine.gpus, env)
-    numbers = [int(index) if index.isdigit() else rank for rank in range(ranks)]  # as `choose_device` chooses
+    own_gpu = len(visible) == 1 < ranks and not index  # or the ranks share it, which their meeting would find
+    numbers = [int(index) if index.isdigit() else 0 if own_gpu else rank for rank in range(ranks)]  # as `choose_device`
     gpus = [visible[number] if number < len(visible) else None for number in numbers]
     if visible and None in gpus:
         problem = f"{ranks} ranks, {len(visible)} GPUs"
-    own, left_out = share_cpus(machine, mode, gpus)
+    # Ranks that don't know each other's GPUs share the CPUs of a node.
+    own, left_out = share_cpus(machine, mode, gpus[:1] if own_gpu else gpus, ranks)
+    own = own * ranks if own_gpu else own
     ports, nearest = choose_ports(machine.gpus if any(gpus) else (), machine.ports)
     shares = []
     for gpu, home in zip(gpus, own, strict=True):
@@ -98,11 +104,13 @@ def make_plan(machine: Machine, mode: str, device: str | None, ranks: int, env: 
     idle = f" ({', '.join(machine.idle_ports)})" if machine.idle_ports else ""
     no_card = f"no InfiniBand or RoCE card near a GPU{idle}: left to NCCL" if any(gpus) and not nearest else ""
     cards = tuple(port.name for port in ports) if len(ports) < len(machine.ports) else ()
-    return BindingPlan(tuple(shares), cards, tuple(filter(None, (problem, left_out, no_card))))
+    alone = "what the other ranks have: each sees its own GPU alone" if own_gpu else ""
+    return BindingPlan(tuple(shares), cards, tuple(filter(None, (problem, left_out, no_card, alone))), own_gpu)
 
 
-def share_cpus(machine: Machine, mode: str, gpus: Sequence[Gpu | None]) -> tuple[list[Share], str]:
-    """Return CPUs and NUMA node of each rank, of the CPUs that this process may use; what is left out, and why."""
+def share_cpus(machine: Machine, mode: str, gpus: Sequence[Gpu | None], ranks: int) -> tuple[list[Share], str]:
+    """Return CPUs and NUMA node of each rank, of the CPUs that this process may use; what is left out, and why. `gpus`
+    are those of the machine's ranks, or that of the only one that is known."""
     homes = [gpu.node if gpu else None for gpu in gpus]
     shares = [Share() for _ in gpus]
     if mode == "auto" and not any(gpus):
@@ -110,7 +118,7 @@ def share_cpus(machine: Machine, mode: str, gpus: Sequence[Gpu | None]) -> tuple
     if mode == "auto" and len(machine.cores) < 2:
         return shares, f"one NUMA node: {_LEFT}"
     # The parent process has other CPUs: this rank has been bound already (torchrun --numa-binding, srun --cpu-bind).
-    if len(gpus) > 1 and machine.parent_allowed != machine.allowed:
+    if ranks > 1 and machine.parent_allowed != machine.allowed:
         return [Share(node=home) for home in homes], "CPUs stay as the launcher has given them to each rank"
     usable = [
         (node, threads)
@@ -120,16 +128,16 @@ def share_cpus(machine: Machine, mode: str, gpus: Sequence[Gpu | None]) -> tuple
     ]
     reasons = []
     for home in dict.fromkeys(homes):
-        ranks = [rank for rank, other in enumerate(homes) if other == home]
+        members = [rank for rank, other in enumerate(homes) if other == home]
         cores = [core for core in usable if core[0] == home or not any(gpus)]
-        if len(cores) < len(ranks):
+        if len(cores) < len(members):
             where = f"NUMA node {home}" if any(gpus) else "the machine"
             unknown = "NUMA node unknown" if any(gpus) and home is None else ""
             why = unknown or f"{where} has {len(cores)} cores in the CPU mask"
-            reasons.append(f"local rank {listed(ranks)} not bound: {why}")
+            reasons.append(f"local rank {listed(members)} not bound: {why}")
             continue
-        for done, rank in enumerate(ranks):
-            size = -(-len(cores) // (len(ranks) - done))  # the first get one more where they can't be equal
+        for done, rank in enumerate(members):
+            size = -(-len(cores) // (len(members) - done))  # the first get one more where they can't be equal
             part, cores = cores[:size], cores[size:]
             nodes = {node for node, _ in part}
             cpus = tuple(sorted(cpu for _, threads in part for cpu in threads))
@@ -175,11 +183,12 @@ def variables(
         wanted["NCCL_IB_HCA"] = "=" + ",".join(plan.cards)
     if share.port:
         wanted["UCX_NET_DEVICES"] = share.port.name
-    if ranks_of(env).size > len(plan.shares) and "MASTER_ADDR" in env:
-        if interface := interface_to(env["MASTER_ADDR"]):
+    launch = launch_of(env)
+    if launch.size > len(plan.shares) and launch.address:
+        if interface := interface_to(launch.address):
             wanted |= {"NCCL_SOCKET_IFNAME": f"={interface}", "GLOO_SOCKET_IFNAME": interface}
         else:
-            reasons.append(f"MASTER_ADDR={env['MASTER_ADDR']} is no address of another machine, or there is no route")
+            reasons.append(f"MASTER_ADDR={launch.address} is no address of another machine, or there is no route")
     files = (env.get("NCCL_CONF_FILE") or f"{env.get('HOME', '')}/.nccl.conf", "/etc/nccl.conf")
     lines = [line for file in files for line in read(Path(root) / file.lstrip("/")).splitlines()]
     own = {*env, *(line.partition("=")[0].strip() for line in lines)}
@@ -227,7 +236,7 @@ def describe(plan: BindingPlan, title: str, rank: int, added: Mapping[str, str],
     if not any(share.gpu or share.cpus for share in plan.shares):
         return [f"binding: nothing is bound: {reasons}", *env]
     rows = [list(_COLUMNS)]
-    for i, share in enumerate(plan.shares):
+    for i, share in enumerate(plan.shares[:1] if plan.own_gpu else plan.shares):
         gpu, port = share.gpu, share.port
         card = (port.name, LEVELS[distance(gpu, port)]) if gpu and port else (None, None)
         node, cpus = gpu.node if gpu else share.node, listed(share.cpus) or "as they are"

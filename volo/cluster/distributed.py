@@ -12,8 +12,9 @@ import re
 import socket
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor, TimeoutError
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import TypeVar
@@ -23,14 +24,18 @@ import torch.distributed as dist
 
 from tlt.errors import UserError
 from tlt.io.jobs import available_cpus
+from volo.cluster.launch import Launch, launch_of
 from volo.cluster.stopping import Watchdog
-from volo.cluster.topology import interface_to, ranks_of
+from volo.cluster.topology import interface_to, listed, own_address
 
 T = TypeVar("T")
 _POLL_S = 0.1
 _ANSWER = timedelta(seconds=60)  # of torch's key-value store
 _BACKLOG = 4096  # connections that wait: all ranks of a large run come at once
-_MEETING_S = 60.0  # for ranks that a launcher has started together on all nodes
+_MESH_S = 60.0  # for connecting the ranks when all have come
+JOIN_S = 480.0  # for coming: with what connecting takes, less than the watchdog's START_S
+_GONE_S = 5.0  # for a store that was there
+LEFT = "left"  # the key of a start at which a node has ended before the ranks have met
 _GONE = re.compile(r"Connection (closed|reset) by|Broken pipe|Socket closed|Connection refused", re.IGNORECASE)
 
 
@@ -105,11 +110,12 @@ def choose_device(requested: str | None, local_rank: int) -> torch.device:
         other = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
         if device.type not in ("mps", "xpu") or other is None or other.type != device.type:
             raise UserError(f"--device {name}: of cpu, cuda, cuda:N, mps and xpu, what the machine has can be used")
-        if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        if launch_of(os.environ).size > 1:
             raise UserError(f"--device {name}: several processes need cuda or cpu")
     if device.type == "cuda":
         count = torch.cuda.device_count()
-        device = torch.device("cuda", local_rank if device.index is None else device.index)
+        own = 0 if count == 1 else local_rank  # a launcher may show each rank its own GPU alone
+        device = torch.device("cuda", own if device.index is None else device.index)
         if device.index is None or device.index >= count:
             raise UserError(f"--device {name}: needs GPU {device.index}, this machine shows {count}; use --device cpu")
         torch.cuda.set_device(device)
@@ -119,83 +125,91 @@ def choose_device(requested: str | None, local_rank: int) -> torch.device:
     return device
 
 
-def init_world(device: str | None = None, local_rank: int = 0, timeout_s: float = 600.0) -> World:
+def init_world(
+    device: str | None = None, local_rank: int = 0, timeout_s: float = 600.0, join_s: float | None = None
+) -> World:
     """Join the other processes, if there are any: those of a process group that exists already (Ray Train, a notebook),
     which is left as it is, and needs gloo; or those that the launcher started.
 
     Args:
-        timeout_s: Seconds for which a collective, or a rank that another launcher than ours starts, is waited for.
+        timeout_s: Seconds for which a collective is waited for.
+        join_s: Seconds for which a rank that another launcher than ours starts is waited for, if other ones.
 
     Raises:
-        UserError: MASTER_ADDR is not set on several nodes; or `local_rank` is given without a launcher.
-        RankLost: Ranks have not come in time.
+        UserError: The launcher's variables contradict each other, or MASTER_ADDR is not set on several nodes; or ranks
+            would share a GPU; or `local_rank` is given without a launcher.
+        RankLost: Ranks have not come in time, or do not reach each other.
     """
-    joined = dist.is_initialized()
-    rank, own, size, here = ranks_of(os.environ, local_rank)
+    launch, joined = launch_of(os.environ, local_rank), dist.is_initialized()
     if joined:
-        rank, size = dist.get_rank(), dist.get_world_size()
-        if own >= torch.cuda.device_count() > 0:  # this process sees its own GPU alone
-            own = torch.cuda.current_device()
-    elif local_rank and size == 1:
+        launch = replace(launch, rank=dist.get_rank(), size=dist.get_world_size())
+    elif local_rank and launch.size == 1:
         raise UserError(
             f"--local-rank {local_rank} has no effect without a launcher that sets RANK and WORLD_SIZE, as torchrun "
             f"does: leave it out (--device cuda:{local_rank} takes that GPU)"
         )
-    world = World(rank, own, size, choose_device(device, own))
-    limit_threads(world)
-    if size > 1 and not joined:
-        _set_addresses(here == size)
+    elif not 0 <= launch.rank < launch.size:
+        raise UserError(f"of WORLD_SIZE={launch.size} processes RANK must number each from 0 on, as torchrun does")
+    world = World(launch.rank, launch.local_rank, launch.size, choose_device(device, launch.local_rank))
+    if launch.size > 1 and not joined:
+        own_gpu = device in (None, "auto", "cuda") and world.device.type == "cuda"
         with lost_rank_explained():
-            _join(world, here == size, timeout_s)
+            launch = _join(world, launch, own_gpu, timeout_s, timeout_s if join_s is None else join_s)
+    limit_threads(world.device, launch)
     return world
 
 
-def _set_addresses(here: bool) -> None:
-    """Set where the ranks meet, and by which interface gloo and NCCL connect them; what is set stays. `here`: all ranks
-    are on this machine, and no other one has to be let in."""
-    if "MASTER_ADDR" not in os.environ:
-        if not here:
-            raise UserError(
-                "MASTER_ADDR is not set: export the first node's address before srun or mpirun, or start with torchrun"
-            )
-        os.environ["MASTER_ADDR"] = "127.0.0.1"
-        # Runs on one machine must not meet at one port; mpirun is the parent of all its processes.
-        number = int(os.environ.get("SLURM_JOB_ID") or os.getppid())
-        os.environ.setdefault("MASTER_PORT", str(20000 + number % 20000))
-    os.environ.setdefault("MASTER_PORT", "29500")
-    if here:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
-    elif interface := interface_to(os.environ["MASTER_ADDR"]):  # gloo would take that of the host's name
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-
-
-def _join(world: World, here: bool, timeout_s: float) -> None:
-    """Meet and connect all ranks. No rank waits inside of torch, where signals are not handled.
-
-    Raises:
-        RankLost: Ranks have not come in time; the message names them.
-    """
+def _join(world: World, launch: Launch, own_gpu: bool, timeout_s: float, join_s: float) -> Launch:
+    """Meet and connect all ranks; return the launch with what the meeting has told of it. This thread waits nowhere
+    inside of torch, where signals are not handled. `own_gpu`: no other rank may use the GPU of this one."""
     global _own_group
-    # A rank may end before all are connected; our launcher has started them together on all nodes.
-    seconds = min(timeout_s, _MEETING_S) if "LAUNCH_PID" in os.environ else timeout_s
-    until = time.monotonic() + seconds
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    if world.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        store: dist.Store = serve(address, port, others=not here)
+    if launch.address is None and not launch.one_machine:
+        raise UserError(
+            "MASTER_ADDR is not set: export the first node's address before srun or mpirun, or start with torchrun"
+        )
+    address = launch.address or "127.0.0.1"
+    # Our launcher has started the ranks together on all nodes.
+    until = time.monotonic() + (_MESH_S if "LAUNCH_PID" in os.environ else join_s)
+    by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # its store was there before this process
+    if world.rank == 0 and not by_agent:
+        store: dist.Store = serve(address, launch.port, others=not launch.one_machine)
     else:
-        store = connect(address, port, until, "rank")
-    store = dist.PrefixStore(f"{launch_id() or ''}/{restarts()}", store)  # an earlier start may have used torchrun's
+        store = connect(address, launch.port, min(until, time.monotonic() + _GONE_S) if by_agent else until, "rank")
+    store = start_of(store, launch_id() or "", restarts())
+    gpu = str(getattr(torch.cuda.get_device_properties(world.device), "uuid", "")) if own_gpu else ""
+    store.set(f"place/{world.rank}", json.dumps([own_address(address), gpu]))
     meet(store, "rank", world.rank, world.size, until)
+    places, gpus = zip(*map(json.loads, store.multi_get([f"place/{rank}" for rank in range(world.size)])), strict=True)
+    if shared := [rank for rank, each in enumerate(gpus) if each and gpus.count(each) > 1]:
+        raise UserError(f"ranks {listed(shared)} would share a GPU: start as many processes as there are GPUs")
     _own_group = True
+    # On the first machine its own name often is a loopback address. Without an interface gloo takes the host name's.
+    if interface := "lo" if launch.one_machine else interface_to(address) or interface_to(places[-1] or address):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+    if launch.one_machine:
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
+    try:
+        ThreadPoolExecutor(1).submit(_connect_all, store, world, timeout_s).result(_MESH_S)
+    except (RuntimeError, TimeoutError) as error:
+        why = str(error).partition("\n")[0] or f"not within {_MESH_S:g} s"
+        told = f"the ranks have met, but can't connect: one has ended, or a firewall is between them ({why})"
+        raise RankLost(told) from error
+    return replace(launch, local_size=launch.local_size or places.count(places[world.rank]))
+
+
+def _connect_all(store: dist.Store, world: World, timeout_s: float) -> None:
     # Hosts agree (whether to stop, for example) by gloo, so that they wait for no GPU.
-    backend = "cpu:gloo,cuda:nccl" if world.device.type == "cuda" else "gloo"
-    limit = timedelta(seconds=seconds)
+    backend, limit = "cpu:gloo,cuda:nccl" if world.device.type == "cuda" else "gloo", timedelta(seconds=_MESH_S)
     dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.size, timeout=limit)
     wait_for_hosts()
     # The second name is the older one's.
     set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
     set_timeout(timedelta(seconds=timeout_s))
+
+
+def start_of(store: dist.Store, name: str, restart: int) -> dist.PrefixStore:
+    """Return what one start of a launch keeps in a store that torchrun and earlier starts use, too."""
+    return dist.PrefixStore(f"{name}/{restart}", store)
 
 
 def serve(address: str, port: int, others: bool = False) -> dist.TCPStore:
@@ -242,7 +256,7 @@ def connect(address: str, port: int, until: float, what: str) -> dist.TCPStore:
 
 
 def meet(store: dist.Store, what: str, number: int, size: int, until: float, name: str = "here") -> None:
-    """Come as the `number`th of `size`, and wait for the others; the store ends with number 0.
+    """Come as the `number`th of `size`, and wait for the others unless LEFT is set; the store ends with number 0.
 
     Raises:
         RankLost: Some have not come by then; the message names them.
@@ -252,7 +266,7 @@ def meet(store: dist.Store, what: str, number: int, size: int, until: float, nam
         if store.compare_set(f"{what}/{number}", "", name).decode() != name:
             raise UserError(f"another machine has joined as {what} {number}, too: each needs its own number")
         store.add(what, 1)
-        while (come := store.add(what, 0)) < size and time.monotonic() < until:
+        while (come := store.add(what, 0)) < size and time.monotonic() < until and not store.check([LEFT]):
             time.sleep(_POLL_S)
         missing = [each for each in range(size) if come < size and not store.check([f"{what}/{each}"])]
     except dist.DistError:
@@ -261,20 +275,20 @@ def meet(store: dist.Store, what: str, number: int, size: int, until: float, nam
         raise RankLost(f"{what} {', '.join(map(str, missing))} did not come in time: see what was printed there")
 
 
-def limit_threads(world: World) -> None:
-    """Give a rank its share of the CPUs, on the CPU one left free for data loading; OMP_NUM_THREADS wins.
+def limit_threads(device: torch.device, launch: Launch) -> None:
+    """Give a rank its share of the CPUs, on the CPU one left free for data loading; the user's OMP_NUM_THREADS wins.
 
     Oversubscribed cores are many times slower than idle ones. The ranks of a machine share the CPUs of the process that
     started them. A rank that its launcher has confined to its own (srun --cpu-bind, mpirun --bind-to) shares them with
     nobody.
     """
-    if "OMP_NUM_THREADS" in os.environ:
+    if launch.threads_set:
         return
     own = together = available_cpus()
     with suppress(OSError):  # the launcher has ended
         together = available_cpus(os.getppid())
-    free = int(world.device.type == "cpu")
-    torch.set_num_threads(max(1, min(own - free, (together - free) // ranks_of(os.environ).local_size)))
+    free = int(device.type == "cpu")
+    torch.set_num_threads(max(1, min(own - free, (together - free) // (launch.local_size or 1))))
 
 
 @contextmanager
@@ -291,14 +305,14 @@ def lost_rank_explained() -> Iterator[None]:
 def shut_down() -> None:
     """Leave the process group if `init_world` made it."""
     global _own_group
-    if in_own_group():
+    if _own_group:
         dist.destroy_process_group()
     _own_group = False
 
 
 def in_own_group() -> bool:
-    """Return whether this process is in a process group that `init_world` made."""
-    return _own_group and dist.is_initialized()
+    """Return whether this process is in a process group that `init_world` makes or has made."""
+    return _own_group
 
 
 def leave_together(watchdog: Watchdog) -> None:

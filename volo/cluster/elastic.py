@@ -21,16 +21,16 @@ import uuid
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 from types import FrameType
 
+from torch.distributed import DistError
 from torch.distributed.elastic.agent.server.api import WorkerSpec
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
 from torch.distributed.elastic.rendezvous import RendezvousInfo
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
-from volo.cluster.distributed import RankLost, connect, meet, serve
+from volo.cluster.distributed import LEFT, RankLost, connect, meet, serve, start_of
 
 # Done; bad input, divergence, full disk, machines that aren't fit: the same would happen again; told to end.
 FINAL = (0, 2, 3, 4, 6, 85, 130)
@@ -51,6 +51,12 @@ class OneAddress(StaticTCPRendezvous):
         self.run_id = store.get("node/0").decode()  # the run of all nodes has the name of node 0's launcher
         self._store, self.master_port = store, store.port  # where the ranks meet, too
         return super().next_rendezvous()
+
+    def close(self, restart: int) -> None:
+        """Tell ranks of other nodes that wait for those of this one that it has left; node 0 may have left before."""
+        with suppress(DistError):
+            assert self._store is not None
+            start_of(self._store, self.run_id, restart).set(LEFT, "")
 
 
 @dataclass
@@ -98,13 +104,12 @@ class Launcher:
         prefix = f"[{socket.gethostname()}:${{rank}}] " if self.log_dir or self.nnodes > 1 else None
         where = self.master_addr, self.master_port, self.node_rank, self.nnodes
         with tempfile.TemporaryDirectory(prefix="volo_launch_", ignore_cleanup_errors=True) as scratch:
-            told = Path(scratch, "told")  # where ranks that end note what they say, so that others don't repeat it
-            told.touch()
-            os.environ |= {"LAUNCH_TOLD": str(told), "LAUNCH_PID": str(os.getpid()), "LAUNCH_RESTARTS": str(restart)}
+            os.environ |= {"LAUNCH_PID": str(os.getpid()), "LAUNCH_RESTARTS": str(restart)}
+            rendezvous = OneAddress(*where, self.name, self.join_timeout)
             spec = WorkerSpec(
                 role="default",
                 local_world_size=self.processes,
-                rdzv_handler=OneAddress(*where, self.name, self.join_timeout),
+                rdzv_handler=rendezvous,
                 entrypoint=sys.executable,
                 args=("-u", *self.program),
                 max_restarts=0,
@@ -113,6 +118,8 @@ class Launcher:
             logs = DefaultLogsSpecs(self.log_dir or scratch, tee=Std.ALL if prefix else Std.NONE)
             self._agent = LocalElasticAgent(spec, logs, exit_barrier_timeout=_END_S, log_line_prefix_template=prefix)
             result, self._agent = self._agent.run(), None
+        if result.failures:
+            rendezvous.close(restart)
         return telling_code([failure.exitcode for failure in result.failures.values()])  # as they were seen
 
     def _received(self, number: int, frame: FrameType | None) -> None:

@@ -1,7 +1,7 @@
 """Are the machines fit for a run? Its ranks look at their nodes, compare what they find, and time the all-reduce.
 
     volo launch N preflight [flags]                              on one machine; on several with NNODES and so on
-    srun --ntasks-per-node=N python -m volo preflight [flags]    MASTER_ADDR exported before
+    srun --ntasks-per-node=N python -m volo preflight [flags]
     torchrun --nproc-per-node N -m volo preflight [flags]
 
 Rank 0 prints a table with a row for each node, and a line with the remedy for each problem. All ranks end with the same

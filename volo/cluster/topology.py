@@ -1,4 +1,4 @@
-"""Where a process is: its rank in the run, by the variables of torchrun, mpirun or srun; and what its machine has.
+"""What this machine has: CPUs, GPUs and network cards, and how near they are to each other.
 
 CPUs by NUMA node, GPUs, and ports of InfiniBand and RoCE cards are read from the files of /sys and /proc below `root`,
 so that a made-up tree can be examined. What is missing there is left out; no CUDA, no ibverbs and no torch is needed.
@@ -10,51 +10,17 @@ import os
 import re
 import socket
 import struct
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import NamedTuple
 
 Cores = tuple[tuple[int, ...], ...]
 _PCI = re.compile(r"(pci)?[0-9a-f]{4,}:[0-9a-f:.]+")
 _NVIDIA = "0x10de"
 _GPU_CLASSES = ("0x0300", "0x0302")  # with a display, without one
 _SIOCGIFADDR = 0x8915
-_TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
-# What others call them; the first that is there counts: Slurm starts the daemons of Open MPI by srun, and sets MPICH's
-# variables beside its own.
-_OTHERS = (
-    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE"),
-    ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_TASKS_PER_NODE"),
-    ("PMI_RANK", "MPI_LOCALRANKID", "PMI_SIZE", "MPI_LOCALNRANKS"),  # MPICH and Intel MPI
-)
-
-
-class Ranks(NamedTuple):
-    """This process among all processes of the run, and among those of its machine."""
-
-    rank: int
-    local_rank: int
-    size: int
-    local_size: int
-
-
-def adopt_launcher(env: MutableMapping[str, str]) -> None:
-    """Set torchrun's variables from those of mpirun or of an `srun` step of several tasks, unless torchrun has."""
-    for names in _OTHERS:
-        if "WORLD_SIZE" not in env and all(name in env for name in names[:3]) and int(env[names[2]]) > 1:
-            theirs = {own: env[name] for own, name in zip(_TORCHRUN, names, strict=True) if name in env}
-            # Slurm's tasks per node may be "4(x2)": four on each of two.
-            env.update({own: re.split(r"\D", value)[0] for own, value in theirs.items()})
-
-
-def ranks_of(env: Mapping[str, str], local_rank_flag: int = 0) -> Ranks:
-    """Return what a launcher has set; all ranks are on this machine where it doesn't tell how many."""
-    size = int(env.get("WORLD_SIZE", "1"))
-    local_size = int(env.get("LOCAL_WORLD_SIZE", size))
-    return Ranks(int(env["RANK"]) if size > 1 else 0, int(env.get("LOCAL_RANK", local_rank_flag)), size, local_size)
 
 
 @dataclass(frozen=True)
@@ -141,17 +107,23 @@ def visible_gpus(gpus: Iterable[Gpu], env: Mapping[str, str]) -> tuple[list[Gpu]
     return visible, "" if visible else f"CUDA_VISIBLE_DEVICES={chosen} names no whole GPU that /sys shows"
 
 
-def interface_to(address: str) -> str | None:
-    """Return the network interface on the way to a host or to this one, given by name or by IPv4 or IPv6 address; None
-    for loopback, without a route, and on systems other than Linux."""
+def own_address(other: str) -> str | None:
+    """Return the address of this machine from which it reaches a host, given by name or by IPv4 or IPv6 address; None
+    without a route."""
     try:
-        family, *_, where = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)[0]
+        family, *_, where = socket.getaddrinfo(other, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.connect(where)  # sends nothing
-            own = str(probe.getsockname()[0]).partition("%")[0]
-        return next((name for name, its in _addresses() if its == own and name != "lo"), None)
+            return str(probe.getsockname()[0]).partition("%")[0]
     except (OSError, UnicodeError):
         return None
+
+
+def interface_to(other: str) -> str | None:
+    """Return the network interface on the way to a host or to this one; None for loopback, without a route, and on
+    systems other than Linux."""
+    own = own_address(other)
+    return next((name for name, its in _addresses() if its == own and name != "lo"), None) if own else None
 
 
 def _addresses() -> Iterator[tuple[str, str]]:

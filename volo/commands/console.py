@@ -11,19 +11,21 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+import tempfile
 import traceback
 import warnings
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import redirect_stderr, redirect_stdout, suppress
 from io import TextIOWrapper
+from pathlib import Path
 from typing import Any, TextIO
 
 from tlt.errors import UserError
 from tlt.io.text import printable, safe_text
 from volo.cluster.binding import bind_process
+from volo.cluster.launch import Launch, launch_of
 from volo.cluster.stopping import STOP, Stopped, end_with_launcher
-from volo.cluster.topology import adopt_launcher
 
 Parse = Callable[[Sequence[str] | None], Namespace]
 
@@ -35,7 +37,6 @@ def run_program(parse: Parse, module: str, argv: Sequence[str] | None = None) ->
     A rank whose process group stands ends here: a thread of gloo that frees a tensor while Python ends aborts the
     process ("terminate called without an active exception", exit code 134).
     """
-    adopt_launcher(os.environ)
     end_with_launcher()
     # torch's remark on more workers than CPUs: where they cost time, "data wait" says so.
     warnings.filterwarnings("ignore", "This DataLoader will create")
@@ -107,8 +108,9 @@ class _Output:
 
 
 def _run(parse: Parse, module: str, argv: Sequence[str] | None) -> int:
-    debug = "--debug" in (sys.argv[1:] if argv is None else argv)
+    debug, launch = "--debug" in (sys.argv[1:] if argv is None else argv), Launch()
     try:
+        launch = launch_of(os.environ)
         args = parse(argv)
         if "bind" in args:
             args.notes += bind_process(args)
@@ -119,10 +121,10 @@ def _run(parse: Parse, module: str, argv: Sequence[str] | None) -> int:
         if debug:
             raise
         # What a message quotes (a flag, a file's name) may break lines.
-        _tell(f"error: {printable(str(error))}")
+        _tell(f"error: {printable(str(error))}", launch)
         return error.exit_code
     except Stopped as stop:
-        _tell(f"{'error: ' if stop.__cause__ else ''}{stop}")
+        _tell(f"{'error: ' if stop.__cause__ else ''}{stop}", launch)
         return stop.exit_code
     except KeyboardInterrupt:
         return 130
@@ -131,22 +133,30 @@ def _run(parse: Parse, module: str, argv: Sequence[str] | None) -> int:
         return 141
 
 
-def _tell(text: str) -> None:
+def _tell(text: str, launch: Launch) -> None:
     """Print one line on stderr in one write, because ranks share it.
 
-    Of several ranks of a launch with the same text, only the first prints it.
+    Of several ranks on one machine with the same text, only the first prints it.
     """
-    is_one_of_several = os.environ.get("WORLD_SIZE", "1") not in ("", "1")
-    line = f"[rank {os.environ.get('RANK', '0')}] {text}\n" if is_one_of_several else f"{text}\n"
-    # A file of volo/commands/launch.py for the ranks of this machine; other launchers have none.
-    with suppress(KeyError, OSError), open(os.environ["LAUNCH_TOLD"], "r+") as told:
-        import fcntl  # not on Windows, where nothing is launched
+    if launch.size == 1:
+        return print(text, file=sys.stderr, flush=True)
+    line = f"[rank {launch.rank}] {text}\n"
+    own = f"{launch.rank} {os.environ.get('SLURM_STEP_ID') or os.getppid()} {text!r}\n"
+    with suppress(ImportError, OSError):  # Windows, where nothing is launched; no place for files
+        import fcntl
 
-        # The lock is held while printing: a rank with the same text that exits first would get the printing one killed.
-        fcntl.flock(told, fcntl.LOCK_EX)
-        if f"{text!r}\n" not in told.readlines():
-            print(line, file=sys.stderr, end="", flush=True)
-            told.write(f"{text!r}\n")
+        where = Path(tempfile.gettempdir(), f"volo-told-{os.getuid()}")
+        with open(os.open(where, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600), "r+") as told:
+            # The lock is held while printing: a rank with the same text that exits first would get this one killed.
+            fcntl.flock(told, fcntl.LOCK_EX)
+            lines = told.readlines()
+            same = [each for each in lines if each.partition(" ")[2] == own.partition(" ")[2]]
+            if not same or own in same:  # a rank that has told it before is of another start
+                print(line, file=sys.stderr, end="", flush=True)
+                lines = [each for each in lines if each not in same]
+            told.seek(0)
+            told.truncate()
+            told.writelines([*lines, own][-1000:])
         return
     print(line, file=sys.stderr, end="", flush=True)
 

@@ -36,6 +36,7 @@ from tlt.labels.archive_writer import ArchiveWriter
 from tlt.labels.label_info import LabelInfo, agreement_text
 from volo.checkpoint.model_config import class_names
 from volo.cluster.distributed import (
+    JOIN_S,
     World,
     from_all,
     from_primary,
@@ -56,7 +57,7 @@ _RANK_TIMEOUT = 7 * 86400.0  # seconds that ranks wait for rank 0 while it check
 
 def run(args: Namespace) -> int:
     """Entry point, after the arguments are parsed."""
-    world = init_world(args.device, timeout_s=_RANK_TIMEOUT)
+    world = init_world(args.device, timeout_s=_RANK_TIMEOUT, join_s=JOIN_S)
     with lost_rank_explained(), compile_errors_told(args):
         label_folder(args, world)
     shut_down()  # where it fails its connections end with the process, so that its own failure is seen first

@@ -37,6 +37,7 @@ from tlt.tools.drawing import Cells, check_format, drawable, save_figure, shorte
 from volo.checkpoint.checkpoint import best_or_last, explained, install
 from volo.checkpoint.model_config import class_names
 from volo.cluster.distributed import World, choose_device, limit_threads
+from volo.cluster.launch import launch_of
 from volo.commands.attention import TOP, View, answers_page
 from volo.commands.console import say
 from volo.record.run_directory import check_writable
@@ -75,7 +76,7 @@ def run(args: Namespace) -> int:
     names = names_of_classes(args.class_names, trained)
 
     world = World(0, 0, 1, choose_device(args.device, 0))
-    limit_threads(world)
+    limit_threads(world.device, launch_of(os.environ))
     fold_batchnorm(trained.model)
     model = place_model(trained.model, args, world)
     dtype = compute_dtype(args, world.device)

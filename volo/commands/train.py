@@ -10,6 +10,7 @@ and opens its records is in volo/commands/run_start.py.
 
 from __future__ import annotations
 
+import os
 from argparse import Namespace
 from functools import partial
 
@@ -25,6 +26,7 @@ from volo.checkpoint.finetune import load_finetune, load_weights
 from volo.checkpoint.resume import DATA_KEY, fingerprint
 from volo.checkpoint.state import TrainState
 from volo.cluster.distributed import (
+    JOIN_S,
     World,
     init_world,
     leave_together,
@@ -32,6 +34,7 @@ from volo.cluster.distributed import (
     max_over_ranks,
     primary_first,
 )
+from volo.cluster.launch import launch_of
 from volo.cluster.shard import ShardedEma
 from volo.cluster.stopping import STOP, StopGuard, Stopped, Watchdog, ask_for_requeue, tell_batch_script
 from volo.cluster.tensor_parallel import TensorParallelParams, in_groups
@@ -85,12 +88,13 @@ def run(args: TrainArgs) -> int:
     """Entry point, after the arguments are parsed."""
     # Of a collective: late enough for the watchdog to tell why before.
     timeout = max(args.dist_timeout, Watchdog.START_S, args.loader_timeout or 7 * 24 * 3600) + 120
-    world = init_world(args.device, args.local_rank, timeout)
-    logger = Logger(world)
-    watchdog = Watchdog(world.rank, args.dist_timeout, args.loader_timeout, partial(logger.event, "fault"))
+    launch = launch_of(os.environ, args.local_rank)
+    logger = Logger(World(launch.rank, launch.local_rank, launch.size, torch.device("cpu")))  # until they have met
+    watchdog = Watchdog(launch.rank, args.dist_timeout, args.loader_timeout, partial(logger.event, "fault"))
     watchdog.start()
     try:
         with logger.end_noted(), lost_rank_explained(), compile_errors_told(args):
+            world = init_world(args.device, args.local_rank, timeout, JOIN_S)
             start(args, world, logger, StopGuard(STOP, watchdog, max_over_ranks))
             leave_together(watchdog)
         if world.is_primary:
@@ -111,7 +115,8 @@ def start(args: TrainArgs, world: World, logger: Logger, guard: StopGuard) -> No
     note_start(args, world, logger)
     for note in args.notes:
         logger.line(note)
-    architecture_of(args.model)  # a misspelt name is told before a long search
+    with primary_first():  # it may be fetched
+        architecture_of(args.model)  # a misspelt name is told before a long search
     found = SearchProgress(logger.line, partial(guard.watchdog.at, "start"))
     folders = open_folders(args, world.data_size, found)
     with chosen_directory(args, world, logger) as (directory, lock, resume):

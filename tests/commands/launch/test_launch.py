@@ -156,6 +156,15 @@ def test_a_mistake_of_several_ranks_is_told_once(alone: Callable[..., Running], 
     assert re.fullmatch(r"\[rank [01]\] error: no such model\n", run.output)  # nothing of torch's
 
 
+@pytest.mark.parametrize("names", [("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"), ("RANK", "WORLD_SIZE")])
+def test_a_mistake_is_told_once_in_each_launch_whoever_starts_it(tmp_path: Path, names: tuple[str, str]) -> None:
+    for _ in range(2):  # such as by the same shell
+        given = [{"TMPDIR": str(tmp_path), **dict(zip(names, (str(rank), "2"), strict=True))} for rank in range(2)]
+        ranks = [Running([sys.executable, str(ROOT / "train.py"), "--no-such-flag"], **each) for each in given]
+        assert [rank.end() for rank in ranks] == [2, 2]
+        assert re.fullmatch(r"\[rank [01]\] error: unknown flag --no-such-flag.*\n", "".join(r.output for r in ranks))
+
+
 def waiting(alone: Callable[..., Running], tmp_path: Path, **env: str) -> Running:
     """A launcher whose two processes have begun, and wait."""
     (tmp_path / "waits").touch()
