@@ -103,12 +103,11 @@ def _transformers_vit(described: dict[str, Any], prefix: str, name: str) -> Arch
 
 
 def image_size_of(args: Namespace) -> tuple[int, int] | None:
-    """Return (H, W) as asked for by `--input-size` or `--img-size`, None if neither is given."""
+    """Return (H, W) as asked for by `--input-size`, `--img-size` or `--model-kwargs img_size=`, None if none is given."""
     if args.input_size is not None:
         return args.input_size[1], args.input_size[2]
-    if args.img_size is None:
-        return None
-    return (args.img_size, args.img_size) if isinstance(args.img_size, int) else tuple(args.img_size)
+    size = (getattr(args, "model_kwargs", None) or {}).get("img_size") if args.img_size is None else args.img_size
+    return None if size is None else to_2tuple(size)
 
 
 def known_config(model: str) -> dict[str, Any]:
@@ -120,7 +119,7 @@ def known_config(model: str) -> dict[str, Any]:
 
 def image_size_by_name(args: Namespace) -> tuple[int, int]:
     """Return the (H, W) that flags and the model's name tell before a model is built; 224 x 224 where neither does."""
-    config = known_config(args.model) | args.model_kwargs
+    config = known_config(args.model)
     return to_2tuple(image_size_of(args) or config.get("img_size") or config.get("input_size", (3, 224, 224))[1:])
 
 
