@@ -12,7 +12,7 @@ Shapes: B images, N tokens of the student, T = h * w cells of the teacher's map,
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
@@ -27,7 +27,7 @@ from tlt.errors import UserError, in_range, one_of
 from tlt.label_map import FULL_AREA, Area
 from tlt.mixtoken import Box, mix_tokens
 from tlt.models.spatial import Size, feature_map
-from tlt.models.wrap import find_tokens
+from tlt.models.wrap import TOKEN_LABEL_MODELS, Extension, check_interface, extend, find_tokens
 from tlt.targets import points_per_token, token_points
 
 
@@ -56,6 +56,7 @@ class FeatureTeacher:
         amp_dtype: torch.dtype | None = None,
         compiled: Callable[[Callable[..., Tensor]], Callable[..., Tensor]] = lambda function: function,
     ) -> None:
+        check_interface(model, "forward_features", "pretrained_cfg")
         self.model, self.img_size, self.amp_dtype = model.eval().requires_grad_(False), img_size, amp_dtype
         check_normalisation(mean, std)
         pixels, device = (mean, std, *map(model.pretrained_cfg.get, ("mean", "std"))), next(model.parameters()).device
@@ -93,28 +94,27 @@ def _tokens(model: Any, img_size: Size) -> tuple[Size, Area, int]:
     return grid, positions.window(grid, img_size), channels
 
 
-class Student(nn.Module):
+class Student(Extension):
     """What `with_projector` makes of a model. With `taught=True` it also returns what is compared with the teacher's
     features: its tokens (B, N, C), un-mixed, or its pooled features (B, C)."""
 
     kd_projector: nn.Module
     kd_kind: str
-    _last: Any = None  # what `forward_features` has returned in the present forward pass
-
-    def forward_features(self, *inputs: Any, **options: Any) -> Any:
-        """The model's own."""
-        self._last = super().forward_features(*inputs, **options)  # type: ignore[misc]
-        return self._last
 
     def forward(self, x: Tensor, taught: bool = False, mix_box: Box | None = None, **options: Any) -> Any:
         """Return the model's own result, and with `taught` the pair of that and the features."""
-        outputs = super().forward(x, **options, **({} if mix_box is None else {"mix_box": mix_box}))
-        features, self._last = self._last, None
         if not taught:
-            return outputs
+            return super().forward(x, **options, **({} if mix_box is None else {"mix_box": mix_box}))
+        model, size = cast(Any, self), (x.shape[-2], x.shape[-1])
+        if isinstance(self, TOKEN_LABEL_MODELS):
+            features = model.mixed_features(x, mix_box)
+            outputs = model.apply_heads(features, size, options.get("dense", False), mix_box)
+        else:
+            features = model.forward_features(x)
+            outputs = model.forward_head(features)
         if self.kd_kind == "feature":
-            return outputs, self.kd_projector(cast(Any, self).forward_head(features, pre_logits=True))
-        tokens = feature_map(self, features, (x.shape[-2], x.shape[-1]))
+            return outputs, self.kd_projector(model.forward_head(features, pre_logits=True))
+        tokens = feature_map(self, features, size)
         tokens = tokens if mix_box is None else mix_tokens(tokens, mix_box)  # mixing twice changes nothing
         return outputs, self.kd_projector(tokens.flatten(1, 2))
 
@@ -133,18 +133,15 @@ def with_projector(
         UserError: One of the two has no tokens, or does not take its size, or there is no such kind or loss.
     """
     _check_kind(kind, dense_loss)
+    check_interface(model, "forward_features", "forward_head")
     pooled, like = kind == "feature", next(model.parameters())
     own = model.head_hidden_size if pooled else _tokens(model, img_size)[2]
     wanted = teacher.model.head_hidden_size if pooled else teacher.tokens[2]
-    model.__class__, model.kd_kind = _student_class(cast(Hashable, type(model))), kind
+    extend(model, Student, outermost=True)
+    model.kd_kind = kind
     layers = [nn.LayerNorm(own), nn.Linear(own, wanted)] if pooled or dense_loss != "gram" else []
     model.kd_projector = nn.Sequential(*layers).to(like)
     return model
-
-
-@functools.cache
-def _student_class(kind: Any) -> type[nn.Module]:
-    return type(kind.__name__, (Student, kind), {"__doc__": kind.__doc__, "__module__": __name__})
 
 
 class Lesson(NamedTuple):

@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import copy
+import io
+import pickle
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import pytest
 import timm
 import torch
 from torch import nn
+from torch.utils._pytree import tree_flatten
 
+import volo  # noqa: F401
+from tlt.distill import FeatureTeacher, with_projector
 from tlt.errors import UserError
 from tlt.labels.annotate import Annotator, check_dense
 from tlt.models.fit_weights import is_dense_head
+from tlt.models.token_labeling import TokenLabelModel
 from tlt.models.wrap import WithDenseHead, with_dense_head
 
 SWIN = {"window_size": 2, "embed_dim": 16, "depths": (1, 1, 1, 1), "num_heads": (1, 1, 2, 2)}
@@ -119,7 +128,7 @@ def test_a_failing_forward_pass_leaves_no_box_behind() -> None:
         ("crossvit_9_240", None, {}, "they are list, neither a map nor tokens"),
         ("test_vit", (63, 64), {}, "does not take images of 63 x 64 px"),
         ("test_vit", None, {"patch_drop_rate": 0.5}, "patch_drop_rate"),
-        ("test_vit", None, {"num_classes": 0}, "lacks classes"),
+        ("test_vit", None, {"num_classes": 0}, "it has no classes"),
     ],
 )
 def test_models_that_can_t_have_a_dense_head_say_why(name: str, size: Any, settings: Any, reason: str) -> None:
@@ -173,6 +182,69 @@ def test_switching_the_head_off_and_on_and_other_classes() -> None:
     assert cls.shape == (4, 9) and tokens.shape == (4, 24, 9)
     assert all(p.requires_grad for p in model.parameters())
     check_dense(model, images())
+
+
+TEACHER = FeatureTeacher(timm.create_model("test_resnet"), SIZE)
+MAKE: dict[str, Callable[[Any], Any]] = {
+    "dense": lambda model: with_dense_head(model, SIZE),
+    "student": lambda model: with_projector(model, TEACHER, SIZE),
+    "dense student": lambda model: with_projector(with_dense_head(model, SIZE), TEACHER, SIZE),
+    "student, then dense": lambda model: with_dense_head(with_projector(model, TEACHER, SIZE), SIZE),
+}
+
+
+def saved(model: nn.Module) -> Any:
+    torch.save(model, file := io.BytesIO())
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+def results(made: str, model: Any, x: torch.Tensor, box: Any = None) -> list[torch.Tensor]:
+    options = {"taught": True} if "student" in made else {}
+    if "dense" in made or isinstance(model, TokenLabelModel):
+        options |= {"dense": True, "mix_box": box}
+    flat, _ = tree_flatten(model(x, **options))
+    return [each.detach() for each in flat]
+
+
+@pytest.mark.parametrize("name", ["test_vit", "test_resnet", "volo_test"])
+@pytest.mark.parametrize("made", MAKE)
+def test_what_was_made_is_a_whole_model(name: str, made: str) -> None:
+    settings = {} if name == "test_resnet" else {"img_size": SIZE}
+    model = MAKE[made](timm.create_model(name, num_classes=CLASSES, **settings)).eval()
+    model.forward_features(images())  # leaves nothing behind that a copy can't have
+    expected = results(made, model, images(), (0, 0, 1, 2))
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model)), saved(model)):
+        assert type(twin) is type(model) and list(twin.state_dict()) == list(model.state_dict())
+        for ours, theirs in zip(results(made, twin, images(), (0, 0, 1, 2)), expected, strict=True):
+            assert torch.equal(ours, theirs)
+    names = list(model.state_dict())
+    assert MAKE[made](MAKE[made](model)) is model and list(model.state_dict()) == names
+    for classes in (0, 7):
+        model.reset_classifier(classes)
+    assert model(images()).shape == (4, 7) and (model.num_classes, model.get_classifier().out_features) == (7, 7)
+    assert all(each.shape[-1] == 7 for each in results(made, model, images())[: 1 + ("dense" in made)])
+
+
+@pytest.mark.parametrize("name", ["test_vit", "test_resnet", "volo_test"])
+def test_threads_that_share_a_model_get_their_own_results(name: str) -> None:
+    settings = {} if name == "test_resnet" else {"img_size": SIZE}
+    model = MAKE["dense student"](timm.create_model(name, num_classes=CLASSES, **settings)).eval()
+    batches = [images() * (1 + number) for number in range(8)]
+    boxes = [(0, 0, number % 2, 1 + number % 3) if number % 3 else None for number in range(8)]
+    expected = [results("dense student", model, *pair) for pair in zip(batches, boxes, strict=True)]
+    with ThreadPoolExecutor(8) as pool:
+        for _ in range(4):
+            for got, own in zip(
+                pool.map(partial(results, "dense student", model), batches, boxes), expected, strict=True
+            ):
+                torch.testing.assert_close(got, own)
+
+
+@pytest.mark.parametrize("make", [*MAKE.values(), lambda model: FeatureTeacher(model, SIZE).tokens])
+def test_a_model_that_is_not_timm_s_is_told_so(make: Callable[[Any], Any]) -> None:
+    with pytest.raises(UserError, match="^Sequential is no model of timm: it has no "):
+        make(nn.Sequential(nn.Conv2d(3, 8, 3), nn.Flatten()))
 
 
 def test_a_copy_mixes_on_its_own() -> None:

@@ -148,17 +148,20 @@ class TokenLabelModel(nn.Module):
         """
         if isinstance(x, torch.fx.Proxy):  # torch.fx traces `model(x)`
             return self.forward_head(self.forward_features(x))
+        return self.apply_heads(self.forward_features(x, mix_box), (x.shape[-2], x.shape[-1]), dense, mix_box)
+
+    def apply_heads(self, tokens: Tensor, img_size: tuple[int, int], dense: bool, mix_box: Box | None) -> Any:
+        """What `forward` returns for the features (B, 1 + N, C) of images of (H, W)."""
         if dense and not self.dense_head:
             raise UserError("dense=True needs the dense head, which is switched off: call set_dense_head(True)")
         if dense and not self.global_pool:
             raise UserError("dense=True needs global_pool 'token' or 'avg', not ''")
-        tokens = self.forward_features(x, mix_box)
         if not dense:
             return self.forward_head(tokens)
         patches = tokens[:, 1:]
         if mix_box is not None:
             # The head works token by token: un-mixing its input is un-mixing its output, at C instead of K channels.
-            patches = unmix_tokens(patches, mix_box, self.token_grid((x.shape[-2], x.shape[-1])))
+            patches = unmix_tokens(patches, mix_box, self.token_grid(img_size))
         return self.head(self.pool(tokens)), linear(self.aux_head, patches)
 
     def forward_features(self, x: Tensor, mix_box: Box | None = None) -> Tensor:
@@ -172,6 +175,8 @@ class TokenLabelModel(nn.Module):
         for index in range(len(self.feature_info)):
             x = self.stage(x, index, run)
         return self.finish(x, run)
+
+    mixed_features = forward_features  # where `WithDenseHead` has a method of its own
 
     def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
         """(B, 1 + N, C) -> (B, K), or the pooled features (B, C) with `pre_logits`."""

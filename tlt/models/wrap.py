@@ -2,7 +2,7 @@
 embedding.
 
 The model stays what it is. It gets a second head beside its own, `aux_head` (with `aux_norm` before it where the model
-normalises only after pooling), and the class of a subclass made for it; its parameters keep their names, and `model(x)`
+normalises only after pooling), and a subclass made for it (`extend`); its parameters keep their names, and `model(x)`
 stays timm's own forward pass.
 
 Shapes: B images, maps of `h x w` tokens, N = h * w tokens, C channels, K classes.
@@ -11,8 +11,10 @@ Shapes: B images, maps of `h x w` tokens, N = h * w tokens, C channels, K classe
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable
-from typing import Any, NamedTuple, cast
+import threading
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -59,7 +61,44 @@ class Tokens(NamedTuple):
         return (steps + 0.5).floor().clamp(0, self.grid[axis] - 1)
 
 
-class WithDenseHead(nn.Module):
+class Extension(nn.Module):
+    """Methods that `extend` adds to a model; copies and pickles of the model have them, too."""
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        return _blank, _parts_of(type(self)), self.__dict__
+
+
+def extend(model: nn.Module, extension: type[Extension], outermost: bool = False) -> None:
+    """Put an extension before the methods of a model, in place; nothing changes where it has it.
+
+    The model gets a class made of both. A module around the model would need no such class, but every parameter would
+    get another name: in checkpoints, for timm's rules of weight decay and of rates per layer, for who looks for layers.
+
+    Args:
+        outermost: Before earlier extensions, too; otherwise behind them.
+    """
+    plain, *before = _parts_of(type(model))
+    if extension not in before:
+        model.__class__ = _extended(plain, *([extension, *before] if outermost else [*before, extension]))
+
+
+def _parts_of(kind: type[nn.Module]) -> tuple[Any, ...]:
+    """A model's own class, and its extensions from the outermost on."""
+    return kind.__dict__.get("_parts", (kind,))
+
+
+@functools.cache
+def _extended(plain: Any, *extensions: Any) -> type[nn.Module]:
+    parts = {"_parts": (plain, *extensions)}
+    return type(plain.__name__, (*extensions, plain), {"__doc__": plain.__doc__, "__module__": __name__, **parts})
+
+
+def _blank(plain: Any, *extensions: Any) -> nn.Module:
+    kind = _extended(plain, *extensions) if extensions else plain
+    return kind.__new__(kind)
+
+
+class WithDenseHead(Extension):
     """What `with_dense_head` makes of a timm model: the interface of `TokenLabelModel` on top of its own.
 
     `model(x)` is timm's output (B, K). `model(x, dense=True, mix_box=None)` is `(class logits (B, K), token logits
@@ -84,26 +123,28 @@ class WithDenseHead(nn.Module):
         """
         if not dense and mix_box is None:
             return super().forward(x)
+        return self.apply_heads(self.mixed_features(x, mix_box), (x.shape[-2], x.shape[-1]), dense, mix_box)
+
+    def apply_heads(self, features: Any, img_size: Size, dense: bool, mix_box: Box | None) -> Any:
+        """What `forward` returns for the features of images of (H, W)."""
         if dense and not self.dense_head:
             raise UserError("dense=True needs the dense head, which is switched off: call set_dense_head(True)")
-        features = self.forward_features(x) if mix_box is None else self._mixed_features(x, mix_box)
         logits = self.forward_head(features)
         if not dense:
             return logits
-        tokens = feature_map(self, features, (x.shape[-2], x.shape[-1]))  # (B, h, w, C)
+        tokens = feature_map(self, features, img_size)  # (B, h, w, C)
         if mix_box is not None:
             # The head works token by token: un-mixing its input is un-mixing its output, at C instead of K channels.
             tokens = mix_tokens(tokens, mix_box)
         return logits, self.aux_head(self.aux_norm(tokens)).flatten(1, 2)
 
-    def _mixed_features(self, x: Tensor, box: Box) -> Tensor:
+    def mixed_features(self, x: Tensor, mix_box: Box | None) -> Tensor:
+        """The model's `forward_features`, of images that are mixed by a box."""
+        if mix_box is None:
+            return self.forward_features(x)
         self.check_mix_token()
         assert self.mix_point is not None
-        self.mix_point.box, self.mix_point.tokens = box, self._tokens((x.shape[-2], x.shape[-1]))
-        try:
-            return self.forward_features(x)
-        finally:
-            self.mix_point.box = None
+        return self.mix_point.mixed(self.forward_features, x, mix_box, self._tokens((x.shape[-2], x.shape[-1])))
 
     def check_mix_token(self) -> None:
         """Raise UserError, with the remedy, if images can't be mixed behind this model's embedding."""
@@ -143,7 +184,7 @@ class WithDenseHead(nn.Module):
     def reset_classifier(self, num_classes: int, *args: Any, **kwargs: Any) -> None:
         """timm's, and a fresh dense head of as many classes."""
         super().reset_classifier(num_classes, *args, **kwargs)  # type: ignore[misc]
-        self.aux_head = new_head(self, self.aux_head.in_features)
+        self.aux_head = new_head(self, next(iter(self._seen.values())).channels)
         self.set_dense_head(self.dense_head)
 
 
@@ -167,8 +208,9 @@ def with_dense_head(model: Any, img_size: tuple[int, int] | None = None) -> Any:
     """
     if isinstance(model, TOKEN_LABEL_MODELS):
         return model
-    if not model.num_classes or not hasattr(model, "forward_features") or not hasattr(model, "forward_head"):
-        raise UserError(f"{_name(model)} can't get a dense head: it lacks classes, forward_features or forward_head")
+    check_interface(model, "num_classes", "forward_features", "forward_head")
+    if not model.num_classes:
+        raise UserError(f"{_name(model)} can't get a dense head: it has no classes")
     if not isinstance(getattr(model, "patch_drop", None), nn.Identity | None):
         raise UserError(f"{_name(model)} can't get a dense head: it drops patches in training (patch_drop_rate)")
     in_range("img_size", img_size or _own_size(model), 1, counts=(2,))
@@ -177,7 +219,7 @@ def with_dense_head(model: Any, img_size: tuple[int, int] | None = None) -> Any:
         found = find_tokens(model, size)
     except UserError as error:
         raise UserError(f"{_name(model)} can't get a dense head: {error}") from error
-    model.__class__ = _subclass(cast(Hashable, type(model)))
+    extend(model, WithDenseHead)
     model._seen = {size: found}
     model.aux_head = new_head(model, found.channels)
     model.aux_norm = nn.LayerNorm(found.channels) if norm_after_pooling(model) is not None else nn.Identity()
@@ -185,11 +227,17 @@ def with_dense_head(model: Any, img_size: tuple[int, int] | None = None) -> Any:
     model.set_dense_head(True)
     model.mix_point, model.mix_refusal = None, ""
     try:
-        model.mix_point = add_mix_point(model, _probe(model, 2, size))
-        model._seen = {size: model.mix_point.tokens}
+        model.mix_point, model._seen[size] = add_mix_point(model, _probe(model, 2, size))
     except UserError as error:
         model.mix_refusal = str(error)
     return model
+
+
+def check_interface(model: nn.Module, *names: str) -> None:
+    """Raise UserError unless a model has these attributes of timm's models."""
+    for name in names:
+        if not hasattr(model, name):
+            raise UserError(f"{_name(model)} is no model of timm: it has no {name}")
 
 
 def find_tokens(model: Any, size: Size, mix_point: MixPoint | None = None) -> Tokens:
@@ -203,11 +251,6 @@ def find_tokens(model: Any, size: Size, mix_point: MixPoint | None = None) -> To
     grid = found.shape[1], found.shape[2]
     cells = mix_point.cells_of(output, layers, size) if mix_point else None
     return Tokens(grid, positions_of(layers, grid, size), found.shape[3], cells)
-
-
-@functools.cache
-def _subclass(kind: Any) -> type[nn.Module]:
-    return type(kind.__name__, (WithDenseHead, kind), {"__doc__": kind.__doc__, "__module__": __name__})
 
 
 @torch.no_grad()
@@ -249,29 +292,38 @@ def _name(model: Any) -> str:
 
 
 class MixPoint:
-    """Mixes the output of one layer by `box` while that is set; a forward hook of the layer.
+    """Mixes the output of one layer in calls that ask for it; a forward hook of the layer.
 
     Args:
         layer: Name of the layer.
         layout: "NLC" (patches row by row), "NHWC" or "NCHW".
 
     Attributes:
-        tokens: For images of the present size; the caller sets it with `box`.
+        calls: The box, and the tokens for images of their size, of every call of the model that mixes now.
     """
 
     def __init__(self, layer: str, layout: str) -> None:
         self.layer, self.layout = layer, layout
-        self.box: Box | None = None
-        self.tokens: Tokens | None = None
+        self.calls: dict[int, tuple[Box, Tokens]] = {}
+
+    def mixed(self, run: Callable[[Tensor], Tensor], images: Tensor, box: Box, tokens: Tokens) -> Tensor:
+        """Return `run(images)`, which runs the layer, with images mixed by `box`."""
+        call = _this_call()
+        self.calls[call] = box, tokens
+        try:
+            return run(images)
+        finally:
+            del self.calls[call]
 
     def __call__(self, module: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> Tensor | None:
-        if self.box is None or self.tokens is None:
+        if (call := _this_call()) not in self.calls:
             return None
+        box, tokens = self.calls[call]
         if self.layout == "NLC":
-            return mix_tokens(output.unflatten(1, self.tokens.grid), self.box).flatten(1, 2)
+            return mix_tokens(output.unflatten(1, tokens.grid), box).flatten(1, 2)
         x = output if self.layout == "NHWC" else output.permute(0, 2, 3, 1)
-        rows, cols = (self.tokens.of_cells(axis, x.shape[axis + 1], x.device) for axis in (0, 1))
-        mixed = mix_cells(x, self.box, rows, cols)
+        rows, cols = (tokens.of_cells(axis, x.shape[axis + 1], x.device) for axis in (0, 1))
+        mixed = mix_cells(x, box, rows, cols)
         return mixed if self.layout == "NHWC" else mixed.permute(0, 3, 1, 2)
 
     def cells_of(self, output: Tensor, layers: list[Shrinking], img_size: Size) -> TokenGrid | None:
@@ -282,8 +334,14 @@ class MixPoint:
         return positions_of(layers, (output.shape[rows], output.shape[rows + 1]), img_size)
 
 
-def add_mix_point(model: nn.Module, images: Tensor) -> MixPoint:
+def _this_call() -> int:
+    """What tells a call of a model from those that other threads make meanwhile; a compiled graph has no others."""
+    return 0 if torch.compiler.is_compiling() else threading.get_ident()
+
+
+def add_mix_point(model: nn.Module, images: Tensor) -> tuple[MixPoint, Tokens]:
     """Hook a `MixPoint` to the embedding of a model and test it: a box of all tokens must show the partner's image.
+    Return it, and the tokens for images of this size.
 
     Args:
         images: (2, 3, H, W), any two.
@@ -304,13 +362,12 @@ def add_mix_point(model: nn.Module, images: Tensor) -> MixPoint:
     point = MixPoint(name, _layout(name, layer, grid, output, _map_and_output(model, layer, lower)[1]))
     handle = layer.register_forward_hook(point)
     cells = point.cells_of(output, layers, size)
-    point.box, point.tokens = (0, 0, *grid), Tokens(grid, positions_of(layers, grid, size), partner.shape[3], cells)
-    mixed = _last_map(model, images)
-    point.box = None
+    tokens = Tokens(grid, positions_of(layers, grid, size), partner.shape[3], cells)
+    mixed = point.mixed(partial(_last_map, model), images, (0, 0, *grid), tokens)
     if not (mixed - partner).abs().max() <= _TOLERANCE * partner.abs().max():
         handle.remove()
         raise UserError(f"images reach its features past its {name}, where MixToken would mix")
-    return point
+    return point, tokens
 
 
 def _map_and_output(model: nn.Module, layer: nn.Module, images: Tensor) -> tuple[Tensor, Any]:

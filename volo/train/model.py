@@ -103,7 +103,7 @@ def _transformers_vit(described: dict[str, Any], prefix: str, name: str) -> Arch
 
 
 def image_size_of(args: Namespace) -> tuple[int, int] | None:
-    """Return (H, W) as asked for by `--input-size`, `--img-size` or `--model-kwargs img_size=`, None if none is given."""
+    """Return (H, W) as `--input-size`, `--img-size` or `--model-kwargs img_size=` asks for it, None if none does."""
     if args.input_size is not None:
         return args.input_size[1], args.input_size[2]
     size = (getattr(args, "model_kwargs", None) or {}).get("img_size") if args.img_size is None else args.img_size
