@@ -260,7 +260,7 @@ def test_the_interface_is_found_by_the_route_to_an_address() -> None:
     card = "ip link add eth8 type veth peer name eth9 && ip link set eth8 up && ip link set eth9 up"
     addresses = "ip addr add 10.9.0.1/24 dev eth8 && ip addr add fd00:9::1/64 dev eth8 nodad"
     asked = ("10.9.0.7", "10.9.0.1", "fd00:9::7", "10.9.2.7", "127.0.1.1", "::1", "localhost", "no.such.host.invalid")
-    code = f"from volo.cluster.topology import interface_to; print(*map(interface_to, {asked}))"
+    code = f"__file__ = 'volo'; from volo.cluster.topology import interface_to; print(*map(interface_to, {asked}))"
     script = f'{card} && {addresses} && echo made && exec {sys.executable} -c "{code}"'
     namespace = ["unshare", "--map-root-user", "--net", "sh", "-c", script]
     env = {**os.environ, "PYTHONPATH": str(ROOT)}

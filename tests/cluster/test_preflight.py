@@ -90,6 +90,7 @@ def test_ranks_that_do_not_hear_each_other_are_one_line(
 
 
 PRETENDING = """
+__file__ = "volo"  # a program, which imports no more than it needs
 import os, socket, sys, torch
 host = os.environ["PRETENDED"]
 socket.gethostname = lambda: host

@@ -82,6 +82,7 @@ def test_fault_09_a_second_signal_ends_the_process_at_once(monkeypatch: pytest.M
 
 
 TOLD_WHILE_LOADED = """
+__file__ = "volo"  # a program, which imports no more than it needs
 import os, signal, sys
 from argparse import Namespace
 from volo.cluster.stopping import STOP

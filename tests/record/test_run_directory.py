@@ -184,6 +184,7 @@ def test_a_full_disk_and_damaged_records_stop_nothing(tmp_path: Path, monkeypatc
 
 
 HOLD = """
+__file__ = "volo"  # a program, which imports no more than it needs
 import os, sys, time
 from pathlib import Path
 from volo.record.run_directory import RunLock

@@ -153,6 +153,7 @@ def test_a_run_that_is_done_waits_so_long_for_a_tracker_and_no_longer_and_that_e
 def test_signals_are_for_the_run_alone_and_a_killed_run_is_sent_to_its_end(fake: Fake, tmp_path: Path) -> None:
     fake.does(log="time.sleep(0.1)")
     program = """
+__file__ = "volo"  # a program, which imports no more than it needs
 import os, signal, sys, time
 from pathlib import Path
 from tests.record.tracked import open_run, train

@@ -43,6 +43,7 @@ os.kill(os.getpid(), signal.SIGKILL) if code < 0 else sys.exit(code)
 """
 # What volo/commands/launch.py does, at an address that it refuses for several nodes.
 NODE = """
+__file__ = "volo"  # a program, which imports no more than it needs
 import sys
 from volo.cluster.elastic import Launcher
 port, logs, program, node, processes = sys.argv[1:]
@@ -116,6 +117,7 @@ def test_the_code_is_that_of_the_process_that_knows_why() -> None:
 
 
 WRITING = """
+__file__ = "volo"
 import sys
 from volo.commands.console import run_program
 def parse(argv):
@@ -137,10 +139,10 @@ def test_programs_write_whole_lines_which_prefixes_are_put_before() -> None:
 # Meets the others where all have the same to tell.
 MISTAKEN = """
 import os, pathlib, sys, time
+here, __file__ = pathlib.Path(__file__).parent, "volo"
 from tlt.errors import UserError
 from volo.commands.console import run_program
 def parse(argv):
-    here = pathlib.Path(__file__).parent
     (here / f"{os.environ['RANK']}.here").touch()
     while len([*here.glob("*.here")]) < 2:
         time.sleep(0.01)
