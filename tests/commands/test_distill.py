@@ -27,6 +27,7 @@ from tlt.data.batch import Batch
 from tlt.distill import DistillLoss, FeatureTeacher, Lesson, with_projector
 from tlt.models.wrap import find_tokens
 from volo import cli
+from volo.commands import validate
 from volo.commands.validate import knn_accuracy
 from volo.train.distillation import Distillation
 
@@ -324,7 +325,12 @@ def test_mistakes_are_one_line(
     assert ended.code == 2 and message in ended.err and ended.err.count("\n") == 1, ended.err
 
 
-def test_nearest_neighbours_vote_by_their_cosine() -> None:
+@pytest.mark.parametrize("most", [2**28, 250, 1])
+def test_nearest_neighbours_vote_by_their_cosine(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many cosines are compared at a time."""
+    compared, topk = list[int](), Tensor.topk
+    monkeypatch.setattr(validate, "_COSINES", most)
+    monkeypatch.setattr(Tensor, "topk", lambda self, k: compared.append(self.numel()) or topk(self, k))
     generator = torch.Generator().manual_seed(0)
     bank, features = torch.randn(2, 60, 5, generator=generator)
     classes, truth = torch.arange(60) % 4, torch.arange(60) % 3
@@ -336,3 +342,4 @@ def test_nearest_neighbours_vote_by_their_cosine() -> None:
             votes[each % 4] += np.exp(cosines[each] / 0.07)
         correct += votes.argmax() == image % 3
     assert knn_accuracy(bank, classes, features, truth, 10) == pytest.approx(correct / 60)
+    assert max(compared) <= max(most, len(bank)) and sum(compared) == len(bank) * len(features)

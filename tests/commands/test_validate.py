@@ -145,6 +145,23 @@ def test_what_a_checkpoint_says_wrongly_of_its_model_names_the_file(
     assert (ended := call("validate", f"{data} -j 0 --checkpoint {path}")).refused(str(path)), ended
 
 
+def test_unreadable_voters_are_named(call: Call, trained_run: TrainedRun, tmp_path: Path) -> None:
+    shutil.copytree(trained_run.data / "train", tmp_path / "train")
+    line = f"{trained_run.data} -j 0 --checkpoint {trained_run.run}/last.pth.tar --knn {tmp_path}"
+    images = sorted((tmp_path / "train").rglob("*.jpg"))
+    for number, image in enumerate(images):
+        image.write_bytes(b"nothing")
+        if number == 0:
+            ended = call("validate", line)
+            assert (
+                f"warning: left out {image}: " in ended.out
+                and json.loads(ended.out.splitlines()[-1])["train_images"] == 15
+            )
+    assert call("validate", f"{line} --max-bad-images 99").refused(
+        f"--knn: not one of 16 images in {tmp_path}/train can be"
+    )
+
+
 def test_a_dense_head_that_was_not_trained_takes_no_part(call: Call, data: Path, tmp_path: Path) -> None:
     flags = f"{data} {QUICK} --epochs 1 --token-label --dense-weight 0 --output {tmp_path} --experiment run"
     assert call("train", flags).code == 0

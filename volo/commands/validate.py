@@ -31,6 +31,7 @@ from tlt.data.sources.folder import check_num_classes, read_class_map
 from tlt.data.sources.source import ImageSource
 from tlt.errors import UserError
 from tlt.io.files import read_bytes
+from tlt.io.text import printable
 from tlt.models.folding import fold_batchnorm
 from volo.checkpoint.checkpoint import checkpoints_in
 from volo.cluster.distributed import World, init_world, lost_rank_explained, primary_first, shut_down
@@ -43,6 +44,8 @@ from volo.train.loop import evaluate
 from volo.train.model import TimmModel, place_model
 from volo.train.precision import Precision, check_convolutions, compute_dtype
 from volo.train.trained_model import load_model
+
+_COSINES = 2**28  # of --knn at a time: 1 GiB
 
 
 def run(args: Namespace) -> int:
@@ -276,10 +279,13 @@ def knn_row(
 def knn_accuracy(bank: Tensor, classes: Tensor, features: Tensor, truth: Tensor, k: int) -> float:
     """Return the share of images, features (B, D) of classes `truth` (B,), whose class gets most votes of their k
     nearest in the bank, (N, D) of `classes` (N,)."""
-    cosines, nearest = (F.normalize(features, dim=1) @ F.normalize(bank, dim=1).T).topk(min(k, len(bank)))
-    votes = features.new_zeros(len(features), int(classes.max()) + 1)
-    votes.scatter_add_(1, classes[nearest], (cosines / 0.07).exp())
-    return float((votes.argmax(1) == truth).float().mean())
+    bank, step, right = F.normalize(bank, dim=1).T, max(1, _COSINES // len(bank)), 0
+    for rows, true in zip(features.split(step), truth.split(step), strict=True):
+        cosines, nearest = (F.normalize(rows, dim=1) @ bank).topk(min(k, len(classes)))
+        votes = rows.new_zeros(len(rows), int(classes.max()) + 1)
+        votes.scatter_add_(1, classes[nearest], (cosines / 0.07).exp())
+        right += int((votes.argmax(1) == true).sum())
+    return right / len(truth)
 
 
 def _features(model: TimmModel, loader: EvalLoader, precision: Precision) -> tuple[Tensor, Tensor]:
@@ -290,5 +296,10 @@ def _features(model: TimmModel, loader: EvalLoader, precision: Precision) -> tup
         if features.ndim != 2:
             raise UserError(f"--knn: {type(model).__name__} doesn't pool its features here: choose a --gp")
         found.append((features.float(), batch.classes))
+    say(f"warning: {line}" for line in loader.skips.take_lines())
+    if not found:
+        raise UserError(
+            f"--knn: not one of {len(loader.dataset)} images in {printable(loader.dataset.root)} can be read"
+        )
     features, classes = (torch.cat(parts) for parts in zip(*found, strict=True))
     return features, classes
