@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from importlib import import_module
@@ -105,3 +106,13 @@ def test_every_program_with_a_device_is_among_those() -> None:
     programs = {name for name, command in cli.COMMANDS.items() if "device" in command.program.parser().flags}
     programs |= {name for name in benchmarks.COMMANDS if "device" in benchmarks.benchmark_parser(name).flags}
     assert programs == set(ON_A_GPU)
+
+
+@pytest.mark.parametrize("redirected", ["", ">&-", "<&- >&- 2>&-"])
+def test_streams_that_are_closed_or_lack_letters_end_nothing(redirected: str, tmp_path: Path) -> None:
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii", "PYTHONPATH": str(ROOT)}
+    for words, code in (("slurm é", 0), ("slurm d --é", 2)):
+        command = f"{sys.executable} -m volo {words} {redirected}"
+        done = subprocess.run(command, shell=True, cwd=tmp_path, env=environment, capture_output=True, text=True)
+        assert done.returncode == code and "Traceback" not in done.stderr, done
+        assert redirected or "\\xe9" in done.stdout + done.stderr

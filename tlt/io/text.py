@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from collections.abc import Iterable, Sequence
+from io import TextIOWrapper
 from unicodedata import normalize
 
 # Control characters but for those that lay out lines; of escapes, the progress bar's step up a line.
@@ -44,6 +46,22 @@ def leads_out(name: str) -> bool:
 def safe_text(text: str) -> str:
     """Escape what a terminal would take for a command: names of files and folders may hold anything."""
     return _COMMANDS.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+
+
+def open_streams() -> None:
+    """Let standard output and errors take any text: what their encoding lacks is escaped, and closed ones lead nowhere.
+
+    The next file that is opened would get the number of a closed stream, and with it what libraries print there.
+    """
+    while (number := os.open(os.devnull, os.O_RDWR)) <= 2:
+        pass
+    os.close(number)
+    for number, name in ((1, "stdout"), (2, "stderr")):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, open(number, "w", closefd=False))  # noqa: SIM115 (it stays open)
+        elif isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
 
 
 def printable(name: str) -> str:

@@ -20,6 +20,7 @@ from importlib import import_module
 from tlt import __version__
 from tlt.errors import UserError
 from tlt.io.jobs import available_cpus
+from tlt.io.text import open_streams
 from tlt.upstream import WINDOW_ROWS
 
 _SPLIT = "folder of the images within DATA, if there is one (train)"
@@ -125,6 +126,7 @@ _COMMANDS = {  # arguments, one line of help, and what adds the flags; the descr
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point of the `tlt` command. Its function gets the flags as arguments, and returns lines to print."""
+    open_streams()
     flags = vars(parser().parse_args(argv))
     name, debug = flags.pop("command").replace("-", "_"), flags.pop("debug")
     try:

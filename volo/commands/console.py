@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from tlt.errors import UserError
-from tlt.io.text import printable, safe_text
+from tlt.io.text import open_streams, printable, safe_text
 from volo.cluster.binding import bind_process
 from volo.cluster.launch import Launch, launch_of
 from volo.cluster.stopping import STOP, Stopped, end_with_launcher
@@ -37,6 +37,7 @@ def run_program(parse: Parse, module: str, argv: Sequence[str] | None = None) ->
     A rank whose process group stands ends here: a thread of gloo that frees a tensor while Python ends aborts the
     process ("terminate called without an active exception", exit code 134).
     """
+    open_streams()
     end_with_launcher()
     # torch's remark on more workers than CPUs: where they cost time, "data wait" says so.
     warnings.filterwarnings("ignore", "This DataLoader will create")
@@ -141,7 +142,7 @@ def _tell(text: str, launch: Launch) -> None:
     if launch.size == 1:
         return print(text, file=sys.stderr, flush=True)
     line = f"[rank {launch.rank}] {text}\n"
-    own = f"{launch.rank} {os.environ.get('SLURM_STEP_ID') or os.getppid()} {text!r}\n"
+    own = f"{launch.rank} {os.environ.get('SLURM_STEP_ID') or os.getppid()} {text!a}\n"
     with suppress(ImportError, OSError):  # Windows, where nothing is launched; no place for files
         import fcntl
 

@@ -62,7 +62,7 @@ def write_folder(trained: TrainedModel, checkpoint: str, folder: Path, licence: 
         if name != trained.args.model:  # timm's function of that name knows the size of its images alone
             config["model_args"] = {"img_size": trained.settings["input_size"][1:], "num_classes": classes}
         (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-        (folder / "README.md").write_text(text)
+        (folder / "README.md").write_text(text, "utf-8")
     except OSError as error:
         raise UserError(f"--to-hf {folder} can't be written: {error.strerror}") from error
     return f"wrote {folder}: {name}, {classes} classes; {needed_import(name) or 'timm alone loads it'}"

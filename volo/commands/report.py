@@ -53,7 +53,7 @@ def run(args: Namespace) -> int:
         print("\n".join([*([f"\n{title}"] if title else []), *(lines or ["none recorded"])]))
     if args.html:
         try:
-            (folder / PAGE).write_text(_page(folder, sections))
+            (folder / PAGE).write_text(_page(folder, sections), "utf-8")
         except OSError as error:
             raise UserError(f"--html: {folder / PAGE} can't be written ({error.strerror})") from error
         print(f"\nwritten: {folder / PAGE}")
@@ -195,7 +195,7 @@ def _page(folder: Path, sections: dict[str, list[str]]) -> str:
     texts = {title or "Run": "\n".join(lines or ["none recorded"]) for title, lines in sections.items()}
     for file, title in _SETTINGS.items():
         if (folder / file).is_file():
-            texts[title] = (folder / file).read_text(errors="replace")
+            texts[title] = (folder / file).read_text("utf-8", "replace")
     blocks = [f"<h2>{title}</h2><pre>{html.escape(text)}</pre>" for title, text in texts.items()]
     for file, title in _PICTURES.items():
         if (folder / file).is_file():
