@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from argparse import ArgumentTypeError
 from pathlib import Path
 
 import pytest
 import yaml
 
 from tlt.errors import UserError
+from volo.cli import COMMANDS
 from volo.config.args import TRAIN, load_yaml
 
 
@@ -29,6 +31,8 @@ def read(tmp_path: Path, text: str) -> dict[str, object]:
         ("torchcompile: true", {"torchcompile": "inductor"}),
         ("model_kwargs: {depth: 3, act: relu}", {"model_kwargs": {"depth": 3, "act": "relu"}}),
         ("experiment: 2024", {"experiment": "2024"}),
+        ("experiment: 007\noutput: 1_0\nepochs: 010", {"experiment": "007", "output": "1_0", "epochs": 10}),
+        ("wandb_tags: [01, 1.50]\nval_split: 0x1f", {"wandb_tags": ["01", "1.50"], "val_split": "0x1f"}),
         ("head_init_bias: -6.9\nlr_noise: [0.1, 0.5]", {"head_init_bias": -6.9, "lr_noise": [0.1, 0.5]}),
         # As an older version has written it down, where each name was a flag of its own.
         ("aug_order: timm\nworker_type: null\ncheckpoint_format: file\nlr: 1.0", {"lr": 1.0}),
@@ -130,6 +134,25 @@ def test_command_line_voids_the_recipes_alternative(
 ) -> None:
     args = TRAIN.parse(["-c", recipe(tmp_path, **in_recipe), "/data", *line.split()])
     assert {name: getattr(args, name) for name in expected} == expected
+
+
+def test_every_path_knows_the_home_folder_and_what_no_file_is_called(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    places = {"PATH", "FILE", "DIR", "DATA", "DATA_DIR", "OUT", "IMAGE", "RUN"}
+    rows = [row for command in COMMANDS.values() for row in command.program.parser().flags.values()]
+    for row in rows:
+        if (row.metavar or getattr(row.type, "metavar", "")) in places or row.label in ("--model", "--kd-model-name"):
+            assert callable(row.type) and row.type("~/a") == "/home/me/a", row.label
+            assert row.type("local-dir:~/a") == "local-dir:/home/me/a" and row.type("a~") == "a~"
+            with pytest.raises(ArgumentTypeError, match="no name of a file"):
+                row.type("a" * 300)
+    known = read(tmp_path, "finetune: ~/w.pth\noutput: ~/runs\nmodel: local-dir:~/m")
+    assert known == {"finetune": "/home/me/w.pth", "output": "/home/me/runs", "model": "local-dir:/home/me/m"}
+    for flags in (["--experiment", "x" * 300], [f"--finetune={'x' * 300}"], ["--output", "a/" + "é" * 200]):
+        with pytest.raises(UserError, match="no name of a file"):
+            TRAIN.parse(["/data", *flags])
 
 
 def test_resolved_arguments_are_a_recipe_that_repeats_them(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ Exit codes: 0 done; 2 bad input, or `check` found labels that can't be used (one
 
 from __future__ import annotations
 
+import os
 import sys
 from argparse import ArgumentParser, ArgumentTypeError, RawDescriptionHelpFormatter
 from collections.abc import Sequence
@@ -23,6 +24,7 @@ from tlt.io.jobs import available_cpus
 from tlt.io.text import open_streams
 from tlt.upstream import WINDOW_ROWS
 
+_path = os.path.expanduser  # which a shell doesn't do behind "="
 _SPLIT = "folder of the images within DATA, if there is one (train)"
 
 
@@ -46,7 +48,7 @@ def _pack(command: ArgumentParser) -> None:
     is checked. A killed command goes on where it was."""
     command.add_argument("tree", metavar="TREE", help="label files, CLASS/IMAGE.pt, or an old archive")
     command.add_argument("out", metavar="OUT", help="folder of the archive")
-    command.add_argument("--images", metavar="DATA", help="images: stores their names, measures agreement")
+    command.add_argument("--images", type=_path, metavar="DATA", help="images: stores names, measures agreement")
     command.add_argument("--split", help=_SPLIT)
     command.add_argument("--area", choices=("full", "center"), help="what the maps cover (labels.json, else full)")
     command.add_argument("--transposed", action="store_true", help="the maps' rows are columns: turn them")
@@ -69,7 +71,7 @@ def _pack_images(command: ArgumentParser) -> None:
     add("out", metavar="OUT", help="folder of the shards, one folder per split in it")
     add("--split", dest="splits", nargs="+", default=(), metavar="S", help="training set first (train validation)")
     add("--dataset", default="", metavar="KIND", help="as train.py's (class folders)")
-    add("--labels", metavar="LABELS", help="label tree or archive of the first split: packed too")
+    add("--labels", type=_path, metavar="LABELS", help="label tree or archive of the first split: packed too")
     add("--shard-size", dest="shard_mb", type=_positive, default=512, metavar="MB", help="about so large (512)")
     add("--workers", type=_positive, default=available_cpus(), metavar="N", help="processes (one per CPU)")
     add("--max-side", type=_positive, metavar="N", help="longest side, px: makes larger images smaller")
@@ -93,7 +95,7 @@ def _show(command: ArgumentParser) -> None:
     """Draw images, their label maps over them, and what the training pipeline makes of both: the augmented images with
     the target of every token. Needs matplotlib."""
     _images_and_labels(command)
-    command.add_argument("-o", "--output", required=True, metavar="FILE", help="picture: .png, .pdf or .svg")
+    command.add_argument("-o", "--output", required=True, type=_path, metavar="FILE", help="picture (.png ...)")
     command.add_argument("-n", "--n", type=_positive, metavar="N", help="images, spread over DATA (8)")
     command.add_argument("--images", nargs="+", metavar="NAME", help="these images instead: path within DATA, or name")
     command.add_argument("--area", choices=("full", "center"), help="what the maps cover (as recorded, else full)")

@@ -166,7 +166,8 @@ def load_yaml(path: str, parser: FlagParser) -> dict[str, Any]:
     rows = [row for row in parser.flags.values() if row.dest != "config" and not row.renamed]
     known = {name.lstrip("-").replace("-", "_"): row for row in rows for name in row.names if len(name) > 3}
     values: dict[str, Any] = {}
-    for key, value in _mapping(path).items():
+    content, texts = _mapping(path)
+    for key, value in content.items():
         name = str(key).replace("-", "_")
         if (name, value) in (GONE | _GONE_AS_WELL).items():
             continue
@@ -177,7 +178,7 @@ def load_yaml(path: str, parser: FlagParser) -> dict[str, Any]:
         if name != row.dest and value in (None, False):
             continue  # another name of a flag, from the time when it was a flag of its own
         try:
-            converted = _convert(row, value, parser)
+            converted = _convert(row, value, parser, texts.get(key, ()))
         except UserError as error:
             raise UserError(f"{path}: {key}: {error}") from error
         if values.setdefault(row.dest, converted) != converted:
@@ -185,10 +186,14 @@ def load_yaml(path: str, parser: FlagParser) -> dict[str, Any]:
     return values
 
 
-def _mapping(path: str) -> dict[Any, Any]:
+def _mapping(path: str) -> tuple[dict[Any, Any], dict[Any, list[str]]]:
+    """Return what a recipe says, by key, and how the items of each value are written: 001 is a name, too."""
     try:
         with open(path, encoding="utf-8", opener=regular_only) as file:
-            content = yaml.load(file, Loader=_Loader)  # noqa: S506 (a SafeLoader)
+            loader = _Loader(file)
+            node = loader.get_single_node()
+            content = None if node is None else loader.construct_document(node)
+            pairs = node.value if isinstance(node, yaml.MappingNode) else []
     except OSError as error:
         raise UserError(f"--config {path}: {error.strerror}") from error
     except Exception as error:  # YAML's own, and any effect of bad content: a month 13, brackets nested too deeply
@@ -196,11 +201,12 @@ def _mapping(path: str) -> dict[Any, Any]:
     if not isinstance(content, dict):
         found = "nothing" if content is None else f"a {type(content).__name__}"
         raise UserError(f"--config {path}: holds {found} where KEY: VALUE lines are expected")
-    return content
+    items = {key.value: each.value if isinstance(each, yaml.SequenceNode) else [each] for key, each in pairs}
+    return content, {key: [item.value for item in each if item.id == "scalar"] for key, each in items.items()}
 
 
-def _convert(row: Flag, value: Any, parser: FlagParser) -> Any:
-    """Convert `value` as the flag `row` does on the command line.
+def _convert(row: Flag, value: Any, parser: FlagParser, written: Sequence[str] = ()) -> Any:
+    """Convert `value`, whose items are `written` so, as the flag `row` does on the command line.
 
     Raises:
         UserError: The flag doesn't take it.
@@ -224,7 +230,7 @@ def _convert(row: Flag, value: Any, parser: FlagParser) -> Any:
     for item in items:
         if isinstance(item, bool) or not isinstance(item, (str, int, float)):
             raise UserError(f"{shortened(item)} is no value; text that looks like something else needs quotes")
-    words = list(map(str, items))
+    words = list(written if len(written) == len(items) else map(str, items))
     if not row.names[0].startswith("-"):
         words = ["--", *words]
     else:

@@ -71,6 +71,26 @@ class Text:
         return text
 
 
+@dataclass(frozen=True)
+class Place(Text):
+    """A type of values: a file, folder or model; `~` at the beginning, or behind `local-dir:`, is the home folder.
+
+    Raises:
+        argparse.ArgumentTypeError: No file can have that name.
+    """
+
+    def __call__(self, text: str) -> str:
+        prefix = "local-dir:" * text.startswith("local-dir:")
+        return prefix + possible_name(os.path.expanduser(text.removeprefix(prefix)))
+
+
+def possible_name(path: str) -> str:
+    """Return a path that a file can have. Raises argparse.ArgumentTypeError: none can."""
+    if "\0" in path or any(len(name.encode(errors="replace")) > 255 for name in path.split("/")):
+        raise argparse.ArgumentTypeError(f"{path[:40]!r}... is no name of a file: it has more than 255 bytes, or NUL")
+    return path
+
+
 # The types of values. A tuple of words is a type, too: one of them.
 INT = Number(int)
 COUNT = Number(int, low=0)
@@ -81,14 +101,15 @@ AMOUNT = Number(float, low=0)
 ABOVE_ZERO = Number(float, positive=True)
 SEED = Number(int, low=0, high=2**63 - 1)
 SHARE = Number(float, low=0, high=1)
-NAME, PATH, FILE, DIR, TEXT = map(Text, ("NAME", "PATH", "FILE", "DIR", "TEXT"))
+NAME, TEXT = map(Text, ("NAME", "TEXT"))
+PATH, FILE, DIR, SOURCE = map(Place, ("PATH", "FILE", "DIR", "NAME"))
 
 
 def name_below(text: str) -> str:
     """A type of values: the name of a folder below another one. Raises argparse.ArgumentTypeError: it is elsewhere."""
     if leads_out(text):
         raise argparse.ArgumentTypeError(f"{text!r} leads out of the folder that it is to be in: give a name alone")
-    return text
+    return possible_name(text)
 
 
 def key_value(text: str) -> tuple[str, Any]:

@@ -14,6 +14,7 @@ from volo.config.flag_table import (
     PATH,
     POSITIVE,
     SHARE,
+    SOURCE,
     TEXT,
     Group,
     Need,
@@ -79,7 +80,7 @@ LIMITS = (
 DATA = Group(
     "Data",
     flag(
-        "data_dir", TEXT, None, "DATA_DIR/SPLIT/CLASS/IMAGE, or shards", nargs="?", metavar="DATA_DIR", needs=(FILES,)
+        "data_dir", SOURCE, None, "DATA_DIR/SPLIT/CLASS/IMAGE, or shards", nargs="?", metavar="DATA_DIR", needs=(FILES,)
     ),
     flag("--data-dir", DIR, None, "the same as a flag", renamed="data_dir_option"),
     DATASET,
@@ -115,7 +116,7 @@ TOKEN_LABELS = Group(
         needs=(TOKEN_LABEL,),
         excludes=("token_label_teacher",),
     ),
-    flag("--token-label-teacher", NAME, "", "label the batches themselves, by this annotator", needs=(TOKEN_LABEL,)),
+    flag("--token-label-teacher", SOURCE, "", "label the batches themselves, by this annotator", needs=(TOKEN_LABEL,)),
     flag("--token-label-teacher-checkpoint", PATH, "", "its weights (the published ones)", needs=(TEACHER,)),
     flag("--token-label-teacher-top-k", POSITIVE, 5, "classes it names per place", needs=(TEACHER,)),
     flag(
@@ -168,7 +169,7 @@ TOKENS = Need("--kd-distill-type token", lambda a: a.kd_distill_type == "token")
 
 DISTILLATION = Group(
     "Distillation",
-    flag("--kd-model-name", NAME, "", "frozen teacher: a timm model, hf-hub:..., local-dir:..., a run"),
+    flag("--kd-model-name", SOURCE, "", "frozen teacher: a timm model, hf-hub:..., local-dir:..., a run"),
     *needing(
         TAUGHT,
         flag("--kd-distill-type", ("logit", "feature", "token"), "logit", "logits, pooled features, or tokens"),

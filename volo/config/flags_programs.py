@@ -22,6 +22,7 @@ from volo.config.flag_table import (
     PATH,
     POSITIVE,
     SHARE,
+    SOURCE,
     TEXT,
     Flag,
     Group,
@@ -51,7 +52,7 @@ RESULTS_FILE = Need("--results-file", lambda a: bool(a.results_file))
 HEADS = Need("the heads' outputs (--knn compares features)", lambda a: not a.knn)
 EMBEDDINGS = Need("--embeddings", lambda a: bool(a.embeddings))
 MODEL = (
-    flag("-m --model", NAME, None, "model (what the checkpoint says)"),
+    flag("-m --model", SOURCE, None, "model (what the checkpoint says)"),
     flag("--checkpoint", PATH, "", "weights: .pth, .pth.tar or .safetensors", excludes=("pretrained",)),
     switch("--pretrained", "the published weights"),
     switch("--use-ema", "the moving average in the checkpoint (what training selected by)", needs=(CHECKPOINT,)),
@@ -83,7 +84,7 @@ def _batch_size(default: int) -> Flag:
 _VALIDATE = (
     Group(
         "Data",
-        flag("data", TEXT, None, "dataset: DATA/SPLIT/CLASS/IMAGE, or shards", nargs="?", metavar="DATA"),
+        flag("data", SOURCE, None, "dataset: DATA/SPLIT/CLASS/IMAGE, or shards", nargs="?", metavar="DATA"),
         flag("--data-dir", DIR, None, "the same as a flag", renamed="data_dir_option"),
         DATASET,
         flag("--split", NAME, "validation", "folder of the images (val is found too)"),
@@ -126,8 +127,8 @@ _VALIDATE = (
 _GENERATE_LABEL = (
     Group(
         "Data",
-        flag("data", TEXT, None, "images: DATA/SPLIT/CLASS/IMAGE, DATA/CLASS/IMAGE or shards", metavar="DATA"),
-        flag("token_label_root", TEXT, None, "folder of the label archive", metavar="OUT"),
+        flag("data", SOURCE, None, "images: DATA/SPLIT/CLASS/IMAGE, DATA/CLASS/IMAGE or shards", metavar="DATA"),
+        flag("token_label_root", SOURCE, None, "folder of the label archive", metavar="OUT"),
         DATASET,
         flag("--split", NAME, "train", "folder of the images"),
         _batch_size(32),
@@ -275,7 +276,7 @@ ATTENTION = Program(
     (
         Group(
             "Pictures",
-            flag("image", TEXT, None, "image file", metavar="IMAGE"),
+            flag("image", SOURCE, None, "image file", metavar="IMAGE"),
             flag("-o --output", FILE, "", "picture"),
             flag("--query", SHARE, [0.5, 0.5], "place looked from: x, y shares", nargs=2),
         ),
@@ -292,7 +293,7 @@ REPORT = Program(
     (
         Group(
             "Report",
-            flag("run", TEXT, None, "directory of a run", metavar="RUN"),
+            flag("run", SOURCE, None, "directory of a run", metavar="RUN"),
             switch("--quick", "don't read the checkpoints through to verify them"),
             switch("--html", "also write RUN/report.html: these texts, the curves, the first batch, the settings"),
             DEBUG,
@@ -304,7 +305,7 @@ SLURM = Program(
     "slurm",
     "DIR",
     "Write batch scripts for Slurm and recipes into a folder.",
-    (Group("Slurm", flag("directory", TEXT, None, "a new folder", metavar="DIR"), DEBUG),),
+    (Group("Slurm", flag("directory", SOURCE, None, "a new folder", metavar="DIR"), DEBUG),),
 )
 
 

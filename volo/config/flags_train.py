@@ -24,6 +24,7 @@ from volo.config.flag_table import (
     POSITIVE,
     SEED,
     SHARE,
+    SOURCE,
     TEXT,
     Group,
     Need,
@@ -135,7 +136,7 @@ RUN = Group(
 
 MODEL = Group(
     "Model",
-    flag("--model", NAME, "volo_d1", "volo_d1..d5, lvvit_t/s/m/l or any timm model"),
+    flag("--model", SOURCE, "volo_d1", "volo_d1..d5, lvvit_t/s/m/l or any timm model"),
     switch("--pretrained", "start from the published weights"),
     flag("--initial-checkpoint", PATH, "", "start from weights that must fit exactly", excludes=("pretrained",)),
     flag(
