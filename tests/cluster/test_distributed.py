@@ -92,9 +92,19 @@ def test_a_variable_that_is_no_number_is_named(name: str) -> None:
         launch_of(TORCHRUN | {name: "two"})
 
 
-def test_several_nodes_need_an_address(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "environ", STEP)
-    with pytest.raises(UserError, match="MASTER_ADDR is not set: .* mpirun"):
+@pytest.mark.parametrize(
+    ("env", "named"),
+    [
+        (STEP, "MASTER_ADDR is not set: .* mpirun"),  # where Slurm names no nodes
+        ({"WORLD_SIZE": "8"} | HERE, "of WORLD_SIZE=8 processes RANK must number each from 0 on"),
+        (TORCHRUN | {"RANK": "8"}, "of WORLD_SIZE=8 processes RANK must number each from 0 on"),
+    ],
+)
+def test_what_the_launcher_has_not_told_is_named(
+    env: dict[str, str], named: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "environ", env)
+    with pytest.raises(UserError, match=named):
         init_world("cpu")
 
 

@@ -7,7 +7,8 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,9 @@ from tlt.errors import UserError
 from tlt.models.flops import flops_per_image
 from tlt.tools.cli import main as tlt_command
 from volo import cli
+from volo.cluster.distributed import init_world
+from volo.cluster.stopping import Watchdog
+from volo.commands import train
 from volo.record.records import epochs_of, read_json_lines
 from volo.train.loop import scores_of
 from volo.train.meter import Meter
@@ -280,6 +284,25 @@ BAD = [
 def test_bad_input_is_one_line_with_exit_code_2(call: Call, data: Path, tmp_path: Path, flags: str, named: str) -> None:
     ended = call("train", f"{data} {QUICK} --epochs 1 --output {tmp_path} --dry-run {flags}")
     assert ended.refused(named), ended
+
+
+def test_joining_is_watched_and_the_model_is_looked_up_by_rank_0_first(
+    call: Call, data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[str] = []
+
+    @contextmanager
+    def primary_first() -> Iterator[None]:
+        done.append("rank 0")
+        yield
+        done.append("others")
+
+    monkeypatch.setattr(Watchdog, "start", lambda watchdog: done.append("watched"))
+    monkeypatch.setattr(train, "init_world", lambda *args: done.append("joined") or init_world(*args))
+    monkeypatch.setattr(train, "primary_first", primary_first)
+    monkeypatch.setattr(train, "architecture_of", done.append)
+    assert call("train", f"{data} {QUICK} --train-split nowhere").refused("nowhere")
+    assert done == ["watched", "joined", "rank 0", "volo_test", "others"]
 
 
 @pytest.mark.parametrize(
