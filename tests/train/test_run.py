@@ -13,8 +13,10 @@ from tests.train.small_run import arguments
 from tlt.data.batch import IndexStream
 from tlt.errors import UserError
 from volo.cluster.distributed import World
+from volo.commands.run_start import surprises
 from volo.train import loop, meter
 from volo.train.run import batch_record, dataset_defaults, settle, steps_to_keep
+from volo.train.schedule import LrSchedule
 
 
 @pytest.mark.parametrize(
@@ -60,6 +62,36 @@ def test_an_average_forgets_the_initial_weights_within_the_run_or_is_told_not_to
         told = settle(arguments(f"{flags} --model-ema --model-ema-decay {decay}"), {}, images, 1000, 2)[2]
         warning = f"after the {updates} updates of this run {share:.0f} % of its moving average are still the initial"
         assert [warning in line for line in told if "warning" in line] == [True] * (share > 10)
+
+
+@pytest.mark.parametrize(
+    ("flags", "images", "classes", "told"),
+    [
+        ("--epochs 300 --warmup-epochs 20", 100, 3, []),
+        ("--epochs 10 --warmup-epochs 2", 100, 3, []),
+        (
+            "--epochs 5 --warmup-epochs 20",
+            100,
+            3,
+            ["never gets beyond 0.000201, 20 % of its peak: --warmup-epochs 20 is"],
+        ),
+        ("--epochs 20 --warmup-epochs 21", 100, 3, ["90 % of its peak"]),
+        ("--epochs 6 --warmup-epochs 3", 100, 3, ["67 % of its peak: --warmup-epochs 3 is long for --epochs 6"]),
+        ("--epochs 6 --warmup-epochs 3 --sched-on-updates", 100, 3, []),
+        ("--epochs 5 --warmup-epochs 20 --warmup-prefix", 100, 3, []),
+        ("--epochs 10 --warmup-epochs 0", 19, 3, ["190 updates are few: more --epochs"]),
+        ("--epochs 10 --warmup-epochs 0", 20, 3, []),
+        ("--epochs 10 --warmup-epochs 0", 100, 1, ["all training images are of one class"]),
+        ("--epochs 10 --warmup-epochs 0 --kd-only --kd-model-name x", 100, 1, []),
+        ("--epochs 1 --warmup-epochs 1", 9, 1, ["one class", "0 % of its peak", "updates are few"]),
+    ],
+)
+def test_a_run_that_learns_less_than_it_seems_to_is_told(
+    flags: str, images: int, classes: int, told: list[str]
+) -> None:
+    args = arguments(f"{flags} --cooldown-epochs 0")
+    lines = surprises(args, LrSchedule(args, 1e-3, images), np.arange(images) % classes)  # one image an update
+    assert len(lines) == len(told) and all(text in line for text, line in zip(told, lines, strict=True)), lines
 
 
 @pytest.mark.parametrize("dist_bn", ["reduce", "broadcast"])

@@ -13,6 +13,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -45,6 +46,10 @@ from volo.train.loop import set_train_mode
 from volo.train.model import image_size_by_name
 from volo.train.precision import compute_dtype
 from volo.train.run import Run, Training
+from volo.train.schedule import LrSchedule
+
+_WARM = 0.8  # of the peak: with the default warm-up a cosine gets to 0.9 of it
+_FEW_UPDATES = 200
 
 
 def note_start(args: Namespace, world: World, logger: Logger) -> None:
@@ -218,6 +223,23 @@ def describe(run: Run, training: Training) -> None:
         f"learning rate {training.lr_formula}; {args.opt} on {world.size} x {world.device.type}, "
         f"{precision}, {torch.get_num_threads()} threads"
     )
+    for line in surprises(args, training.schedule, training.loader.dataset.classes):
+        logger.line(f"warning: {line}")
+
+
+def surprises(args: Namespace, schedule: LrSchedule, classes: np.ndarray) -> list[str]:
+    """Return lines about a run that learns less than its numbers say; `classes` (N,) are those of its images."""
+    lines, largest = [], schedule.largest
+    if not args.kd_only and classes.min() == classes.max():
+        lines.append("all training images are of one class, so that any model comes to a loss of 0 and 100 %")
+    if largest < _WARM * schedule.peak or 0 < args.epochs <= args.warmup_epochs * (not args.warmup_prefix):
+        lines.append(
+            f"the learning rate never gets beyond {largest:.3g}, {100 * largest / schedule.peak:.0f} % of its peak: "
+            f"--warmup-epochs {args.warmup_epochs} is long for --epochs {args.epochs}"
+        )
+    if schedule.total_updates < _FEW_UPDATES:
+        lines.append(f"{schedule.total_updates} updates are few: more --epochs or a smaller --batch-size give more")
+    return lines
 
 
 def check_smallest_batch(args: Namespace, model: nn.Module, size: tuple[int, int, int], stream: IndexStream) -> None:

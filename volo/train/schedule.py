@@ -40,7 +40,7 @@ class LrSchedule:
     """
 
     def __init__(self, args: Namespace, lr: float, updates_per_epoch: int) -> None:
-        self.updates_per_epoch = updates_per_epoch
+        self.updates_per_epoch, self.peak = updates_per_epoch, lr
         self._on_updates: bool = args.sched_on_updates
         # timm's schedulers need an optimizer to write the learning rate into.
         self._optimizer = torch.optim.SGD([torch.zeros(1)], lr=lr)
@@ -68,6 +68,12 @@ class LrSchedule:
     def total_updates(self) -> int:
         """Updates of the whole run, cool-down included."""
         return self.total_epochs * self.updates_per_epoch
+
+    @property
+    def largest(self) -> float:
+        """The largest rate with which an epoch begins or ends: about `peak`, unless the warm-up takes too long."""
+        ends = range(0, self.total_updates, self.updates_per_epoch)
+        return max(map(self, (update + last for update in ends for last in (0, self.updates_per_epoch - 1))))
 
     def __call__(self, update: int) -> float:
         """Return the learning rate of update number `update`, counted from 0 over the whole run."""
