@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 import pytest
@@ -19,6 +19,9 @@ import torch
 from PIL import Image
 
 from tlt.io.jobs import available_cpus
+
+if TYPE_CHECKING:
+    from tests.stand_in_cuda import StandIn
 
 torch.set_num_threads(1)
 os.environ["NVIDIA_TF32_OVERRIDE"] = "0"  # a GPU's float32 is compared with a CPU's, in programs too
@@ -68,10 +71,28 @@ def free_port() -> int:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what is marked `gpu` where there is none."""
+    """Skip what is marked `gpu(stand_in=False)` where there is none; what else is marked `gpu` runs on a stand-in."""
     for item in items:
-        if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+        gpu = item.get_closest_marker("gpu")
+        if gpu and not gpu.kwargs.get("stand_in", True) and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture
+def stand_in() -> Iterator[StandIn]:
+    """A CUDA device that is not there. Raises at the end if its streams raced."""
+    from tests.stand_in_cuda import stand_in_cuda
+
+    with stand_in_cuda() as device:
+        yield device
+    assert not device.races, "\n".join(device.races)
+
+
+@pytest.fixture(autouse=True)
+def gpu_or_its_stand_in(request: pytest.FixtureRequest) -> None:
+    """What is marked `gpu` runs on every machine."""
+    if request.node.get_closest_marker("gpu") and not torch.cuda.is_available():
+        request.getfixturevalue("stand_in")
 
 
 @pytest.fixture(autouse=True)

@@ -137,20 +137,21 @@ class LabelBatch:
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> LabelBatch:
         """The same labels on another device."""
-        return self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
+        return self.map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> LabelBatch:
         """The same labels in page-locked host memory; torch's DataLoader calls this."""
-        return self._map(torch.Tensor.pin_memory)
+        return self.map(torch.Tensor.pin_memory)
 
     def __getitem__(self, rows: slice | torch.Tensor) -> LabelBatch:
         """The labels of some of the images: a slice, or an index tensor."""
-        return self._map(lambda tensor: tensor[rows])
+        return self.map(lambda tensor: tensor[rows])
+
+    def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> LabelBatch:
+        """Apply a function to each tensor: `values`, `ids` and `area`."""
+        return LabelBatch(function(self.values), function(self.ids), function(self.area), self.largest_id)
 
     def check_ids(self, num_classes: int) -> None:
         """Raise UserError naming a map with a class id that is not below `num_classes`, if `largest_id` is known."""
         if self.largest_id is not None:
             check_class_id(self.largest_id[0], num_classes, self.largest_id[1])
-
-    def _map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> LabelBatch:
-        return LabelBatch(function(self.values), function(self.ids), function(self.area), self.largest_id)

@@ -10,10 +10,9 @@ import numpy as np
 import pytest
 import timm
 import torch
-from torch import nn
 
 from tests.commands import interrupted_train
-from tests.commands.conftest import QUICK, Call, metrics
+from tests.commands.conftest import QUICK, Call, TrainedRun, metrics
 from volo.checkpoint.saver import Saver, host_copy
 from volo.cluster.topology import read_machine, visible_gpus
 from volo.train import loop
@@ -25,39 +24,41 @@ pytestmark = pytest.mark.gpu
 @pytest.mark.parametrize(
     ("amp", "more"),
     [
-        ("", "--opt lamb --grad-checkpointing"),
-        ("--amp --amp-dtype bfloat16", "--token-label-teacher resnet10t --token-label-teacher-checkpoint"),
-        ("--model-dtype bfloat16", "--grad-accum-steps 2 -b 4 --model-ema"),
+        ("", "--token-label --token-label-data {labels} --opt lamb --grad-checkpointing"),
+        (
+            "--amp --amp-dtype bfloat16",
+            "--token-label --token-label-teacher resnet10t --token-label-teacher-checkpoint {w}",
+        ),
+        ("--model-dtype bfloat16", "--token-label --token-label-data {labels} --grad-accum-steps 2 -b 4 --model-ema"),
+        ("", "--model test_resnet --opt momentum --clip-grad 1 --mixup 0.2 --cutmix 1 --kd-model-name {run}"),
     ],
 )
-def test_losses_are_those_of_the_cpu(call: Call, data: Path, labels: Path, tmp_path: Path, amp: str, more: str) -> None:
-    if "teacher" in more:
-        torch.save(timm.create_model("resnet10t", num_classes=4).state_dict(), tmp_path / "teacher.pth")
-        more += f" {tmp_path / 'teacher.pth'}"
-    else:
-        more += f" --token-label-data {labels}"
+def test_losses_are_those_of_the_cpu(
+    call: Call, data: Path, labels: Path, tmp_path: Path, trained_run: TrainedRun, amp: str, more: str
+) -> None:
+    torch.save(timm.create_model("resnet10t", num_classes=4).state_dict(), tmp_path / "teacher.pth")
+    more = more.format(labels=labels, w=tmp_path / "teacher.pth", run=trained_run.run)
     # Dropout and stochastic depth draw other numbers on a GPU.
-    flags = f"{data} {QUICK} --epochs 2 --lr 1e-4 --drop-path 0 --token-label --output {tmp_path} {more}"
+    flags = f"{data} {QUICK} --epochs 1 --lr 1e-4 --drop-path 0 --output {tmp_path} {more}"
     assert call("train", f"{flags} --experiment cpu --device cpu").code == 0
     ended = call("train", f"{flags} --experiment gpu --device cuda --pin-mem --channels-last {amp}")
     assert ended.code == 0, ended.err
     cpu, gpu = (metrics(tmp_path / name) for name in ("cpu", "gpu"))
     tolerance = 2e-2 if amp else 1e-3
-    assert [r["loss"] for r in gpu] == pytest.approx([r["loss"] for r in cpu], rel=tolerance)
+    assert len(gpu) == 2 and [r["loss"] for r in gpu] == pytest.approx([r["loss"] for r in cpu], rel=tolerance)
+    saved = torch.load(tmp_path / "gpu" / "last.pth.tar", map_location="cpu")
+    assert all(value.isfinite().all() for value in saved["state_dict"].values())
 
 
 @pytest.mark.parametrize("more", ["--drop-path-mode subset --model-ema --amp", "--model-dtype bfloat16"])
 def test_between_two_reports_the_host_never_waits(
     call: Call, data: Path, labels: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, more: str
 ) -> None:
-    started, checked, begin, take_broken = [], [], Precision.begin, Precision.take_broken
+    seed, take_broken, checked = loop.StepKey.seed_torch, Precision.take_broken, []
 
-    def start(precision: Precision, model: nn.Module) -> None:
-        started.append(len(checked))
-        begin(precision, model)
-
-    def begin_step() -> None:  # of the second epoch: in the first one libraries start up, and validation reads results
-        if started == [0, 1] and len(checked) == 1:
+    def begin_step(step: loop.StepKey) -> None:  # of the second epoch on: in the first one libraries start up
+        seed(step)
+        if step.update >= 4:
             torch.cuda.set_sync_debug_mode("error")
 
     def report(precision: Precision) -> dict[int, bool]:
@@ -65,8 +66,7 @@ def test_between_two_reports_the_host_never_waits(
         torch.cuda.set_sync_debug_mode("default")
         return take_broken(precision)
 
-    monkeypatch.setattr(loop, "begin_step", begin_step)
-    monkeypatch.setattr(Precision, "begin", start)
+    monkeypatch.setattr(loop.StepKey, "seed_torch", begin_step)
     monkeypatch.setattr(Precision, "take_broken", report)
     flags = f"{data} {QUICK} -b 4 --epochs 2 --log-interval 4 --lr 1e-4 --drop-path 0.5 --device cuda {more}"
     try:
@@ -76,6 +76,7 @@ def test_between_two_reports_the_host_never_waits(
     assert ended.code == 0 and checked == [0, 2], ended.err
 
 
+@pytest.mark.gpu(stand_in=False)  # on a CPU `tests/commands/test_exact_resume.py` shows it
 def test_a_run_that_is_resumed_on_the_gpu_goes_on_as_before(
     call: Call, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -97,15 +98,22 @@ def test_accuracy_and_labels_are_those_of_the_cpu(call: Call, data: Path, tmp_pa
     torch.manual_seed(0)
     torch.save(timm.create_model("volo_test", img_size=32, num_classes=4).state_dict(), weights)
     model = f"--model volo_test --checkpoint {weights} --num-classes 4 --img-size 32 -b 5 -j 0"
-    losses, labels = [], []
+    losses, labels, pages = [], [], []
     for device in ("cpu", "cuda"):
         results = tmp_path / f"{device}.json"
         ended = call("validate", f"{data} {model} --device {device} --results-file {results} --results-format json")
         assert ended.code == 0, ended.err
         losses.append(json.loads(results.read_text())[0]["loss"])
         assert call("label", f"{data} {tmp_path / device} {model} --device {device}").code == 0
+        table = tmp_path / f"{device}.csv"
+        flags = f"--model volo_test --checkpoint {weights} --num-classes 4 --img-size 32 --device {device}"
+        assert call("predict", f"{flags} -j 0 -b 3 -o {table}", data / "validation").code == 0
+        pages.append(table.read_text())
+        image = next((data / "validation").rglob("*.jpg"))
+        assert call("attention", f"{image} {flags} -o {tmp_path}/{device}.png").code == 0
         labels.append(torch.from_numpy(np.load(tmp_path / device / "values.npy")).float())  # the largest first
     assert losses[1] == pytest.approx(losses[0], rel=1e-4) and labels[0].shape[:2] == (16, 4)
+    assert [row.split(",")[:2] for row in pages[1].split()] == [row.split(",")[:2] for row in pages[0].split()]
     torch.testing.assert_close(labels[1], labels[0], rtol=2e-3, atol=2e-3)  # in half precision
 
 
@@ -124,6 +132,7 @@ def test_the_copy_for_a_checkpoint_is_of_its_moment_and_waits_for_nothing() -> N
         assert copied["weight"].eq(value).all() and copied["weight"].is_pinned()
 
 
+@pytest.mark.gpu(stand_in=False)
 def test_the_gpu_that_a_rank_is_bound_to_is_torchs() -> None:
     gpus = read_machine().gpus
     if not gpus:
@@ -134,6 +143,7 @@ def test_the_gpu_that_a_rank_is_bound_to_is_torchs() -> None:
     assert why or shown[0].name == address
 
 
+@pytest.mark.gpu(stand_in=False)
 @pytest.mark.parametrize(
     ("model", "more"),  # half a minute each
     [("volo_test", ""), ("lvvit_test", "--torchcompile-mode reduce-overhead")],

@@ -53,6 +53,6 @@ def test_out_of_memory_is_one_line(call: Call, flags: str, monkeypatch: pytest.M
     assert "-b 8" in ended.err and "out of memory)" in ended.err and "--grad-checkpointing" in ended.err
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(stand_in=False)
 def test_on_a_gpu(call: Call, flags: str) -> None:
     assert "largest batch on this GPU" in call("train", f"{flags} --dry-run").out

@@ -46,7 +46,7 @@ def test_predicted_is_what_torch_tracks(name: str, amp: bool, recompute: bool) -
         assert fixed + each * batch == pytest.approx(tracked, rel=0.05)
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(stand_in=False)
 @pytest.mark.parametrize(("name", "recompute"), [("volo_d1", True), ("lvvit_s", False)])
 def test_predicted_is_what_a_gpu_allocates(name: str, recompute: bool) -> None:
     model, images = timm.create_model(name).cuda().train(), torch.randn(32, 3, 224, 224, device="cuda")

@@ -21,7 +21,7 @@ on_each = pytest.mark.parametrize(
     "device",
     [
         pytest.param("cpu", marks=pytest.mark.skipif(not INTERPRETED, reason="test_in_the_interpreter runs it")),
-        pytest.param("cuda", marks=pytest.mark.gpu),
+        pytest.param("cuda", marks=pytest.mark.gpu(stand_in=False)),
     ],
 )
 
@@ -111,7 +111,7 @@ def stage(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     return v, logits, grad
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(stand_in=False)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_whole_stage_on_a_gpu_repeats_bit_for_bit(dtype: torch.dtype) -> None:
     given = stage(dtype)

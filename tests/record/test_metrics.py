@@ -63,7 +63,7 @@ def test_the_peak_is_that_of_the_data_sheet(name: str, peak: float | None) -> No
     assert use == pytest.approx({"tflops_per_second": 10.0} | ({"mfu": 10e12 / peak} if peak else {}))
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(stand_in=False)
 def test_memory_of_the_gpu() -> None:
     device = torch.device("cuda")
     before = torch.cuda.max_memory_allocated(device)

@@ -79,7 +79,7 @@ def test_fault_53_a_skipped_first_step_leaves_nothing_behind(
 ) -> None:
     def train(kind: str, options: list[str], gradients: list[torch.Tensor]) -> tuple[torch.Tensor, Precision]:
         model = nn.Linear(3, 5, bias=False)
-        model.weight.data = start.to(device, copy=True)
+        model.weight = nn.Parameter(start.to(device, copy=True))
         if opt == "blind":
             optimizer: torch.optim.Optimizer = _Blind(model.parameters(), {})
         else:

@@ -204,20 +204,20 @@ class Batch:
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Batch:
         """Return the batch on a device."""
-        return self._map(lambda part: part.to(device, non_blocking=non_blocking))
+        return self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> Batch:
         """Return the batch in page-locked host memory; torch's DataLoader calls this."""
-        return self._map(lambda part: part if part.device.type == "cuda" else part.pin_memory())
+        return self._map(lambda tensor: tensor if tensor.is_cuda else tensor.pin_memory())
 
     def select(self, rows: slice) -> Batch:
         """Return some of the images, without their plan."""
-        return replace(self._map(lambda part: part[rows]), plan=None)
+        return replace(self._map(lambda tensor: tensor[rows]), plan=None)
 
-    def _map(self, function: Callable[[Any], Any]) -> Batch:
-        """Apply a function to labels and tensors."""
-        changed = {name: function(getattr(self, name)) for name in ("images", *_SMALL)}
-        return replace(self, labels=self.labels and function(self.labels), **changed)
+    def _map(self, function: Callable[[Tensor], Tensor]) -> Batch:
+        """Apply a function to each tensor, those of the labels among them."""
+        changed: dict[str, Any] = {name: function(getattr(self, name)) for name in ("images", *_SMALL)}
+        return replace(self, labels=self.labels and self.labels.map(function), **changed)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what goes from a worker to the main process: small tensors as arrays, within the message. A tensor

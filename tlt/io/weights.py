@@ -272,5 +272,7 @@ def check_finite(state: dict[str, Tensor], path: str | Path = "the checkpoint") 
 
 
 def first_non_finite(state: dict[str, Tensor]) -> str | None:
-    """Return the name of the first tensor with a NaN or infinite value. Waits for the device."""
-    return next((k for k, v in state.items() if v.is_floating_point() and not bool(torch.isfinite(v).all())), None)
+    """Return the name of the first tensor with a NaN or infinite value. Waits for the device, once."""
+    names = [name for name, value in state.items() if value.is_floating_point()]
+    finite = torch.stack([torch.isfinite(state[name]).all() for name in names]).tolist() if names else []
+    return next((name for name, each in zip(names, finite, strict=True) if not each), None)

@@ -167,7 +167,7 @@ def test_missing_dali_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     dali._dali.cache_clear()
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(stand_in=False)
 def test_on_a_gpu_images_stay_there() -> None:
     device = torch.device("cuda", torch.cuda.current_device())
     requests = named(8)

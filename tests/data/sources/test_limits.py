@@ -24,7 +24,7 @@ from tlt.errors import UserError
 
 LIMIT = 1_000_000  # pixels
 SPARSE = 1_500_000_000  # bytes
-GPU = pytest.param("dali-gpu", marks=pytest.mark.gpu)
+GPU = pytest.param("dali-gpu", marks=pytest.mark.gpu(stand_in=False))
 
 
 @pytest.fixture(params=["torchvision", "pil", "dali-cpu", GPU])

@@ -1,0 +1,186 @@
+"""What a GPU would punish is seen on the CUDA device that is not there, and the product does none of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import timm
+import torch
+from PIL import Image
+from torch import Tensor, nn
+
+import tlt
+import volo  # noqa: F401 (registers its models)
+from tests.stand_in_cuda import StandIn, stand_in_cuda
+from tlt.data.augment.device_stage import DeviceStage
+from tlt.data.augment.plan import AugmentConfig, make_plan
+from tlt.data.backends import create_backend, dali
+from volo.cluster.distributed import World
+from volo.config.args import TRAIN
+from volo.train.model import prepare_model
+from volo.train.precision import Precision
+
+
+def ones(*shape: int) -> Tensor:
+    return torch.ones(*shape, device="cuda")
+
+
+@pytest.mark.parametrize(
+    "mistake",
+    [
+        lambda: ones(2) + torch.ones(2),
+        lambda: nn.Linear(2, 2).cuda()(torch.ones(1, 2)),
+        lambda: ones(2).copy_(ones(2)).numpy(),
+        lambda: ones(2).pin_memory(),
+        lambda: torch.rand(2, device="cuda", generator=torch.Generator()),
+    ],
+)
+def test_devices_do_not_mix(stand_in: StandIn, mistake: Callable[[], Any]) -> None:
+    with pytest.raises((RuntimeError, TypeError), match="device|pinned|numpy"):
+        mistake()
+
+
+@pytest.mark.parametrize(
+    ("does", "waits"),
+    [
+        (lambda x: x.sum().item(), True),
+        (lambda x: bool(x.sum() > 0), True),
+        (lambda x: x.tolist(), True),
+        (lambda x: x[x > 0], True),
+        (lambda x: x[torch.tensor([0, 1])], True),
+        (lambda x: x.nonzero(), True),
+        (lambda x: x.cpu(), True),
+        (lambda x: torch.ones(2).to("cuda"), True),
+        (lambda x: torch.ones(2).to("cuda", non_blocking=True), True),  # from memory that can be swapped out
+        (lambda x: torch.ones(2).copy_(x, non_blocking=True), True),  # to such memory
+        (lambda x: torch.tensor([1.0], device="cuda"), True),
+        (lambda x: torch.cuda.synchronize(), True),
+        (lambda x: torch.ones(2).pin_memory().to("cuda", non_blocking=True), False),
+        (lambda x: x.to("cpu", non_blocking=True), False),
+        (lambda x: x.to(torch.bfloat16).to("cuda"), False),
+        (lambda x: torch.where(x > 0, x, 2.0).mul_(torch.tensor(3.0)), False),
+        (lambda x: x[torch.zeros(2, dtype=torch.long, device="cuda")], False),
+    ],
+)
+def test_a_wait_of_the_host_is_seen(does: Callable[[Tensor], Any], waits: bool) -> None:
+    with stand_in_cuda() as device:
+        x = ones(2)
+        device.waits.clear()
+        does(x)
+        assert bool(device.waits) == waits
+        torch.cuda.set_sync_debug_mode("error")
+        device.waits.clear()
+
+
+def test_what_is_copied_arrives_when_the_host_has_waited(stand_in: StandIn) -> None:
+    x = ones(2)
+    host = torch.empty(2, pin_memory=True).copy_(x, non_blocking=True)
+    done = torch.cuda.current_stream().record_event()
+    x.add_(1)
+    later = x.to("cpu", non_blocking=True)
+    assert host.isnan().all() and later.isnan().all() and not done.query()
+    done.synchronize()
+    assert host.eq(1).all() and later.isnan().all()
+    assert x.sum().item() == 4 and later.eq(2).all()
+
+
+@pytest.mark.parametrize("forgotten", ["wait", "record_stream", "nothing"])
+def test_streams_that_race_are_seen(forgotten: str) -> None:
+    with stand_in_cuda() as device:
+        side = torch.cuda.Stream()
+        with torch.cuda.stream(side):
+            made = ones(3).mul_(2)
+            done = side.record_event()
+        if forgotten != "wait":
+            torch.cuda.current_stream().wait_event(done)
+        if forgotten != "record_stream":
+            made.record_stream(torch.cuda.current_stream())
+        made.sum()
+        del made
+    assert {"wait": "still be writing", "record_stream": "given back"}.get(forgotten, "") in str(device.races)
+    assert bool(device.races) == (forgotten != "nothing")
+
+
+def test_numbers_gradients_and_draws_are_the_cpus(stand_in: StandIn) -> None:
+    def gradients(device: str) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = timm.create_model("lvvit_test", img_size=32, num_classes=3, drop_path_rate=0.5).to(device)
+        model(torch.ones(2, 3, 32, 32).to(device)).square().mean().backward()
+        return [p.grad.cpu() for p in model.parameters() if p.grad is not None]
+
+    torch.testing.assert_close(gradients("cuda"), gradients("cpu"))
+
+
+def test_the_device_stage_starts_no_more_kernels_than_it_did(stand_in: StandIn) -> None:
+    config = AugmentConfig((32, 32), auto_augment="rand-m9-mstd0.5-inc1", reprob=0.25)
+    stage, images = DeviceStage(config, (0.5,) * 3, (0.5,) * 3).cuda(), torch.zeros(256, 3, 32, 32, dtype=torch.uint8)
+    stand_in.launches.clear()
+    stage(images.cuda(), make_plan(config, 0, 0, range(256), 500, 375))
+    assert 0 < stand_in.launches.total() < 1000  # an H100 counted 965
+
+
+def test_a_step_starts_no_more_kernels_than_it_did(
+    stand_in: StandIn, make_dataset: Callable[..., Path], make_labels: Callable[..., Path]
+) -> None:
+    """A step with token labels, in the parts of README's loop."""
+    images = tlt.open_images(data := make_dataset(train=8), "train")
+    labels = tlt.open_labels(make_labels(data), images.paths)
+    loader = tlt.Loader(images, labels, tlt.AugmentConfig((64, 64)), batch_size=4, workers=0, device="cuda")
+    model = timm.create_model("volo_test", img_size=64, num_classes=4, drop_path_rate=0.1).cuda()
+    criterion, precision = tlt.TokenLabelLoss.of(model, (64, 64)), Precision(torch.device("cuda"))
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    parameters, batch = list(model.parameters()), next(iter(loader))
+    launches: dict[str, int] = {}
+
+    def note(part: str) -> None:
+        launches[part] = stand_in.launches.total()
+        stand_in.launches.clear()
+
+    for update in range(2):  # the first one makes the optimizer's state
+        stand_in.waits.clear()
+        note("before")
+        targets = criterion.targets(batch)
+        note("targets")
+        outputs = model(batch.images, dense=True, mix_box=tlt.draw_box(tlt.StepKey(0, update), criterion.grid))
+        note("model")
+        loss = criterion(outputs, targets).total
+        note("loss")
+        precision.backward(loss)
+        note("backward")
+        precision.step(optimizer, parameters)
+        note("update")
+        assert not stand_in.waits
+    ceilings = {"targets": 300, "model": 140, "loss": 30, "backward": 240, "update": 20}
+    assert all(0 < launches[part] <= ceiling for part, ceiling in ceilings.items()), launches
+
+
+def test_what_dali_decodes_on_a_gpu_is_finished_in_time_and_kept_long_enough(
+    stand_in: StandIn, monkeypatch: pytest.MonkeyPatch, make_dataset: Callable[..., Path]
+) -> None:
+    """DALI's pipeline of the CPU takes the place of the GPU's, which needs a driver."""
+    pipeline, taken = dali._pipeline, torch.from_dlpack
+    host = torch.device("cpu")
+    monkeypatch.setattr(dali, "_pipeline", lambda room, threads, device, fill: pipeline(room, threads, host, fill))
+    monkeypatch.setattr(torch, "from_dlpack", lambda values: taken(values).to("cuda"))
+    photo = next((folder := make_dataset() / "train").rglob("*.jpg"))
+    Image.open(photo).save(photo.with_suffix(".png"))  # which the host decodes, beside the others of its batch
+    images, config = tlt.open_images(folder.parent, "train"), tlt.AugmentConfig((32, 32))
+
+    def losses(name: str) -> list[Tensor]:
+        backend = create_backend(name, device="cuda")
+        loader = tlt.Loader(images, None, config, batch_size=4, workers=1, device="cuda", backend=backend)
+        return [batch.images.mean((1, 2, 3)).cpu() for batch in loader]
+
+    torch.testing.assert_close(losses("dali-gpu"), losses("torchvision"), rtol=0, atol=0.05)
+
+
+def test_batchnorm_of_several_gpus_is_synchronised(stand_in: StandIn) -> None:
+    flags = ["/data", "--model", "test_resnet", "--sync-bn", "--channels-last", "--bn-momentum", "0.3"]
+    world = World(1, 0, 2, torch.device("cuda", 0))
+    model = prepare_model(timm.create_model("test_resnet"), TRAIN.parse(flags), world)
+    norms = [module for module in model.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
+    assert norms and all(isinstance(norm, nn.SyncBatchNorm) and norm.momentum == 0.3 for norm in norms)
+    assert all(value.is_cuda for value in model.state_dict().values())
