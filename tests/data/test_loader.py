@@ -11,6 +11,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -230,6 +231,16 @@ def test_processes_live_longer_than_the_thread_that_began_them() -> None:
 def slowly(job: None, number: int) -> int:
     time.sleep(0.2)
     return number
+
+
+def test_a_tmpdir_with_too_long_a_name_for_sockets_is_told_before_workers_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Python 3.14 may take another folder."""
+    (long := tmp_path / ("x" * 120)).mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(long))
+    monkeypatch.setitem(multiprocessing.process.current_process()._config, "tempdir", None)
+    assert refusal(loader(1, timeout=5).epoch(0)).startswith(("data workers can't hand over", "nothing was refused"))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="forks")

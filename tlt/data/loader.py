@@ -13,12 +13,13 @@ import math
 import multiprocessing
 import os
 import signal
+import tempfile
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from multiprocessing.connection import wait
+from multiprocessing.connection import Listener, wait
 from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
 from queue import Empty, SimpleQueue
@@ -217,6 +218,8 @@ class Workers:
             self._kept = loader
 
     def _new_loader(self) -> DataLoader[Batch | UserError]:
+        if self.workers and torch.multiprocessing.get_sharing_strategy() == "file_descriptor":
+            _check_sockets()
         return DataLoader(
             self.dataset,
             batch_size=None,
@@ -255,6 +258,17 @@ class Workers:
         except BaseException:
             _kill(processes, os.getpid())  # nothing is loaded any more: torch would wait 10 s for each that hangs
             raise
+
+
+def _check_sockets() -> None:
+    """Raise UserError where no socket can be made as those by which workers hand over what they load."""
+    try:
+        Listener(family="AF_UNIX").close()
+    except OSError as error:
+        raise UserError(
+            f"data workers can't hand over what they load: no socket can be made in {tempfile.gettempdir()} ({error}): "
+            "set TMPDIR to a folder of this machine with a short name, such as /tmp, or give --workers 0"
+        ) from error
 
 
 class _EndFlag:
