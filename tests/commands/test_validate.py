@@ -40,6 +40,10 @@ def test_a_directory_of_checkpoints(call: Call, trained_run: TrainedRun, tmp_pat
     assert rows[1]["top1"] == rows[2]["top1"] and all(row["images"] == "8" for row in rows)
     # Two epochs, two different files: each was evaluated once.
     assert ended.out.count("over 8 images") == 2
+    (shutil.copytree(run, tmp_path / "run") / "last.pth.tar").write_bytes(b"")  # what is measured before it stays
+    ended = call("validate", f"{data} -b 4 -j 0 --checkpoint {tmp_path / 'run'} --results-file {table}")
+    names = [Path(row["checkpoint"]).name for row in csv.DictReader(table.open())]
+    assert ended.refused("last.pth.tar") and names == ["checkpoint-0.pth.tar", "checkpoint-1.pth.tar"]
 
 
 def test_the_weights_by_which_training_selected_are_the_default(tmp_path: Path) -> None:

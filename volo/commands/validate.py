@@ -74,9 +74,8 @@ def validate(args: Namespace, world: World) -> None:
         rows.append({"checkpoint": str(path or "pretrained"), **seen[inode]})
         if world.is_primary:
             print(json.dumps(rows[-1]), flush=True)
-    if args.results_file:
         with primary_first():
-            if world.is_primary:
+            if world.is_primary and args.results_file:  # now: the next checkpoint may be a bad one
                 write_results(Path(args.results_file), rows, args.results_format)
 
 
