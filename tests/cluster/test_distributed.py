@@ -64,6 +64,7 @@ PYXIS = STEP | ALONE | AWAY | {"LOCAL_RANK": "1", "MASTER_PORT": "61001", "OMP_N
         (ALONE | HERE, (5, 5, 8, 8)),
         (ALONE, (5, 5, 8, 8)),
         ({}, (0, 0, 1, 1)),
+        ({"RANK": "gold", "MASTER_PORT": "tcp://10.3.2.1:80"}, (0, 0, 1, 1)),  # of something else
         ({"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "8"}, (0, 0, 1, 1)),  # in a batch script
         (dict(zip(OPEN_MPI, "0011", strict=True)), (0, 0, 1, 1)),
     ],

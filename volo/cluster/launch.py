@@ -54,8 +54,7 @@ def launch_of(env: Mapping[str, str], local_rank_flag: int = 0) -> Launch:
     found, *others = (_numbers(env, names) for names in (_TORCHRUN, *_OTHERS))
     # The launcher of most ranks counts: it may have been started by another one, with fewer.
     others = sorted((row for row in others if "rank" in row and row.get("size", 1) > 1), key=lambda row: -row["size"])
-    if "size" not in found:
-        found = others[0] if others else {}
+    found = found or (others[0] if others else {})
     for row in others:
         if all(found.get(name, row[name]) == row[name] for name in ("rank", "size")):
             found = row | found
@@ -73,13 +72,14 @@ def launch_of(env: Mapping[str, str], local_rank_flag: int = 0) -> Launch:
     port = 29500 if "MASTER_ADDR" in env else 20000 + int(env.get("SLURM_JOB_ID") or os.getppid()) % 20000
     # A hook of enroot sets 1 thread for NVIDIA's image, and what torchrun would, but for LOCAL_WORLD_SIZE.
     hook = by_slurm and "WORLD_SIZE" in env and "LOCAL_WORLD_SIZE" not in env and env.get("OMP_NUM_THREADS") == "1"
-    port, threads_set = _number(env, "MASTER_PORT", port), "OMP_NUM_THREADS" in env and not hook
-    return Launch(rank, local_rank, size, local_size, address, port, threads_set)
+    port = _number(env, "MASTER_PORT", port) if size > 1 else port  # Kubernetes names its services so, too
+    return Launch(rank, local_rank, size, local_size, address, port, "OMP_NUM_THREADS" in env and not hook)
 
 
 def _numbers(env: Mapping[str, str], names: Sequence[str]) -> dict[str, int]:
-    fields = ("rank", "local_rank", "size", "local_size")
-    return {field: _number(env, name) for field, name in zip(fields, names, strict=True) if env.get(name)}
+    """Return what there is of a launcher that tells the size: RANK alone is somebody else's."""
+    named = dict(zip(("rank", "local_rank", "size", "local_size"), names, strict=True))
+    return {each: _number(env, name) for each, name in named.items() if env.get(name) and env.get(named["size"])}
 
 
 def _number(env: Mapping[str, str], name: str, default: int = 0) -> int:
