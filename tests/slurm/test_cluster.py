@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import pytest
 
 from tests.commands.conftest import held
 from tests.commands.launch.test_preemption import sha256
-from tests.slurm.conftest import Cluster
+from tests.slurm.conftest import FLAGS, Cluster
 
 pytestmark = pytest.mark.slurm
 Begin = Callable[..., str]
@@ -38,6 +39,17 @@ def test_two_nodes_train_together_though_their_names_resolve_to_loopback(cluster
     assert f"== {job}-node1.log" in log and f"== {job}-node2.log" in log
     hosts = cluster.run("srun", "-w", "node3", "getent", "ahostsv4", "node3")
     assert "127.0.1.1" in hosts and "10.87.3." not in hosts
+
+
+def test_ranks_of_srun_alone_find_each_other_and_tell_a_mistake_once(cluster: Cluster, tmp_path: Path) -> None:
+    # Steps as they are in a container with enroot's hook differ in a few variables more.
+    for hook in ("", "export WORLD_SIZE=$SLURM_NTASKS RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID; "):
+        train = f"{sys.executable} train.py {cluster.data} {FLAGS} --output {tmp_path} --experiment"
+        step = ["srun", "-N2", "--ntasks-per-node=2", "--overcommit", "bash", "-c"]
+        out = cluster.run(*step, f"{hook}{train} one{len(hook)} -b 2 --epochs 1")
+        assert "global batch 8 = 2 per device x 4" in out and "done: 5 updates" in out
+        out = cluster.run(*step, f"{hook}{train} two --no-such-flag 2>&1 || true")
+        assert out.count("error: unknown flag --no-such-flag") == 1, out  # these nodes have one /tmp
 
 
 def test_fine_tuning_follows_the_pretraining_on_data_staged_on_each_node(cluster: Cluster, whole: Whole) -> None:
