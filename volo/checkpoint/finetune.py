@@ -157,7 +157,7 @@ def _fit(
     model: nn.Module, checkpoint: dict[str, Any], use_ema: bool | None, path: str | Path
 ) -> tuple[Fit, FinetuneReport]:
     with blamed_on(path):
-        config = model_config_of(checkpoint) or {}
+        config = model_config_of(checkpoint, path) or {}
         trained_size = tuple(config["img_size"]) if "img_size" in config else None
         fit = fit_state_dict(model, joined_state_dict(model, checkpoint, use_ema, path), trained_size)
     heads, own = tuple(f"{h}." for h in head_names(model)), clean_state_dict(model)
