@@ -1,19 +1,55 @@
-"""Whoever starts the ranks: two of them train as one, a group that another program has made is used, and a run that
-torchrun starts again after a fault goes on in its directory, without `--resume`."""
+"""Whoever starts the ranks: two of them train as one, whatever others on the machine try; a group that another program
+has made is used; and a run that torchrun starts again after a fault goes on in its directory, without `--resume`."""
 
 from __future__ import annotations
 
+import base64
 import json
 import os
+import pickle
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from torch.distributed import TCPStore
 
-from tests.commands.conftest import QUICK, ROOT, Call, Make, Running, launch, metrics, storage
+from tests.checkpoint.test_weights import Payload
+from tests.commands.conftest import QUICK, ROOT, Call, Make, Running, environment, metrics, start, storage
 from tests.conftest import LIMIT, free_port
 from volo.checkpoint.resume import restarted_run
+
+
+def listening(pids: list[int]) -> set[str]:
+    """The TCP addresses, in hexadecimal, at which these processes listen."""
+    inodes = set()
+    for pid in pids:
+        for link in Path(f"/proc/{pid}/fd").iterdir():
+            # A running program may close a file between the listing and this line; a listening socket it keeps.
+            with suppress(FileNotFoundError):
+                inodes.add(os.readlink(link).removeprefix("socket:[").removesuffix("]"))
+    found = set()
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/{pids[0]}/net", table).read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A" and fields[9] in inodes:
+                found.add(fields[1].partition(":")[0])
+    return found
+
+
+def interfere(run: Running, harmed: Path) -> None:
+    """What another user of the machine could do meanwhile; nothing is to listen to other machines, or be unpickled."""
+    ranks = run.ranks()
+    assert listening([run.process.pid, *ranks.values()]) <= {"0100007F", "0" * 24 + "01000000"}  # loopback
+    given = environment(ranks[0])
+    store = TCPStore(given["MASTER_ADDR"], int(given["MASTER_PORT"]), None, False)
+    keys = store.list_keys()
+    assert len(keys) > 0
+    harm = pickle.dumps(Payload(harmed)).decode("latin-1")
+    for key in keys:
+        for value in (base64.b64encode(harm.encode("latin-1")).decode(), "", '{"id": 1}', harm):
+            store.set(key, value)
 
 
 @pytest.mark.parametrize(
@@ -29,16 +65,24 @@ def test_two_ranks_equal_one_with_the_same_global_batch(
 ) -> None:
     data = make_dataset(train=40, validation=7, size=(50, 40))  # 8 images an update
     # A larger rate without warm-up would amplify rounding beyond any tolerance.
-    flags = f"{QUICK} --epochs 2 --lr 2e-4 --token-label --freeze-bn --no-mix-token --drop-path 0 --model {model}"
+    flags = f"{QUICK} --epochs 2 --lr 2e-4 --token-label --no-mix-token --drop-path 0 --model {model}"
+    flags += " --freeze-bn" if model == "volo_test" else ""  # the other one has none
     flags += f" --output {tmp_path} --token-label-data {make_labels(data)}"
     assert call("train", f"{data} {flags} --experiment one").code == 0
-    out = launch(2, f"{flags} {more} --experiment two", data)
+    go_on = tmp_path / "go on"
+    waits = f"'/train/' in str(path) and next(number) >= 20 and not os.path.exists({str(go_on)!r})"
+    slowed = storage(tmp_path, f"while {waits}: time.sleep(0.05)")
+    run = start(f"{flags} {more} --experiment two", data, processes=2, **slowed)
+    run.read_until("epoch 1 [2/5]")
+    interfere(run, tmp_path / "harmed")
+    go_on.touch()
+    assert run.end() == 0 and not (tmp_path / "harmed").exists(), run.output
     one, two = (metrics(tmp_path / name) for name in ("one", "two"))
     assert len(one) == len(two) == 10
     for name in ("loss", "cls_loss", "dense_loss", "grad_norm", "lr"):
         assert [r[name] for r in two] == pytest.approx([r[name] for r in one], rel=2e-5, abs=1e-5), name
     # 7 images on 2 ranks in batches of 4: nothing twice, nothing left out.
-    assert "over 7 images" in out
+    assert "over 7 images" in run.output
     evaluations = [metrics(tmp_path / name, "epoch")[-1] for name in ("one", "two")]
     assert [each["eval_images"] for each in evaluations] == [7, 7] and evaluations[1]["images"] == 40
     assert evaluations[1]["eval_loss"] == pytest.approx(evaluations[0]["eval_loss"], abs=1e-5)
@@ -84,9 +128,9 @@ def test_a_restart_goes_on_with_the_run_of_its_launch_alone(
     named = "" if run_id == "none" else "--experiment sweep/a"
     for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "TORCHELASTIC_RUN_ID": run_id}.items():
         monkeypatch.setenv(name, value)
-    for start in (0, 1):
-        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(start))
-        ended = call("train", f"{data} {QUICK} --lr 1e-3 --output {tmp_path / 'out'} {named} --epochs {start + 1}")
+    for restarts in (0, 1):
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(restarts))
+        ended = call("train", f"{data} {QUICK} --lr 1e-3 --output {tmp_path / 'out'} {named} --epochs {restarts + 1}")
         assert ended.code == 0, ended.err
     assert "1 epochs, 2 updates done" in ended.out
     (record,) = (tmp_path / "out").rglob("run.json")
