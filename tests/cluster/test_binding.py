@@ -97,6 +97,27 @@ def test_modes(tmp_path: Path) -> None:
     assert bind_process(Namespace(bind="none", device=None)) == []
 
 
+@pytest.mark.parametrize(
+    ("machine", "bind", "device", "ranks", "told"),
+    [
+        (LAPTOP, "auto", "cpu", 1, ""),  # nothing to divide
+        (DGX_A100, "auto", "cpu", 1, ""),
+        ("node 0 0-3,4-7", "auto", None, 1, ""),
+        ("node 0 0-3,4-7", "auto", None, 2, "binding: nothing is bound: no NVIDIA GPU in /sys"),
+        (DGX_A100, "auto", None, 1, "binding on "),
+        (LAPTOP, "cpu", "cpu", 1, "binding on "),
+    ],
+)
+def test_one_process_on_a_cpu_says_nothing_of_binding(
+    machine: str, bind: str, device: str | None, ranks: int, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(binding, "read_machine", lambda: read_machine(build(tmp_path, machine)))
+    monkeypatch.setattr(binding, "apply", lambda share: [])
+    monkeypatch.setattr(os, "environ", {"WORLD_SIZE": str(ranks), "RANK": "0", "LOCAL_RANK": "0"})
+    lines = bind_process(Namespace(bind=bind, device=device))
+    assert lines[0].startswith(told) if told else lines == []
+
+
 def test_without_gpus_the_cpus_are_divided_only_if_asked_for(tmp_path: Path) -> None:
     machine = read_machine(build(tmp_path, DGX_A100))
     (line,) = describe(make_plan(machine, "auto", "cpu", 2, {}), "here", 0, {}, [])

@@ -52,7 +52,16 @@ def test_a_terminal_of_80_columns_shows_a_bar_and_the_log_the_lines(
     bars = [bar for bar in terminal.getvalue().replace("\n", "\r").split("\r") if "images/s" in bar]
     assert bars and all(len(bar) <= 80 for bar in bars)
     assert any("epoch 2/2" in bar and "loss" in bar and "ETA 112:01:04" in bar for bar in bars)
-    assert "epoch 1 [1/2]" not in ended.out and "epoch 1 [1/2] loss" in (tmp_path / "run" / "log.txt").read_text()
+    log = (tmp_path / "run" / "log.txt").read_text()
+    assert "epoch 1 [1/2]" not in ended.out and "epoch 1 [1/2] loss" in log
+    for kept in (ended.out, log):  # loss and speed of an epoch stay where its bar has gone
+        assert kept.count("epoch 1 [2/2] loss") == kept.count("epoch 2 [2/2] loss") == 1 and "per device)" not in kept
+    # With no interval within an epoch, the bar tells what the last one was.
+    terminal.truncate(0)
+    ended = call("train", f"{data} {QUICK} --log-interval 50 --epochs 2 --output {tmp_path} --experiment few")
+    assert ended.code == 0
+    bars = terminal.getvalue().replace("\n", "\r").split("\r")
+    assert any("epoch 2/2" in bar and "0/2, loss" in bar and "images/s" in bar for bar in bars)
 
 
 @pytest.fixture

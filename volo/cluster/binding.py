@@ -59,7 +59,8 @@ class BindingPlan:
 
 
 def bind_process(args: Namespace) -> list[str]:
-    """Bind this process as `--bind` says; return the lines that rank 0 logs, which say what can't be bound, too.
+    """Bind this process as `--bind` says; return the lines that rank 0 logs, which say what can't be bound, too: none
+    where one process on a CPU has nothing to divide.
 
     On other machines the first rank prints them to stderr.
     """
@@ -67,13 +68,17 @@ def bind_process(args: Namespace) -> list[str]:
         return []
     launch = launch_of(os.environ, getattr(args, "local_rank", 0))
     rank, local_rank = launch.rank, launch.local_rank
-    plan = make_plan(read_machine(), args.bind, args.device, max(launch.local_size or 1, local_rank + 1), os.environ)
+    machine = read_machine()
+    plan = make_plan(machine, args.bind, args.device, max(launch.local_size or 1, local_rank + 1), os.environ)
     share = plan.shares[local_rank]
     if share.gpu is not None:  # CUDA would put the fastest GPU first
         os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
     added, left_out = variables(plan, local_rank, os.environ)
     os.environ.update(added)
     failures = apply(share)
+    on_cpu = args.device == "cpu" or not any(gpu.shown for gpu in machine.gpus)
+    if args.bind == "auto" and launch.size == 1 and on_cpu and not (left_out or failures):
+        return []
     title = f"{socket.gethostname()} (--bind {args.bind})"
     lines = describe(plan, title, rank, added, [*left_out, *failures])
     if rank == 0:

@@ -219,9 +219,10 @@ def describe(run: Run, training: Training) -> None:
     precision = float32 if dtype is None else f"{str(dtype).removeprefix('torch.')} autocast"
     if training.precision.working_copy is not None:
         precision = "bfloat16, float32 master weights"
+    threads = torch.get_num_threads()
     logger.line(
         f"learning rate {training.lr_formula}; {args.opt} on {world.size} x {world.device.type}, "
-        f"{precision}, {torch.get_num_threads()} threads"
+        f"{precision}, {threads} thread{'s' * (threads > 1)}"
     )
     for line in surprises(args, training.schedule, training.loader.dataset.classes):
         logger.line(f"warning: {line}")

@@ -56,6 +56,7 @@ class Logger:
         self._at: dict[str, int] = {}  # position of the run, once known; part of every event
         self._total_updates = 0
         self._bar: tqdm | None = None
+        self._told = ""  # beside the bar: loss and speed of the last interval, also while the next epoch has none yet
         self._lines = LineFile()  # log.txt; it keeps the lines from before `open`
         self._seconds, self._waited, self._updates = 0.0, 0.0, 0  # of this start
         self._advised = False
@@ -138,10 +139,11 @@ class Logger:
     def start_epoch(self, epoch: int, epochs: int, updates: int) -> None:
         """Show a progress bar for the epoch if stderr is a terminal."""
         if self.records is not None and sys.stderr.isatty():
-            # Fits 80 columns; the intervals' lines go to log.txt alone.
+            # Fits 80 columns; the intervals' lines go to log.txt alone, but for the last of an epoch.
             form = "{desc} {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt}{postfix}"
             title = f"epoch {epoch + 1}/{epochs}"
             self._bar = tqdm(total=updates, desc=title, leave=False, dynamic_ncols=True, bar_format=form)
+            self._bar.set_postfix_str(self._told)
 
     def update(self, epoch: int, update: int) -> None:
         """Count an optimizer step, the `update`-th of the run."""
@@ -163,18 +165,20 @@ class Logger:
         losses = f"loss {interval.loss:.4f}"
         if interval.dense_loss:
             losses += f" (class {interval.cls_loss:.4f}, dense {interval.dense_loss:.4f})"
+        rate = f"{interval.images_per_second:.0f} images/s"
+        of_device = f" ({per_device:.0f} per device)" if self.world.size > 1 else ""
         text = (
             f"epoch {interval.epoch + 1} [{interval.update_in_epoch}/{interval.updates_per_epoch}] "
             f"{losses} | lr {interval.lr:.3e} | grad norm {interval.grad_norm:.3f} | "
-            f"{interval.images_per_second:.0f} images/s ({per_device:.0f} per device) | "
-            f"data wait {100 * wait_share:.0f} % | ETA {duration(remaining)}{skipped}"
+            f"{rate}{of_device} | data wait {100 * wait_share:.0f} % | ETA {duration(remaining)}{skipped}"
         )
-        if self._bar is None:
+        if self._bar is not None:
+            self._told = f"loss {interval.loss:.3f}, {rate}, ETA {duration(remaining)}"
+            self._bar.set_postfix_str(self._told)
+        if self._bar is None or interval.update_in_epoch == interval.updates_per_epoch:
             self.line(text)
         else:
             self._log(text)
-            rate = f"{interval.images_per_second:.0f} images/s"
-            self._bar.set_postfix_str(f"loss {interval.loss:.3f}, {rate}, ETA {duration(remaining)}")
         use = gpu_use(self.world.device) | (self._arithmetic.use(per_device) if self._arithmetic else {})
         more = {"images_per_second": interval.images_per_second, **use, "time": utc_now()}
         self.records.metrics({"event": "train", **asdict(interval), **more})
