@@ -88,7 +88,7 @@ def test_the_printed_report(run: Path, capsys: Capture) -> None:
         "c.pt: truncated",
     ):
         assert expected in " ".join(out.split()), expected
-    assert [line.split()[1:3] for line in out.splitlines() if line.endswith("  verified")] == [["0", "40"]]
+    assert [line.split()[1:3] for line in out.splitlines() if line.endswith("  verified")] == [["1", "40"]]
     assert cli.run("report", [str(run), "--quick"]) == 0
     assert "not verified" in capsys.readouterr().out
 

@@ -159,7 +159,7 @@ def test_fault_12_records_of_what_a_resumed_run_does_again_are_removed(tmp_path:
         ("train", 0, 2), ("train", 0, 4), ("epoch", 0, None), ("train", 1, 6),
     ]  # fmt: skip
     assert damaged == 0 and before[0].startswith(metrics.read_bytes())
-    assert summary.read_text() == "epoch,train_loss\n0,0.3333333333333333\n"
+    assert summary.read_text() == "epoch,train_loss\n1,0.3333333333333333\n"
     assert directory.rewind(0, 0) == 4 and metrics.read_bytes() == b""
 
 
@@ -180,7 +180,7 @@ def test_a_full_disk_and_damaged_records_stop_nothing(tmp_path: Path, monkeypatc
         patch.setattr(records, "write_whole", full)
         directory.epoch({"epoch": 1, "train_loss": 0.5})
     directory.epoch({"epoch": 2, "train_loss": 0.25})
-    assert (tmp_path / "summary.csv").read_text().splitlines() == ["epoch,train_loss", "0,", "1,0.5", "2,0.25"]
+    assert (tmp_path / "summary.csv").read_text().splitlines() == ["epoch,train_loss", "1,", "2,0.5", "3,0.25"]
 
 
 HOLD = """

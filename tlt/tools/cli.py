@@ -108,7 +108,7 @@ def _show(command: ArgumentParser) -> None:
     command.add_argument("--uncovered", choices=("ignore", "uniform"), default="ignore", help="as train.py's (ignore)")
     command.add_argument("--compat", nargs="+", choices=WINDOW_ROWS, default=(), help="as train.py's, for these labels")
     command.add_argument("--seed", type=int, default=0, help="of the choice of images and of the augmentation (0)")
-    command.add_argument("--epoch", type=int, default=0, help="the augmentation of this epoch (0)")
+    command.add_argument("--epoch", type=_positive, default=1, metavar="N", help="the augmentation of this epoch (1)")
 
 
 def _positive(text: str) -> int:

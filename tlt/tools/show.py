@@ -55,7 +55,7 @@ def show(**flags: Any) -> list[str]:
         tuple(args.size), tuple(args.scale), hflip=args.hflip, auto_augment=auto_augment, reprob=args.reprob
     )
     dataset = TrainDataset(folder, config, args.seed, store, label_view=label_view(args.compat))
-    batch = load_batch(dataset, rows, args.epoch)
+    batch = load_batch(dataset, rows, args.epoch - 1)
     assert batch.labels is not None and batch.plan is not None
     # The window of the images, which is another one than that of the labels with rows of `--compat`.
     shown = replace(batch, affine=torch.from_numpy(batch.plan.normalised_affine()))

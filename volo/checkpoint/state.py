@@ -132,7 +132,7 @@ class TrainState:
             messages.append("it holds weights only: optimizer, schedule and epoch count start anew")
         if checkpoint.get("updates_per_epoch", self.updates_per_epoch) != self.updates_per_epoch:
             before = f"an epoch had {checkpoint['updates_per_epoch']} updates, now {self.updates_per_epoch}"
-            messages.append(f"{before} (another global batch or data set): epoch {epoch} begins with its first update")
+            messages.append(f"{before} (another global batch or data set): epoch {epoch + 1} starts anew")
         self.epoch, self.update, self.scores, self.progress = epoch, update, scores, progress
         if self._within_epoch and not set_statistics(self._models(), statistics):
             messages.append("another number of ranks: all take the running statistics of BatchNorm from rank 0")

@@ -160,7 +160,7 @@ def _speed(records: Records) -> list[str]:
 
 def _checkpoints(folder: Path, verify: bool) -> list[str]:
     """Return one row per file, newest first; a file with several names is read once."""
-    rows = [("file", "epoch", "update", "MiB", "state")]
+    rows = [("file", "epochs", "updates", "MiB", "state")]
     seen: dict[int, str] = {}
     files = []
     for path in folder.glob("*.pth.tar"):
@@ -174,7 +174,9 @@ def _checkpoints(folder: Path, verify: bool) -> list[str]:
         epoch, update, state = "", "", "verified" if verify else "not verified"
         try:
             content = peek_checkpoint(path)
-            epoch, update = (str(content.get(key, "")) for key in ("epoch", "update"))
+            if isinstance(content.get("epoch"), int):
+                epoch = str(content["epoch"] + 1)  # so many are finished
+            update = str(content.get("update", ""))
             if verify:
                 read_checkpoint(path)
         except UserError as error:

@@ -213,7 +213,11 @@ class RunRecords:
             self._write_summary()
 
     def _write_summary(self) -> None:
-        rows = [{k: v for k, v in record.items() if k not in ("event", "time")} for record in epochs_of(self.path)]
+        # Epochs count from 1 where people read, here and in the log.
+        rows = [
+            {k: v + (k == "epoch") for k, v in record.items() if k not in ("event", "time")}
+            for record in epochs_of(self.path)
+        ]
         out = io.StringIO(newline="")
         writer = csv.DictWriter(out, list(dict.fromkeys(name for row in rows for name in row)), restval="")
         writer.writeheader()
