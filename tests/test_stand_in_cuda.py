@@ -21,7 +21,8 @@ from tlt.data.backends import create_backend, dali
 from volo.cluster.distributed import World
 from volo.config.args import TRAIN
 from volo.train.model import prepare_model
-from volo.train.precision import Precision
+from volo.train.optim import create_optimizer
+from volo.train.precision import Clipping, Precision
 
 
 def ones(*shape: int) -> Tensor:
@@ -155,6 +156,19 @@ def test_a_step_starts_no_more_kernels_than_it_did(
         assert not stand_in.waits
     ceilings = {"targets": 300, "model": 140, "loss": 30, "backward": 240, "update": 20}
     assert all(0 < launches[part] <= ceiling for part, ceiling in ceilings.items()), launches
+
+
+@pytest.mark.parametrize("name", ["adamw", "adam", "momentum", "lamb", "lion", "adafactor", "muon", "lookahead_adamw"])
+def test_a_step_waits_at_most_to_learn_whether_to_skip(stand_in: StandIn, name: str) -> None:
+    model, device = nn.Linear(8, 4).cuda(), torch.device("cuda")
+    optimizer = create_optimizer(TRAIN.parse(["/data", "--opt", name, "--clip-grad", "1"]), model, device)
+    precision = Precision(device, clip=Clipping(1.0))
+    for _ in range(2):
+        precision.backward(model(ones(2, 8)).square().sum())
+        stand_in.waits.clear()
+        precision.step(optimizer, list(model.parameters()))
+    places = [wait.stack[-1] for wait in stand_in.waits]
+    assert places == ([] if name in ("adamw", "adam") else ["train/precision.py:_step_unless"])
 
 
 def test_what_dali_decodes_on_a_gpu_is_finished_in_time_and_kept_long_enough(
