@@ -11,7 +11,7 @@ import timm
 import torch
 from PIL import Image
 
-from tests.commands.conftest import QUICK, Call, TrainedRun, metrics
+from tests.commands.conftest import QUICK, Call, Make, TrainedRun, metrics
 from tests.train.small_run import arguments
 from tlt.api import StepKey
 from tlt.data.augment.device_stage import EvalStage
@@ -60,15 +60,33 @@ def test_one_mean_makes_pillows_grey() -> None:
 
 @pytest.mark.usefixtures("pictures")
 def test_a_grey_model_is_trained_and_validated(call: Call, data: Path, tmp_path: Path) -> None:
-    ended = call("train", f"{data} {QUICK} --in-chans 1 --epochs 1 --output {tmp_path} --experiment run")
+    ended = call("train", f"{data} {QUICK} --model-kwargs in_chans=1 --epochs 1 --output {tmp_path} --experiment run")
     assert ended.code == 0, ended.err
     checkpoint = tmp_path / "run" / "last.pth.tar"
     saved = torch.load(checkpoint, weights_only=True)
     first = next(weight for name, weight in saved["state_dict"].items() if "conv" in name)
     assert first.shape[1] == 1 == saved["model_config"]["in_chans"] and len(saved["model_config"]["mean"]) == 1
     assert (tmp_path / "run" / "first_batch.png").exists()
-    measured = call("validate", f"{data} --checkpoint {checkpoint} -j 0")
+    measured = call("validate", f"{data} --checkpoint {checkpoint} --input-size 1 32 48 -j 0")
     assert measured.code == 0 and "over 8 images" in measured.out, measured.err
+    picture, maps = data / "train" / "red" / "red3.jpg", tmp_path / "maps"
+    assert call("predict", f"{picture} --token-maps {maps} --checkpoint {checkpoint} -j 0").code == 0
+    assert call("attention", f"{picture} -o {tmp_path}/it.png --checkpoint {checkpoint}").code == 0
+
+
+def test_every_program_shows_a_grey_model_grey_images(call: Call, make_dataset: Make, tmp_path: Path) -> None:
+    run, data = tmp_path / "run", make_dataset(train=8)
+    flags = QUICK.replace("--model volo_test --img-size 32", "--model test_resnet --in-chans 1")  # at its own size
+    flags += f" --epochs 1 --output {tmp_path}"
+    for program, line in (
+        ("train", f"{flags} --experiment run"),
+        ("validate", f"--img-size 64 --knn {data}/train --checkpoint {run} -j 0"),
+        ("predict", f"--embeddings {tmp_path}/it.npz --checkpoint {run} -j 0"),
+        ("label", f"{tmp_path}/made --img-size 64 --top-k 2 --checkpoint {run}/last.pth.tar -j 0 -b 8"),
+        ("train", f"{flags} --experiment taught --kd-model-name {run} --kd-distill-type token"),
+    ):
+        ended = call(program, f"{data} {line}")
+        assert ended.code == 0, (program, ended.err)
 
 
 @pytest.mark.parametrize("more", ["--model-dtype bfloat16", "--model test_resnet"])

@@ -273,6 +273,11 @@ BAD = [
     ("--model cs3darknet_s --pretrained", "published weights can't be fetched"),  # there are none
     ("--model-kwargs bogus=1", "bogus"),
     ("--model-kwargs num_heads=(3,4,4,4)", "32 channels can't be divided among 3 heads"),
+    ("--model-kwargs features_only=True", "FeatureGetterNet is no classifier"),
+    ("--model test_resnet --model-kwargs in_chans=5", "images of 5 channels: they have 3 (RGB), or 1"),
+    ("--model test_resnet --model-kwargs drop_path_rate=2", "does not run on images of 3 x 32 x 32"),
+    ("--model test_vit --img-size 8", "does not run on images of 3 x 8 x 8 (--img-size)"),
+    ("--model convit_tiny --grad-checkpointing", "--grad-checkpointing: --model convit_tiny can't"),
     ("--num-classes 100000000000", "--num-classes"),
     ("--local-rank 3", "--local-rank 3"),
     ("--model vit_tiny_patch16_224 --model-kwargs depth=1 --freeze-bn", "has no BatchNorm layer: remove --freeze-bn"),

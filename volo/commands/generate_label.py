@@ -91,14 +91,11 @@ def check(trained: TrainedModel, folder: ImageSource) -> None:
     """Compare the annotator's classes with the class folders, unless `--transfer` allows other classes.
 
     Raises:
-        UserError: The classes differ, or the annotator has none; or the flags ask for a crop, or for other images than
-            of 3 channels.
+        UserError: The classes differ, or the annotator has none; or the flags ask for a crop.
     """
-    args, count, size = trained.args, trained.model.num_classes, trained.settings["input_size"]
+    args, count = trained.args, trained.model.num_classes
     if args.crop_pct not in (None, 1.0):
         raise UserError(f"--crop-pct {args.crop_pct:g}: the whole image is labelled: leave it out, or give 1.0")
-    if size[0] != 3:
-        raise UserError(f"--input-size {size[0]} ...: images have 3 channels")
     if not count:
         raise UserError(f"--model {args.model} has no classes: give --num-classes and weights with a head")
     names, own = trained.config.get("class_names") or folder.class_names, folder.class_names

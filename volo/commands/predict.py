@@ -148,8 +148,6 @@ def check_model(args: Namespace, trained: TrainedModel) -> None:
         raise UserError(f"--token-maps: {name} has no trained dense head here; leave the flag out")
     if not model.num_classes and (args.output or args.token_maps or not args.embeddings):
         raise UserError(f"--model {name} has no classes: ask for --embeddings alone, or give weights with a head")
-    if trained.settings["input_size"][0] != 3:
-        raise UserError(f"--model {name} takes images of {trained.settings['input_size'][0]} channels: they have 3")
 
 
 def names_of_classes(path: str, trained: TrainedModel) -> list[str]:
@@ -268,7 +266,8 @@ def draw_token_maps(
     area, grid = labelled_area(model, (height, width)), model.token_grid((height, width))
     box = (area[0] * width, area[1] * height, area[2] * width, area[3] * height)
     std, mean = (torch.tensor(settings[name]).view(-1, 1, 1) for name in ("std", "mean"))
-    pixels = (images.cpu() * std + mean).mul(255).round().clamp(0, 255).byte().permute(0, 2, 3, 1).numpy()
+    shown = (images.cpu() * std + mean).expand(-1, 3, -1, -1)  # grey ones as RGB
+    pixels = shown.mul(255).round().clamp(0, 255).byte().permute(0, 2, 3, 1).numpy()
     best = (answer[name][:, :TOP].tolist() for name in ("class_id", "probability"))
     for row, (file, ids, probabilities) in enumerate(zip(files, *best, strict=True)):
         classes, probability = (answer[name][row].view(grid) for name in TOKEN_CLASSES)

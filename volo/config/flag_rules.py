@@ -30,9 +30,9 @@ PIXELS: tuple[Rule, ...] = (
         "--mean and --std take one number, or three (red, green, blue)",
     ),
     (
-        lambda a: bool(a.input_size) and a.input_size[0] != (getattr(a, "in_chans", None) or 3),
+        lambda a: bool(a.input_size) and a.input_size[0] not in ((a.in_chans or 3,) if "in_chans" in a else (1, 3)),
         "--input-size {input_size[0]} {input_size[1]} {input_size[2]}: images are read as RGB, the first number must "
-        "be 3, or with --in-chans 1 (grey) 1",
+        "be 3, or of a grey model (train.py: --in-chans 1) 1",
     ),
 )
 COMPILE: tuple[Rule, ...] = (
@@ -67,8 +67,8 @@ TRAIN: tuple[Rule, ...] = (
         f"--cls-weight 0 leaves nothing to train without {DENSE} and a --dense-weight above 0",
     ),
     (
-        lambda a: a.in_chans == 2 or (a.in_chans == 1 and bool(a.token_label_teacher)),
-        "--in-chans {in_chans}: 3 (RGB) or 1 (grey), which --token-label-teacher cannot read",
+        lambda a: a.in_chans == 2,
+        "--in-chans {in_chans}: 3 (RGB) or 1 (grey)",
     ),
     (
         lambda a: a.kd_only and (a.token_label or a.bce_loss or mixes(a) or a.val_fraction > 0),

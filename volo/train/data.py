@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from argparse import Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -206,7 +206,7 @@ def augment_config(args: Namespace, settings: Mapping[str, Any]) -> AugmentConfi
         reprob=args.reprob,
         remode=args.remode,
         recount=args.recount,
-        mean=_rgb(settings["mean"]),
+        mean=_rgb(settings),
         no_aug=args.no_aug,
     )
 
@@ -271,13 +271,17 @@ def eval_dataset(folder: ImageSource, settings: Mapping[str, Any], backend: Back
         settings["crop_pct"],
         settings["crop_mode"],
         settings["interpolation"],
-        fill=[min(255, round(255 * value)) for value in _rgb(settings["mean"])],
+        fill=[min(255, round(255 * value)) for value in _rgb(settings)],
         backend=backend,
     )
 
 
-def _rgb(values: Sequence[float]) -> tuple[float, ...]:
-    return tuple(values) * (3 // len(values))
+def _rgb(settings: Mapping[str, Any]) -> tuple[float, ...]:
+    """The mean of images with three channels. Raises UserError: The model takes neither these nor grey ones."""
+    channels, mean = settings["input_size"][0], settings["mean"]
+    if channels not in (1, 3):
+        raise UserError(f"the model takes images of {channels} channels: they have 3 (RGB), or 1 (grey)")
+    return tuple(mean) * (3 // len(mean))
 
 
 def _loading(args: Namespace, world: World) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import difflib
 from argparse import Namespace
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,6 +31,7 @@ from tlt.errors import UserError
 from tlt.io.jobs import physical_memory
 from tlt.io.weights import check_finite, clean_state_dict, read_checkpoint
 from tlt.models import transformers_vit
+from tlt.models.flops import run_on_meta
 from tlt.models.token_labeling import TokenLabelModel
 from tlt.models.wrap import TOKEN_LABEL_MODELS, WithDenseHead, with_dense_head
 from volo.cluster.distributed import World
@@ -124,7 +126,9 @@ def image_size_by_name(args: Namespace) -> tuple[int, int]:
 
 
 def _channels(args: Namespace) -> int | None:
-    return args.input_size[0] if args.input_size else getattr(args, "in_chans", None)
+    if args.input_size:
+        return int(args.input_size[0])
+    return getattr(args, "in_chans", None) or (getattr(args, "model_kwargs", None) or {}).get("in_chans")
 
 
 def build_model(args: Namespace, recorded: dict[str, Any] | None = None, weights: int = 0) -> TimmModel:
@@ -147,10 +151,8 @@ def build_model(args: Namespace, recorded: dict[str, Any] | None = None, weights
         if recorded or kwargs.get("num_classes", 0) > _MANY_CLASSES:
             _refuse_huge(name, kwargs, weights if recorded else None)
         model = timm.create_model(name, pretrained_cfg=copy.deepcopy(source), **kwargs)
-        if getattr(args, "model_kwargs", None):
-            with torch.no_grad():  # contradictory arguments fail here, not in the first step
-                model.eval()(torch.zeros(1, *eval_settings(args, model)["input_size"]))
-            model.train()
+        if not hasattr(model, "num_classes"):
+            raise TypeError(f"{type(model).__name__} is no classifier")
     except UserError:
         raise
     except Exception as error:  # constructors, hubs and readers of weights raise anything
@@ -158,10 +160,29 @@ def build_model(args: Namespace, recorded: dict[str, Any] | None = None, weights
         if fetched and not folder and "loading state_dict" not in reason:
             raise UserError(_not_fetched(name, reason)) from error
         raise UserError(f"--model {args.model} cannot be built with {kwargs}: {reason}") from error
+    _try(model, args, kwargs)
     if fetched:
         check_finite(clean_state_dict(model), f"the file of --model {args.model}")
     _set_modes(model, getattr(args, "outlook_kernel", "auto"), getattr(args, "drop_path_mode", "mask"))
     return model
+
+
+def _try(model: nn.Module, args: Namespace, kwargs: dict[str, Any]) -> None:
+    """Run a new model once, as in training, and leave it as it is: images that are too small and contradictory
+    arguments are a UserError here, not a traceback in the first step."""
+    size, thoroughly = eval_settings(args, model)["input_size"], bool(getattr(args, "model_kwargs", None))
+    with suppress(Exception):  # the cheap way shows shapes alone, and not every model has it
+        run_on_meta(model, size)
+        if not thoroughly:
+            return
+    try:
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            copy.deepcopy(model)(torch.zeros(2, *size))
+    except Exception as error:  # layers raise anything
+        reason = " ".join(str(error).split())[:300] or type(error).__name__
+        shape = " x ".join(map(str, size))
+        message = f"--model {args.model} does not run on images of {shape} (--img-size), built with {kwargs}: {reason}"
+        raise UserError(message) from error
 
 
 def _set_modes(model: nn.Module, kernel: str, drop_path_mode: str) -> None:
@@ -250,11 +271,11 @@ def eval_settings(args: Namespace, model: TimmModel, recorded: dict[str, Any] | 
     asked = {k: v for k, v in vars(args).items() if v not in (None, "")}
     settings = {k: v for k, v in (recorded or {}).items() if k in known and v not in (None, "")}
     size = image_size_of(args) or getattr(model, "img_size", None)
-    if size is not None:
-        asked["input_size"] = (_channels(args) or getattr(model, "in_chans", 3), *size)
-    asked.pop("img_size", None)
+    asked |= {"in_chans": None, "img_size": None, "input_size": None if size is None else (3, *size)}
     found: dict[str, Any] = resolve_data_config(settings | asked, model=model, use_test_size=False)
-    if found["input_size"][0] == 1:  # one mean: the stages of the loader make grey images
+    channels = _channels(args) or getattr(model, "in_chans", found["input_size"][0])
+    found["input_size"] = (channels, *found["input_size"][1:])
+    if channels == 1:  # one mean: the stages of the loader make grey images
         found |= {name: (sum(found[name]) / len(found[name]),) for name in ("mean", "std")}
     return found
 
@@ -280,7 +301,10 @@ def prepare_model(model: TimmModel, args: Namespace, world: World) -> TimmModel:
     """Apply BatchNorm flags, gradient checkpointing, memory format and SyncBN, and move the model to its device."""
     set_batchnorm(model, args)
     if args.grad_checkpointing:
-        model.set_grad_checkpointing(True)
+        try:
+            model.set_grad_checkpointing(True)
+        except (AssertionError, AttributeError, NotImplementedError) as error:  # as timm's models refuse it
+            raise UserError(f"--grad-checkpointing: --model {args.model} can't recompute its activations") from error
     if args.sync_bn and world.size > 1:
         if world.device.type != "cuda":
             raise UserError("--sync-bn needs GPUs (torch has no SyncBatchNorm for the CPU); use --dist-bn reduce")

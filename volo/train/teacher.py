@@ -87,6 +87,8 @@ def load_teacher(
     asked.img_size, asked.input_size, asked.model_kwargs = tuple(size[1:]), None, {}
     try:
         trained = load_model(asked, path or None, num_classes=student.num_classes)
+        if (channels := trained.settings["input_size"][0]) != size[0]:
+            raise UserError(f"it takes images of {channels} channels, the student of {size[0]}")
         model = place_model(trained.model.requires_grad_(False), args, world)
         check_dense(model, torch.randn(2, *size, device=world.device), f"--model {name}")
     except UserError as error:

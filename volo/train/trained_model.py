@@ -86,8 +86,10 @@ def with_recorded(
     if not filled.model:
         raise UserError(f"--checkpoint {path} does not say what model it holds: add --model NAME")
     filled.num_classes = args.num_classes or config.get("num_classes")
-    if args.img_size is None and args.input_size is None and "img_size" in config:
-        filled.input_size = [config.get("in_chans", 3), *config["img_size"]]
+    if args.input_size is None:
+        filled.in_chans = config.get("in_chans")
+    if image_size_of(args) is None:
+        filled.img_size = config.get("img_size")
     return filled
 
 
