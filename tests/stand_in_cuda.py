@@ -449,11 +449,11 @@ class CudaGenerator(torch.Generator):
         return super().__new__(cls, "cpu")
 
 
-def _generator(device: Any = "cpu") -> torch.Generator:
-    return CudaGenerator() if torch.device(device).type == "cuda" else _Generator(device)
+class _GeneratorOf(torch.Generator):
+    """Stands for `torch.Generator`; annotations of modules that are imported meanwhile need a class."""
 
-
-_Generator = torch.Generator
+    def __new__(cls, device: Any = "cpu", real: Any = torch.Generator) -> Any:
+        return CudaGenerator() if torch.device(device).type == "cuda" else real(device)
 
 
 def product_frames() -> Iterator[str]:
@@ -554,7 +554,7 @@ def stand_in_cuda() -> Iterator[StandIn]:
             patches.enter_context(patch.object(torch.cuda, name, value))
         for owner, name, value in (
             (torch.accelerator, "current_stream", current_stream),
-            (torch, "Generator", _generator),
+            (torch, "Generator", _GeneratorOf),
             (torch, "autocast", _Autocast),
             (torch, "is_autocast_enabled", lambda *_: enabled("cpu")),
             (torch, "get_autocast_dtype", lambda *_: dtype_of("cpu")),

@@ -215,7 +215,7 @@ class RunRecords:
     def _write_summary(self) -> None:
         # Epochs count from 1 where people read, here and in the log.
         rows = [
-            {k: v + (k == "epoch") for k, v in record.items() if k not in ("event", "time")}
+            {k: v + 1 if k == "epoch" else v for k, v in record.items() if k not in ("event", "time")}
             for record in epochs_of(self.path)
         ]
         out = io.StringIO(newline="")
