@@ -82,6 +82,16 @@ def test_a_token_lies_in_the_middle_of_what_it_sees(name: str, size: int) -> Non
     assert found == [positions.first[axis] + token[axis] * positions.pitch[axis] for axis in (0, 1)]
 
 
+@pytest.mark.parametrize("name", ["swin_s3_tiny_224", "swinv2_cr_tiny_ns_224", "swinv2_tiny_window8_256"])
+def test_cells_that_swin_appends_to_odd_maps_move_no_token(name: str) -> None:
+    """Without its attention a token sees 32 x 32 px, every 32 px, also beyond the edge of an image."""
+    shape = 134, 150
+    narrow: dict[str, Any] = {"embed_dim": 12, "num_heads": (3, 3, 3, 3), "depths": (1, 1, 1, 1)}
+    model = timm.create_model(name, img_size=shape, num_classes=4, **narrow).eval()
+    grid, positions = find_tokens(model, shape)[:2]
+    assert (grid, positions.pitch, positions.first) == ((5, 5), (32.0, 32.0), (16.0, 16.0))
+
+
 def test_a_map_that_is_padded_and_made_small_again_is_not_gone_through_for_ever() -> None:
     layers = nn.Sequential(
         nn.Conv2d(3, 3, 3, 2, 1), nn.ZeroPad2d((0, 1, 0, 1)), nn.Conv2d(3, 3, 2), nn.Conv2d(3, 3, 3, 2, 1)

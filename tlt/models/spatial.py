@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from timm.layers import BlurPool2d, Conv2dSame, RmsNorm, RmsNorm2d
 from timm.layers.pool2d_same import AvgPool2dSame, MaxPool2dSame
+from timm.models import swin_transformer, swin_transformer_v2, swin_transformer_v2_cr
 from torch import Tensor, nn
 
 from tlt.errors import UserError
@@ -27,6 +28,8 @@ Size = tuple[int, int]
 
 _POOLS = (nn.AvgPool2d, nn.MaxPool2d)
 _SAME = (Conv2dSame, AvgPool2dSame, MaxPool2dSame)
+# They join 2 x 2 cells of a map (B, h, w, C), to which they append a row and a column where it is odd.
+_MERGINGS = (swin_transformer.PatchMerging, swin_transformer_v2.PatchMerging, swin_transformer_v2_cr.PatchMerging)
 _PADDED = 4  # cells that a network may append to a map before it is shrunk
 _RMS_NORMS = (nn.RMSNorm, RmsNorm, RmsNorm2d)
 
@@ -146,12 +149,16 @@ def shrinking_layers(model: nn.Module) -> Iterator[list[Shrinking]]:
     attention = tuple(name for name, module in model.named_modules() if "atten" in type(module).__name__.lower())
     handles = []
     for name, module in model.named_modules():
-        if isinstance(module, (nn.Conv2d, *_POOLS, BlurPool2d)):
+        if isinstance(module, (nn.Conv2d, *_POOLS, BlurPool2d, *_MERGINGS)):
             inside = name.startswith(attention)
 
             def note(module: nn.Module, inputs: tuple[Any, ...], output: Any, attends: bool = inside) -> None:
-                if isinstance(output, Tensor) and output.ndim == 4 and output.shape[2:] != inputs[0].shape[2:]:
-                    found.append(_shrinking(module, inputs[0].shape[2:], output.shape[2:], attends))
+                if not isinstance(output, Tensor) or output.ndim != 4:
+                    return
+                sides = slice(1, 3) if isinstance(module, _MERGINGS) else slice(2, 4)
+                source, size = inputs[0].shape[sides], output.shape[sides]
+                if source != size:
+                    found.append(_shrinking(module, source, size, attends))
 
             handles.append(module.register_forward_hook(note))
     try:
@@ -202,6 +209,8 @@ def _along(layers: list[Shrinking], axis: int, size: int, image: int) -> tuple[f
 
 
 def _shrinking(layer: Any, source: Any, size: Any, attends: bool) -> Shrinking:
+    if isinstance(layer, _MERGINGS):
+        return Shrinking(tuple(source), tuple(size), (2, 2), (1.0, 1.0), False, attends)
     kernel = _pair(layer.filt_size if isinstance(layer, BlurPool2d) else layer.kernel_size)
     stride, dilation = _pair(layer.stride), _pair(getattr(layer, "dilation", 1))
     reach = tuple(step * (cells - 1) + 1 for step, cells in zip(dilation, kernel, strict=True))
