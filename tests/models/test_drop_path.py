@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator
 from fractions import Fraction
+from functools import partial
 from math import comb, prod
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ import timm
 import torch
 from timm.layers import DropPath
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils.flop_counter import FlopCounterMode
 
 from tlt.errors import UserError
@@ -194,3 +197,47 @@ def test_timm_models_are_refused_in_one_line() -> None:
     with pytest.raises(UserError, match="--drop-path-mode subset needs --model volo_"):
         build_model(TRAIN.parse(flags))
     assert build_model(TRAIN.parse([*flags, "--model", "lvvit_test"])).drop_path_mode == "subset"
+
+
+class Around(nn.Module):
+    """What others put around a block, and hands no attribute through."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, *given: Any) -> Tensor:
+        return self.inner(*given)
+
+
+@pytest.mark.parametrize("mode", ["mask", "subset"])
+@pytest.mark.parametrize(
+    "put",
+    [copy.deepcopy, Around, checkpoint_wrapper, partial(torch.compile, backend="eager"), lambda b: Around(Around(b))],
+)
+def test_a_block_that_others_wrap_or_copy_keeps_its_stochastic_depth(put: Callable[..., Any], mode: str) -> None:
+    plain, changed = (model_of("lvvit_test", mode=mode) for _ in range(2))
+    for index, block in enumerate(changed.blocks):
+        changed.blocks[index] = put(block)
+    x = torch.randn(6, 3, 64, 64)
+    results = []
+    for model in (plain, changed, copy.deepcopy(changed)):
+        torch.manual_seed(1)
+        results.append(model(x))
+    for result in results[1:]:
+        torch.testing.assert_close(result, results[0])
+    assert not torch.equal(results[0], plain(x))
+
+
+def test_a_model_whose_memory_is_made_anew_gets_its_rates_again() -> None:
+    """As FSDP2's users build one: on the meta device, then `to_empty`, then the weights."""
+    plain = model_of("volo_test", mode="mask")
+    with torch.device("meta"):
+        model = model_of("volo_test", mode="mask")
+    for made in (model.to_empty(device="cpu"), copy.deepcopy(plain).to_empty(device="cpu")):
+        made.load_state_dict(plain.state_dict())
+        assert all(map(torch.equal, made.buffers(), plain.buffers()))
+        torch.manual_seed(1)
+        expected = plain(torch.ones(4, 3, 64, 64))
+        torch.manual_seed(1)
+        torch.testing.assert_close(made(torch.ones(4, 3, 64, 64)), expected)

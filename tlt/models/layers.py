@@ -153,7 +153,13 @@ class ResidualBlock(nn.Module):
         drop: Dropout rate in the MLP.
         drop_path: Share of the images that lose each branch in training; what is drawn is given to `forward`.
         residual_scale: Each branch is divided by it before it is added (`skip_lam` of the published LV-ViT).
+
+    Attributes:
+        drop_index: Its place among the blocks of its model that have stochastic depth; None: it has none. A block
+            carries it, so that copies, and what is put around a block, keep it.
     """
+
+    drop_index: int | None = None
 
     def __init__(
         self,
@@ -177,6 +183,13 @@ class ResidualBlock(nn.Module):
         `draw_masks` or `draw_subsets`; without them nothing is dropped."""
         x = add_branch(x, lambda rows: self.attn(self.norm1(rows)), first, self.residual_scale)
         return add_branch(x, lambda rows: self.mlp(self.norm2(rows)), second, self.residual_scale)
+
+
+def drop_index_of(block: nn.Module) -> int | None:
+    """The `drop_index` of a block, or of the one inside of what others have put around it."""
+    if not hasattr(block, "drop_index"):  # most wrappers hand attributes through
+        block = next((module for module in block.modules() if isinstance(module, ResidualBlock)), block)
+    return getattr(block, "drop_index", None)
 
 
 class TransformerBlock(ResidualBlock):

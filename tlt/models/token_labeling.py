@@ -25,6 +25,7 @@ from tlt.models.layers import (
     TransformerBlock,
     draw_masks,
     draw_subsets,
+    drop_index_of,
     init_linear,
     kept_share,
     resize_pos_embed,
@@ -68,8 +69,7 @@ class TokenLabelModel(nn.Module):
     feature_info: list[dict[str, Any]]
     pretrained_cfg: dict[str, Any]
     default_cfg: dict[str, Any]
-    _dropping: list[ResidualBlock]
-    _shares: list[int]  # of the two branches of each of these blocks, as `kept_share` has them
+    _shares: list[int]  # of the two branches of each block with stochastic depth, as `kept_share` has them
     _shares_on_device: Tensor  # the same (branches, 1)
     _traits: dict[str, Any]  # timm's record of the current size, where the installed timm keeps one
 
@@ -243,18 +243,19 @@ class TokenLabelModel(nn.Module):
 
     def _runner(self, x: Tensor) -> RunBlock:
         """Draw for the B images of x (B, ...) which branches of the blocks they keep; return how blocks are run."""
-        if not self.training or not self._dropping:
-            return partial(self._run_block, {})
+        if not self.training or not self._shares:
+            return partial(self._run_block, None)
         drawn: Any
         if self.drop_path_mode == "subset":
             drawn = draw_subsets(self._shares, x)
         else:
             drawn = draw_masks(self._shares_on_device, x)
-        pairs: Any = {block: (drawn[2 * index], drawn[2 * index + 1]) for index, block in enumerate(self._dropping)}
-        return partial(self._run_block, pairs)
+        return partial(self._run_block, drawn)
 
-    def _run_block(self, drawn: dict[nn.Module, tuple[Tensor, Tensor]], block: nn.Module, x: Tensor) -> Tensor:
-        inputs = (x, *drawn.get(block, ()))
+    def _run_block(self, drawn: Any, block: nn.Module, x: Tensor) -> Tensor:
+        """Run a block; `drawn` is two branches' of each block with stochastic depth, None outside of training."""
+        index = None if drawn is None else drop_index_of(block)
+        inputs = (x,) if index is None else (x, drawn[2 * index], drawn[2 * index + 1])
         if block._compiled_call_impl is not None:
             for tensor in inputs:
                 # Or the first size would be compiled for itself, and a run that is resumed at another one would go on
@@ -267,11 +268,23 @@ class TokenLabelModel(nn.Module):
     def _find_drop_paths(self) -> None:
         """Note the blocks that have stochastic depth; a subclass calls this when its blocks have changed."""
         blocks = [block for _, block in self.named_blocks() if isinstance(block, ResidualBlock)]
-        self._dropping = [block for block in blocks if block.drop_path > 0]
-        self._shares = [kept_share(block.drop_path) for block in self._dropping for _ in range(2)]
-        # Not on the meta device with a model that is built there and given its weights later: it is no part of them.
-        shares = torch.tensor(self._shares, dtype=torch.int64, device="cpu")[:, None] if self._shares else None
+        dropping = [block for block in blocks if block.drop_path > 0]
+        places = {block: index for index, block in enumerate(dropping)}
+        for block in blocks:
+            block.drop_index = places.get(block)
+        self._shares = [kept_share(block.drop_path) for block in dropping for _ in range(2)]
+        self._place_shares("cpu")  # not on the meta device with a model that is built there: weights don't hold them
+
+    def _place_shares(self, device: torch.device | str) -> None:
+        shares = torch.tensor(self._shares, dtype=torch.int64, device=device)[:, None] if self._shares else None
         self.register_buffer("_shares_on_device", shares, persistent=False)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        """As torch's, which `to_empty` calls, too: its memory has no values, and no weights bring these."""
+        super()._apply(fn, recurse)
+        if self._shares_on_device is not None:
+            self._place_shares(self._shares_on_device.device)
+        return self
 
     def set_drop_path_mode(self, mode: str) -> None:
         """Choose how stochastic depth drops residual branches in training.
