@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import itertools
 import math
@@ -33,7 +34,9 @@ Result = TypeVar("Result")
 # thread may hold a lock at that moment. Python and glibc see to their own.
 START_METHOD = "fork" if sys.platform == "linux" else "spawn"
 _ROOT = Path("/")
+_PR_SET_PDEATHSIG = 1
 _JOB: list[Any] = []  # of this process
+_by_main_thread = False  # whether the main thread has begun this process, or those that are being started
 _REPORT_SECONDS = 10.0  # between lines where nobody watches a progress bar
 _LOOK_SECONDS = 0.2  # between two looks whether the main process lives
 _FIRST_SECONDS = 3.0  # until the first line of a search, most of which take less
@@ -138,6 +141,8 @@ def starting_processes() -> Iterator[None]:
     What the main process has not collected yet is its own: a DALI pipeline, freed in a fork, waits for ever for threads
     that only the main process has.
     """
+    global _by_main_thread
+    _by_main_thread = threading.current_thread() is threading.main_thread()
     collecting = gc.isenabled()
     gc.disable()
     try:
@@ -148,14 +153,20 @@ def starting_processes() -> Iterator[None]:
 
 
 def begin_process() -> None:
-    """What a process begins with: it leaves what the main process has made alone, and ends when that is no more."""
+    """What a process begins with: it leaves what the main process has made alone, and ends when that is no more.
+
+    On Linux the kernel ends it, also where it is stopped or hangs, when the thread that forked has ended: that of a
+    process which another thread than the main one has begun may do so long before the main process.
+    """
     gc.freeze()
     gc.enable()
-    threading.Thread(target=_end_with_main_process, daemon=True).start()
+    if sys.platform == "linux" and _by_main_thread:
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    else:
+        threading.Thread(target=_end_with_main_process, daemon=True).start()
 
 
 def _end_with_main_process() -> None:
-    """Look for it: the signal that Linux can send at a parent's death comes when the thread that forked has ended."""
     main = multiprocessing.parent_process()
     while main is not None and os.getppid() == main.pid:
         time.sleep(_LOOK_SECONDS)
