@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -82,14 +83,64 @@ def test_a_token_lies_in_the_middle_of_what_it_sees(name: str, size: int) -> Non
     assert found == [positions.first[axis] + token[axis] * positions.pitch[axis] for axis in (0, 1)]
 
 
-@pytest.mark.parametrize("name", ["swin_s3_tiny_224", "swinv2_cr_tiny_ns_224", "swinv2_tiny_window8_256"])
-def test_cells_that_swin_appends_to_odd_maps_move_no_token(name: str) -> None:
-    """Without its attention a token sees 32 x 32 px, every 32 px, also beyond the edge of an image."""
-    shape = 134, 150
-    narrow: dict[str, Any] = {"embed_dim": 12, "num_heads": (3, 3, 3, 3), "depths": (1, 1, 1, 1)}
-    model = timm.create_model(name, img_size=shape, num_classes=4, **narrow).eval()
-    grid, positions = find_tokens(model, shape)[:2]
-    assert (grid, positions.pitch, positions.first) == ((5, 5), (32.0, 32.0), (16.0, 16.0))
+class Through(nn.Module):
+    """In place of a block: gives back what it is given."""
+
+    def forward(self, x: Tensor, *others: Any) -> Tensor:
+        return x
+
+
+def emptied(model: Any, images: Tensor) -> Any:
+    """The layers that change the size of maps alone: what keeps its input's shape, as attention does, is left out."""
+    kept: dict[str, bool] = {}
+
+    def note(name: str, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+        kept[name] = isinstance(output, Tensor) and output.ndim > 2 and output.shape == inputs[0].shape
+
+    modules = [(name, module) for name, module in model.named_modules() if name]
+    hooks = [module.register_forward_hook(partial(note, name)) for name, module in modules]
+    model.forward_features(images)
+    for hook in hooks:
+        hook.remove()
+    for name in [name for name, keeps in kept.items() if keeps]:
+        model.set_submodule(name, Through())
+    for parameter in model.parameters():
+        nn.init.uniform_(parameter, 0.5, 1.0)
+    return model.double()
+
+
+SWIN = {"embed_dim": 16, "depths": (1, 1, 1, 1), "num_heads": (1, 1, 2, 2)}
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "size"),
+    [
+        ("swin_tiny_patch4_window7_224", SWIN, (118, 133)),  # appends to odd maps
+        ("swin_tiny_patch4_window7_224", SWIN, (112, 144)),
+        ("swinv2_tiny_window8_256", SWIN, (208, 118)),
+        ("swinv2_cr_tiny_224", SWIN, (118, 133)),
+        ("davit_tiny", {"depths": (1, 1, 1, 1), "embed_dims": (8, 8, 8, 8), "num_heads": (1,) * 4}, (118, 133)),
+        ("cpubone_nano", {}, (118, 133)),  # pads in front
+        ("mobilevitv2_050", {}, (256, 265)),  # interpolates to even maps
+        ("volo_test", {}, (118, 133)),
+        ("lvvit_test", {}, (118, 133)),
+    ],
+)
+def test_a_token_lies_where_networks_that_pad_inside_put_it(
+    name: str, settings: dict[str, Any], size: tuple[int, int]
+) -> None:
+    torch.manual_seed(0)
+    sized = {"img_size": size} if name.startswith(("swin", "volo", "lvvit")) else {}
+    model = timm.create_model(name, num_classes=4, **settings, **sized).eval()
+    (rows, cols), positions = find_tokens(model, size)[:2]
+    images = torch.randn(1, 3, *size).double().requires_grad_()
+    features = feature_map(model, emptied(model, images.detach().float()).forward_features(images), size)
+    for row, col in [(rows // 2, cols // 2), (rows // 2 - 1, cols // 2 - 1)]:
+        (gradient,) = torch.autograd.grad(features[0, row, col, 0], images, retain_graph=True)
+        for axis, number in enumerate((row, col)):
+            seen = gradient[0].abs().sum(0).sum(1 - axis)
+            middle = float((seen * (torch.arange(size[axis]) + 0.5)).sum() / seen.sum())
+            assert middle == pytest.approx(positions.first[axis] + number * positions.pitch[axis], abs=1)
 
 
 def test_a_map_that_is_padded_and_made_small_again_is_not_gone_through_for_ever() -> None:

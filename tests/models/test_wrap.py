@@ -145,6 +145,14 @@ def test_models_that_can_t_be_mixed_train_without() -> None:
     assert tokens.shape[1] == model.token_grid(size)[0] * model.token_grid(size)[1]
 
 
+def test_a_first_convolution_that_sees_more_channels_than_the_image_has() -> None:
+    model = timm.create_model("tresnet_m", num_classes=CLASSES, layers=(1, 1, 1, 1), width_factor=0.25)
+    cls, tokens = with_dense_head(model, SIZE).eval()(images(), dense=True)
+    assert (cls.shape, tokens.shape) == ((4, CLASSES), (4, 6, CLASSES))
+    with pytest.raises(UserError, match="does not take images of 60 x 90 px|none of its layers tells"):
+        model.token_positions((60, 90))
+
+
 @pytest.mark.parametrize("layout", ["NCHW", "NHWC"])
 def test_as_many_channels_as_rows_are_not_taken_for_rows(layout: str) -> None:
     """pvt_v2's embedding is channels last and doesn't say so; test_convnext's is not."""

@@ -16,10 +16,12 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
 import torch
+import torch.nn.functional as F
 from timm.layers import BlurPool2d, Conv2dSame, RmsNorm, RmsNorm2d
 from timm.layers.pool2d_same import AvgPool2dSame, MaxPool2dSame
 from timm.models import swin_transformer, swin_transformer_v2, swin_transformer_v2_cr
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from tlt.errors import UserError
 from tlt.label_map import Area
@@ -136,16 +138,18 @@ class Shrinking:
 
     source: Size
     size: Size
-    stride: tuple[int, int]
+    stride: tuple[float, float]
     first: tuple[float, float]
-    averages: bool
-    attends: bool
+    averages: bool = False
+    attends: bool = False
+    resizes: bool = False  # by interpolation
 
 
 @contextmanager
 def shrinking_layers(model: nn.Module) -> Iterator[list[Shrinking]]:
     """What the layers do to the size of maps while the block runs the model."""
     found: list[Shrinking] = []
+    padded: list[tuple[Tensor, Tensor, Any]] = []  # what a layer has padded in front, that, and the layer
     attention = tuple(name for name, module in model.named_modules() if "atten" in type(module).__name__.lower())
     handles = []
     for name, module in model.named_modules():
@@ -156,13 +160,17 @@ def shrinking_layers(model: nn.Module) -> Iterator[list[Shrinking]]:
                 if not isinstance(output, Tensor) or output.ndim != 4:
                     return
                 sides = slice(1, 3) if isinstance(module, _MERGINGS) else slice(2, 4)
-                source, size = inputs[0].shape[sides], output.shape[sides]
+                before, pad = next(((x, pad) for y, x, pad in padded if y is inputs[0]), (inputs[0], None))
+                source, size = before.shape[sides], output.shape[sides]
                 if source != size:
-                    found.append(_shrinking(module, source, size, attends))
+                    found.append(_shrinking(module, source, size, attends, pad))
 
             handles.append(module.register_forward_hook(note))
+        elif isinstance(module, nn.ZeroPad2d) and (module.padding[0] or module.padding[2]):
+            handles.append(module.register_forward_hook(lambda pad, x, y: padded.append((y, x[0], pad))))
     try:
-        yield found
+        with _Resizings(found):
+            yield found
     finally:
         for handle in handles:
             handle.remove()
@@ -171,9 +179,11 @@ def shrinking_layers(model: nn.Module) -> Iterator[list[Shrinking]]:
 def positions_of(layers: list[Shrinking], grid: Size, img_size: Size) -> TokenGrid:
     """The positions of `grid` in images of (H, W) pixels, of a network with these layers.
 
-    Where no layer makes a map of the next larger one (Swin's merging of patches), it is taken to be cut into equal
-    cells from its first on. Of layers side by side those count that average, as the shortcuts of ResNet-D: they carry
-    the image while what is beside them is small.
+    A map that no layer makes (TResNet's first) is the image in equal parts. Of layers side by side those count that
+    average, as the shortcuts of ResNet-D: they carry the image while what is beside them is small.
+
+    Raises:
+        UserError: The image can't be divided so.
     """
     axes = [_along(layers, axis, grid[axis], img_size[axis]) for axis in (0, 1)]
     (pitch_y, first_y), (pitch_x, first_x) = axes
@@ -182,9 +192,9 @@ def positions_of(layers: list[Shrinking], grid: Size, img_size: Size) -> TokenGr
 
 def _along(layers: list[Shrinking], axis: int, size: int, image: int) -> tuple[float, float]:
     """(pitch, centre of the first token) along an axis."""
-    layers = [layer for layer in layers if layer.source[axis] > layer.size[axis]]
-    sizes = {layer.size[axis] for layer in layers} | {image}
-    pitch, first = 1.0, 0.5  # in cells of the map of `size`
+    resizings = {layer.size[axis]: layer for layer in layers if layer.resizes}
+    layers = [layer for layer in layers if layer.source[axis] > layer.size[axis] and not layer.resizes]
+    pitch, first, stride = 1.0, 0.5, 1.0  # in cells of the map of `size`
     while size < image:
         beside = [layer for layer in layers if layer.size[axis] == size]
         beside = [layer for layer in beside if not layer.attends] or beside
@@ -197,20 +207,39 @@ def _along(layers: list[Shrinking], axis: int, size: int, image: int) -> tuple[f
             beside = [layer for layer in beside if layer.averages] or beside
             stride = beside[0].stride[axis]
             start = sum(layer.first[axis] for layer in beside) / len(beside)
+        elif size in resizings:
+            layer = resizings.pop(size)
+            stride, start, source = layer.stride[axis], layer.first[axis], layer.source[axis]
         elif padded:
             size = max(padded)  # cells were appended to it
             continue
         else:
-            source = min(each for each in sizes if each > size)
-            stride = round(source / size)
-            start = stride / 2
+            if image % size:
+                raise UserError(f"none of its layers tells where the {size} cells of a map lie in {image} px")
+            stride, start, source = image / size, image / size / 2, image
         pitch, first, size = pitch * stride, start + (first - 0.5) * stride, source
     return pitch, first
 
 
-def _shrinking(layer: Any, source: Any, size: Any, attends: bool) -> Shrinking:
+class _Resizings(TorchFunctionMode):
+    """Appends to `found` what interpolation does to the size of maps."""
+
+    def __init__(self, found: list[Shrinking]) -> None:
+        super().__init__()
+        self.found = found
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = func(*args, **(kwargs or {}))
+        if func is F.interpolate and output.ndim == 4:
+            source, size = args[0].shape[2:], output.shape[2:]
+            stride = source[0] / size[0], source[1] / size[1]
+            self.found.append(Shrinking(source, size, stride, (stride[0] / 2, stride[1] / 2), resizes=True))
+        return output
+
+
+def _shrinking(layer: Any, source: Any, size: Any, attends: bool, pad: nn.ZeroPad2d | None) -> Shrinking:
     if isinstance(layer, _MERGINGS):
-        return Shrinking(tuple(source), tuple(size), (2, 2), (1.0, 1.0), False, attends)
+        return Shrinking(tuple(source), tuple(size), (2, 2), (1.0, 1.0))
     kernel = _pair(layer.filt_size if isinstance(layer, BlurPool2d) else layer.kernel_size)
     stride, dilation = _pair(layer.stride), _pair(getattr(layer, "dilation", 1))
     reach = tuple(step * (cells - 1) + 1 for step, cells in zip(dilation, kernel, strict=True))
@@ -219,7 +248,9 @@ def _shrinking(layer: Any, source: Any, size: Any, attends: bool) -> Shrinking:
         before = tuple(max((count - 1) * step + wide - side, 0) // 2 for side, count, step, wide in steps)
     else:
         before = (0, 0) if isinstance(layer.padding, str) else _pair(layer.padding)
-    first = tuple(wide / 2 - pad for wide, pad in zip(reach, before, strict=True))
+    if pad is not None:  # left, right, top, bottom
+        before = before[0] + pad.padding[2], before[1] + pad.padding[0]
+    first = tuple(wide / 2 - cells for wide, cells in zip(reach, before, strict=True))
     return Shrinking(tuple(source), tuple(size), stride, first, isinstance(layer, nn.AvgPool2d), attends)
 
 

@@ -272,8 +272,7 @@ def _last_map(model: Any, images: Tensor) -> Tensor:
 def _probe(model: Any, batch: int, size: tuple[int, int]) -> Tensor:
     """(batch, channels, H, W) noise for a trial run of the model; the same on every rank."""
     config = getattr(model, "pretrained_cfg", None) or {}
-    first = config.get("first_conv")
-    channels = model.get_submodule(first).weight.shape[1] if isinstance(first, str) else 3
+    channels = getattr(model, "in_chans", config.get("input_size", (3,))[0])
     images = torch.randn(batch, channels, *size, generator=torch.Generator().manual_seed(0))
     return images.to(next(model.parameters()))
 
