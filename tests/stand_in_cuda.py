@@ -22,7 +22,6 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -34,7 +33,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from volo.kernels import windows  # noqa: F401 (defines the operators that answer for Triton's programs)
 
-ROOT = Path(__file__).resolve().parents[1]
 CUDA = torch.device("cuda", 0)
 _GPU = SimpleNamespace(name="NVIDIA H100 80GB HBM3", total_memory=80 << 30, major=9, minor=0, multi_processor_count=132)
 # They allocate, or look at the same memory in another way.
