@@ -31,7 +31,6 @@ from tlt.io.weights import (
 )
 from tlt.utils import load_pretrained_weights
 from volo.checkpoint.finetune import load_finetune, load_weights
-from volo.checkpoint.resume import find_resume
 
 
 def weights() -> dict[str, torch.Tensor]:
@@ -141,15 +140,6 @@ def test_fault_16_missing_and_special_files(tmp_path: Path, good: Path) -> None:
         assert "no such checkpoint, or no regular file" in refusal(tmp_path / name)
     zipfile.ZipFile(good).extractall(tmp_path / "unpacked")
     assert "a directory: name a checkpoint in it; a .pth.tar is not to be unpacked" in refusal(tmp_path / "unpacked")
-
-
-def test_a_checkpoint_in_parts_names_the_remedy(tmp_path: Path) -> None:
-    path = tmp_path / "last.pth.tar"
-    parts = {"folder": "parts-4-0a0b0c0d", "files": {"rank-00000.safetensors": [8, 1]}}
-    torch.save({"state_dict": {"w": "<in parts>"}, "parts": parts}, path)
-    for read in (read_checkpoint, peek_checkpoint, lambda path: find_resume("auto", path.parent)):
-        with pytest.raises(UserError, match="in parts-4-0a0b0c0d.*version that wrote it: volo export -o FILE.pth.tar"):
-            read(path)
 
 
 def test_other_files_are_told_by_how_they_begin(tmp_path: Path, good: Path) -> None:

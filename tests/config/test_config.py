@@ -35,7 +35,6 @@ def read(tmp_path: Path, text: str) -> dict[str, object]:
         ("wandb_tags: [01, 1.50]\nval_split: 0x1f", {"wandb_tags": ["01", "1.50"], "val_split": "0x1f"}),
         ("head_init_bias: -6.9\nlr_noise: [0.1, 0.5]", {"head_init_bias": -6.9, "lr_noise": [0.1, 0.5]}),
         # As an older version has written it down, where each name was a flag of its own.
-        ("aug_order: timm\nworker_type: null\ncheckpoint_format: file\nlr: 1.0", {"lr": 1.0}),
         (
             "amp: true\napex_amp: true\nnative_amp: false\ndrop_connect: null\ndrop_path: 0.1",
             {"amp": True, "drop_path": 0.1},

@@ -1,18 +1,12 @@
-"""Packing trees and archives of version 1, and unpacking: the same maps, whatever they come from."""
+"""Packing trees, and unpacking: the same maps, whatever they come from."""
 
 from __future__ import annotations
 
-import hashlib
-import json
-import os
-import zlib
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from safetensors.numpy import save_file
 
 from tests.labels.packed import SHAPE, label_map, make_tree, write_images
 from tlt.data.sources.folder import scan_folder
@@ -133,65 +127,7 @@ def test_labels_that_cannot_be_trained_on_are_not_packed(tree: Path, names: list
             pack(str(tree), out)
     torch.save(good, path)
     pack(str(tree), out)  # the same command goes on
+    with pytest.raises(UserError, match="--split val has no effect without --images"):
+        pack(str(tree), out, split="val")
     with pytest.raises(UserError, match="complete label archive: choose another folder, or --overwrite"):
         pack(str(tree), out)
-
-
-def write_old(root: Path, names: list[str], known: bool, transposed: bool) -> None:
-    """An archive of version 1 as its writer made it: four rows a shard, the last row without a label."""
-    root.mkdir()
-    labels, tables = label_names(names), dict[str, np.ndarray]()
-    for kind, listed in (("image", names if known else [""] * len(names)), ("label", labels)):
-        encoded = [os.fsencode(name) for name in listed]
-        tables[f"{kind}s"] = np.frombuffer(b"".join(encoded), np.uint8)
-        tables[f"{kind}_ends"] = np.cumsum([len(each) for each in encoded]).astype(np.int64)
-    save_file(tables, root / "names.safetensors")
-    for start in range(0, len(names), 4):
-        rows = range(start, min(start + 4, len(names)))
-        maps = [np.stack([getattr(label_map(row), each) for row in rows]) for each in ("ids", "values")]
-        ids, values = (np.ascontiguousarray(each.swapaxes(-1, -2) if transposed else each) for each in maps)
-        tensors = {
-            "ids": ids.astype(np.uint16),
-            "values": values,
-            "log_sum_exp": np.stack([np.full(ids.shape[2:], row, np.float32) for row in rows]),
-            "size": np.zeros((len(rows), 2), np.int32),
-            "area": np.zeros((len(rows), 4), np.float32),
-            "form": np.array([0xFF if row == len(names) - 1 else 0 for row in rows], np.uint8),
-        }
-        contents = [b"".join(each[place].tobytes() for each in tensors.values()) for place in range(len(rows))]
-        crcs = [zlib.crc32(os.fsencode(labels[row]) + content) for row, content in zip(rows, contents, strict=True)]
-        save_file({**tensors, "crc32": np.array(crcs, np.uint32)}, root / f"{start // 4:05d}.safetensors")
-    info = {"k": SHAPE[0], "grid": SHAPE[1:], "num_classes": 5, "annotator": {"m": 1}}
-    header = {"k": SHAPE[0], "grid": SHAPE[:0:-1] if transposed else SHAPE[1:], "ids": "U16", "log_sum_exp": True}
-    header |= {"shard_records": 4, "area": "center", "transposed": transposed, "labels_json": json.dumps(info)}
-    header |= {"names_sha256": hashlib.sha256((root / "names.safetensors").read_bytes()).hexdigest()}
-    content: dict[str, Any] = {"format": "volo-tlt label archive, version 1", "header": header, "max_id": 4}
-    content["sha256"] = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
-    (root / "manifest.json").write_text(json.dumps(content))
-
-
-@pytest.mark.parametrize(("known", "transposed"), [(True, False), (False, True)], ids=["images", "labels"])
-def test_archives_of_version_1_are_converted(
-    tree: Path, names: list[str], tmp_path: Path, known: bool, transposed: bool
-) -> None:
-    old, new = str(tmp_path / "old"), str(tmp_path / "new")
-    write_old(tmp_path / "old", names, known, transposed)
-    with pytest.raises(UserError, match=rf"{old} is a label archive of an earlier .*`tlt pack \S+old NEW`"):
-        open_labels(old, names)
-    for ignored in ({"area": "full"}, {"transposed": True}, {"images": old}):
-        with pytest.raises(UserError, match="leave out --images, --area and --transposed"):
-            pack(old, new, **ignored)
-    with pytest.raises(UserError, match="--split val has no effect without --images"):
-        pack(str(tree), new, split="val")
-    assert "8 labels of" in pack(old, new)[0]
-    store = open_labels(new, names, bad_label="skip", num_classes=5)
-    assert store.reader.missing == {8} and (store.area, store.info.annotator) == ("center", {"m": 1})
-    check_same(open_labels(new, names[:8]), open_labels(tree, names[:8], area="center"))
-    assert store.reader.read(4).log_sum_exp[1, 2] == 4
-    for name in ("manifest.json", "names.safetensors", "00001.safetensors"):
-        whole = (path := tmp_path / "old" / name).read_bytes()
-        for spoilt in (whole[:-4], whole[:-30] + bytes([whole[-30] ^ 1]) + whole[-29:], b""):
-            path.write_bytes(spoilt)
-            with pytest.raises(UserError, match="copy the archive again"):
-                pack(old, new, overwrite=True)
-        path.write_bytes(whole)

@@ -41,10 +41,6 @@ _FOLDER = 0x10  # among the attributes of a record
 _REFUSED = re.compile(r"GLOBAL (\S+)|unrecognized function (\S+)|but got (?:<class ')?([\w.]+)")
 
 
-class InPartsError(UserError):
-    """The tensors of a checkpoint lie beside it, as an earlier version could write them."""
-
-
 def read_checkpoint(path: str | Path, peek: bool = False) -> dict[str, Any]:
     """Return everything a checkpoint holds, tensors on the CPU.
 
@@ -152,11 +148,6 @@ def _check_records(archive: zipfile.ZipFile, shown: str | Path, checksums: bool)
 def _checkpoint(content: Any, path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise UserError(f"{path} holds a {type(content).__name__}, not a checkpoint")
-    if isinstance(parts := content.get("parts"), dict) and isinstance(folder := parts.get("folder"), str):
-        raise InPartsError(
-            f"{path} is refused: its tensors lie beside it in {folder}, which this version does not read: make one "
-            f"file of both with the version that wrote it: volo export -o FILE.pth.tar --checkpoint {path}"
-        )
     if isinstance(content.get("args"), argparse.Namespace):  # timm's
         content["args"] = vars(content["args"])
     return content

@@ -132,25 +132,18 @@ def column_types(info: LabelInfo, records: int) -> dict[str, tuple[tuple[int, ..
 
 
 def is_archive(root: str | Path) -> bool:
-    """Whether a folder is a label archive, of this version or the one before, complete or not."""
-    return is_old_archive(root) or any(os.path.isfile(os.path.join(root, name)) for name in (META_NAME, "values.npy"))
-
-
-def is_old_archive(root: str | Path) -> bool:
-    """Whether a folder is a label archive of version 1, which `tlt pack` converts."""
-    return any(os.path.isfile(os.path.join(root, name)) for name in ("manifest.json", "manifest.partial.json"))
+    """Whether a folder is a label archive, complete or not."""
+    return any(os.path.isfile(os.path.join(root, name)) for name in (META_NAME, "values.npy"))
 
 
 def read_description(root: str | Path) -> tuple[LabelInfo, Names]:
     """What a complete archive says of its maps, and the names of its rows, in memory that processes share.
 
     Raises:
-        UserError: There is no archive, it is not complete, damaged, or old.
+        UserError: There is no archive, or it is not complete or damaged.
     """
     shown, path = printable(os.fspath(root)), os.path.join(root, META_NAME)
     if not os.path.isfile(path):
-        if is_old_archive(root):
-            raise UserError(f"{shown} is a label archive of an earlier version: convert it with `tlt pack {shown} NEW`")
         raise UserError(f"{shown} is not a label archive (no {META_NAME} in it): make one with `tlt pack`")
     content = read_marker(path, FORMAT)
     if content.get("complete") is not True:

@@ -44,9 +44,9 @@ def parser() -> ArgumentParser:
 
 
 def _pack(command: ArgumentParser) -> None:
-    """Pack every label file of TREE, or an archive of an earlier version, into the archive OUT, a folder. Every entry
-    is checked. A killed command goes on where it was."""
-    command.add_argument("tree", metavar="TREE", help="label files, CLASS/IMAGE.pt, or an old archive")
+    """Pack every label file of TREE into the archive OUT, a folder. Every entry is checked. A killed command goes on
+    where it was."""
+    command.add_argument("tree", metavar="TREE", help="label files, CLASS/IMAGE.pt")
     command.add_argument("out", metavar="OUT", help="folder of the archive")
     command.add_argument("--images", type=_path, metavar="DATA", help="images: stores names, measures agreement")
     command.add_argument("--split", help=_SPLIT)

@@ -1,4 +1,4 @@
-"""A tree of label files, or an archive of version 1, into an archive (`tlt pack`); a tree out of it (`tlt unpack`)."""
+"""A tree of label files into an archive (`tlt pack`), and a tree out of it (`tlt unpack`)."""
 
 from __future__ import annotations
 
@@ -14,11 +14,10 @@ from tlt.errors import UserError
 from tlt.io.jobs import Progress
 from tlt.io.text import leads_out, natural_sorted, printable
 from tlt.label_map import LabelMap
-from tlt.labels.archive import ArchiveReader, is_old_archive, read_description
+from tlt.labels.archive import ArchiveReader, read_description
 from tlt.labels.archive_writer import ArchiveWriter
 from tlt.labels.label_info import INFO_NAME, LabelInfo, agreement_text
 from tlt.labels.tree import find_labels, label_files_below, label_names, read_map, write_map
-from tlt.tools.old_archive import convert_old_archive
 
 
 def pack(
@@ -30,18 +29,13 @@ def pack(
     transposed: bool = False,
     overwrite: bool = False,
 ) -> list[str]:
-    """Pack every label file of a tree, or an archive of version 1, as the flags of `tlt pack` say; return lines that
-    say what was done.
+    """Pack every label file of a tree as the flags of `tlt pack` say; return lines that say what was done.
 
     Raises:
         UserError: No labels, a label that can't be trained on, or `out` can't be written.
     """
     if split and not images:
         raise UserError(f"--split {split} has no effect without --images")
-    if is_old_archive(tree):
-        if images or area or transposed:
-            raise UserError(f"TREE {printable(tree)} is an old archive: leave out --images, --area and --transposed")
-        return convert_old_archive(tree, out, overwrite)
     if not os.path.isdir(tree):
         raise UserError(f"TREE {printable(tree)} does not exist or is not a folder")
     recorded = LabelInfo.read(os.path.join(tree, INFO_NAME))

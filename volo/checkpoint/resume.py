@@ -17,11 +17,10 @@ from tlt.data.dataset import LabelReader
 from tlt.data.sources.source import SYNTHETIC, ImageSource
 from tlt.errors import UserError
 from tlt.io.files import blamed_on
-from tlt.io.weights import InPartsError, check_finite, peek_checkpoint, read_checkpoint, state_dict_of
+from tlt.io.weights import check_finite, peek_checkpoint, read_checkpoint, state_dict_of
 from tlt.upstream import ROWS
 from volo.checkpoint.checkpoint import LAST, NAMES
 from volo.cluster.distributed import restarts
-from volo.config.args import GONE
 from volo.record.records import launch_record
 
 
@@ -51,8 +50,7 @@ def find_resume(spec: str, directory: Path) -> Resume:
         directory: The directory of the run.
 
     Raises:
-        UserError: `spec` is a path, and that checkpoint is damaged; or a checkpoint is of a form that is not read any
-            more, so that a fresh start would overwrite it.
+        UserError: `spec` is a path, and that checkpoint is damaged.
     """
     if spec != "auto":
         return Resume(spec, Path(spec), _verified(Path(spec)))
@@ -82,8 +80,6 @@ def _newest_first(directory: Path, messages: list[str]) -> list[Path]:
                 checkpoint = peek_checkpoint(path)
                 position = int(checkpoint.get("epoch", -1)), int(checkpoint.get("update", 0)), path.name == LAST
             found.append((position, path))
-        except InPartsError:
-            raise
         except UserError as error:
             messages.append(f"skipped: {error}")
     return [path for _, path in sorted(found, key=lambda item: item[0], reverse=True)]
@@ -93,7 +89,6 @@ def check_behaviour(checkpoint: dict[str, Any], path: Path) -> None:
     """Raise UserError if the run that wrote the checkpoint went by published behaviour that can't be set back now."""
     args = found if isinstance(found := checkpoint.get("args"), dict) else {}
     gone = [f"--compat {row}" for row in args.get("compat") or () if row not in ROWS]
-    gone += [f"--{dest.replace('_', '-')} {args[dest]}" for dest, none in GONE.items() if args.get(dest, none) != none]
     if gone:
         raise UserError(
             f"{path} is of a run with {', '.join(gone)}, which this version has no more (docs/parity.md): "

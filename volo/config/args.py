@@ -23,10 +23,6 @@ from volo.config.flags_data import AUGMENTED, TOKEN_LABELS
 from volo.config.flags_train import FITTED, TRAIN_GROUPS
 
 _PACKAGE = Path(__file__).resolve().parents[1]
-# Flags that are gone, with the value that changes nothing: what older runs have written down holds them. With another
-# value, those of `GONE` trained in another way.
-GONE = {"aug_order": "timm", "train_crop_mode": "rrc"}
-_GONE_AS_WELL = {"activation_memory": None, "checkpoint_format": "file", "worker_type": None}
 
 
 class TrainArgs(Namespace):
@@ -169,8 +165,6 @@ def load_yaml(path: str, parser: FlagParser) -> dict[str, Any]:
     content, texts = _mapping(path)
     for key, value in content.items():
         name = str(key).replace("-", "_")
-        if (name, value) in (GONE | _GONE_AS_WELL).items():
-            continue
         if name not in known:
             near = nearest(name, known)
             raise UserError(f"{path}: unknown key {shortened(key)}" + (f", did you mean {near}?" if near else ""))

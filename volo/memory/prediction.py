@@ -162,7 +162,7 @@ def memory_report(
     ]
     cards = {f"a card of {name} GB": gib * GIB for name, gib in _CARDS.items()}
     if device.type == "cuda":
-        cards = {"this GPU": float(torch.cuda.get_device_properties(device).total_memory)} | cards
+        cards = {"this GPU": float(torch.cuda.get_device_properties(device).total_memory)}
     for name, size in cards.items():
         room = (size - _CONTEXT) * (1 - _MARGIN) - total
         lines.append(f"largest batch on {name}: {max(0, int((room - fixed) // each))}")
