@@ -30,6 +30,7 @@ OPEN_MPI = {
 }
 STEP = {"SLURM_PROCID": "5", "SLURM_LOCALID": "1", "SLURM_STEP_NUM_TASKS": "8", "SLURM_STEP_TASKS_PER_NODE": "4(x2)"}
 MPICH = {"PMI_RANK": "5", "MPI_LOCALRANKID": "1", "PMI_SIZE": "8", "MPI_LOCALNRANKS": "4"}
+CRAY = {"PMI_RANK": "5", "PMI_LOCAL_RANK": "1", "PMI_SIZE": "8", "PMI_LOCAL_SIZE": "4"}
 TORCHRUN = {"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"}
 AWAY, HERE = {"MASTER_ADDR": "node0"}, {"MASTER_ADDR": "127.0.0.1"}
 ALONE = {"RANK": "5", "WORLD_SIZE": "8"}
@@ -57,6 +58,8 @@ PYXIS = STEP | ALONE | AWAY | {"LOCAL_RANK": "1", "MASTER_PORT": "61001", "OMP_N
         (MPICH, (5, 1, 8, 4)),
         (MPICH | STEP | {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2"}, (5, 1, 8, 4)),  # its daemons
         (STEP | {"PMI_RANK": "5", "PMI_SIZE": "8"}, (5, 1, 8, 4)),  # srun --mpi=pmi2
+        (CRAY, (5, 1, 8, 4)),
+        ({name.replace("OMPI", "MV2"): value for name, value in OPEN_MPI.items()}, (5, 1, 8, 4)),  # MVAPICH
         (ALONE | AWAY | {"LOCAL_RANK": "1", "LOCAL_SIZE": "4"}, (5, 1, 8, 4)),  # DeepSpeed
         (ALONE | AWAY | {"LOCAL_RANK": "1", "NODE_RANK": "1"}, (5, 1, 8, None)),  # Azure ML
         (ALONE | AWAY, (5, 0, 8, None)),  # Kubeflow
