@@ -36,7 +36,7 @@ def image(tmp_path: Path) -> Path:
 def test_pictures_are_drawn_and_none_is_replaced(
     call: Call, image: Path, described: Described, trained_run: TrainedRun, tmp_path: Path
 ) -> None:
-    ended = call("attention", f"--checkpoint {trained_run.run}/last.pth.tar -o {tmp_path}/page.svg", image)
+    ended = call("attention", f"--checkpoint {trained_run.run} -o {tmp_path}/page.svg", image)
     assert ended.code == 0 and "wrote" in ended.out and (tmp_path / "page.svg").stat().st_size > 10_000, ended.err
     flags = f"--checkpoint {described('lvvit_test')[1]} --query 1 0 --device cpu"
     ended = call("attention", flags, image, "-o", tmp_path / "page.png")

@@ -28,10 +28,10 @@ def _rows(call: Call, data: Path, checkpoint: Path, out: Path, flags: str = "") 
     return json.loads(out.read_text())
 
 
-def test_a_directory_of_checkpoints(call: Call, trained_run: TrainedRun, tmp_path: Path) -> None:
+def test_all_checkpoints_of_a_folder(call: Call, trained_run: TrainedRun, tmp_path: Path) -> None:
     data, run = trained_run
     table = tmp_path / "results.csv"
-    ended = call("validate", f"{data} -b 4 -j 0 --checkpoint {run} --results-file {table}")
+    ended = call("validate", f"{data} -b 4 -j 0 --checkpoint {run} --all --results-file {table}")
     assert ended.code == 0, ended.err
     rows = list(csv.DictReader(table.open()))
     assert [Path(row["checkpoint"]).name for row in rows] == [
@@ -41,7 +41,7 @@ def test_a_directory_of_checkpoints(call: Call, trained_run: TrainedRun, tmp_pat
     # Two epochs, two different files: each was evaluated once.
     assert ended.out.count("over 8 images") == 2
     (shutil.copytree(run, tmp_path / "run") / "last.pth.tar").write_bytes(b"")  # what is measured before it stays
-    ended = call("validate", f"{data} -b 4 -j 0 --checkpoint {tmp_path / 'run'} --results-file {table}")
+    ended = call("validate", f"{data} -b 4 -j 0 --checkpoint {tmp_path / 'run'} --all --results-file {table}")
     names = [Path(row["checkpoint"]).name for row in csv.DictReader(table.open())]
     assert ended.refused("last.pth.tar") and names == ["checkpoint-0.pth.tar", "checkpoint-1.pth.tar"]
 

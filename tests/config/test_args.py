@@ -13,6 +13,7 @@ import pytest
 from tlt.errors import UserError
 from volo.cli import COMMANDS
 from volo.config.args import TRAIN
+from volo.config.flag_table import Place
 
 ROOT = Path(__file__).parents[2]
 LABELS = "--token-label --token-label-data l"
@@ -178,6 +179,38 @@ def test_what_only_one_program_needs_is_refused_there() -> None:
         with pytest.raises(UserError, match=re.escape(message)):
             COMMANDS[program].program.parse(line.split())
     assert TRAIN.parse(["--data-backend", "synthetic"]).data_dir is None
+
+
+def test_a_runs_directory_is_its_best_checkpoint_in_every_program(tmp_path: Path) -> None:
+    lines = {"train": "/data --token-label --token-label-teacher t", "predict": "i.jpg", "attention": "i.jpg -o a.png",
+             "export": "-o m.onnx", "label": "/data out", "validate": "/data"}  # fmt: skip
+    run, foreign, tried = tmp_path / "run", tmp_path / "foreign", list[str]()
+    for folder, names in ((run, ("checkpoint-3", "last", "model_best")), (foreign, ("a", "b"))):
+        folder.mkdir()
+        for name in names:
+            (folder / f"{name}.pth.tar").touch()
+    for name, line in lines.items():
+        program = COMMANDS[name].program
+        for row in program.parser().flags.values():
+            told = re.search("checkpoint|weights|finetune|teacher", f"{row.label} {row.help}")
+            named = isinstance(row.type, Place) and row.type.metavar in ("PATH", "NAME")
+            if not told or not named or row.dest in ("model", "token_label_teacher", "resume"):
+                continue
+            (run / "model_best.pth.tar").touch()
+            args, tried = program.parse([*line.split(), row.label, str(run)]), [*tried, row.label]
+            assert getattr(args, row.dest) == str(run / "model_best.pth.tar"), (name, row.label)
+            assert f"{row.label} {run}: model_best.pth.tar" in args.notes
+            (run / "model_best.pth.tar").unlink()
+            assert getattr(program.parse([*line.split(), row.label, str(run)]), row.dest) == str(run / "last.pth.tar")
+            if name != "validate":
+                with pytest.raises(UserError, match="foreign holds 2 checkpoints: name one of them, such as b.pth.tar"):
+                    program.parse([*line.split(), row.label, str(foreign)])
+    assert len(tried) == 9
+    validate = COMMANDS["validate"].program
+    for flags, every in (([foreign], True), ([run, "--all"], True), ([run], False)):
+        assert validate.parse(["/data", "--checkpoint", *map(str, flags)]).all is every
+    with pytest.raises(UserError, match="--all has no effect without a folder"):
+        validate.parse(["/data", "--checkpoint", str(run / "last.pth.tar"), "--all"])
 
 
 def test_every_flag_is_read_by_name_outside_of_the_parser() -> None:

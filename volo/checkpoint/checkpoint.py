@@ -25,15 +25,12 @@ from torch import Tensor
 
 from tlt.errors import NonFiniteError, UserError
 from tlt.io.files import sync_folder
-from tlt.io.text import natural_key
 from tlt.io.weights import first_non_finite
 from volo.checkpoint.state import TrainState
+from volo.config.checkpoint_files import BEST, LAST
 
-LAST = "last.pth.tar"
-BEST = "model_best.pth.tar"
 NAMES = re.compile(r"(?:last|model_best|checkpoint-(\d+))\.pth\.tar")  # the only names that `auto` reads
 STAGED, _ABANDONED = ".staged-", "superseded-"
-ENDINGS = (".pth", ".pt", ".tar", ".safetensors")
 
 
 class NotWrittenError(UserError):
@@ -145,46 +142,6 @@ def rank(scores: Mapping[int, Mapping[str, float]], by: str) -> list[RankedCheck
 def best_of(ranked: list[RankedCheckpoint]) -> RankedCheckpoint | None:
     """Return the best checkpoint of a ranked list; None if none has a metric."""
     return ranked[0] if ranked and ranked[0].metric is not None else None
-
-
-def checkpoints_in(folder: Path, flag: str) -> list[Path]:
-    """Return the checkpoints in a folder, in natural order.
-
-    Raises:
-        UserError: The folder holds no checkpoint.
-    """
-    files = [
-        path for path in folder.iterdir() if path.is_file() and path.name.endswith(ENDINGS) and path.name[0] != "."
-    ]
-    if not files:
-        raise UserError(f"{flag} {folder}: no file in it ends in {', '.join(ENDINGS)}")
-    return sorted(files, key=lambda path: natural_key(path.name))
-
-
-def the_checkpoint(path: str, flag: str) -> Path:
-    """Return the file that a flag names, or the only checkpoint in the folder that it names.
-
-    Raises:
-        UserError: The folder holds no checkpoint, or several.
-    """
-    if not Path(path).is_dir():
-        return Path(path)
-    first, *others = checkpoints_in(Path(path), flag)
-    if others:
-        raise UserError(
-            f"{flag} {path} holds {1 + len(others)} checkpoints: name one of them, such as {others[-1].name}"
-        )
-    return first
-
-
-def best_or_last(path: str, flag: str) -> Path:
-    """Return the file that a flag names; of a run's directory the best checkpoint or else the last.
-
-    Raises:
-        UserError: The directory is not a run's, and holds no checkpoint or several.
-    """
-    files = (Path(path, name) for name in (BEST, LAST))
-    return next((file for file in files if file.is_file()), None) or the_checkpoint(path, flag)
 
 
 @dataclass

@@ -1,6 +1,6 @@
 """Draw what the attention layers of a VOLO or LV-ViT look at in an image, and what its heads say about it.
 
-    volo attention image.jpg --checkpoint output/train/RUN/model_best.pth.tar -o attention.png
+    volo attention image.jpg --checkpoint output/train/RUN -o attention.png
     volo attention image.jpg --model volo_d1 --pretrained --query 0.3 0.6 -o attention.png
 
 A checkpoint of ours says which model it is and how its images are prepared; flags win over that. The models never hold

@@ -1,6 +1,6 @@
 """Write a trained model as a file that runs without this project, and check that file against the model.
 
-    volo export -o volo.onnx --checkpoint output/train/RUN/model_best.pth.tar
+    volo export -o volo.onnx --checkpoint output/train/RUN
     volo export -o volo_d1_384.pt2 --model volo_d1 --pretrained --img-size 384 --dense
 
 The file takes any number of images of one size: one input, `images` (B, channels, H, W), float32 and normalised. Its

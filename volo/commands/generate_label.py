@@ -1,7 +1,7 @@
 """Make token labels: for every position of every image in a folder, the classes that an annotator network finds there.
 
     python generate_label.py DATA OUT --model dm_nfnet_f6 --pretrained --img-size 576 -b 32
-    python generate_label.py DATA OUT --checkpoint runs/annotator/model_best.pth.tar
+    python generate_label.py DATA OUT --checkpoint output/train/annotator
     ./distributed_generate_label.sh 8 DATA OUT ...                                   one process per GPU
 
 DATA is a folder of class folders, or holds one called `train` (`--split` names another): then that one is annotated.

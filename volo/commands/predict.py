@@ -34,7 +34,7 @@ from tlt.labels.annotate import labelled_area
 from tlt.models.folding import fold_batchnorm
 from tlt.models.spatial import feature_map
 from tlt.tools.drawing import Cells, check_format, drawable, save_figure, shorten
-from volo.checkpoint.checkpoint import best_or_last, explained, install
+from volo.checkpoint.checkpoint import explained, install
 from volo.checkpoint.model_config import class_names
 from volo.cluster.distributed import World, choose_device, limit_threads
 from volo.cluster.launch import launch_of
@@ -67,10 +67,7 @@ def run(args: Namespace) -> int:
     found = find_images(args.paths)
     say(f"warning: {line}" for line in found.warnings)
     check_outputs(args, found)
-    path = best_or_last(args.checkpoint, "--checkpoint") if args.checkpoint else None
-    if path is not None and Path(args.checkpoint).is_dir():
-        print(f"--checkpoint {printable(args.checkpoint)}: {path.name}", flush=True)
-    trained = load_model(args, path, dense=bool(args.token_maps))
+    trained = load_model(args, args.checkpoint or None, dense=bool(args.token_maps))
     say(trained.notes)
     check_model(args, trained)
     names = names_of_classes(args.class_names, trained)

@@ -21,7 +21,7 @@ from torch import nn
 from tlt.data.dataset import LabelReader
 from tlt.data.sources.folder import check_num_classes
 from tlt.io.jobs import SearchProgress
-from volo.checkpoint.checkpoint import LAST, NotWrittenError, the_checkpoint
+from volo.checkpoint.checkpoint import LAST, NotWrittenError
 from volo.checkpoint.finetune import load_finetune, load_weights
 from volo.checkpoint.resume import DATA_KEY, fingerprint
 from volo.checkpoint.state import TrainState
@@ -201,9 +201,9 @@ def build(run: Run, folders: Folders, labels: LabelReader | None, model: TimmMod
 def load_start(model: TimmModel, args: Namespace, logger: Logger) -> None:
     """Load `--initial-checkpoint` or `--finetune`, initialise the heads and freeze the others as the flags say."""
     if args.initial_checkpoint:
-        logger.line(str(load_weights(model, the_checkpoint(args.initial_checkpoint, "--initial-checkpoint"))))
+        logger.line(str(load_weights(model, args.initial_checkpoint)))
     if args.finetune:
-        logger.line(str(load_finetune(model, the_checkpoint(args.finetune, "--finetune"))))
+        logger.line(str(load_finetune(model, args.finetune)))
     if args.head_init_scale is not None or args.head_init_bias is not None:
         init_heads(model, args.head_init_scale, args.head_init_bias)
     if args.freeze:

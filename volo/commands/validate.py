@@ -1,6 +1,6 @@
-"""Measure the accuracy of a checkpoint, or of every checkpoint in a directory.
+"""Measure the accuracy of a checkpoint, or of every checkpoint in a folder.
 
-    python validate.py DATA --checkpoint output/train/RUN/model_best.pth.tar
+    python validate.py DATA --checkpoint output/train/RUN
 
 A checkpoint of ours says which model it is and how its images were prepared; flags win over that. Every image counts
 once, for any number of processes (`torchrun --nproc-per-node N validate.py ...`).
@@ -33,9 +33,9 @@ from tlt.errors import UserError
 from tlt.io.files import read_bytes
 from tlt.io.text import printable
 from tlt.models.folding import fold_batchnorm
-from volo.checkpoint.checkpoint import checkpoints_in
 from volo.cluster.distributed import World, init_world, lost_rank_explained, primary_first, shut_down
 from volo.commands.console import say
+from volo.config.checkpoint_files import checkpoints_in
 from volo.record.metrics import Sums
 from volo.record.run_directory import check_writable
 from volo.train.compilation import compile_errors_told, compile_model
@@ -67,7 +67,7 @@ def validate(args: Namespace, world: World) -> None:
     rows: list[dict[str, Any]] = []
     seen: dict[tuple[int, int], dict[str, Any]] = {}
     given = Path(args.checkpoint) if args.checkpoint else None  # None stands for pretrained weights
-    for path in checkpoints_in(given, "--checkpoint") if given and given.is_dir() else [given]:
+    for path in checkpoints_in(args.checkpoint, "--checkpoint") if args.all else [given]:
         inode = (path.stat().st_dev, path.stat().st_ino) if path and path.exists() else (0, len(seen))
         if inode not in seen:  # several names of one epoch may share one file
             seen[inode] = evaluate_with_retry(args, path, world)

@@ -148,16 +148,16 @@ def check_weights(args: Namespace, flags: Mapping[str, Flag]) -> list[str]:
     Raises:
         UserError: Two sources of weights, or none; a flag without effect.
     """
-    check_flags(args, flags)
+    notes = check_flags(args, flags)
     check_rules(args, PIXELS + (COMPILE if "torchcompile" in args else ()))
     if args.use_ema and args.no_use_ema:
         raise UserError("--use-ema and --no-use-ema contradict each other: keep one of them")
     if args.model is None and not args.checkpoint:
         raise UserError("--model is missing, or a --checkpoint that says what model it holds")
     if args.checkpoint or args.pretrained:
-        return []
+        return notes
     args.pretrained = True
-    return [f"no --checkpoint: the published weights of {args.model}, as --pretrained"]
+    return [*notes, f"no --checkpoint: the published weights of {args.model}, as --pretrained"]
 
 
 def check_drop_path(args: Namespace) -> None:

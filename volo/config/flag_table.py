@@ -22,6 +22,7 @@ from typing import Any, NamedTuple, NoReturn
 from tlt import __version__
 from tlt.errors import UserError
 from tlt.io.text import leads_out
+from volo.config.checkpoint_files import the_checkpoint
 
 
 @dataclass(frozen=True)
@@ -84,6 +85,10 @@ class Place(Text):
         return prefix + possible_name(os.path.expanduser(text.removeprefix(prefix)))
 
 
+class Weights(Place):
+    """A type of values: the file of a checkpoint; a folder stands for `the_checkpoint` in it."""
+
+
 def possible_name(path: str) -> str:
     """Return a path that a file can have. Raises argparse.ArgumentTypeError: none can."""
     if "\0" in path or any(len(name.encode(errors="replace")) > 255 for name in path.split("/")):
@@ -103,6 +108,7 @@ SEED = Number(int, low=0, high=2**63 - 1)
 SHARE = Number(float, low=0, high=1)
 NAME, TEXT = map(Text, ("NAME", "TEXT"))
 PATH, FILE, DIR, SOURCE = map(Place, ("PATH", "FILE", "DIR", "NAME"))
+WEIGHTS = Weights("PATH")
 
 
 def name_below(text: str) -> str:
@@ -199,10 +205,11 @@ def needing(need: Need, *rows: Flag) -> tuple[Flag, ...]:
 
 
 def check_flags(args: Namespace, flags: Mapping[str, Flag]) -> list[str]:
-    """Check for flags that can't be set, contradict each other, or have no effect without others.
+    """Check for flags that can't be set, contradict each other, or have no effect without others; put files in the
+    place of folders of checkpoints, unless `--all` of them are wanted.
 
     Returns:
-        Lines for the log: none.
+        Lines for the log: which files.
 
     Raises:
         UserError: For the first such flag.
@@ -220,7 +227,14 @@ def check_flags(args: Namespace, flags: Mapping[str, Flag]) -> list[str]:
         for need in row.needs:
             if not need.met(args):
                 raise UserError(f"{row.shown(getattr(args, row.dest))} has no effect without {need.of}")
-    return []
+    notes = []
+    for row in changed:
+        folder = getattr(args, row.dest)
+        if isinstance(row.type, Weights) and os.path.isdir(folder) and not getattr(args, "all", False):
+            file = the_checkpoint(folder, row.label)
+            setattr(args, row.dest, str(file))
+            notes.append(f"{row.shown(folder)}: {file.name}")
+    return notes
 
 
 class Group:

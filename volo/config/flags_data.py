@@ -11,13 +11,14 @@ from volo.config.flag_table import (
     FILE,
     FLOAT,
     NAME,
-    PATH,
     POSITIVE,
     SHARE,
     SOURCE,
     TEXT,
+    WEIGHTS,
     Group,
     Need,
+    Weights,
     flag,
     key_value,
     needing,
@@ -117,7 +118,7 @@ TOKEN_LABELS = Group(
         excludes=("token_label_teacher",),
     ),
     flag("--token-label-teacher", SOURCE, "", "label the batches themselves, by this annotator", needs=(TOKEN_LABEL,)),
-    flag("--token-label-teacher-checkpoint", PATH, "", "its weights (the published ones)", needs=(TEACHER,)),
+    flag("--token-label-teacher-checkpoint", WEIGHTS, "", "its weights (the published ones)", needs=(TEACHER,)),
     flag("--token-label-teacher-top-k", POSITIVE, 5, "classes it names per place", needs=(TEACHER,)),
     flag(
         "--token-label-size",
@@ -169,7 +170,7 @@ TOKENS = Need("--kd-distill-type token", lambda a: a.kd_distill_type == "token")
 
 DISTILLATION = Group(
     "Distillation",
-    flag("--kd-model-name", SOURCE, "", "frozen teacher: a timm model, hf-hub:..., local-dir:..., a run"),
+    flag("--kd-model-name", Weights("NAME"), "", "frozen teacher: a timm model, hf-hub:..., local-dir:..., a run"),
     *needing(
         TAUGHT,
         flag("--kd-distill-type", ("logit", "feature", "token"), "logit", "logits, pooled features, or tokens"),

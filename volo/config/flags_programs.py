@@ -6,11 +6,13 @@ what it is.
 
 from __future__ import annotations
 
+import os
 import sys
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
 
 from tlt.errors import UserError
+from volo.config.checkpoint_files import best_or_last
 from volo.config.flag_rules import check_images, check_weights, join_data_dir
 from volo.config.flag_table import (
     ABOVE_ZERO,
@@ -24,6 +26,7 @@ from volo.config.flag_table import (
     SHARE,
     SOURCE,
     TEXT,
+    WEIGHTS,
     Flag,
     Group,
     Need,
@@ -48,12 +51,13 @@ from volo.config.flags_data import (
 from volo.config.flags_train import BIND, CHANNELS_LAST, COMPILE, MIXED_PRECISION, NO_TORCHSCRIPT, OUTLOOK_KERNEL
 
 CHECKPOINT = Need("--checkpoint", lambda a: bool(a.checkpoint))
+FOLDER = Need("a folder as --checkpoint", lambda a: os.path.isdir(a.checkpoint))
 RESULTS_FILE = Need("--results-file", lambda a: bool(a.results_file))
 HEADS = Need("the heads' outputs (--knn compares features)", lambda a: not a.knn)
 EMBEDDINGS = Need("--embeddings", lambda a: bool(a.embeddings))
 MODEL = (
     flag("-m --model", SOURCE, None, "model (what the checkpoint says)"),
-    flag("--checkpoint", PATH, "", "weights: .pth, .pth.tar or .safetensors", excludes=("pretrained",)),
+    flag("--checkpoint", WEIGHTS, "", "weights, or the directory of a run: its best", excludes=("pretrained",)),
     switch("--pretrained", "the published weights"),
     switch("--use-ema", "the moving average in the checkpoint (what training selected by)", needs=(CHECKPOINT,)),
     switch("--no-use-ema", "the plain weights, also where training selected by the average", needs=(CHECKPOINT,)),
@@ -99,6 +103,7 @@ _VALIDATE = (
     Group(
         "Model",
         *MODEL,
+        switch("--all", "every checkpoint in a folder; without it the best, in a run's directory", needs=(FOLDER,)),
         switch("--test-pool", "test-time pooling", needs=(HEADS,)),
         switch("--no-test-pool", "the default", excludes=("test_pool",)),
     ),
@@ -157,9 +162,7 @@ _PREDICT = (
         # Any number of unreadable images is told and left out.
         *(row for row in _IMAGES if row.dest != "max_bad_images"),
     ),
-    Group(
-        "Model", *MODEL, note="--checkpoint also takes the directory of a run: its model_best.pth.tar, or last.pth.tar."
-    ),
+    Group("Model", *MODEL),
     Group(
         "Predictions",
         flag("--topk", POSITIVE, 5, "most probable classes of an image"),
@@ -176,6 +179,8 @@ _PREDICT = (
 
 def _check_validate(args: Namespace, flags: Mapping[str, Flag]) -> list[str]:
     join_data_dir(args, "DATA", "data")
+    # As published for a folder of checkpoints.
+    args.all = args.all or (FOLDER.met(args) and best_or_last(args.checkpoint) is None)
     return check_images(args, flags)
 
 
@@ -189,7 +194,7 @@ def _check_predict(args: Namespace, flags: Mapping[str, Flag]) -> list[str]:
 VALIDATE = Program(
     "validate",
     "DATA --checkpoint PATH [flags]",
-    "Measure the accuracy of a checkpoint, or of every checkpoint in a folder.",
+    "Measure the accuracy of a checkpoint, of the best in a run's directory, or of all in a folder.",
     _VALIDATE,
     _check_validate,
 )

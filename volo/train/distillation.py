@@ -12,7 +12,6 @@ from argparse import Namespace
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import timm
@@ -26,8 +25,8 @@ from tlt.distill import DistillLoss, FeatureTeacher, with_projector
 from tlt.errors import UserError
 from tlt.loss import LossTerms
 from tlt.mixtoken import mixed_share
-from volo.checkpoint.checkpoint import ENDINGS, best_or_last
 from volo.cluster.distributed import World
+from volo.config.checkpoint_files import ENDINGS
 from volo.record.logger import Logger
 from volo.train.compilation import feature_compiler
 from volo.train.data import train_loader
@@ -165,8 +164,7 @@ def load_distillation(
 
 
 def _load(name: str, size: tuple[int, ...], channels: int) -> TimmModel:
-    is_path = Path(name).is_dir() or (name.endswith(ENDINGS) and not timm.is_model(name))
-    path = best_or_last(name, "--kd-model-name") if is_path else None
+    path = name if name.endswith(ENDINGS) and not timm.is_model(name) else None
     asked = Namespace(model=None if path else name, pretrained=not path, num_classes=None, gp=None, img_size=size)
     asked.use_ema, asked.no_use_ema, asked.input_size, asked.model_kwargs = False, False, None, {}
     trained = load_model(asked, path, dense=False)

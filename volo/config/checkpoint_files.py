@@ -1,0 +1,45 @@
+"""The names of checkpoints, and the one that a folder stands for, in every program: of a run's directory its best."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tlt.errors import UserError
+from tlt.io.text import natural_key
+
+LAST, BEST = "last.pth.tar", "model_best.pth.tar"
+ENDINGS = (".pth", ".pt", ".tar", ".safetensors")
+
+
+def best_or_last(folder: str) -> Path | None:
+    """Return the best checkpoint of a run's directory, or else the last; None: it is no such directory."""
+    return next((file for name in (BEST, LAST) if (file := Path(folder, name)).is_file()), None)
+
+
+def checkpoints_in(folder: str, flag: str) -> list[Path]:
+    """Return the checkpoints in a folder, in natural order.
+
+    Raises:
+        UserError: The folder holds no checkpoint.
+    """
+    every = Path(folder).iterdir()
+    files = [path for path in every if path.is_file() and path.name.endswith(ENDINGS) and path.name[0] != "."]
+    if not files:
+        raise UserError(f"{flag} {folder}: no file in it ends in {', '.join(ENDINGS)}")
+    return sorted(files, key=lambda path: natural_key(path.name))
+
+
+def the_checkpoint(folder: str, flag: str) -> Path:
+    """Return the checkpoint that stands for a folder: `best_or_last`, or the only one in it.
+
+    Raises:
+        UserError: It is no run's directory, and holds no checkpoint or several.
+    """
+    if found := best_or_last(folder):
+        return found
+    first, *others = checkpoints_in(folder, flag)
+    if others:
+        raise UserError(
+            f"{flag} {folder} holds {1 + len(others)} checkpoints: name one of them, such as {others[-1].name}"
+        )
+    return first
