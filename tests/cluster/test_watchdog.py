@@ -28,8 +28,8 @@ def test_fault_21_a_phase_may_take_as_long_as_what_it_may_be_waiting_for(slow: s
     dog = watchdog()
     for phase in ("data", "others", "step", "data", "others", "step", slow):
         dog.at(phase) if slow != "start" else None
-    # Rank 0 may still be saving, another one compiling: up to where all ranks have met after the next step.
-    for phase in ("data", "others", "step", "data", "others"):
+    # Rank 0 may still be saving, another one compiling (at the start) or validating: until all ranks have met.
+    for phase in ("data", "others", "step", "data", "others")[3 if slow == "saving" else 0 :]:
         dog.at(phase)
         assert dog.allowed() == Watchdog.START_S
     allowed = []
@@ -54,6 +54,17 @@ def test_fault_21_the_first_step_of_each_size_of_a_batch_may_compile() -> None:
     sizes += [(3, True), (1, True)]
     batches = StopGuard(StopSignal(), dog, int).iterate_until_stopped(batch_at(last, size) for size, last in sizes)
     assert [dog.allowed() for _ in batches] == [long, 3, 3, long, 3, 3, 3, long, 3, 3, 3]
+
+
+def test_fault_21_a_hang_in_an_epoch_is_told_as_soon_after_a_validation_and_a_save_as_later() -> None:
+    dog, allowed = watchdog(), []
+    guard = StopGuard(StopSignal(), dog, int)
+    for _ in range(2):
+        for _ in guard.iterate_until_stopped(batch_at(True, 4) for _ in range(3)):
+            allowed.append(dog.allowed())
+        list(guard.batches([0]))
+        dog.at("saving")
+    assert allowed == [Watchdog.START_S, *[3.0] * 5]
 
 
 def test_a_stop_is_between_updates_alone() -> None:

@@ -146,7 +146,7 @@ class Watchdog:
 
     Args:
         timeout: Seconds without progress (`--dist-timeout`). At least `START_S` where this or another rank may be
-            compiling or saving: until all ranks have met after the first step of each batch size, or after the step
+            compiling or saving: until all ranks have met after the first step of each batch size, and before the step
             that follows a validation or a save.
         loader_timeout: Seconds for which a rank may wait for data; 0: for ever.
         note: Called with the fields of an event before the end.
@@ -171,8 +171,10 @@ class Watchdog:
     def at(self, phase: str, size: int | None = None) -> None:
         """Something was done, and `phase` begins: start, data, others (waiting for the data of all ranks), step (with a
         batch of so many images), validation or saving."""
-        if phase in ("validation", "saving"):
-            self._meetings = 2
+        if phase == "validation":
+            self._meetings = 2  # at its end, and when what it has led to is saved
+        elif phase == "saving":
+            self._meetings = max(self._meetings, 1)
         elif self._phase == "others":
             self._meetings = max(self._meetings - 1, 0)
         if size is not None and size not in self._sizes:
