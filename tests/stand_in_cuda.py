@@ -7,12 +7,14 @@ their losses can be compared. What a GPU punishes, the stand-in finds:
 - `waits` lists every place at which the host waits for the device. A copy from memory that is not page-locked is one.
 - `launches` counts the operations that start a kernel or a copy, by the stage of the product that starts them.
 - A copy to page-locked memory arrives when the host has waited for it; until then its memory holds NaN, or -1.
+- In the capture of a graph (`tests/stand_in/graph.py`) nothing is computed and nothing may wait. `replay` does it all
+  with the numbers that Python had then, and is one launch.
 - `races` lists where a stream reads or writes what another one may still be writing or reading, and memory that is
   given back while another stream than its own may still use it.
 
 Not here: the rounding of a GPU, and autocast's list of operations for CUDA (the CPU's takes its place); Triton's
 programs (the operator of `volo.kernels.windows` answers for them, `tests/models/test_outlook_triton.py` interprets
-them); torch.compile, CUDA graphs and NCCL; worker processes (-j 0). C++ takes a tensor for one of the CPU.
+them); torch.compile and NCCL; worker processes (-j 0). C++ takes a tensor for one of the CPU.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -31,6 +34,9 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.stand_in import streams
+from tests.stand_in.graph import Graph, capture
+from tests.stand_in.streams import ACTIVE, Block, Event, Stream, current_stream, on_stream
 from volo.kernels import windows  # noqa: F401 (defines the operators that answer for Triton's programs)
 
 CUDA = torch.device("cuda", 0)
@@ -53,110 +59,6 @@ class Wait(NamedTuple):
         return f"{self.operation} in {' > '.join(self.stack)}"
 
 
-class Block:
-    """Allocated memory of the device, which the tensors share that look at it."""
-
-    def __init__(self, owner: Stream) -> None:
-        self.device = StandIn.active
-        self.owner, self.written, self.used = owner, (owner, owner.time), {owner: owner.time}
-        self.recorded = {owner}  # streams for which `record_stream` keeps the memory
-
-    def __del__(self) -> None:
-        # What the main stream has made, and others read, are constants, in use until the last batch that nobody takes.
-        for stream, time in self.used.items() if self.owner is not self.device.main else ():
-            if stream not in self.recorded and not self.owner.comes_after(stream, time):
-                self.device.race(f"memory of {self.owner} is given back while {stream} may still use it")
-
-
-class Stream:
-    """Work that the device does in order. `time` counts it; `known[s]` is how far it has waited for stream s."""
-
-    finished: dict[Stream, int] = {}  # how far the host has waited for each stream
-
-    def __init__(self, device: Any = None, priority: int = 0, name: str = "side stream") -> None:
-        self.name, self.time, self.known, self.copies = name, 0, {}, []
-
-    def __str__(self) -> str:
-        return self.name
-
-    def comes_after(self, stream: Stream, time: int) -> bool:
-        """Whether what this stream does next comes after the work of another one up to then."""
-        return stream is self or max(self.known.get(stream, 0), Stream.finished.get(stream, 0)) >= time
-
-    def record_event(self, event: Event | None = None) -> Event:
-        event = event or Event()
-        event.record(self)
-        return event
-
-    def wait_event(self, event: Event) -> None:
-        self.known = {s: max(self.known.get(s, 0), event.known.get(s, 0)) for s in {*self.known, *event.known}}
-
-    def wait_stream(self, stream: Stream) -> None:
-        self.wait_event(stream.record_event())
-
-    def synchronize(self) -> None:
-        self.record_event().synchronize()
-
-    def is_capturing(self) -> bool:
-        return False
-
-
-class Event:
-    """A point in the work of a stream, and of those for which that one had waited."""
-
-    def __init__(self, *_: Any, **__: Any) -> None:
-        self.known: dict[Stream, int] = {}
-
-    def record(self, stream: Stream | None = None) -> None:
-        stream = stream or current_stream()
-        self.known = {**stream.known, stream: stream.time}
-
-    def wait(self, stream: Stream | None = None) -> None:
-        (stream or current_stream()).wait_event(self)
-
-    def query(self) -> bool:
-        return all(Stream.finished.get(stream, 0) >= time for stream, time in self.known.items())
-
-    def synchronize(self) -> None:
-        """The host waits; what was copied to its memory up to here has arrived."""
-        StandIn.active.host_waits("synchronize", self)
-
-    def reached(self) -> None:
-        """The host knows that the device is here."""
-        for stream, time in self.known.items():
-            Stream.finished[stream] = max(Stream.finished.get(stream, 0), time)
-            for copied, host, values in list(stream.copies):
-                if copied <= Stream.finished[stream]:
-                    stream.copies.remove((copied, host, values))
-                    host.copy_(values)
-
-    def elapsed_time(self, other: Event) -> float:
-        if not (self.query() and other.query()):
-            raise RuntimeError("CUDA error: device not ready")
-        return 1.0
-
-
-class _Current(threading.local):
-    def __init__(self) -> None:
-        self.streams: list[Stream] = []
-
-
-_current = _Current()
-
-
-def current_stream(device: Any = None) -> Stream:
-    """The stream on which this thread works."""
-    return _current.streams[-1] if _current.streams else StandIn.active.main
-
-
-@contextmanager
-def on_stream(stream: Stream | None) -> Iterator[None]:
-    """Stands for `torch.cuda.stream`."""
-    _current.streams.append(stream or current_stream())
-    yield
-    _current.streams.pop()
-
-
 class CudaTensor(Tensor):
     """A tensor on the device. Its values are those of `held`, a tensor on the CPU."""
 
@@ -177,7 +79,7 @@ class CudaTensor(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return StandIn.active.run(operation, args, kwargs or {})
+        return ACTIVE.device.run(operation, args, kwargs or {})
 
     device = property(lambda self: CUDA)  # type: ignore[assignment]
     is_cuda = property(lambda self: True)  # type: ignore[assignment]
@@ -195,7 +97,7 @@ class CudaTensor(Tensor):
         if device is None or device.type == "cuda":
             return Tensor.to(self, same["dtype"], copy=copy, memory_format=same["memory_format"])
         if device.type == "cpu":
-            return StandIn.active.to_host(self.detach(), non_blocking, **same)
+            return ACTIVE.device.to_host(self.detach(), non_blocking, **same)
         return self.held.to(device, dtype)
 
     def cpu(self, *_: Any, **__: Any) -> Tensor:  # type: ignore[override]
@@ -244,7 +146,7 @@ class _Mode(TorchDispatchMode):
     """Sends every operation of a thread to the stand-in."""
 
     def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return StandIn.active.run(operation, args, kwargs or {})
+        return ACTIVE.device.run(operation, args, kwargs or {})
 
 
 class StandIn:
@@ -253,7 +155,8 @@ class StandIn:
     active: StandIn
 
     def __init__(self) -> None:
-        self.main = Stream(name="main stream")
+        self.main = self.default = Stream(name="main stream")  # of the thread that trains, and of others
+        self.capturing: Graph | None = None
         self.waits: list[Wait] = []
         self.launches = Counter[str]()  # by "folder/file.py:function" of the product
         self.races: list[str] = []
@@ -267,16 +170,29 @@ class StandIn:
 
     def host_waits(self, operation: str, event: Event | None = None) -> None:
         """Note a wait for an event, or for the end of what this thread's stream does."""
+        self.refuse_in_capture(operation)
         self.waits.append(Wait(operation, tuple(product_frames())[::-1]))
         if event is None and self.sync_debug_mode == "error":
             raise RuntimeError(f"called a synchronizing CUDA operation: {self.waits[-1]}")
         (event or current_stream().record_event()).reached()
+
+    def refuse_in_capture(self, operation: str, *_: Any) -> None:
+        """Raise as a GPU does for what a graph can't hold, or would hold with the host's numbers of the capture."""
+        if self.capturing is not None:
+            self.capturing.failed = True
+            raise RuntimeError(f"CUDA error: operation not permitted when stream is capturing: {operation}")
+
+    def synchronize(self, _: Any = None) -> None:
+        event = self.default.record_event()
+        event.known |= {**self.main.known, self.main: self.main.time}
+        event.synchronize()
 
     def race(self, message: str) -> None:
         self.races.append(f"{message} ({' < '.join(product_frames())})")
 
     def pin(self, tensor: Tensor) -> Tensor:
         """Note that a tensor's memory is page-locked."""
+        self.refuse_in_capture("pin_memory")
         storage = tensor.untyped_storage()
         self._pinned[storage._cdata] = storage
         return tensor
@@ -311,7 +227,7 @@ class StandIn:
         name = operation._schema.name.split("::")[1]
         own = [leaf for leaf in leaves if isinstance(leaf, CudaTensor)]
         plain = [t for t in leaves if isinstance(t, Tensor) and not (isinstance(t, CudaTensor) or t.is_meta)]
-        if name == "_to_copy":
+        if name == "_to_copy" and not own:
             return self._copied(operation, args[0], kwargs)
         if name == "copy_" and plain:
             return self._copied_into(*args[:2], non_blocking=bool((args + (False,))[2] or kwargs.get("non_blocking")))
@@ -329,17 +245,26 @@ class StandIn:
             shapes = [tuple(t.shape) for t in plain]
             raise RuntimeError(f"Expected all tensors to be on the same device: {name} got {shapes} on cpu")
         generator = kwargs.get("generator")
+        if generator is not None:
+            self.refuse_in_capture("a generator that is not the default one")
         if generator is not None and not isinstance(generator, CudaGenerator):
             raise RuntimeError("Expected a 'cuda' device type for generator but found 'cpu'")
 
     def _computed(self, operation: Any, name: str, args: Any, kwargs: Any, own: list[CudaTensor]) -> Any:
-        stream, kernel = current_stream(), not (operation.is_view or name in _NO_KERNEL or name.startswith("empty"))
-        if kernel:
-            self._launch(name, stream, own, _written(operation, args))
+        kernel = not (operation.is_view or name in _NO_KERNEL or name.startswith("empty"))
         by_held = {id(t.held): t for t in own}
-        held_args, held_kwargs = _held(args), {name: _held(value) for name, value in kwargs.items()}
+        hold = _frozen if self.capturing else _held
+        held_args, held_kwargs = hold(args), {name: hold(value) for name, value in kwargs.items()}
         held_kwargs = {k: "cpu" if k == "device" else v for k, v in held_kwargs.items()}
-        result = self._replaced.get(operation, operation)(*held_args, **held_kwargs)
+        run = partial(self._replaced.get(operation, operation), *held_args, **held_kwargs)
+        if not kernel:
+            result = run()
+        elif self.capturing is not None:
+            place = next(product_frames(), "")
+            result = self.capturing.keep(name, place, run, own, _written(operation, args, kwargs))
+        else:
+            self._launch(name, current_stream(), own, _written(operation, args, kwargs))
+            result = run()
         blocks = {t.held.untyped_storage()._cdata: t.block for t in own}
 
         def wrapped(held: Tensor) -> CudaTensor:
@@ -357,25 +282,29 @@ class StandIn:
         return CudaTensor(held, block or Block(current_stream()))
 
     def _launch(self, name: str, stream: Stream, tensors: Iterable[CudaTensor], written: Iterable[Any] = ()) -> None:
+        self.refuse_in_capture(name)
+        self.launch(name, stream, {t.block for t in tensors}, {t.block for t in written if isinstance(t, CudaTensor)})
+
+    def launch(self, name: str, stream: Stream, used: set[Block], written: set[Block]) -> None:
         """Count a kernel, and look whether its stream may touch the memory of its operands already."""
         stream.time += 1
         self.launches[next(product_frames(), "")] += 1
-        for block in {tensor.block for tensor in tensors}:
+        for block in used:
             if not stream.comes_after(*block.written):
                 self.race(f"{name} on {stream} touches what {block.written[0]} may still be writing")
             block.used[stream] = stream.time
-        for block in {tensor.block for tensor in written if isinstance(tensor, CudaTensor)}:
+        for block in written:
             if readers := [other for other, time in block.used.items() if not stream.comes_after(other, time)]:
                 self.race(f"{name} on {stream} overwrites what {readers[0]} may still be reading")
             block.written = (stream, stream.time)
 
     def _copied(self, operation: Any, tensor: Tensor, kwargs: dict[str, Any]) -> Tensor:
-        """`_to_copy` to the device, or on the device to another type."""
-        own, non_blocking = [tensor] if isinstance(tensor, CudaTensor) else [], bool(kwargs.get("non_blocking"))
-        self._launch("_to_copy", current_stream(), own)
-        if not own and not (non_blocking and self.is_pinned(tensor)):
+        """`_to_copy` to the device."""
+        non_blocking = bool(kwargs.get("non_blocking"))
+        self._launch("_to_copy", current_stream(), [])
+        if not (non_blocking and self.is_pinned(tensor)):
             self.host_waits("copy from memory that is not page-locked" if non_blocking else "copy to the device")
-        return self._on_device(operation(own[0].held if own else tensor, **{**kwargs, "device": "cpu"}))
+        return self._on_device(operation(tensor, **{**kwargs, "device": "cpu"}))
 
     def to_host(self, tensor: Tensor, non_blocking: bool, **options: Any) -> Tensor:
         """A copy on the CPU, in page-locked memory where the host does not wait for it."""
@@ -428,9 +357,15 @@ def _held(values: Any) -> Any:
     return _mapped(values, lambda tensor: tensor.held if isinstance(tensor, CudaTensor) else tensor)
 
 
-def _written(operation: Any, args: Any) -> list[Any]:
+def _frozen(values: Any) -> Any:
+    """As `_held`; a graph keeps the number of a CPU's tensor."""
+    return _mapped(values, lambda tensor: tensor.held if isinstance(tensor, CudaTensor) else tensor.clone())
+
+
+def _written(operation: Any, args: Any, kwargs: dict[str, Any]) -> list[Any]:
     """The arguments that an operation overwrites."""
-    named = zip(operation._schema.arguments, args, strict=False)
+    by_name = {argument.name: argument for argument in operation._schema.arguments}
+    named = [*zip(by_name.values(), args, strict=False), *((by_name[name], value) for name, value in kwargs.items())]
     return _leaves(value for argument, value in named if argument.alias_info and argument.alias_info.is_write)
 
 
@@ -489,11 +424,11 @@ def _apply(module: nn.Module, function: Any, recurse: bool = True) -> nn.Module:
 
 
 def _backward(*args: Any, real: Any = torch.autograd.backward, **kwargs: Any) -> None:
-    StandIn.active.in_backward = any(isinstance(leaf, CudaTensor) for leaf in _leaves((*args, *kwargs.values())))
+    ACTIVE.device.in_backward = any(isinstance(leaf, CudaTensor) for leaf in _leaves((*args, *kwargs.values())))
     try:
         real(*args, **kwargs)
     finally:
-        StandIn.active.in_backward = False
+        ACTIVE.device.in_backward = False
 
 
 def _of_tensor(args: Any) -> Any:
@@ -520,38 +455,46 @@ def _grouped(tensors: Any, with_indices: bool = False, real: Any = torch._C._gro
 @contextmanager
 def stand_in_cuda() -> Iterator[StandIn]:
     """Within the block this machine has one H100, as far as Python can see."""
-    stand_in = StandIn.active = StandIn()
-    Stream.finished = {}
+    stand_in = ACTIVE.device = StandIn()
+    streams.begin()
     enabled, dtype_of = torch.is_autocast_enabled, torch.get_autocast_dtype
     nothing, zero, memory = (lambda *_, **__: None), (lambda *_, **__: 0), (lambda *_, **__: 1 << 30)
+    seeds = ("manual_seed_all", "manual_seed", "set_rng_state")
     cuda = {
-        **{name: nothing for name in ("_lazy_init", "set_device", "manual_seed_all", "manual_seed", "empty_cache")},
-        **{name: nothing for name in ("reset_peak_memory_stats", "set_rng_state", "init")},
+        **{name: nothing for name in ("_lazy_init", "set_device", "empty_cache", "reset_peak_memory_stats", "init")},
+        **{name: partial(stand_in.refuse_in_capture, name) for name in seeds},
         **{name: memory for name in ("memory_allocated", "max_memory_allocated", "memory_reserved")},
         **{name: lambda *_, **__: True for name in ("is_available", "is_initialized", "is_bf16_supported")},
         "max_memory_reserved": memory,
         "mem_get_info": lambda device=None: (_GPU.total_memory, _GPU.total_memory),
         "current_device": zero,
         "device_count": lambda: 1,
-        "is_current_stream_capturing": lambda: False,
+        "is_current_stream_capturing": lambda: stand_in.capturing is not None,
         "get_device_properties": lambda device=None: _GPU,
         "get_device_capability": lambda device=None: (_GPU.major, _GPU.minor),
         "get_device_name": lambda device=None: _GPU.name,
-        "get_rng_state": lambda device=None: torch.zeros(16, dtype=torch.uint8),
+        "get_rng_state": lambda device=None: (
+            stand_in.refuse_in_capture("get_rng_state") or torch.zeros(16, dtype=torch.uint8)
+        ),
         "set_sync_debug_mode": lambda mode: setattr(stand_in, "sync_debug_mode", mode),
         "get_sync_debug_mode": lambda: ("default", "warn", "error").index(stand_in.sync_debug_mode),
-        "synchronize": lambda device=None: stand_in.main.synchronize(),
+        "synchronize": stand_in.synchronize,
         "current_stream": current_stream,
-        "default_stream": lambda device=None: stand_in.main,
+        "default_stream": lambda device=None: stand_in.default,
+        "set_stream": streams.set_stream,
         "stream": on_stream,
         "Stream": Stream,
         "Event": Event,
+        "CUDAGraph": Graph,
+        "graph": capture,
+        "graph_pool_handle": lambda: (0, 1),
     }
     with ExitStack() as patches:
         for name, value in cuda.items():
             patches.enter_context(patch.object(torch.cuda, name, value))
         for owner, name, value in (
             (torch.accelerator, "current_stream", current_stream),
+            (torch.accelerator, "current_accelerator", lambda check_available=False: torch.device("cuda")),
             (torch, "Generator", _GeneratorOf),
             (torch, "autocast", _Autocast),
             (torch, "is_autocast_enabled", lambda *_: enabled("cpu")),

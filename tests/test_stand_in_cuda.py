@@ -115,6 +115,63 @@ def test_numbers_gradients_and_draws_are_the_cpus(stand_in: StandIn) -> None:
     torch.testing.assert_close(gradients("cuda"), gradients("cpu"))
 
 
+def captured(work: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = work()
+    return graph, found
+
+
+def test_a_graph_repeats_the_numbers_of_its_capture_and_reads_tensors_and_the_seed_anew(stand_in: StandIn) -> None:
+    weight, scale, number = ones(4), torch.full((), 2.0, device="cuda"), torch.tensor(5.0)
+    graph, found = captured(lambda: (weight.mul_(scale).add_(number), torch.rand(4, device="cuda")))
+    assert weight.eq(1).all() and found[1].isnan().all()  # nothing was computed
+    scale.fill_(3)
+    number.fill_(7)
+    stand_in.launches.clear()
+    torch.manual_seed(1)
+    graph.replay()
+    assert stand_in.launches.total() == 1
+    drawn = found[1].cpu()
+    assert weight.eq(1 * 3 + 5).all()
+    graph.replay()
+    assert weight.eq(8 * 3 + 5).all() and not torch.equal(found[1].cpu(), drawn)
+    torch.manual_seed(1)
+    torch.testing.assert_close(torch.rand(4, device="cuda").cpu(), drawn)
+
+
+@pytest.mark.parametrize(
+    "refused",
+    [
+        lambda x: x.sum().item(),
+        lambda x: x[x > 0],
+        lambda x: x.to("cpu", non_blocking=True),
+        lambda x: torch.ones(2).pin_memory().to("cuda", non_blocking=True),
+        lambda x: torch.manual_seed(1),
+        lambda x: torch.cuda.get_rng_state(),
+        lambda x: torch.rand(2, device="cuda", generator=torch.Generator("cuda")),
+        lambda x: torch.cuda.synchronize(),
+        lambda x: torch.optim.AdamW([nn.Parameter(x)], fused=True).step(),  # not capturable
+    ],
+)
+def test_a_capture_refuses_what_the_host_has_to_do(stand_in: StandIn, refused: Callable[[Tensor], Any]) -> None:
+    x = ones(2)
+    with pytest.raises(RuntimeError, match="captur"):
+        captured(lambda: refused(x))
+    assert x.sum().item() == 2  # nothing is captured any more
+
+
+def test_a_graph_that_uses_memory_which_was_given_back_is_seen() -> None:
+    with stand_in_cuda() as device:
+        kept = [ones(2)]
+        graph, _ = captured(lambda: [kept[0].add_(1), None][1])
+        graph.replay()
+        assert not device.races
+        kept.clear()
+        graph.replay()
+    assert "given back" in str(device.races)
+
+
 def test_the_device_stage_starts_no_more_kernels_than_it_did(stand_in: StandIn) -> None:
     config = AugmentConfig((32, 32), auto_augment="rand-m9-mstd0.5-inc1", reprob=0.25)
     stage, images = DeviceStage(config, (0.5,) * 3, (0.5,) * 3).cuda(), torch.zeros(256, 3, 32, 32, dtype=torch.uint8)
