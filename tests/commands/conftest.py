@@ -19,6 +19,7 @@ import timm
 import torch
 from torch import nn
 
+from tests.config.test_remedies import foreign_flags
 from tests.conftest import LIMIT, wait_until, write_dataset
 from volo import cli
 
@@ -103,7 +104,9 @@ def call(capsys: pytest.CaptureFixture[str]) -> Call:
             code = cli.run(program, [*flags.split(), *map(str, more)])
         except SystemExit as end:  # argparse
             code = end.code if isinstance(end.code, int) else 1
-        return Ended(code, *capsys.readouterr())
+        ended = Ended(code, *capsys.readouterr())
+        assert code != 2 or not foreign_flags(program, ended.err), ended.err
+        return ended
 
     return call
 

@@ -15,12 +15,12 @@ import yaml
 
 from benchmarks.program import COMMANDS as BENCHMARKS
 from benchmarks.program import benchmark_parser
-from tests.commands.conftest import ROOT
 from tlt.tools.cli import parser as tlt_parser
 from volo.cli import COMMANDS
 from volo.config.args import TRAIN
 from volo.config.flag_table import Flag
 
+ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md")] + sorted((ROOT / "docs").glob("*.md"))
 SCRIPTS = {
     "train.py": "train",

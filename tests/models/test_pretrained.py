@@ -29,7 +29,7 @@ def test_without_a_network_the_message_names_the_file_and_its_place(no_network, 
     with torch.device("meta"), pytest.raises(UserError) as raised:
         timm.create_model(name, pretrained=True)
     message = str(raised.value)
-    assert "\n" not in message and str(no_network / file) in message and "--initial-checkpoint" in message
+    assert "\n" not in message and str(no_network / file) in message and "--" not in message
     assert "no route to host" in message and "https://github.com/" in message
 
 

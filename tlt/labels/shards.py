@@ -61,7 +61,7 @@ class ShardReader:
         self.root, self._names = root, names
         if not os.path.isfile(os.path.join(root, f"{LABELS}.json")):
             raise UserError(
-                f"--token-label-data {printable(root)} are shards without labels: pack them with "
+                f"token labels {printable(root)}: these are shards without labels: pack them with "
                 "`tlt pack-images --labels LABELS`"
             )
         self.table = RecordImages(os.path.join(root, LABELS))

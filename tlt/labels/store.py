@@ -95,10 +95,10 @@ def open_labels(
         reader = TreeReader(os.fspath(path), packed, num_classes, found)
     root, warnings = printable(reader.root), list[str]()
     if reader.info is not None:
-        _check_classes(reader.info, f"--token-label-data {root}", num_classes, class_names)
+        _check_classes(reader.info, f"token labels {root}", num_classes, class_names)
         num_classes = num_classes or reader.info.num_classes
         if area not in (None, reader.info.area):
-            warnings.append(f"--token-label-area {area} overrides {reader.info.area}, which {root} records")
+            warnings.append(f"the area {area} overrides {reader.info.area}, which {root} records")
     warnings += _check_missing(reader, packed, bad_label)
     info = reader.info or _info_of_first_map(reader, len(names), num_classes, bad_label)
     if label_tail != "zero" and not (info.log_sum_exp and num_classes):
@@ -277,4 +277,4 @@ def _info_of_first_map(reader: Reader, count: int, num_classes: int | None, bad_
         except UserError as error:
             if bad_label == "stop" or isinstance(error, MachineFault):
                 raise
-    raise UserError(f"--token-label-data {printable(reader.root)}: not one of its label files can be used")
+    raise UserError(f"token labels {printable(reader.root)}: not one of its label files can be used")

@@ -161,7 +161,7 @@ class TreeReader:
     ) -> None:
         self.root, self.num_classes, self._names = root, num_classes, names
         if not os.path.isdir(root):
-            raise UserError(f"--token-label-data {printable(root)} does not exist or is not a folder")
+            raise UserError(f"token labels {printable(root)}: this does not exist or is not a folder")
         self.info = LabelInfo.read(os.path.join(root, INFO_NAME))
         self._files = find_labels(names, label_files_below(root, found), root)
         self.missing = set(np.flatnonzero(np.diff(self._files.ends, prepend=0) == 0).tolist())

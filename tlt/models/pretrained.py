@@ -115,7 +115,7 @@ def published_weights(cfg: dict[str, Any]) -> dict[str, Tensor]:
         reason = " ".join(str(error).split())[:120]
         raise UserError(
             f"{name}: the weights can't be fetched ({type(error).__name__}: {reason}). "
-            f"Download {url} and save it as {file}, or give the file with --initial-checkpoint"
+            f"Download {url} and save it as {file}"
         ) from error
     return state_dict_of(read_checkpoint(file))
 

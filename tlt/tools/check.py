@@ -25,7 +25,7 @@ def check(data: str, labels: str, split: str = "train", num_classes: int | None 
     Raises:
         UserError: No images, or nothing that could be their labels.
     """
-    folder = open_images(data, split, allow_root=True)
+    folder = open_images(data, split, None, allow_root=True)
     store = open_labels(labels, folder.paths, num_classes=num_classes, bad_label="skip")
     skipped, missing, info = set(store.info.skipped), store.reader.missing, store.reader.info
     unusable: dict[str, str] = {}

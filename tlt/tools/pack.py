@@ -39,7 +39,7 @@ def pack(
     if not os.path.isdir(tree):
         raise UserError(f"TREE {printable(tree)} does not exist or is not a folder")
     recorded = LabelInfo.read(os.path.join(tree, INFO_NAME))
-    folder = open_images(images, split or "train", allow_root=True) if images else None
+    folder = open_images(images, split or "train", None, allow_root=True) if images else None
     labels, names, classes, notes = find_rows(tree, folder)
     num_classes = recorded.num_classes if recorded else None
 

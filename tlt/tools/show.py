@@ -39,7 +39,7 @@ def show(**flags: Any) -> list[str]:
     args = Namespace(**flags)
     check_format(args.output)
     refuse_existing(args.output, "-o")
-    folder = open_images(args.data, args.split, allow_root=True)
+    folder = open_images(args.data, args.split, None, allow_root=True)
     store = open_labels(args.labels, folder.paths, area=args.area, bad_label="skip")
     if args.images and args.n:
         raise UserError(f"-n {args.n} has no effect with --images: keep one of them")

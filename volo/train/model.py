@@ -158,7 +158,7 @@ def build_model(args: Namespace, recorded: dict[str, Any] | None = None, weights
     except Exception as error:  # constructors, hubs and readers of weights raise anything
         reason = " ".join(str(error).split())[:300] or type(error).__name__
         if fetched and not folder and "loading state_dict" not in reason:
-            raise UserError(_not_fetched(name, reason)) from error
+            raise UserError(_not_fetched(name, reason, args)) from error
         raise UserError(f"--model {args.model} cannot be built with {kwargs}: {reason}") from error
     _try(model, args, kwargs)
     if fetched:
@@ -206,11 +206,10 @@ def _check_folder(folder: Path, model: str) -> None:
     read_checkpoint(file)
 
 
-def _not_fetched(name: str, reason: str) -> str:
-    return (
-        f"--model {name}: its published weights can't be fetched ({reason}): name a file of them "
-        "with --initial-checkpoint (validate.py, generate_label.py: --checkpoint; --kd-model-name local-dir:FOLDER)"
-    )
+def _not_fetched(name: str, reason: str, args: Namespace) -> str:
+    own = [f" with --{dest.replace('_', '-')}" for dest in ("initial_checkpoint", "checkpoint") if dest in args]
+    instead = own[0] if own else " in its place"  # of a teacher
+    return f"--model {name}: its published weights can't be fetched ({reason}): name a file of them{instead}"
 
 
 def _refuse_huge(name: str, kwargs: dict[str, Any], weights: int | None) -> None:

@@ -84,7 +84,8 @@ def with_recorded(
     filled = Namespace(**vars(args))
     filled.model = args.model or config.get("name") or checkpoint.get("arch")
     if not filled.model:
-        raise UserError(f"--checkpoint {path} does not say what model it holds: add --model NAME")
+        remedy = "add --model NAME" if "checkpoint" in args else "name a checkpoint that does"  # as a teacher
+        raise UserError(f"{path} does not say what model it holds: {remedy}")
     filled.num_classes = args.num_classes or config.get("num_classes")
     if args.input_size is None:
         filled.in_chans = config.get("in_chans")

@@ -31,7 +31,7 @@ KINDS = [f"{kind}/{name}".rstrip("/") for kind, (_, _, names) in OPENERS.items()
 def open_images(
     data: str | None,
     split: str,
-    dataset: str = "",
+    dataset: str | None = "",
     class_names: Sequence[str] | None = None,
     allow_root: bool = False,
     found: Callable[[str, int], None] | None = None,
@@ -44,7 +44,8 @@ def open_images(
     Args:
         data: Folder of the data set; None only where `needs_folder` is false.
         split: Such as `"train"` or `"validation"`.
-        dataset: Kind of data set (`--dataset`); "": image folders or shards, whichever is there.
+        dataset: Kind of data set (`--dataset`); "": image folders or shards, whichever is there; None: so it is, and
+            the program has no such flag.
         class_names: Imposed class list; None: the data set's own.
         allow_root: Take `data` itself where no split of any name is in it.
         found: Called often, with what is done and how many images or files were found; None: lines are printed.
@@ -74,7 +75,7 @@ def open_images(
         # Of a folder without splits it makes both.
         held_out = split_flag == "--val-split" or (split_flag == "--train-split" and not kind)
         hint = "; --val-fraction 0.1 makes a split" if held_out else ""
-        hint += "" if kind else other_kinds(data or "")
+        hint += "" if kind or dataset is None else other_kinds(data or "")
         raise UserError(f"{error} ({split_flag}){hint}") from error
     check_classes(images.classes, images.class_names, printable(images.root))
     if class_names is not None:
@@ -82,14 +83,14 @@ def open_images(
     return images
 
 
-def parse_kind(dataset: str) -> tuple[str, str]:
+def parse_kind(dataset: str | None) -> tuple[str, str]:
     """(kind, name) of a `--dataset`: the prefix before the first slash in lower case, and the rest as it is, as timm
     has them; ("", "") for image folders and shards, which are told apart by what is there.
 
     Raises:
         UserError: No such kind, or one that can't be read by index.
     """
-    if dataset.lower() in ("", "imagefolder", "image_folder", "folder"):
+    if dataset is None or dataset.lower() in ("", "imagefolder", "image_folder", "folder"):
         return "", ""
     kind, _, name = dataset.partition("/")
     kind = kind.lower()
@@ -103,6 +104,6 @@ def parse_kind(dataset: str) -> tuple[str, str]:
     return kind, name
 
 
-def needs_folder(dataset: str) -> bool:
+def needs_folder(dataset: str | None) -> bool:
     """Whether a kind is in a folder of the user's: Hugging Face's data sets have a cache of their own."""
     return parse_kind(dataset)[0] != "hfds"
