@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import shlex
 import shutil
 import subprocess
 import sys
@@ -18,6 +19,7 @@ import yaml
 
 from tests.commands.conftest import QUICK, Call, Described, Make, TrainedRun
 from tests.conftest import LIMIT
+from volo.config.args import TRAIN
 
 # A folder is loaded where neither package is there.
 LOAD = """
@@ -100,7 +102,7 @@ def test_the_card_tells_settings_and_the_accuracy_of_the_weights_that_are_export
     saved = torch.load(run / "last.pth.tar", weights_only=True)
     saved["args"] |= {"token_label": True, "token_label_data": str(tmp_path), "smoothing": 0.0}
     torch.save(saved, run / "last.pth.tar")
-    taught = saved["args"] | {"token_label_teacher": f"local-dir:{tmp_path}"}
+    taught = saved["args"] | {"token_label_teacher": f"local-dir:{tmp_path}", "finetune": str(run / "last.pth.tar")}
     torch.save(saved | {"update": saved["update"] + 1, "args": taught}, run / "later.pth.tar")
 
     def card(more: str, checkpoint: str = "last.pth.tar") -> str:
@@ -116,6 +118,12 @@ def test_the_card_tells_settings_and_the_accuracy_of_the_weights_that_are_export
     assert average in told and "12.50" not in told
     assert "volo train DATA --model volo_test" in told and "--token-label --token-label-data LABELS" in told
     assert "--smoothing 0.0" in told and "False" not in told
+    # The command trains as the run did: its settings are all told, also those that the data decided.
+    words = shlex.split(told.split("```bash\n")[1].split("\n```")[0])
+    again = TRAIN.parse(words[2:])
+    where = {"output", "experiment", "log_interval", "checkpoint_hist", "workers", "data_dir", "token_label_data"}
+    assert {k for k, v in vars(again).items() if k in saved["args"] and v != saved["args"][k]} <= where
+    assert "--img-size 32" in told and "--warmup-epochs 0" in told and str(run) not in told
     assert average in card("--use-ema")
     assert plain in card("--no-use-ema") and "62.50" not in card("--no-use-ema")
     for more in ("--img-size 64", "--crop-pct 0.5", "--mean 0.5"):

@@ -21,7 +21,7 @@ STARTS |= {f"tlt {name}": (f"tlt.tools.{module}", name.replace("-", "_")) for na
 COMMAND = re.compile(r"volo ([a-z]+)|(tlt [a-z-]+)|(train|validate|generate_label)\.py|docker|\btar\b|torchrun|sbatch")
 # What a program reaches and never tells: it is said of a flag that was given, or names a limit and another remedy.
 UNTOLD = {
-    "train": {"choose_weights", "FlagParser"},  # a teacher's; --help
+    "train": {"choose_weights"},  # of a teacher
     "validate label predict export attention": {
         "check_convolutions",
         "_set_modes",
@@ -73,7 +73,7 @@ def told_by(program: str) -> Iterator[tuple[str, str]]:
     """(name of the definition, text) of all that a program's entry point leads to, but for the tables of flags."""
     left, seen = deque([STARTS[program]]), set[tuple[str, str]]()
     while left:
-        if (place := left.popleft()) in seen or place[0].startswith("volo.config.flags"):
+        if (place := left.popleft()) in seen or place[0].startswith("volo.config"):
             continue
         seen.add(place)
         names, texts = uses(*place)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 from argparse import Namespace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +17,17 @@ from tlt.errors import UserError
 from tlt.io.files import blamed_on
 from tlt.io.weights import peek_checkpoint
 from volo.checkpoint.model_config import class_names
+from volo.config.args import changed_flags
+from volo.config.checkpoint_files import ENDINGS
+from volo.config.flags_data import LOADING
+from volo.config.flags_train import CHECKPOINTS, DISTRIBUTED, RUN, TRACKING
 from volo.record.records import epochs_of
 from volo.train.model import architecture_of, is_ours
 from volo.train.trained_model import TrainedModel
 
-# The arguments of the run that the card tells.
-_SETTINGS = (
-    *("epochs", "batch_size", "opt", "lr", "lr_base", "weight_decay", "drop_path", "aa", "mixup", "cutmix"),
-    *("smoothing", "token_label", "token_label_data", "token_label_teacher", "dense_weight", "model_ema", "seed"),
-)
+# What only says where a run was, and on what; the card has no places of whoever trained.
+_PLACES = {row.dest for group in (RUN, CHECKPOINTS, TRACKING, DISTRIBUTED) for row in group.flags} - {"seed"}
+_PLACES |= {"model", "workers", "loader_timeout", *(row.dest for row in LOADING)}
 _IMAGES = ("input_size", "mean", "std", "crop_pct", "crop_mode", "interpolation")
 # What timm says of its own weights, which these are not.
 _OF_OTHERS = (
@@ -100,20 +103,25 @@ def card(trained: TrainedModel, name: str, checkpoint: str, licence: str, origin
     lines += [needs.partition(" first")[0]] if needs else []
     lines += ["import timm", "", 'model = timm.create_model("hf-hub:ORG/NAME", pretrained=True).eval()', "```", ""]
     settings = (peek_checkpoint(checkpoint).get("args") or {}) if checkpoint else {}
-    given = {key: settings[key] for key in _SETTINGS if settings.get(key) not in (None, "")}
-    if told := [_flag(key, value) for key, value in given.items() if value is not False]:
-        lines += ["## Training", "", "```bash", f"volo train DATA --model {model} {' '.join(told)}", "```", ""]
+    if told := {dest: words for dest, words in changed_flags(settings).items() if dest not in _PLACES}:
+        command = shlex.join(["volo", "train", "DATA", "--model", model, *chain(*map(_public, told.values()))])
+        lines += ["## Training", "", "```bash", command, "```", ""]
     return f"---\n{yaml.safe_dump(head, sort_keys=False)}---\n\n" + "\n".join(lines) + "\n"
 
 
-def _flag(key: str, value: Any) -> str:
-    """Return a flag as on a command line, with a word in place of a folder of whoever trained."""
-    shown = f"--{key.replace('_', '-')}"
-    if key == "token_label_data":
-        return f"{shown} LABELS"
-    if str(value).startswith("local-dir:"):
-        return f"{shown} local-dir:FOLDER"
-    return shown if value is True else f"{shown} {shlex.quote(str(value))}"
+def _public(words: list[str]) -> list[str]:
+    """Return a flag and its values with words in place of files and folders of whoever trained."""
+    flag, *values = words
+    if flag == "--token-label-data":
+        return [flag, "LABELS"]
+
+    def shown(value: str) -> str:
+        if value.startswith("local-dir:"):
+            return "local-dir:FOLDER"
+        on_the_web = value.startswith("hf-hub:") or flag == "--dataset"
+        return "FILE" if value.endswith(ENDINGS) or ("/" in value and not on_the_web) else value
+
+    return [flag, *map(shown, values)]
 
 
 def _accuracy(trained: TrainedModel, checkpoint: str) -> list[str]:

@@ -99,6 +99,19 @@ def checked_settings(recorded: Mapping[str, Any]) -> dict[str, Any]:
     return checked
 
 
+def changed_flags(settings: Mapping[str, Any]) -> dict[str, list[str]]:
+    """Return the flags of train.py that recorded settings have at other values than the default, by destination: the
+    words of a command line that sets them again."""
+    found = {}
+    for dest, row in TRAIN.parser().flags.items():
+        value = settings.get(dest)
+        if row.label.startswith("--") and value is not None and value != row.default:
+            pairs = [f"{key}={each}" for key, each in value.items()] if isinstance(value, dict) else value
+            words = [] if row.switch else pairs if isinstance(pairs, list) else [pairs]
+            found[dest] = [row.label, *map(str, words)]
+    return found
+
+
 def _not_overruled(recipe: Mapping[str, Any], given: Mapping[str, Any], flags: Mapping[str, Flag]) -> dict[str, Any]:
     """Return the recipe without the values that the command line overrules."""
     chosen = {dest for dest, value in given.items() if value is not False and value != ""}
