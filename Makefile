@@ -7,7 +7,7 @@
 # make test-docker   build the image on a small base (root; installs Debian's buildah and debootstrap)
 # make benchmark-gpu   on a GPU: its tests, then training steps of VOLO-D1, D3 and D5 beside timm's, in calls of 10 minutes
 # make house   lines of each room, of tests and docs
-# make docs   the pages of docs/ as a site, in site/
+# make docs   the pages of docs/ as a site: open site/index.html       make docs-serve  serve it, and follow changes
 # make lint   ruff, mypy, shellcheck, hadolint, mkdocs                       make clean  remove .venv and the demo's output
 PYTHON ?= python3
 VENV := .venv
@@ -26,7 +26,7 @@ BENCHMARK_ARGS ?=
 # Container images of Python often set this. Without bytecode each of the programs that tests start takes twice as long.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: benchmark-gpu clean demo docs house lint test test-all test-docker test-faults test-newest test-slow test-slurm test-versions
+.PHONY: benchmark-gpu clean demo docs docs-serve house lint test test-all test-docker test-faults test-newest test-slow test-slurm test-versions
 
 # One stamp per set of extras: installing again is skipped until pyproject.toml changes. `dev` has what `test` has. Python
 # compiles what is imported; pip would compile everything, which takes a minute.
@@ -111,6 +111,9 @@ house: $(VENV)/.installed-test
 
 docs: $(VENV)/.installed-dev
 	$(BIN)/mkdocs build
+
+docs-serve: $(VENV)/.installed-dev
+	$(BIN)/mkdocs serve
 
 clean:
 	rm -rf $(VENV) site .venv-versions demo_output

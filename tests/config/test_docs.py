@@ -7,7 +7,7 @@ import shlex
 from argparse import _SubParsersAction
 from collections.abc import Iterable, Iterator
 from functools import cache
-from importlib.util import find_spec
+from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
 
 import pytest
@@ -67,6 +67,22 @@ def test_the_page_of_flags_names_no_flag_that_is_not_there_and_tells_every_refus
     refused = {row.label for row in rows() if row.refused} - {"--num-gpu"}  # which is told with its number
     told = page[page.index("Refused, because") :].partition("\n\n")[0]
     assert refused and not {label for label in refused if f"`{label}`" not in told and f"`{label} " not in told}
+
+
+def test_the_site_has_a_heading_for_every_flag_of_every_program() -> None:
+    spec = spec_from_file_location("hooks", ROOT / ".ci" / "mkdocs_hooks.py")
+    assert spec and spec.loader
+    spec.loader.exec_module(hooks := module_from_spec(spec))
+    page = "\n\n".join(hooks.all_flags())
+    headings = re.findall(r"^#### `(.*)` <small>(.*)</small> \{#(.*)\}\n\n\S", page, re.MULTILINE)
+    named = {
+        f"{program.split()[-1]} {name}" for text, program, _ in headings for name in re.findall(r"--?[\w-]+", text)
+    }
+    programs = [*COMMANDS, *(f"tlt {each}" for each in ("pack", "unpack", "check", "show")), "benchmark step"]
+    asked = {f"{each.split()[-1]} {name}" for each in programs if each != "launch" for name in flags_of(each)}
+    left_out = {each for each in asked - named if not re.search(r" (-h|--help|--version|--no-.*)$", each)}
+    assert len(asked) > 300 and not left_out
+    assert len({anchor for *_, anchor in headings}) == len(headings)
 
 
 def blocks(language: str) -> Iterator[tuple[str, str]]:
