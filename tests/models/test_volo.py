@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import timm
 import torch
@@ -33,7 +35,8 @@ def test_a_variant_is_its_row_with_the_names_and_shapes_of_timms_weights(name):
         cells = f"{str(row.layers)[1:-1]} | {row.dims[0]}/{row.dims[1]} | {row.heads[0]}/{row.heads[1]}"
     else:
         cells = f"{row.depth} | {row.embed_dim} | {row.num_heads}"
-    assert f"| {name} | {cells} | {millions:.1f} M |" in (ROOT / "docs" / "models.md").read_text()
+    page = (ROOT / "docs" / "models.md").read_text()
+    assert re.search(rf"\| {name} \| [^|]+ \| {millions:.1f} M \| {cells} \|\n", page)
     if (name, 224) not in WEIGHTS:
         return
     with torch.device("meta"):
