@@ -16,6 +16,7 @@ from tests.record.tracked import report
 from tlt.data.batch import Skipped
 from tlt.errors import NonFiniteError
 from volo.cluster.distributed import World
+from volo.config.args import TRAIN
 from volo.record import records
 from volo.record.logger import Logger
 from volo.record.records import EVENTS, LineFile, RunRecords, read_json_lines, strict_json
@@ -43,10 +44,20 @@ def test_events_of_all_ranks_from_before_and_after_the_directory_is_known(tmp_pa
 def test_the_curve_shows_an_epoch_at_its_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     drawn = list[Figure]()
     monkeypatch.setattr(Figure, "savefig", lambda figure, path, dpi: drawn.append(figure))
-    run = RunRecords(tmp_path)
+    run = RunRecords(tmp_path / "ru$n$")
+    args = TRAIN.parse(["/data", "--token-label", "--token-label-data", "l"])
+    run.record_start(args, 1, "cpu")
     for epoch in range(3):
         run.epoch({"epoch": epoch, "train_loss": 3.0 - epoch, "eval_loss": None if epoch == 1 else 5.0})
     run.draw_curve()
+    figure, losses = drawn[0], drawn[0].axes[0]
+    assert figure.get_suptitle() == "ru$n$" and losses.get_ylabel() == "loss = class + 0.5 dense"
+    assert all(float(tick).is_integer() for axes in figure.axes for tick in axes.xaxis.get_major_locator()())
+    looks = [(line.get_color(), line.get_linestyle(), line.get_marker()) for line in losses.lines]
+    assert all(one != other for one, other in zip(*looks, strict=True))
+    for flags, told in (("--cls-weight 0 --dense-weight 1", "loss = dense"), ("--token-label-size 1", "loss = class")):
+        run.record_start(TRAIN.parse(["/data", "--token-label", "--token-label-data", "l", *flags.split()]), 1, "cpu")
+        assert run._loss_text() in (told, "loss")
     lines = {line.get_label(): np.stack(line.get_data(), 1).tolist() for axes in drawn[0].axes for line in axes.lines}
     assert lines == {"train loss": [[1, 3], [2, 2], [3, 1]], "eval loss": [[1, 5], [3, 5]]}
 

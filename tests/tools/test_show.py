@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import combinations
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +11,7 @@ import torch
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.text import Text
 from PIL import Image
 
 from tlt import geometry
@@ -19,7 +21,7 @@ from tlt.data.sources.folder import scan_folder
 from tlt.labels.store import open_labels
 from tlt.targets import make_targets
 from tlt.tools.cli import main, parser
-from tlt.tools.drawing import draw_page, read_examples
+from tlt.tools.drawing import Cells, Example, class_colours, draw_page, read_examples
 from tlt.tools.show import load_batch
 
 CONFIG = AugmentConfig(size=(64, 96), scale=(0.3, 0.8), reprob=0.0)
@@ -91,6 +93,68 @@ def test_a_page_shows_what_the_pipeline_made(data: tuple[Path, Path]) -> None:
     assert found == pytest.approx(0.6 * dense.softmax(0).max(0).values.numpy(), abs=1e-6)
     numbers = {text.get_text() for text in draw_page(examples, [], "").legends[0].get_texts()}
     assert numbers == {"class 0", "class 1", "class 2"}  # where no names are known
+
+
+def linear(colour: str) -> np.ndarray:
+    """(3,) linear light of an sRGB colour such as #ff8000."""
+    share = np.array([int(colour[i : i + 2], 16) for i in (1, 3, 5)]) / 255
+    return np.where(share <= 0.04045, share / 12.92, ((share + 0.055) / 1.055) ** 2.4)
+
+
+# What the colour is to eyes without M cones (deutan) and without L cones (protan): Machado, Oliveira, Fernandes 2009.
+EYES = {
+    "normal": np.eye(3),
+    "deutan": [[0.367322, 0.860646, -0.227968], [0.280085, 0.672501, 0.047413], [-0.011820, 0.042940, 0.968881]],
+    "protan": [[0.152286, 1.052583, -0.204868], [0.114503, 0.786281, 0.099216], [-0.003882, -0.048116, 1.051998]],
+}
+TO_LMS = [[0.41222, 0.53633, 0.05145], [0.21190, 0.68070, 0.10740], [0.08830, 0.28172, 0.62998]]
+TO_LAB = [[0.21045, 0.79362, -0.00407], [1.97800, -2.42859, 0.45059], [0.02590, 0.78277, -0.80868]]  # OKLab
+
+
+@pytest.mark.parametrize("eyes", EYES)
+def test_twelve_classes_can_be_told_apart_by_every_kind_of_eye(eyes: str) -> None:
+    colours = [*class_colours(range(12)).values(), class_colours([0, 12])[12]]  # and grey
+    seen = [np.array(EYES[eyes]) @ linear(colour) for colour in colours]
+    lab = [np.array(TO_LAB) @ np.cbrt(np.array(TO_LMS) @ light.clip(0, 1)) for light in seen]
+    assert min(np.linalg.norm(one - other) for one, other in combinations(lab, 2)) > 0.07  # black to white: 1
+
+
+def test_a_class_has_its_colour_in_every_picture_or_is_grey_and_named() -> None:
+    colours = class_colours(range(16))
+    assert class_colours([11, 3, 7]) == {i: colours[i] for i in (11, 3, 7)}
+    assert len({colours[i] for i in range(12)}) == 12 and len({colours[i] for i in range(12, 16)}) == 1
+    assert class_colours([15, 3])[15] == colours[3]  # alone, or the more frequent one, it has its own
+    pixels, ids = np.zeros((32, 32, 3), np.uint8), np.arange(16).reshape(4, 4)
+    cells = Cells(ids, np.ones((4, 4)), np.ones((4, 4)))
+    page = draw_page([Example("a", pixels, (32, 32), np.zeros((4, 2)), pixels, tokens=cells)], [], "")
+    texts = [text.get_text() for text in page.legends[0].get_texts()]
+    assert {text.get_text() for text in _drawn(page, "tokens")[0].texts} >= {f"class {i}" for i in range(12, 16)}
+    assert len(texts) == 13 and texts[-1] == "class 12, class 13, class 14, class 15"
+
+
+@pytest.mark.parametrize("parts", [(), ("tokens",), ("label", "tokens")])
+@pytest.mark.parametrize("count", [1, 3])
+def test_all_text_is_inside_of_the_page_and_speaks_of_what_is_drawn(parts: tuple[str, ...], count: int) -> None:
+    pixels, window = np.zeros((40, 30, 3), np.uint8), np.array([[0, 0], [60, 0], [60, 40], [0, 40]])
+    cells = Cells(np.arange(30).reshape(5, 6) // 4, np.ones((5, 6)), np.ones((5, 6)))
+    more = dict.fromkeys(parts, cells) | ({"target": (1, 0.87), "area": (0, 0, 60, 40)} if parts else {})
+    examples = [Example("a name that is long/" * 3, pixels, (60, 40), window, pixels, **more)] * count
+    names = [f"{letter} class with a long name" for letter in "abcdefgh"]
+    page = draw_page(examples, names, "the first images of update 0", "smoothed probability of the class")
+    page.draw_without_rendering()
+    ticks = {text for axes in page.axes for axis in (axes.xaxis, axes.yaxis) for text in axis.findobj(Text)}
+    told, bounds = [text for text in page.findobj(Text) if text.get_text() and text not in ticks], page.bbox
+    for text in told:
+        box = text.get_window_extent()
+        inner = bounds if text.axes is None or text.get_text() not in names else text.axes.bbox
+        assert inner.x0 - 1 <= box.x0 and box.x1 <= inner.x1 + 1 and bounds.y0 <= box.y0 and box.y1 <= bounds.y1, text
+    words = " ".join(text.get_text() for text in told)
+    assert ("label" in words) == ("opacity" in words) == ("b class" in words) == bool(parts)
+    headings = {"image", "augmented"} | {
+        {"label": "label map", "tokens": "targets of the tokens"}[part] for part in parts
+    }
+    assert headings <= {text.get_text() for text in told}
+    assert words.count("target: b class with a long name 0.87"[:16]) == count * bool(parts)
 
 
 @pytest.mark.parametrize(

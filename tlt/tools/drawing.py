@@ -13,6 +13,7 @@ import os
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import compress, product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -37,21 +38,22 @@ Pixels: TypeAlias = npt.NDArray[np.uint8]  # (h, w, 3)
 Colours: TypeAlias = dict[int, str]  # of class ids
 
 INK = "#202020"
-# Chosen one after the other, each as far as possible (in OKLab) from those before it; no dark, pale or grey ones.
+# Okabe and Ito's seven colours, then those farthest from them and each other (in OKLab) for every kind of eye; grey is
+# for classes without one.
 PALETTE = (
-    "#1e69e1", "#3cf03c", "#ff0000", "#006900", "#f05aff", "#5ad2f0", "#ffb42d", "#872d69", "#a56900", "#f096b4",
-    "#8700d2", "#69a500", "#9696ff", "#e10087", "#0f96b4", "#a5d287", "#a51e00", "#a569a5", "#f0782d", "#4b4b96",
-)  # fmt: skip
+    *("#009e73", "#d55e00", "#56b4e9", "#f0e442", "#cc79a7", "#0072b2", "#e69f00"),
+    *("#551122", "#002288", "#77ffff", "#0000ff", "#993311"),
+)
+_OTHERS = "#c0c0c0"
 _OPACITY = 0.6  # of a cell whose class has probability 1: the image stays visible
 _NAMED = 4  # classes of a picture
+_EDGE = 0.2  # share of a picture's width, within which names don't stand centred on their cell
 _SOURCE_PIXELS = 480  # longer side of the source images as drawn
-_PANEL = 2.2  # inches
-_IN_LEGEND = 24  # classes
+_PANEL, _ABOVE = 2.2, 0.3  # inches: side of a picture, and what stands above it
+_ACROSS = 4  # pictures in a row
 _WINDOW = "#ffee00"
-_KEY = (
-    "Yellow: the window that the augmented image shows, a dot at its upper left. Dashed: what the label map covers.\n"
-    "Hatched: no label. Opacity: {} x share of the token that has a label."
-)
+# The pictures of an example, by the attribute of `Example`, with their headings.
+_PANELS = {"source": "image", "label": "label map", "augmented": "augmented", "tokens": "targets of the tokens"}
 
 
 @dataclass(frozen=True)
@@ -70,8 +72,10 @@ class Cells:
 
 
 def class_colours(ids: Iterable[int]) -> Colours:
-    """A colour for each class; colours repeat where there are more classes than colours."""
-    return {class_id: PALETTE[number % len(PALETTE)] for number, class_id in enumerate(dict.fromkeys(ids))}
+    """A colour for each class, the same in every picture. Where two have the same, as classes beyond the twelfth do,
+    the first of `ids` gets it; the other is grey and known by its name."""
+    owners: dict[int, int] = {}
+    return {i: PALETTE[n] if owners.setdefault(n := i % len(PALETTE), i) == i else _OTHERS for i in ids}
 
 
 def new_figure(width: float, height: float, **options: Any) -> Figure:
@@ -118,8 +122,8 @@ def show_image(axes: Axes, image: Pixels, size: tuple[float, float] | None = Non
 def draw_cells(
     axes: Axes, cells: Cells, box: tuple[float, float, float, float], colours: Colours, names: Mapping[int, str]
 ) -> None:
-    """Cells over the box (x0, y0, x1, y1): colour is the class; hatched where no label counts. The classes with the
-    most cells are named, each on its cell nearest to the middle of all its cells."""
+    """Cells over the box (x0, y0, x1, y1): colour is the class; hatched where no label counts. Grey classes and those
+    with the most cells are named, each on its cell nearest to the middle of all its cells."""
     from matplotlib.collections import PatchCollection
     from matplotlib.colors import to_rgb
     from matplotlib.patches import Rectangle
@@ -136,13 +140,17 @@ def draw_cells(
     style: dict[str, Any] = {"facecolor": "none", "edgecolor": "#80808080", "linewidth": 0.3, "hatch": "//////"}
     axes.add_collection(PatchCollection(blank, zorder=3, label="blank", **style))
     found, counts = np.unique(cells.ids[cells.weight > 0], return_counts=True)
-    for class_id in found[np.argsort(-counts, kind="stable")][:_NAMED]:
+    coloured = np.array([colours.get(class_id) != _OTHERS for class_id in found.tolist()])
+    for class_id in found[np.lexsort((-counts, coloured))][:_NAMED]:
         own = np.argwhere((cells.ids == class_id) & (cells.weight > 0)) + 0.5
         row, col = own[((own - own.mean(axis=0)) ** 2).sum(axis=1).argmin()]
-        style = {"ha": "center", "va": "center", "fontsize": 7, "color": INK, "parse_math": False}
+        x = x0 + col * width
+        share = (x - limits[0]) / (limits[1] - limits[0])
+        side = "left" if share < _EDGE else "right" if share > 1 - _EDGE else "center"  # inside of the picture
+        style = {"ha": side, "va": "center", "fontsize": 7, "color": INK, "parse_math": False}
         style["path_effects"] = [withStroke(linewidth=2, foreground="#ffffffd0")]
         text = drawable(shorten(names[int(class_id)], 14))
-        axes.text(x0 + col * width, y0 + row * height, text, zorder=8, clip_on=True, **style)
+        axes.text(x, y0 + row * height, text, zorder=8, clip_on=True, **style)
     axes.axis(limits)
 
 
@@ -180,6 +188,7 @@ class Example:
         label: Label map of the source, None without token labels.
         area: (x0, y0, x1, y1), what the label map covers.
         tokens: Targets of the tokens, None where only the whole image has one.
+        target: Most probable class of the image's own target, and its probability.
     """
 
     name: str
@@ -190,6 +199,7 @@ class Example:
     label: Cells | None = None
     area: Area | None = None
     tokens: Cells | None = None
+    target: tuple[int, float] | None = None
 
 
 def read_examples(
@@ -216,8 +226,11 @@ def read_examples(
         if labels is not None and targets is not None:
             x0, y0, x1, y1 = (labels.area[row].double() * torch.tensor(size * 2)).tolist()
             label, area = _map_cells(labels, row, targets.cls.shape[1]), (x0, y0, x1, y1)
-        tokens = None if targets is None else _token_cells(targets, row)
-        examples.append(Example(name, source, size, corners[row] * size, pixels[row], label, area, tokens))
+        tokens = target = None
+        if targets is not None:
+            probability, class_id = targets.cls[row].max(dim=-1)
+            tokens, target = _token_cells(targets, row), (int(class_id), float(probability))
+        examples.append(Example(name, source, size, corners[row] * size, pixels[row], label, area, tokens, target))
     return examples
 
 
@@ -261,33 +274,71 @@ def draw_page(examples: Sequence[Example], class_names: Sequence[str], title: st
         title: First line of the page.
         note: What the probabilities are, for the legend.
     """
-    from matplotlib.patches import Patch
-
     cells = [each for example in examples for each in (example.label, example.tokens) if each is not None]
     counts = Counter(np.concatenate([np.empty(0, int), *(each.ids[each.weight > 0] for each in cells)]).tolist())
-    colours = class_colours(class_id for class_id, _ in counts.most_common())
-    names = {i: class_names[i] if i < len(class_names) else f"class {i}" for i in counts}
-    panels = ["source", "label", "augmented", "tokens"]
-    panels = [panel for panel in panels if any(getattr(example, panel) is not None for example in examples)]
-    width, height = _PANEL * len(panels), (_PANEL + 0.2) * len(examples)
-    figure = new_figure(width, height + 1.5, layout="constrained")
+    colours = class_colours([class_id for class_id, _ in counts.most_common()])
+    known = counts.keys() | {example.target[0] for example in examples if example.target is not None}
+    names = {i: class_names[i] if i < len(class_names) else f"class {i}" for i in known}
+    panels = [panel for panel in _PANELS if any(getattr(example, panel) is not None for example in examples)]
+    across = min(len(examples), max(1, _ACROSS // len(panels)))  # examples in a row
+    rows, columns = -(-len(examples) // across), across * len(panels)
+    side = max(_ACROSS, columns) * _PANEL / columns
+    figure = new_figure(side * columns, rows * (side + _ABOVE) + 1.5, layout="constrained")
     figure.suptitle(drawable(title), fontsize=9, parse_math=False)
-    grid = figure.subplots(len(examples), len(panels), squeeze=False)
-    for example, row in zip(examples, grid, strict=True):
-        row[0].set_title(drawable(shorten(example.name, 40)), fontsize=7, loc="left", parse_math=False)
-        for axes, panel in zip(row, panels, strict=True):
-            axes.set(gid=panel)
-            axes.set_axis_off()
-            _draw(axes, example, panel, colours, names)
-    shown = [class_id for class_id, _ in counts.most_common(_IN_LEGEND)]
-    patches = [Patch(facecolor=colours[i], label=drawable(shorten(names[i], 24))) for i in shown]
-    more = f"\nand {len(counts) - len(shown)} more classes" if len(counts) > len(shown) else ""
-    more = _KEY.format(note or "probability") + more
-    layout: dict[str, Any] = {"loc": "outside lower center", "ncols": len(panels), "frameon": False}
-    legend = figure.legend(handles=patches, fontsize=7, title=more, title_fontsize=7, **layout)
-    for text in legend.get_texts():
-        text.set_parse_math(False)
+    grid = figure.add_gridspec(rows + 1, columns, height_ratios=[*[side + _ABOVE] * rows, 0.6])
+    for place, (example, panel) in enumerate(product(examples, panels)):
+        axes = figure.add_subplot(grid[divmod(place, columns)])
+        axes.set(gid=panel, anchor="N")
+        axes.set_axis_off()
+        _draw(axes, example, panel, colours, names)
+        style: dict[str, Any] = {"fontsize": 7, "parse_math": False}
+        if place < columns:
+            at: dict[str, Any] = {"xycoords": "axes fraction", "xytext": (0, 16), "textcoords": "offset points"}
+            axes.annotate(_PANELS[panel], (0.5, 1), ha="center", weight="bold", **at, **style)
+        if panel == panels[0]:
+            axes.set_title(drawable(shorten(example.name, 32)), loc="left", **style)
+        if panel == "tokens" and example.target is not None:
+            name, probability = shorten(names[example.target[0]], 20), example.target[1]
+            axes.set_title(drawable(f"target: {name} {probability:.2f}"), loc="right", color="#606060", **style)
+    if colours:
+        _draw_legend(figure, colours, names, columns)
+    _draw_key(figure.add_subplot(grid[rows, :]), panels, note or "probability")
     return figure
+
+
+def _draw_legend(figure: Figure, colours: Colours, names: Mapping[int, str], columns: int) -> None:
+    """The classes with a colour, and the names of the others behind grey."""
+    from matplotlib.patches import Patch
+
+    own = {i: colour for i, colour in colours.items() if colour != _OTHERS}
+    patches = [Patch(facecolor=colour, label=drawable(shorten(names[i], 24))) for i, colour in own.items()]
+    if others := [shorten(names[i], 14) for i in colours if i not in own]:
+        more = f" and {len(others) - _NAMED} more" if len(others) > _NAMED else ""
+        patches.append(Patch(facecolor=_OTHERS, label=drawable(", ".join(others[:_NAMED]) + more)))
+    layout: dict[str, Any] = {"loc": "outside lower center", "ncols": max(_ACROSS, columns), "frameon": False}
+    for text in figure.legend(handles=patches, fontsize=7, **layout).get_texts():
+        text.set_parse_math(False)
+
+
+def _draw_key(axes: Axes, panels: Sequence[str], note: str) -> None:
+    """What the marks in the pictures mean."""
+    from matplotlib.legend_handler import HandlerTuple
+    from matplotlib.patches import Patch
+
+    shades = tuple(Patch(facecolor=INK, alpha=_OPACITY * share) for share in (0.1, 0.4, 0.7, 1.0))
+    entries: list[tuple[Any, str]] = [
+        (Patch(fill=False, edgecolor="#e0c800", linewidth=1.6), "window of the augmented image, dot at its upper left"),
+        (Patch(fill=False, linestyle="--"), "what the label map covers"),
+        (shades, f"opacity 0 to 1: {note} x share of the token that has a label"),
+        (Patch(facecolor="none", edgecolor="#808080", hatch="//////"), "no label: left out of the dense loss"),
+    ]
+    wanted = (True, "label" in panels, "tokens" in panels, "tokens" in panels)
+    handles, texts = zip(*compress(entries, wanted), strict=True)
+    shown: dict[str, Any] = {"loc": "center", "ncols": 2, "frameon": False, "fontsize": 7}
+    key = axes.legend(handles, texts, handler_map={tuple: HandlerTuple(ndivide=None, pad=0)}, **shown)
+    key.set_in_layout(False)  # it fits below all pictures together
+    axes.set(gid="key")
+    axes.set_axis_off()
 
 
 def _draw(axes: Axes, example: Example, panel: str, colours: Colours, names: dict[int, str]) -> None:

@@ -94,7 +94,7 @@ def run(args: Namespace) -> int:
         raise UserError(f"image {printable(args.image)}: {batch.skipped[0][1]}")
     image = batch.images[0]  # (3, H, W) uint8, as evaluation prepares it
     seen = view(model, EvalStage(settings["mean"], settings["std"]).to(device)(image[None].to(device)), args.query)
-    title = f"{args.image}: {args.model}, {image.shape[1]} x {image.shape[2]} px"
+    title = f"{args.image}: {trained.args.model}, {image.shape[1]} x {image.shape[2]} px"
     names = class_names(trained.config, model.num_classes)
     save_figure(draw_attention(image.permute(1, 2, 0).numpy(), seen, args.query, names, title), args.output)
     print(f"wrote {printable(args.output)}", flush=True)
@@ -227,14 +227,16 @@ def answers_page(
     show_image(picture, image)
     _caption(picture, "image")
     named = dict(enumerate(names))
+    shown = [] if seen.tokens is None else np.unique(seen.tokens.ids).tolist()
+    colours = class_colours([*shown, *(class_id for class_id, _ in seen.top)])
     if seen.tokens is not None:
-        shown = np.unique(seen.tokens.ids).tolist()
         show_image(tokens, image, muted=True)
         own = {class_id: named.get(class_id, f"class {class_id}") for class_id in shown}
-        draw_cells(tokens, seen.tokens, seen.token_box, class_colours(shown), own)
+        draw_cells(tokens, seen.tokens, seen.token_box, colours, own)
         _caption(tokens, "dense head: first class of each token")
     _caption(bars, "most probable classes")
-    bars.barh(range(len(seen.top)), [probability for _, probability in seen.top], height=0.35, color="#1e69e1")
+    widths, own_colours = [probability for _, probability in seen.top], [colours[class_id] for class_id, _ in seen.top]
+    bars.barh(range(len(seen.top)), widths, height=0.35, color=own_colours)
     bars.set(xlim=(0, 1), ylim=(len(seen.top) - 0.3, -0.9))
     for number, (class_id, probability) in enumerate(seen.top):
         text = f"{shorten(named.get(class_id, f'class {class_id}'), 46)}  {100 * probability:.1f} %"

@@ -29,14 +29,17 @@ import yaml
 from tlt import __version__
 from tlt.errors import UserError
 from tlt.io.files import read_at, write_whole
+from tlt.tools.drawing import INK, drawable, new_figure, shorten
 from volo.cluster.distributed import launch_id
 
 EVENTS, METRICS, SUMMARY = "events.jsonl", "metrics.jsonl", "summary.csv"
 _MOST_PENDING = 10_000  # lines kept in memory while a file can't be written
-_CURVES = {
-    "loss": ("train_loss", "train_cls_loss", "train_dense_loss", "eval_loss"),
-    "accuracy (%)": ("eval_top1", "eval_top5", "eval_top1_ema"),
-}
+# Of each picture of curve.png the curves, by their name in the records. No two differ by their colour alone.
+_CURVES = (
+    {"train_loss": "train loss", "train_cls_loss": "class", "train_dense_loss": "dense", "eval_loss": "eval loss"},
+    {"eval_top1": "top-1", "eval_top5": "top-5", "eval_top1_ema": "top-1 of the average"},
+)
+_LINES = (("#0072b2", "-", "o"), ("#d55e00", "--", "s"), ("#009e73", ":", "^"), (INK, "-.", "D"))
 # Arguments that only say how a run was started.
 _NOT_SETTINGS = {"config", "notes", "local_rank", "debug", "dry_run", "resume", "no_resume_opt", "start_epoch"}
 _NOT_SETTINGS |= {"allow_changed_data"}
@@ -226,19 +229,31 @@ class RunRecords:
 
     def draw_curve(self) -> None:
         """Draw curve.png from the records of the epochs. Raises whatever matplotlib raises."""
-        from matplotlib.figure import Figure  # not pyplot, whose backend is a notebook's to choose
+        from matplotlib.ticker import MaxNLocator
 
-        figure, epochs = Figure(figsize=(10, 4), layout="constrained"), epochs_of(self.path)
-        for axes, label, names in zip(figure.subplots(1, 2), _CURVES, _CURVES.values(), strict=True):
-            for name in names:
+        figure, epochs = new_figure(6, 7, layout="constrained"), epochs_of(self.path)
+        figure.suptitle(drawable(shorten(self.path.resolve().name, 60)), parse_math=False)
+        for axes, label, names in zip(figure.subplots(2), (self._loss_text(), "accuracy (%)"), _CURVES, strict=True):
+            for (name, shown), (colour, line, marker) in zip(names.items(), _LINES, strict=False):
                 points = [(record["epoch"] + 1, record[name]) for record in epochs if record.get(name) is not None]
                 if any(value for _, value in points):
-                    axes.plot(*zip(*points, strict=True), label=name.replace("_", " "), marker=".")
+                    axes.plot(*zip(*points, strict=True), line, label=shown, color=colour, marker=marker, markersize=4)
             axes.set(xlabel="epoch", ylabel=label)
+            axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
             axes.grid(alpha=0.3)
             if axes.lines:
                 axes.legend()
         figure.savefig(self.path / "curve.png", dpi=120)
+
+    def _loss_text(self) -> str:
+        """What the training loss is the sum of, where it has several terms."""
+        given = yaml.safe_load(self._started.get("args.yaml", b"{}"))
+        terms = [(given.get("cls_weight", 1.0), "class"), (given.get("dense_weight", 0.5), "dense")]
+        terms = terms if given.get("token_label") and given.get("token_label_size") != 1 else []
+        if given.get("kd_model_name"):
+            terms = [*([] if given["kd_only"] else terms or [(1.0, "class")]), (given["kd_loss_weight"], "teacher's")]
+        told = " + ".join(name if weight == 1 else f"{weight:g} {name}" for weight, name in terms if weight)
+        return f"loss = {told}" if told else "loss"
 
 
 def epochs_of(folder: Path) -> list[dict[str, Any]]:

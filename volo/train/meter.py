@@ -15,7 +15,7 @@ from volo.record.metrics import EpochTotals, Interval, Sums
 from volo.train.criterion import TokenLabelCriterion
 from volo.train.run import Run, Training
 
-_FIRST_BATCH, _IMAGES = "first_batch.png", 8
+_FIRST_BATCH, _IMAGES = "first_batch.png", 4
 
 
 class Meter:
