@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import html
 import io
+import re
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import tqdm.std
 from PIL import Image
 
 from tests.commands.conftest import QUICK, Call
+from tests.tools.test_show import linear
 from tlt.tools import drawing
 from tlt.tools.drawing import Example, draw_page
 from volo.record import logger as logger_module
@@ -34,6 +37,24 @@ def test_one_page_holds_the_whole_run(call: Call, data: Path, tmp_path: Path) ->
     assert "4 updates reported, 2 epochs finished" in page and '"torch":' in html.unescape(page)
     assert page.count("<img") == page.count('src="data:image/png;base64,iVBOR') == page.count("src=") == 2
     assert "href=" not in page and "onclick=" not in page
+    # What matters comes first; all settings and versions are folded.
+    head, settings = page.index("<dt>top-1</dt><dd>best "), page.index("Settings other than the defaults")
+    assert (
+        head < page.index('alt="Loss and accuracy"') < settings < page.index("<details>") < page.index("model: volo_")
+    )
+    changed = page[settings : page.index("</pre>", settings)]
+    assert "--img-size 32\n" in changed and "--smoothing" not in changed
+    assert 'name="viewport"' in page
+    schemes = re.findall(r"--ink:(#\w+);--faint:(#\w+);--paper:(#\w+);--box:(#\w+)", page)
+    assert len(schemes) == 2 and "prefers-color-scheme:dark" in page
+    for ink, faint, paper, box in schemes:  # as WCAG asks for text
+        assert min(contrast(ink, paper), contrast(ink, box), contrast(faint, paper)) > 4.5
+
+
+def contrast(one: str, other: str) -> float:
+    """Of two colours by WCAG, from 1 to 21."""
+    light, dark = sorted((np.dot(linear(colour), (0.2126, 0.7152, 0.0722)) for colour in (one, other)), reverse=True)
+    return (light + 0.05) / (dark + 0.05)
 
 
 def test_a_terminal_of_80_columns_shows_a_bar_and_the_log_the_lines(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 import os
 from datetime import datetime, timedelta, timezone
@@ -91,6 +92,28 @@ def test_the_printed_report(run: Path, capsys: Capture) -> None:
     assert [line.split()[1:3] for line in out.splitlines() if line.endswith("  verified")] == [["1", "40"]]
     assert cli.run("report", [str(run), "--quick"]) == 0
     assert "not verified" in capsys.readouterr().out
+
+
+def test_the_head_tells_the_result_and_how_it_was_made(run: Path, capsys: Capture) -> None:
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    scores = ((30.0, 41.0), (62.5, 50.0), (62.5, 49.5), (None, None))  # an epoch without a finite score is neither
+    epochs = [{"event": "epoch", "epoch": n, "eval_top1": a, "eval_images": 8} for n, (a, _) in enumerate(scores)]
+    command = ["/somewhere/train.py", "my data", "--epochs", "4"]
+    _write(run / "events.jsonl", [_event(0, "start", command=command), _event(60, "end")])
+    log = ["2026-01-02 03:04:05 model m: 1.50 M parameters", "2026-01-02 03:04:06 data: 16 training images"]
+    (run / "log.txt").write_text("\n".join(log))
+    for more, best in (({}, "best 62.50 % (epoch 2), last 62.50 % (epoch 3), 8"), ({"eval_top1_ema": 1}, "")):
+        if more:
+            epochs = [epoch | {"eval_top1_ema": ema} for epoch, (_, ema) in zip(epochs, scores, strict=True)]
+            best = "best 50.00 % (epoch 2), last 49.50 % (epoch 3) of the averaged weights, 8"
+        _write(run / "metrics.jsonl", records[:-1] + epochs)
+        assert cli.run("report", [str(run), "--html"]) == 0
+        out, page = capsys.readouterr().out, (run / "report.html").read_text()
+        for term, text in {
+            "top-1": f"{best} validation images", "model": "m: 1.50 M parameters", "data": "16 training images",
+            "time": "from the first start to the last record", "command": "python train.py 'my data' --epochs 4",
+        }.items():  # fmt: skip
+            assert f"{term:<9}{text}" in out and f"<dt>{term}</dt><dd>{html.escape(text)}" in page
 
 
 def test_a_folder_that_is_no_run_is_refused_in_a_line(tmp_path: Path, capsys: Capture) -> None:

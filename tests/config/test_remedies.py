@@ -30,6 +30,7 @@ UNTOLD = {
         "Precision",
     },
     "validate label preflight": {"init_world", "open_images"},
+    "report": {"_STYLE"},  # CSS has custom properties that look like flags
     "predict": {"SkipCounter"},  # where any number of images may be unreadable
     "attention tlt": {"LESS_MEMORY", "check_length", "check_pixel_limit", "pillow_errors"},  # no workers; --max-pixels
     "tlt": {"open_images", "parse_kind", "other_kinds", "open_labels", "_check_classes", "_check_missing"}

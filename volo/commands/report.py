@@ -1,7 +1,8 @@
 """What happened to a run, from the records in its directory: `volo report RUN`.
 
-Prints its starts, speed, checkpoints and faults; `--html` also writes RUN/report.html: one page with these, the curves,
-the first batch and the settings. Reads runs that go on or were killed, and damaged files.
+Prints its accuracy, what was trained on what and how, its starts, speed, checkpoints and faults; `--html` also writes
+RUN/report.html: one page with these, the curves, the settings and the first batch, for wide and narrow screens, light
+and dark. Reads runs that go on or were killed, and damaged files.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import base64
 import html
 import math
+import shlex
 from argparse import Namespace
 from collections import Counter
 from collections.abc import Sequence
@@ -18,22 +20,29 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import yaml
+
 from tlt.errors import UserError
 from tlt.io.text import table
 from tlt.io.weights import peek_checkpoint, read_checkpoint
+from volo.config.args import changed_flags
 from volo.record.records import EVENTS, METRICS, duration, read_json_lines
 
 Record = dict[str, Any]
 PAGE = "report.html"
 _ORDINARY = {"start", "resume", "checkpoint", "end"}  # kinds of events that every healthy run has
 _SHOWN_FILES = 20
-_PICTURES = {"curve.png": "Loss and accuracy", "first_batch.png": "The first images, as the model got them"}
-_SETTINGS = {"args.yaml": "Settings", "run.json": "Starts, with versions"}
-_STYLE = (
-    "body{font:15px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem;color:#222}"
-    "pre{font:13px/1.4 ui-monospace,monospace;background:#f6f6f6;padding:.8rem;overflow-x:auto}"
-    "img{max-width:100%;height:auto}h1{font-size:1.5rem}h2{font-size:1.15rem;margin-top:2rem}"
-)
+_OF_LOG = ("model", "data")  # with these words begin the lines of log.txt that the head quotes
+_STYLE = """
+:root{color-scheme:light dark;--ink:#1b1b1b;--faint:#585858;--paper:#ffffff;--box:#f2f2f2}
+@media(prefers-color-scheme:dark){:root{--ink:#e6e6e6;--faint:#a9adb5;--paper:#17191d;--box:#24272d}}
+body{font:16px/1.5 system-ui,sans-serif;max-width:60rem;margin:auto;padding:.5rem 1rem;color:var(--ink)}
+html{background:var(--paper)}h1{font-size:1.5rem;overflow-wrap:anywhere}h2{font-size:1.15rem;margin-top:2rem}
+dl{display:grid;grid-template-columns:auto 1fr;gap:.3rem 1rem}dt{color:var(--faint)}dd{margin:0;overflow-wrap:anywhere}
+dd:first-of-type{font-size:1.25rem;font-weight:600}img{max-width:100%;height:auto;background:#fff}
+div{overflow-x:auto}div img{max-width:max(100%,36rem)}
+pre{font:14px/1.45 ui-monospace,monospace;background:var(--box);padding:.7rem;overflow-x:auto}summary{cursor:pointer}
+"""
 
 
 def run(args: Namespace) -> int:
@@ -41,8 +50,9 @@ def run(args: Namespace) -> int:
     folder = Path(args.run)
     records = read_records(folder)
     starts = starts_of(records.events)
+    head = _head(folder, records)
+    print(_state(folder, records), *(f"{term:<9}{text}" for term, text in head.items()), sep="\n")
     sections = {
-        "": _head(folder, records),
         "Starts": table([_HEADS, *(_row(number, start) for number, start in enumerate(starts, 1))]) if starts else [],
         "Speed": _speed(records),
         "Checkpoints": _checkpoints(folder, verify=not args.quick),
@@ -50,10 +60,10 @@ def run(args: Namespace) -> int:
         "Files that could not be used": _skipped(records.events),
     }
     for title, lines in sections.items():
-        print("\n".join([*([f"\n{title}"] if title else []), *(lines or ["none recorded"])]))
+        print(f"\n{title}", *(lines or ["none recorded"]), sep="\n")
     if args.html:
         try:
-            (folder / PAGE).write_text(_page(folder, sections), "utf-8")
+            (folder / PAGE).write_text(_page(folder, _state(folder, records), head, sections), "utf-8")
         except OSError as error:
             raise UserError(f"--html: {folder / PAGE} can't be written ({error.strerror})") from error
         print(f"\nwritten: {folder / PAGE}")
@@ -65,7 +75,7 @@ class Records(NamedTuple):
 
     events: list[Record]
     reports: list[Record]  # of intervals of training
-    epochs: int  # that are finished
+    epochs: list[Record]  # that are finished
     damaged: dict[str, int]  # file -> lines that could not be read
 
 
@@ -95,7 +105,7 @@ def read_records(folder: Path) -> Records:
     except OSError as error:
         raise UserError(f"{folder} can't be read: {error.strerror}") from error
     reports = [record for record in metrics if record.get("event") == "train"]
-    epochs = sum(record.get("event") == "epoch" for record in metrics)
+    epochs = [record for record in metrics if record.get("event") == "epoch"]
     return Records(events, reports, epochs, {EVENTS: bad_events, METRICS: bad_metrics})
 
 
@@ -126,12 +136,47 @@ def faults(events: Sequence[Record]) -> Counter[str]:
     return found + Counter({"damaged checkpoint skipped": skipped})
 
 
-def _head(folder: Path, records: Records) -> list[str]:
+def _state(folder: Path, records: Records) -> str:
+    """Return how far the run has come, in a line for each fact."""
     last = records.reports[-1] if records.reports else {}
     loss = f", loss {_number(last, 'loss', math.nan):.4f}" if last else ""
     updates = int(_number(last, "update"))
-    lines = [f"{folder}: {updates} updates reported, {records.epochs} epochs finished{loss}"]
-    return lines + [f"{count} damaged lines of {name} are left out" for name, count in records.damaged.items() if count]
+    lines = [f"{folder}: {updates} updates reported, {len(records.epochs)} epochs finished{loss}"]
+    lines += [f"{count} damaged lines of {name} are left out" for name, count in records.damaged.items() if count]
+    return "\n".join(lines)
+
+
+def _head(folder: Path, records: Records) -> dict[str, str]:
+    """Return what one wants to know first, by name: accuracy, model, data, time and command, as far as recorded."""
+    found = {"top-1": _accuracy(records.epochs)}
+    with suppress(OSError):
+        for line in (folder / "log.txt").read_text("utf-8", "replace").splitlines():
+            word, _, rest = line[20:].partition(" ")  # after the time
+            if word.rstrip(":") in _OF_LOG:
+                found[word.rstrip(":")] = rest
+    if times := [time for record in (*records.events, *records.reports) if (time := _time(record))]:
+        span = duration((max(times) - min(times)).total_seconds())
+        found["time"] = f"from the first start to the last record {span}"
+    commands = [event["command"] for event in records.events if isinstance(event.get("command"), list)]
+    if words := [str(word) for word in commands[-1]] if commands else []:
+        script = Path(words[0]).name
+        program = "volo" if script == "__main__.py" else f"python {script}" if script.endswith(".py") else script
+        found["command"] = f"{program} {shlex.join(words[1:])}"
+    return {term: text for term, text in found.items() if text}
+
+
+def _accuracy(epochs: list[Record]) -> str:
+    """Return best and last top-1 of the weights that rank the epochs, "" where none was measured."""
+    name = "eval_top1_ema" if any("eval_top1_ema" in record for record in epochs) else "eval_top1"
+    known = [record for record in epochs if math.isfinite(_number(record, name, math.nan))]
+    if not known:
+        return ""
+    best, last = (
+        f"{_number(record, name):.2f} % (epoch {int(_number(record, 'epoch')) + 1})"
+        for record in (max(known, key=lambda record: _number(record, name)), known[-1])
+    )
+    weights = " of the averaged weights" if name.endswith("ema") else ""
+    return f"best {best}, last {last}{weights}, {int(_number(known[-1], 'eval_images'))} validation images"
 
 
 _HEADS = ("#", "started (UTC)", "node", "ranks", "updates", "for", "ended")
@@ -149,13 +194,10 @@ def _speed(records: Records) -> list[str]:
     seconds, waited, images, updates = (sum(_number(r, key) for r in records.reports) for key in keys)
     if not seconds:
         return []
-    lines = [
+    return [
         f"training {duration(seconds)} for {updates:.0f} updates, {images / seconds:.1f} images/s",
         f"of that waiting for data {duration(waited)} ({100 * waited / seconds:.0f} %)",
     ]
-    if times := [time for record in (*records.events, *records.reports) if (time := _time(record))]:
-        lines.append(f"from the first start to the last record {duration((max(times) - min(times)).total_seconds())}")
-    return lines
 
 
 def _checkpoints(folder: Path, verify: bool) -> list[str]:
@@ -192,19 +234,50 @@ def _skipped(events: Sequence[Record]) -> list[str]:
     return lines + ([f"and {len(files) - _SHOWN_FILES} more, in {EVENTS}"] if len(files) > _SHOWN_FILES else [])
 
 
-def _page(folder: Path, sections: dict[str, list[str]]) -> str:
+def _page(folder: Path, state: str, head: dict[str, str], sections: dict[str, list[str]]) -> str:
     name = html.escape(folder.resolve().name)
-    texts = {title or "Run": "\n".join(lines or ["none recorded"]) for title, lines in sections.items()}
-    for file, title in _SETTINGS.items():
-        if (folder / file).is_file():
-            texts[title] = (folder / file).read_text("utf-8", "replace")
-    blocks = [f"<h2>{title}</h2><pre>{html.escape(text)}</pre>" for title, text in texts.items()]
-    for file, title in _PICTURES.items():
-        if (folder / file).is_file():
-            data = base64.b64encode((folder / file).read_bytes()).decode()
-            blocks.insert(1, f'<h2>{title}</h2><img alt="{title}" src="data:image/png;base64,{data}">')
-    head = f'<meta charset="utf-8"><title>{name}</title><style>{_STYLE}</style>'
-    return f'<!doctype html><html lang="en"><head>{head}</head><body><h1>{name}</h1>{"".join(blocks)}</body></html>\n'
+    facts = "".join(f"<dt>{term}</dt><dd>{html.escape(text)}</dd>" for term, text in head.items())
+    rest = (_block(title, "\n".join(lines or ["none recorded"])) for title, lines in sections.items())
+    blocks = [
+        f"<h1>{name}</h1><dl>{facts}</dl><p>{html.escape(state)}</p>",
+        _picture(folder, "curve.png", "Loss and accuracy"),
+        _settings(folder),
+        f"<div>{_picture(folder, 'first_batch.png', 'The first images, as the model got them')}</div>",
+        *rest,
+        _folded(folder / "run.json", "Starts, with versions"),
+    ]
+    head_tags = '<meta charset="utf-8"><meta name="viewport" content="width=device-width">'
+    head_tags += f"<title>{name}</title><style>{_STYLE}</style>"
+    return f'<!doctype html><html lang="en"><head>{head_tags}</head><body>{"".join(blocks)}</body></html>\n'
+
+
+def _block(title: str, text: str) -> str:
+    return f"<h2>{title}</h2><pre>{html.escape(text)}</pre>"
+
+
+def _picture(folder: Path, file: str, title: str) -> str:
+    if not (folder / file).is_file():
+        return ""
+    data = base64.b64encode((folder / file).read_bytes()).decode()
+    return f'<h2>{title}</h2><img alt="{title}" src="data:image/png;base64,{data}">'
+
+
+def _folded(file: Path, title: str) -> str:
+    """Return a file that is shown when one asks for it; "" where it is missing."""
+    if not file.is_file():
+        return ""
+    text = html.escape(file.read_text("utf-8", "replace"))
+    return f"<details><summary>{title}</summary><pre>{text}</pre></details>"
+
+
+def _settings(folder: Path) -> str:
+    """Return the settings that are not the defaults, and all of them, folded."""
+    settings = None
+    with suppress(OSError, yaml.YAMLError):
+        settings = yaml.safe_load((folder / "args.yaml").read_bytes())
+    changed = changed_flags(settings) if isinstance(settings, dict) else {}
+    lines = "\n".join(map(shlex.join, changed.values())) or "none"
+    return _block("Settings other than the defaults", lines) + _folded(folder / "args.yaml", "All settings")
 
 
 def _number(record: Record, key: str, default: float = 0.0) -> float:
