@@ -151,7 +151,8 @@ def anchors(page: Path) -> set[str]:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_lead_to_files_and_headings_that_are_there(page: Path) -> None:
-    for target in re.findall(r"\]\((?!https?://)([^)]+)\)", page.read_text()):
+    for text, target in re.findall(r"([^\[\]]*)\]\((?!https?://)([^)]+)\)", page.read_text()):
+        assert not text.endswith(".md"), f"{text}: a page is called by its title"
         path, _, anchor = target.partition("#")
         file = (page.parent / path).resolve() if path else page
         assert file.exists(), target
