@@ -332,8 +332,8 @@ def _draw_key(axes: Axes, panels: Sequence[str], note: str) -> None:
         (shades, f"opacity 0 to 1: {note} x share of the token that has a label"),
         (Patch(facecolor="none", edgecolor="#808080", hatch="//////"), "no label: left out of the dense loss"),
     ]
-    wanted = (True, "label" in panels, "tokens" in panels, "tokens" in panels)
-    handles, texts = zip(*compress(entries, wanted), strict=True)
+    labelled = not {"label", "tokens"}.isdisjoint(panels)
+    handles, texts = zip(*compress(entries, (True, "label" in panels, labelled, labelled)), strict=True)
     shown: dict[str, Any] = {"loc": "center", "ncols": 2, "frameon": False, "fontsize": 7}
     key = axes.legend(handles, texts, handler_map={tuple: HandlerTuple(ndivide=None, pad=0)}, **shown)
     key.set_in_layout(False)  # it fits below all pictures together

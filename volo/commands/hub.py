@@ -112,16 +112,10 @@ def card(trained: TrainedModel, name: str, checkpoint: str, licence: str, origin
 def _public(words: list[str]) -> list[str]:
     """Return a flag and its values with words in place of files and folders of whoever trained."""
     flag, *values = words
-    if flag == "--token-label-data":
-        return [flag, "LABELS"]
-
-    def shown(value: str) -> str:
-        if value.startswith("local-dir:"):
-            return "local-dir:FOLDER"
-        on_the_web = value.startswith("hf-hub:") or flag == "--dataset"
-        return "FILE" if value.endswith(ENDINGS) or ("/" in value and not on_the_web) else value
-
-    return [flag, *map(shown, values)]
+    is_name = [not each.endswith(ENDINGS) and ("/" not in each or each.startswith("hf-hub:")) for each in values]
+    if flag == "--token-label-data" or not (all(is_name) or flag == "--dataset"):
+        return [flag, "LABELS" if flag == "--token-label-data" else "PATH"]
+    return words
 
 
 def _accuracy(trained: TrainedModel, checkpoint: str) -> list[str]:

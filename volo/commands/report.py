@@ -49,21 +49,21 @@ def run(args: Namespace) -> int:
     """Entry point, after the arguments are parsed."""
     folder = Path(args.run)
     records = read_records(folder)
-    starts = starts_of(records.events)
-    head = _head(folder, records)
-    print(_state(folder, records), *(f"{term:<9}{text}" for term, text in head.items()), sep="\n")
+    starts, head = starts_of(records.events), _head(folder, records)
     sections = {
+        "Settings other than the defaults": _settings(folder),
         "Starts": table([_HEADS, *(_row(number, start) for number, start in enumerate(starts, 1))]) if starts else [],
         "Speed": _speed(records),
         "Checkpoints": _checkpoints(folder, verify=not args.quick),
         "Faults": [f"{count} x {kind}" for kind, count in sorted(faults(records.events).items())],
         "Files that could not be used": _skipped(records.events),
     }
+    print(*(f"{term:<9}{text}" for term, text in head.items()), sep="\n")
     for title, lines in sections.items():
         print(f"\n{title}", *(lines or ["none recorded"]), sep="\n")
     if args.html:
         try:
-            (folder / PAGE).write_text(_page(folder, _state(folder, records), head, sections), "utf-8")
+            (folder / PAGE).write_text(_page(folder, head, sections), "utf-8")
         except OSError as error:
             raise UserError(f"--html: {folder / PAGE} can't be written ({error.strerror})") from error
         print(f"\nwritten: {folder / PAGE}")
@@ -136,19 +136,14 @@ def faults(events: Sequence[Record]) -> Counter[str]:
     return found + Counter({"damaged checkpoint skipped": skipped})
 
 
-def _state(folder: Path, records: Records) -> str:
-    """Return how far the run has come, in a line for each fact."""
+def _head(folder: Path, records: Records) -> dict[str, str]:
+    """Return what one wants to know first, by name: accuracy, how far the run came, what it trained on what, by which
+    command; what is not recorded is left out."""
     last = records.reports[-1] if records.reports else {}
     loss = f", loss {_number(last, 'loss', math.nan):.4f}" if last else ""
-    updates = int(_number(last, "update"))
-    lines = [f"{folder}: {updates} updates reported, {len(records.epochs)} epochs finished{loss}"]
-    lines += [f"{count} damaged lines of {name} are left out" for name, count in records.damaged.items() if count]
-    return "\n".join(lines)
-
-
-def _head(folder: Path, records: Records) -> dict[str, str]:
-    """Return what one wants to know first, by name: accuracy, model, data, time and command, as far as recorded."""
-    found = {"top-1": _accuracy(records.epochs)}
+    run = [f"{int(_number(last, 'update'))} updates reported, {len(records.epochs)} epochs finished{loss}"]
+    run += [f"{count} damaged lines of {name} are left out" for name, count in records.damaged.items() if count]
+    found = {"top-1": _accuracy(records.epochs), "run": "; ".join(run)}
     with suppress(OSError):
         for line in (folder / "log.txt").read_text("utf-8", "replace").splitlines():
             word, _, rest = line[20:].partition(" ")  # after the time
@@ -234,50 +229,39 @@ def _skipped(events: Sequence[Record]) -> list[str]:
     return lines + ([f"and {len(files) - _SHOWN_FILES} more, in {EVENTS}"] if len(files) > _SHOWN_FILES else [])
 
 
-def _page(folder: Path, state: str, head: dict[str, str], sections: dict[str, list[str]]) -> str:
-    name = html.escape(folder.resolve().name)
-    facts = "".join(f"<dt>{term}</dt><dd>{html.escape(text)}</dd>" for term, text in head.items())
-    rest = (_block(title, "\n".join(lines or ["none recorded"])) for title, lines in sections.items())
-    blocks = [
-        f"<h1>{name}</h1><dl>{facts}</dl><p>{html.escape(state)}</p>",
-        _picture(folder, "curve.png", "Loss and accuracy"),
-        _settings(folder),
-        f"<div>{_picture(folder, 'first_batch.png', 'The first images, as the model got them')}</div>",
-        *rest,
-        _folded(folder / "run.json", "Starts, with versions"),
-    ]
-    head_tags = '<meta charset="utf-8"><meta name="viewport" content="width=device-width">'
-    head_tags += f"<title>{name}</title><style>{_STYLE}</style>"
-    return f'<!doctype html><html lang="en"><head>{head_tags}</head><body>{"".join(blocks)}</body></html>\n'
-
-
-def _block(title: str, text: str) -> str:
-    return f"<h2>{title}</h2><pre>{html.escape(text)}</pre>"
-
-
-def _picture(folder: Path, file: str, title: str) -> str:
-    if not (folder / file).is_file():
-        return ""
-    data = base64.b64encode((folder / file).read_bytes()).decode()
-    return f'<h2>{title}</h2><img alt="{title}" src="data:image/png;base64,{data}">'
-
-
-def _folded(file: Path, title: str) -> str:
-    """Return a file that is shown when one asks for it; "" where it is missing."""
-    if not file.is_file():
-        return ""
-    text = html.escape(file.read_text("utf-8", "replace"))
-    return f"<details><summary>{title}</summary><pre>{text}</pre></details>"
-
-
-def _settings(folder: Path) -> str:
-    """Return the settings that are not the defaults, and all of them, folded."""
+def _settings(folder: Path) -> list[str]:
     settings = None
     with suppress(OSError, yaml.YAMLError):
         settings = yaml.safe_load((folder / "args.yaml").read_bytes())
-    changed = changed_flags(settings) if isinstance(settings, dict) else {}
-    lines = "\n".join(map(shlex.join, changed.values())) or "none"
-    return _block("Settings other than the defaults", lines) + _folded(folder / "args.yaml", "All settings")
+    return [*map(shlex.join, changed_flags(settings).values())] if isinstance(settings, dict) else []
+
+
+def _page(folder: Path, head: dict[str, str], sections: dict[str, list[str]]) -> str:
+    name = html.escape(folder.resolve().name)
+    facts = "".join(f"<dt>{term}</dt><dd>{html.escape(text)}</dd>" for term, text in head.items())
+    settings, *rest = (
+        f"<h2>{title}</h2><pre>{html.escape(chr(10).join(lines or ['none recorded']))}</pre>"
+        for title, lines in sections.items()
+    )
+    curve, images = (
+        _shown(folder / "curve.png", "Loss and accuracy"),
+        _shown(folder / "first_batch.png", "First images"),
+    )
+    texts = _shown(folder / "args.yaml", "All settings"), _shown(folder / "run.json", "Starts, with versions")
+    body = f"<h1>{name}</h1><dl>{facts}</dl>{curve}{settings}{texts[0]}<div>{images}</div>{''.join(rest)}{texts[1]}"
+    tags = '<meta charset="utf-8"><meta name="viewport" content="width=device-width">'
+    tags += f"<title>{name}</title><style>{_STYLE}</style>"
+    return f'<!doctype html><html lang="en"><head>{tags}</head><body>{body}</body></html>\n'
+
+
+def _shown(file: Path, title: str) -> str:
+    """Return a picture, or a text that is folded; "" where the file is missing."""
+    content = file.read_bytes() if file.is_file() else b""
+    if content and file.suffix == ".png":
+        data = base64.b64encode(content).decode()
+        return f'<h2>{title}</h2><img alt="{title}" src="data:image/png;base64,{data}">'
+    text = html.escape(content.decode("utf-8", "replace"))
+    return f"<details><summary>{title}</summary><pre>{text}</pre></details>" if content else ""
 
 
 def _number(record: Record, key: str, default: float = 0.0) -> float:

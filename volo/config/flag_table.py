@@ -85,10 +85,6 @@ class Place(Text):
         return prefix + possible_name(os.path.expanduser(text.removeprefix(prefix)))
 
 
-class Weights(Place):
-    """A type of values: the file of a checkpoint; a folder stands for `the_checkpoint` in it."""
-
-
 def possible_name(path: str) -> str:
     """Return a path that a file can have. Raises argparse.ArgumentTypeError: none can."""
     if "\0" in path or any(len(name.encode(errors="replace")) > 255 for name in path.split("/")):
@@ -108,7 +104,7 @@ SEED = Number(int, low=0, high=2**63 - 1)
 SHARE = Number(float, low=0, high=1)
 NAME, TEXT = map(Text, ("NAME", "TEXT"))
 PATH, FILE, DIR, SOURCE = map(Place, ("PATH", "FILE", "DIR", "NAME"))
-WEIGHTS = Weights("PATH")
+WEIGHTS = Place("PATH")  # of a checkpoint; a folder stands for `the_checkpoint` in it
 
 
 def name_below(text: str) -> str:
@@ -230,7 +226,7 @@ def check_flags(args: Namespace, flags: Mapping[str, Flag]) -> list[str]:
     notes = []
     for row in changed:
         folder = getattr(args, row.dest)
-        if isinstance(row.type, Weights) and os.path.isdir(folder) and not getattr(args, "all", False):
+        if row.type is WEIGHTS and os.path.isdir(folder) and not getattr(args, "all", False):
             file = the_checkpoint(folder, row.label)
             setattr(args, row.dest, str(file))
             notes.append(f"{row.shown(folder)}: {file.name}")

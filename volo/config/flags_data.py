@@ -18,7 +18,6 @@ from volo.config.flag_table import (
     WEIGHTS,
     Group,
     Need,
-    Weights,
     flag,
     key_value,
     needing,
@@ -170,7 +169,7 @@ TOKENS = Need("--kd-distill-type token", lambda a: a.kd_distill_type == "token")
 
 DISTILLATION = Group(
     "Distillation",
-    flag("--kd-model-name", Weights("NAME"), "", "frozen teacher: a timm model, hf-hub:..., local-dir:..., a run"),
+    flag("--kd-model-name", WEIGHTS, "", "frozen teacher: a timm model, hf-hub:..., local-dir:..., a run"),
     *needing(
         TAUGHT,
         flag("--kd-distill-type", ("logit", "feature", "token"), "logit", "logits, pooled features, or tokens"),

@@ -246,14 +246,12 @@ class RunRecords:
         figure.savefig(self.path / "curve.png", dpi=120)
 
     def _loss_text(self) -> str:
-        """What the training loss is the sum of, where it has several terms."""
+        """What the training loss is the sum of, where that is the two losses of token labels."""
         given = yaml.safe_load(self._started.get("args.yaml", b"{}"))
-        terms = [(given.get("cls_weight", 1.0), "class"), (given.get("dense_weight", 0.5), "dense")]
-        terms = terms if given.get("token_label") and given.get("token_label_size") != 1 else []
-        if given.get("kd_model_name"):
-            terms = [*([] if given["kd_only"] else terms or [(1.0, "class")]), (given["kd_loss_weight"], "teacher's")]
-        told = " + ".join(name if weight == 1 else f"{weight:g} {name}" for weight, name in terms if weight)
-        return f"loss = {told}" if told else "loss"
+        if not given.get("token_label") or given["token_label_size"] == 1 or given["kd_model_name"]:
+            return "loss"
+        weights = {"class": given["cls_weight"], "dense": given["dense_weight"]}
+        return "loss = " + " + ".join(n if w == 1 else f"{w:g} {n}" for n, w in weights.items() if w)
 
 
 def epochs_of(folder: Path) -> list[dict[str, Any]]:
