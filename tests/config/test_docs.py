@@ -135,6 +135,17 @@ def test_commands_name_programs_and_flags_that_exist() -> None:
     assert not wrong and checked > 100
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_lines_of_code_blocks_fit_a_page_and_comments_stand_above(page: Path) -> None:
+    for found in re.finditer(
+        r"^( *)```(\w*)\n(.*?)^\1```|(?:^ {4,}\S[^\n]*\n)+", page.read_text(), re.MULTILINE | re.DOTALL
+    ):
+        for line in (found[3] or found[0]).splitlines():
+            assert len(line) <= 80, line
+            shape = found[2] == "python" and re.search(r"  # [([].*[)\]]$", line)
+            assert shape or not re.search(r"\S\s+# ", line), f"{line}: on a line of its own above"
+
+
 def test_python_and_yaml_blocks_are_whole() -> None:
     for page, text in blocks("python"):
         compile(text, page, "exec")
