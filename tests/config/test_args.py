@@ -40,6 +40,7 @@ train | --lr-noise 0.4 1.5 | --lr-noise: 1.5 is out of range: 0 to 1
 train | --val-fraction 1 | leaves nothing to train on
 train | --input-size 1 28 28 | RGB
 train | --freeze --grad-checkpointing | remove --grad-checkpointing
+train | --resume / | --resume / is a folder: name the file, such as last.pth.tar in it
 train | --finetune a --resume b | no effect with --resume b
 train | --finetune a --initial-checkpoint b | --finetune a and --initial-checkpoint b set the same: keep one
 train | --lr 1e-3 --lr-base 1e-3 | --lr 0.001 and --lr-base 0.001 set the same: keep one of them

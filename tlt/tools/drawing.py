@@ -81,12 +81,9 @@ def class_colours(ids: Iterable[int]) -> Colours:
 def new_figure(width: float, height: float, **options: Any) -> Figure:
     """An empty page of width x height inches. Raises UserError: matplotlib is not installed."""
     require("matplotlib", extra="plot")
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
+    from matplotlib.figure import Figure  # not pyplot, whose backend is a notebook's to choose
 
-    figure = Figure(figsize=(width, height), dpi=120, facecolor="white", **options)
-    FigureCanvasAgg(figure)
-    return figure
+    return Figure(figsize=(width, height), dpi=120, facecolor="white", **options)
 
 
 def drawable(text: str) -> str:

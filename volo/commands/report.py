@@ -162,16 +162,14 @@ def _head(folder: Path, records: Records) -> dict[str, str]:
 
 def _accuracy(epochs: list[Record]) -> str:
     """Return best and last top-1 of the weights that rank the epochs, "" where none was measured."""
-    name = "eval_top1_ema" if any("eval_top1_ema" in record for record in epochs) else "eval_top1"
-    known = [record for record in epochs if math.isfinite(_number(record, name, math.nan))]
-    if not known:
-        return ""
-    best, last = (
-        f"{_number(record, name):.2f} % (epoch {int(_number(record, 'epoch')) + 1})"
-        for record in (max(known, key=lambda record: _number(record, name)), known[-1])
-    )
-    weights = " of the averaged weights" if name.endswith("ema") else ""
-    return f"best {best}, last {last}{weights}, {int(_number(known[-1], 'eval_images'))} validation images"
+    for name, weights in (("eval_top1_ema", " of the averaged weights"), ("eval_top1", "")):
+        if known := [record for record in epochs if _number(record, name, -1.0) >= 0]:
+            best, last = (
+                f"{_number(record, name):.2f} % (epoch {int(_number(record, 'epoch')) + 1})"
+                for record in (max(known, key=lambda record: _number(record, name)), known[-1])
+            )
+            return f"best {best}, last {last}{weights}, {int(_number(known[-1], 'eval_images'))} validation images"
+    return ""
 
 
 _HEADS = ("#", "started (UTC)", "node", "ranks", "updates", "for", "ended")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from argparse import Namespace
 from collections.abc import Callable, Mapping
 from importlib.util import find_spec
@@ -61,6 +62,10 @@ TRAIN: tuple[Rule, ...] = (
         lambda a: bool(a.pretrained or a.initial_checkpoint or a.finetune) and a.resume not in ("", "auto"),
         "weights to start from have no effect with --resume {resume}: leave out --finetune, --initial-checkpoint and "
         "--pretrained, or give --resume auto",
+    ),
+    (
+        lambda a: a.resume != "auto" and os.path.isdir(a.resume),
+        "--resume {resume} is a folder: name the file, such as last.pth.tar in it, or --resume auto --experiment NAME",
     ),
     (
         lambda a: a.token_label and a.cls_weight == 0 and (a.dense_weight == 0 or a.token_label_size == 1),
