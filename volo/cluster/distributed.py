@@ -5,6 +5,7 @@ NCCL joins GPUs, gloo joins CPUs. Ranks exchange JSON: nothing that comes from a
 
 from __future__ import annotations
 
+import gc
 import ipaddress
 import json
 import os
@@ -303,8 +304,14 @@ def lost_rank_explained() -> Iterator[None]:
 
 
 def shut_down() -> None:
-    """Leave the process group if `init_world` made it."""
+    """Leave the process group if `init_world` made it; let go of one that a caller has made.
+
+    A thread of gloo that frees a tensor while Python ends aborts the process. These threads end with the group, which a
+    run's model holds until the cycles of references that it is in are found.
+    """
     global _own_group
+    if dist.is_initialized():
+        gc.collect()
     if _own_group:
         dist.destroy_process_group()
     _own_group = False

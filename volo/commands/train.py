@@ -33,6 +33,7 @@ from volo.cluster.distributed import (
     lost_rank_explained,
     max_over_ranks,
     primary_first,
+    wait_for_hosts,
 )
 from volo.cluster.launch import launch_of
 from volo.cluster.shard import ShardedEma
@@ -267,7 +268,7 @@ def train(run: Run, training: Training) -> None:
             if run.world.is_primary and (failure is None or (run.directory / LAST).is_file()):
                 # Before any rank leaves: where one node's processes have ended, others may be killed.
                 ask_for_requeue(stop, saver.saved_at[1], run.directory / LAST)
-            leave_together(guard.watchdog)
+            wait_for_hosts()  # not leaving the group, which the model holds: `run_program` ends the process
             if failure is not None:
                 raise failure from stop
             raise
