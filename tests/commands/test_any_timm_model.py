@@ -13,9 +13,13 @@ import torch
 from timm.utils import ModelEmaV3
 
 from tests.commands.conftest import QUICK, Call, Make, metrics
+from tlt.data.batch import IndexStream
+from tlt.errors import UserError
 from tlt.labels.store import open_labels
 from tlt.mix import Mixup
 from volo.cluster.distributed import World
+from volo.commands.run_start import check_smallest_batch
+from volo.config.args import TRAIN, FrozenArgs
 from volo.train.loop import evaluate
 from volo.train.precision import Precision
 
@@ -91,6 +95,10 @@ def test_an_average_is_evaluated_with_the_weights_that_it_has_now() -> None:
         ("--model test_resnet --img-size 32 -b 2 --grad-accum-steps 2", "--drop-last"),
         ("--model test_resnet --img-size 32 -b 1", "-b 2"),
         ("--model levit_128s --img-size 224 -b 8", "--drop-last"),  # of one value at any size
+        ("--model test_resnet --img-size 32 -b 4 --aug-repeats 3", "--drop-last"),
+        ("--model test_resnet --img-size 32 -b 4 --val-fraction 0.3", "--drop-last"),  # of five
+        ("--model test_resnet --img-size 32 --no-drop-last", "--drop-last"),
+        ("--model test_resnet --img-size 32", ""),  # in twos
         ("--model test_resnet --img-size 64 -b 4", ""),
         ("--model test_resnet --img-size 32 -b 4 --freeze-bn", ""),
         ("--model test_resnet --img-size 32 -b 4 --drop-last", ""),
@@ -99,9 +107,18 @@ def test_an_average_is_evaluated_with_the_weights_that_it_has_now() -> None:
 def test_fault_52_a_batch_of_one_image_is_trained_on_or_refused_before_the_first_step(
     call: Call, make_dataset: Make, tmp_path: Path, flags: str, remedy: str
 ) -> None:
-    quick = f"{make_dataset(train=9)} -j 0 --epochs 1 --output {tmp_path} --dry-run"
+    data = make_dataset(train=9, validation=0 if "--val-fraction" in flags else 8)
+    quick = f"{data} -j 0 --epochs 1 --output {tmp_path} --dry-run"
     ended = call("train", f"{quick} {flags}")
     assert ended.refused(remedy) and "BatchNorm" in ended.err if remedy else ended.code == 0, ended
+
+
+def test_fault_52_ranks_that_normalise_together_may_have_one_image_each() -> None:
+    model, stream = timm.create_model("test_resnet"), IndexStream(10, 4, seed=0, world_size=2)  # two each, then one
+    args = TRAIN.parse(["data", "--model", "test_resnet", "--img-size", "32", "--sync-bn"])
+    check_smallest_batch(args, model, (3, 32, 32), stream)
+    with pytest.raises(UserError, match="BatchNorm"):
+        check_smallest_batch(FrozenArgs(args, sync_bn=False), model, (3, 32, 32), stream)
 
 
 def test_a_checkpoint_annotates_with_its_dense_head_and_without_it_is_a_start_but_not_resumed(

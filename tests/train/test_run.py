@@ -29,7 +29,13 @@ from volo.train.schedule import LrSchedule
         ("", 1_281_167, 1000, ""),
         ("", 512, 1000, ""),
         ("--grad-accum-steps 2", 512, 1000, "batch_size 64 lr_base_scale sqrt"),
-        ("--num-classes 7", 3, 7, "batch_size 1 lr_base_scale sqrt"),
+        ("--num-classes 7", 4, 7, "batch_size 2 lr_base_scale sqrt"),  # of two for BatchNorm
+        ("--num-classes 7", 3, 7, "batch_size 2 lr_base_scale sqrt drop_last True"),  # as is the last one
+        ("--num-classes 7", 1, 7, "batch_size 1 lr_base_scale sqrt"),
+        ("--num-classes 7 --grad-accum-steps 2", 33, 7, "batch_size 4 lr_base_scale sqrt drop_last True"),
+        ("--num-classes 7", 128 * 9 + 1, 7, "drop_last True"),
+        ("--num-classes 7 --no-drop-last", 33, 7, "batch_size 8 lr_base_scale sqrt"),
+        ("--num-classes 7 -b 8", 33, 7, ""),
         ("--model-ema -b 512", 1_281_167, 1000, ""),
         ("--model-ema -b 1024 --epochs 30 --cooldown-epochs 10", 1_281_167, 1000, "hist 3 warmup 6 decay 0.999867"),
         ("--model-ema --model-ema-decay 0.99992 -b 64 --epochs 30", 512, 1000, "hist 3 warmup 6"),
@@ -48,7 +54,7 @@ def test_defaults_fit_the_data_and_what_is_given_stays(flags: str, images: int, 
     expected = {short.get(name, name): value for name, value in zip(words[::2], words[1::2], strict=True)}
     found, line = dataset_defaults(args, images, classes, world_size=1)
     assert {name: str(value) for name, value in found.items()} == expected
-    assert all(f"--{name.replace('_', '-')} {value}" in line for name, value in expected.items())
+    assert all(f"--{k.replace('_', '-')} {v}".replace(" True", "") in line for k, v in expected.items())
 
 
 @pytest.mark.parametrize(("flags", "images"), [("-b 8 --epochs 3", 64), ("-b 2 --epochs 1", 5), ("--epochs 50", 900)])

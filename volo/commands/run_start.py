@@ -252,7 +252,7 @@ def check_smallest_batch(args: Namespace, model: nn.Module, size: tuple[int, int
     Raises:
         UserError: Its BatchNorm would normalise single values, which torch refuses in the middle of the epoch.
     """
-    if stream.smallest_batch > 1:
+    if stream.smallest_batch > 1 or (args.sync_bn and stream.world_size > 1):  # ranks normalise together
         return
     set_train_mode(model, args.freeze_bn or args.freeze)
     try:

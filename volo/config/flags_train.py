@@ -50,8 +50,8 @@ from volo.config.flags_data import (
 
 # Flags whose defaults depend on the data where neither command line nor recipe has them (volo/train/run.py).
 FITTED = (
-    *("batch_size", "checkpoint_hist", "cooldown_epochs", "lr_base_scale", "model_ema_decay", "num_classes"),
-    "warmup_epochs",
+    *("batch_size", "checkpoint_hist", "cooldown_epochs", "drop_last", "lr_base_scale", "model_ema_decay"),
+    *("num_classes", "warmup_epochs"),
 )
 COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 CUDA_GRAPH_MODES = ("reduce-overhead", "max-autotune")

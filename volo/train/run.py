@@ -126,8 +126,10 @@ def dataset_defaults(args: TrainArgs, images: int, classes: int, world_size: int
     elif classes != known_config(args.model).get("num_classes"):
         fitted["num_classes"] = classes
     # The largest power of two with which an epoch has so many updates.
-    most = min(_LARGEST_BATCH, max(1, images // (args.grad_accum_steps * world_size * _LEAST_UPDATES)))
+    share = images // (args.grad_accum_steps * world_size)
+    most = min(_LARGEST_BATCH, max(2, share // _LEAST_UPDATES), max(1, share))  # BatchNorm may need two
     size = 1 << (most.bit_length() - 1)
+    fitted["drop_last"] = "batch_size" in args.defaulted and size > 1 and images // world_size % size == 1
     if size < args.batch_size:
         fitted["batch_size"] = size
         if "batch_size" in args.defaulted and args.lr is None:
@@ -156,7 +158,7 @@ def _useless_average(args: TrainArgs, updates: int) -> str:
 
 def _shown(what: str, values: dict[str, Any]) -> str:
     """Return a line with the values as flags, "" without any."""
-    flags = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in values.items())
+    flags = " ".join(f"--{k.replace('_', '-')}" + (f" {v}" if v is not True else "") for k, v in values.items())
     return flags and f"{what}: {flags}"
 
 
