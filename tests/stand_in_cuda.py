@@ -156,7 +156,9 @@ class StandIn:
 
     def __init__(self) -> None:
         self.main = self.default = Stream(name="main stream")  # of the thread that trains, and of others
+        self.mains = {self.main}
         self.capturing: Graph | None = None
+        self.left_by_failures: set[str] = set()  # of captures, which torch does not clear up
         self.waits: list[Wait] = []
         self.launches = Counter[str]()  # by "folder/file.py:function" of the product
         self.races: list[str] = []
@@ -234,12 +236,12 @@ class StandIn:
         if asked not in (None, "cuda"):  # such as empty_like(x, device="cpu")
             made = operation(*_held(args), **kwargs)
             return self.pin(made) if page_locked else made
-        self._check(name, plain, kwargs)
+        self._check(operation, name, plain, kwargs)
         if name in _READ_BY_HOST or (name in _INDEXING and _asks_host(args[1])):
             self.host_waits(name)
         return self._computed(operation, name, args, kwargs, own)
 
-    def _check(self, name: str, plain: list[Tensor], kwargs: dict[str, Any]) -> None:
+    def _check(self, operation: Any, name: str, plain: list[Tensor], kwargs: dict[str, Any]) -> None:
         """Raise as a GPU does for operands of the CPU; its numbers (0-dimensional tensors) and indices are taken."""
         if any(t.ndim for t in plain) and name not in _INDEXING:
             shapes = [tuple(t.shape) for t in plain]
@@ -247,6 +249,8 @@ class StandIn:
         generator = kwargs.get("generator")
         if generator is not None:
             self.refuse_in_capture("a generator that is not the default one")
+        if "generator" in self.left_by_failures and torch.Tag.nondeterministic_seeded in operation.tags:
+            raise RuntimeError("Offset increment outside graph capture encountered unexpectedly.")
         if generator is not None and not isinstance(generator, CudaGenerator):
             raise RuntimeError("Expected a 'cuda' device type for generator but found 'cpu'")
 
@@ -260,8 +264,8 @@ class StandIn:
         if not kernel:
             result = run()
         elif self.capturing is not None:
-            place = next(product_frames(), "")
-            result = self.capturing.keep(name, place, run, own, _written(operation, args, kwargs))
+            what = name, next(product_frames(), ""), _numbers(args, kwargs)
+            result = self.capturing.keep(what, run, own, _written(operation, args, kwargs))
         else:
             self._launch(name, current_stream(), own, _written(operation, args, kwargs))
             result = run()
@@ -357,6 +361,12 @@ def _held(values: Any) -> Any:
     return _mapped(values, lambda tensor: tensor.held if isinstance(tensor, CudaTensor) else tensor)
 
 
+def _numbers(args: Any, kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    """The numbers of the host among operands."""
+    leaves = [leaf for leaf in _leaves((*args, *kwargs.values())) if not isinstance(leaf, CudaTensor)]
+    return tuple(leaf.tolist() if isinstance(leaf, Tensor) else leaf for leaf in leaves)
+
+
 def _frozen(values: Any) -> Any:
     """As `_held`; a graph keeps the number of a CPU's tensor."""
     return _mapped(values, lambda tensor: tensor.held if isinstance(tensor, CudaTensor) else tensor.clone())
@@ -364,6 +374,8 @@ def _frozen(values: Any) -> Any:
 
 def _written(operation: Any, args: Any, kwargs: dict[str, Any]) -> list[Any]:
     """The arguments that an operation overwrites."""
+    if operation is torch.ops.aten.native_batch_norm.default:  # its schema does not tell of the running statistics
+        return [statistics for statistics in args[3:5] if statistics is not None and args[5]]
     by_name = {argument.name: argument for argument in operation._schema.arguments}
     named = [*zip(by_name.values(), args, strict=False), *((by_name[name], value) for name, value in kwargs.items())]
     return _leaves(value for argument, value in named if argument.alias_info and argument.alias_info.is_write)
@@ -380,6 +392,16 @@ class CudaGenerator(torch.Generator):
 
     def __new__(cls, device: Any = "cuda") -> CudaGenerator:
         return super().__new__(cls, "cpu")
+
+
+class DefaultGenerator:
+    """Stands for the device's, whose numbers are the CPU's."""
+
+    def clone_state(self) -> None:
+        ACTIVE.device.refuse_in_capture("clone_state")
+
+    def graphsafe_set_state(self, state: None) -> None:
+        ACTIVE.device.left_by_failures.discard("generator")
 
 
 class _GeneratorOf(torch.Generator):
@@ -488,6 +510,7 @@ def stand_in_cuda() -> Iterator[StandIn]:
         "CUDAGraph": Graph,
         "graph": capture,
         "graph_pool_handle": lambda: (0, 1),
+        "default_generators": (DefaultGenerator(),),
     }
     with ExitStack() as patches:
         for name, value in cuda.items():
@@ -503,6 +526,7 @@ def stand_in_cuda() -> Iterator[StandIn]:
             (nn.Module, "_apply", _apply),
             (threading.Thread, "run", _run_thread),
             (torch.autograd, "backward", _backward),
+            (torch._C, "_cuda_endAllocateToPool", lambda *_: stand_in.left_by_failures.discard("pool")),
             (Tensor, "to", _to),
             (torch._C._nn, "_parse_to", _parse_to),
             (Tensor, "pin_memory", lambda self, *_: stand_in.pin(self.clone())),

@@ -50,14 +50,17 @@ class MixRatios:
     def of_tokens(self, grid: tuple[int, int], window: Area, like: Tensor) -> Tensor:
         """(R, N) of each token of a grid that covers `window` of the image (see `tlt.targets.make_targets`): the mean
         over its pixels, in the dtype of `like`."""
+        dtype = like.dtype
         if self.image.shape[2:] == (1, 1):
             return self.label.to(like.dtype).expand(-1, grid[0] * grid[1])
+        # On a GPU float32 products round to TF32, and a share would depend on whether the batch was cut.
+        like = like.double() if like.is_cuda else like
         pixels = self.image.to(like.dtype)
         rows, cols = (
             _pixels_of_tokens(count, low, high, side, like)
             for count, low, high, side in zip(grid, window[1::-1], window[:1:-1], pixels.shape[2:], strict=True)
         )
-        return (rows @ pixels @ cols.T).flatten(1)
+        return (rows @ pixels @ cols.T).flatten(1).to(dtype)
 
 
 @dataclass(eq=False)
@@ -96,6 +99,11 @@ class Mixup:
             self.cutmix_alpha = 1.0
         if max(self.mixup_alpha, self.cutmix_alpha) <= 0:
             raise UserError("--mixup and --cutmix are both 0: one of them must be positive to mix")
+
+    @property
+    def cuts(self) -> bool:
+        """Whether a box can show the partner, so that pixels of an image have shares of their own."""
+        return self.cutmix_alpha > 0
 
     def soft_targets(self, classes: Tensor, ratios: MixRatios, dtype: torch.dtype) -> Tensor:
         """(B, C) smoothed and mixed targets of (B,) classes."""

@@ -29,9 +29,14 @@ class Kept(NamedTuple):
     """An operation of a graph."""
 
     name: str
+    place: str  # the function of the product that has called it
+    numbers: tuple[Any, ...]  # of Python, among its operands
     run: Callable[[], Any]
     results: list[Tensor]
-    place: str  # the function of the product that has called it
+
+    def __str__(self) -> str:
+        """What is the same in the graphs of two steps, if this is."""
+        return f"{self.name}{[tuple(result.shape) for result in self.results]} {self.numbers} in {self.place}"
 
 
 class Graph:
@@ -56,8 +61,9 @@ class Graph:
         self._draws = torch.get_rng_state()
         self.failed, device.capturing = False, self
 
-    def keep(self, name: str, place: str, run: Callable[[], Any], tensors: list[Any], written: list[Any]) -> Any:
-        """Keep an operation on tensors of the device, of which it overwrites some. Returns results of its shapes."""
+    def keep(self, what: tuple[str, str, Any], run: Callable[[], Any], tensors: list[Any], written: list[Any]) -> Any:
+        """Keep an operation, `what` its name, place and numbers are, on tensors of the device, of which it overwrites
+        some. Returns results of its shapes."""
         for tensor in written:
             storage = tensor.held.untyped_storage()
             if storage._cdata not in self._made and storage._cdata not in self._before:
@@ -67,7 +73,7 @@ class Graph:
             self._used.add(block)
             if block.graph is not self:
                 self._outside[id(block)] = weakref.ref(block)
-        self.kept.append(Kept(name, run, results := _tensors(result := run()), place))
+        self.kept.append(Kept(*what, run, results := _tensors(result := run())))
         given = {tensor.held.untyped_storage()._cdata for tensor in tensors}
         self._made |= {each.untyped_storage()._cdata for each in results} - given
         return result
@@ -84,6 +90,7 @@ class Graph:
                     result.fill_(float("nan"))
         self._before.clear()
         if self.failed:
+            ACTIVE.device.left_by_failures |= {"generator", "pool"}
             raise RuntimeError("CUDA error: operation failed due to a previous error during capture")
 
     def replay(self) -> None:

@@ -22,7 +22,7 @@ class Block:
 
     def __del__(self) -> None:
         # What the main stream has made, and others read, are constants, in use until the last batch that nobody takes.
-        for stream, time in self.used.items() if self.owner is not self.device.main else ():
+        for stream, time in self.used.items() if self.owner not in self.device.mains else ():
             if stream not in self.recorded and not self.owner.comes_after(stream, time):
                 self.device.race(f"memory of {self.owner} is given back while {stream} may still use it")
 
@@ -121,6 +121,7 @@ def set_stream(stream: Stream) -> None:
     """Stands for `torch.cuda.set_stream`, of the thread that trains."""
     _current.streams[-1:] = [stream]
     ACTIVE.device.main = stream
+    ACTIVE.device.mains.add(stream)
 
 
 def begin() -> None:

@@ -20,7 +20,7 @@ from tlt.loss import LossTerms, blend_truth
 from tlt.mix import Mixup
 from tlt.mixtoken import Box, mixed_share
 from tlt.targets import one_hot
-from volo.train.criterion import ClassCriterion, TokenLabelCriterion, _mixed, make_criterion
+from volo.train.criterion import ClassCriterion, TokenLabelCriterion, make_criterion
 
 GRID = (3, 3)
 CRITERION = TokenLabelCriterion(GRID, 200, ground_truth=True, dense_weight=1.5)
@@ -77,7 +77,7 @@ def test_loss_and_gradients_are_those_of_the_dense_definition(num_classes: int) 
 def test_targets_that_mixup_has_smoothed_are_not_smoothed_again() -> None:
     batch, logits, step = labelled_batch(5), torch.randn(3, 5), StepKey(0, 0, 0, 0)
     mix = Mixup(0.8, 0.0, label_smoothing=0.1, num_classes=5)
-    _, ratios = _mixed(mix, batch, step)
+    ratios = ClassCriterion(0.1, mix).draw(batch, step).ratios
     assert ratios is not None
     targets = mix.soft_targets(batch.classes, ratios, torch.float32)
     found = ClassCriterion(0.1, mix).loss(lambda images: logits, batch, step)

@@ -210,6 +210,10 @@ class Batch:
         """Return the batch in page-locked host memory; torch's DataLoader calls this."""
         return self._map(lambda tensor: tensor if tensor.is_cuda else tensor.pin_memory())
 
+    def clone(self) -> Batch:
+        """Return the batch in other memory, without its plan."""
+        return replace(self._map(torch.clone), plan=None)
+
     def select(self, rows: slice) -> Batch:
         """Return some of the images, without their plan."""
         return replace(self._map(lambda tensor: tensor[rows]), plan=None)

@@ -170,10 +170,10 @@ class Watchdog:
 
     def at(self, phase: str, size: int | None = None) -> None:
         """Something was done, and `phase` begins: start, data, others (waiting for the data of all ranks), step (with a
-        batch of so many images), validation or saving."""
+        batch of so many images), capture (of a CUDA graph), validation or saving."""
         if phase == "validation":
             self._meetings = 2  # at its end, and when what it has led to is saved
-        elif phase == "saving":
+        elif phase in ("saving", "capture"):
             self._meetings = max(self._meetings, 1)
         elif self._phase == "others":
             self._meetings = max(self._meetings - 1, 0)

@@ -4,8 +4,8 @@
     ./distributed_train.sh 8 DATA --model volo_d1 ...                                one process per GPU
 
 Reading order: `start` and `build` below -> volo/train/data.py (data) -> volo/train/model.py (model) ->
-volo/train/criterion.py (loss) -> volo/train/loop.py (step). How a run chooses its directory, goes on from a checkpoint
-and opens its records is in volo/commands/run_start.py.
+volo/train/criterion.py (loss) -> volo/train/step.py (step) -> volo/train/loop.py (epochs). How a run chooses its
+directory, goes on from a checkpoint and opens its records is in volo/commands/run_start.py.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ from volo.train.data import (
     train_loader,
     validation_loader,
 )
-from volo.train.loop import out_of_memory_explained, train_epochs
+from volo.train.loop import garbage_collected_by_the_loop, out_of_memory_explained, train_epochs
 from volo.train.model import (
     TimmModel,
     add_dense_head,
@@ -83,6 +83,7 @@ from volo.train.optim import create_optimizer
 from volo.train.precision import Clipping, Precision, WorkingCopy, check_convolutions, compute_dtype
 from volo.train.run import BATCH_KEY, Run, Training, settle
 from volo.train.schedule import LrSchedule, resolve_lr
+from volo.train.step_graph import own_stream
 
 
 def run(args: TrainArgs) -> int:
@@ -96,7 +97,8 @@ def run(args: TrainArgs) -> int:
     try:
         with logger.end_noted(), lost_rank_explained(), compile_errors_told(args):
             world = init_world(args.device, args.local_rank, timeout, JOIN_S)
-            start(args, world, logger, StopGuard(STOP, watchdog, max_over_ranks))
+            with own_stream(world.device):
+                start(args, world, logger, StopGuard(STOP, watchdog, max_over_ranks))
             leave_together(watchdog)
         if world.is_primary:
             tell_batch_script("done")
@@ -255,7 +257,8 @@ def train(run: Run, training: Training) -> None:
         if run.world.is_primary:
             tell_batch_script("begun")
         try:
-            with out_of_memory_explained(run.args.batch_size, run.args.grad_checkpointing):
+            checkpointing = run.args.grad_checkpointing
+            with out_of_memory_explained(run.args.batch_size, checkpointing), garbage_collected_by_the_loop():
                 train_epochs(run, training, saver)
         except Stopped as stop:
             logger.event("fault" if stop.__cause__ else "signal", reason=str(stop), exit_code=stop.exit_code)

@@ -260,6 +260,7 @@ PRECISION = Group(
     CHANNELS_LAST,
     switch("--grad-checkpointing", "recompute activations in the backward pass to save memory"),
     *COMPILE,
+    switch("--no-cuda-graph", "launch each operation of a step, which a GPU else repeats as one CUDA graph"),
     flag("--activation-memory-budget", SHARE, None, "keep this share of a graph's activations (1)", needs=(INDUCTOR,)),
     OUTLOOK_KERNEL,
     switch("--torchscript", "refused: use --torchcompile", refused=NO_TORCHSCRIPT),

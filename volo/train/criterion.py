@@ -1,8 +1,8 @@
 """What is trained: the loss of a step, with token labels or without.
 
-`criterion.loss(model, batch, step)` is the whole forward half of a step: the targets of the batch, what is random
-(images mixed by Mixup or CutMix, MixToken's box), the model's outputs and their loss. `StepKey` seeds everything
-random, so that a resumed run draws the same numbers.
+`criterion.loss(model, batch, step)` is the whole forward half of a step, in two: what the host draws (how Mixup or
+CutMix mix images, MixToken's box), and what the device computes of it (targets, the model's outputs, their loss), which
+a CUDA graph can repeat. `StepKey` seeds everything random, so that a resumed run draws the same numbers.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -36,6 +36,18 @@ _SETTINGS = (
     *("cls_weight", "dense_weight"),
 )
 _MIXUP_STREAM = 0x57EB  # one more random stream of a step, beside those of `tlt.api`
+
+
+class Drawn(NamedTuple):
+    """What is random in a step but for what the model draws, on the device of the batch.
+
+    Attributes:
+        ratios: How the images are mixed; None: they are not.
+        box: (4,) int32 of MixToken; None without it.
+    """
+
+    ratios: MixRatios | None
+    box: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -69,9 +81,19 @@ class TokenLabelCriterion(TokenLabelLoss):
 
     def loss(self, model: Callable[..., Any], batch: Batch, step: StepKey) -> LossTerms:
         """Return the losses of a step: means over the batch. The same arguments give the same numbers."""
-        targets = self.targets(batch)
+        return self.loss_of(model, batch, self.draw(batch, step))
+
+    def draw(self, batch: Batch, step: StepKey) -> Drawn:
+        """Return what is random in the loss of a step. Raises UserError: a label map has a class that there is not."""
+        if batch.labels is not None:
+            batch.labels.check_ids(self.num_classes)
         box = send(np.array(draw_box(step, self.grid), np.int32), batch.images.device) if self.mix_token else None
-        images, ratios = _mixed(self.mix, batch, step)
+        return Drawn(_draw_ratios(self.mix, batch, step), box)
+
+    def loss_of(self, model: Callable[..., Any], batch: Batch, drawn: Drawn) -> LossTerms:
+        """Return the losses of a step in which this was drawn."""
+        targets, (ratios, box) = self.targets(batch), drawn
+        images = batch.images if ratios is None else ratios.blend_images(batch.images)
         with autocast(batch.images.device, self.amp_dtype):
             # Class logits (B, C) and token logits (B, N, C), or the former alone.
             outputs = model(images, dense=True, mix_box=box) if self.dense else (model(images, mix_box=box), None)
@@ -95,9 +117,17 @@ class ClassCriterion:
 
     def loss(self, model: Callable[..., Any], batch: Batch, step: StepKey) -> LossTerms:
         """Return the loss of a step, as `TokenLabelCriterion.loss`."""
-        targets, smoothing = batch.classes, self.smoothing
-        images, ratios = _mixed(self.mix, batch, step)
+        return self.loss_of(model, batch, self.draw(batch, step))
+
+    def draw(self, batch: Batch, step: StepKey) -> Drawn:
+        """Return what is random in the loss of a step."""
+        return Drawn(_draw_ratios(self.mix, batch, step))
+
+    def loss_of(self, model: Callable[..., Any], batch: Batch, drawn: Drawn) -> LossTerms:
+        """Return the loss of a step in which this was drawn."""
+        images, targets, smoothing, ratios = batch.images, batch.classes, self.smoothing, drawn.ratios
         if self.mix is not None and ratios is not None:
+            images = ratios.blend_images(images)
             targets, smoothing = self.mix.soft_targets(targets, ratios, images.dtype), 0.0
         with autocast(images.device, self.amp_dtype):
             logits = model(images).float()  # (B, C)
@@ -111,12 +141,8 @@ class ClassCriterion:
 Criterion: TypeAlias = TokenLabelCriterion | ClassCriterion
 
 
-def _mixed(mix: Mixup | None, batch: Batch, step: StepKey) -> tuple[Tensor, MixRatios | None]:
-    """Return the images (B, 3, H, W) as Mixup or CutMix mixes them, and how; None without them."""
-    if mix is None:
-        return batch.images, None
-    ratios = mix.draw(batch.images, step.generator(_MIXUP_STREAM))
-    return ratios.blend_images(batch.images), ratios
+def _draw_ratios(mix: Mixup | None, batch: Batch, step: StepKey) -> MixRatios | None:
+    return None if mix is None else mix.draw(batch.images, step.generator(_MIXUP_STREAM))
 
 
 def make_criterion(

@@ -18,7 +18,7 @@ import timm
 import torch
 from torch import Tensor, nn
 
-from tlt.api import Loader, StepKey
+from tlt.api import Loader
 from tlt.data.batch import Batch
 from tlt.data.sources.source import ImageSource
 from tlt.distill import DistillLoss, FeatureTeacher, with_projector
@@ -29,6 +29,7 @@ from volo.cluster.distributed import World
 from volo.config.checkpoint_files import ENDINGS
 from volo.record.logger import Logger
 from volo.train.compilation import feature_compiler
+from volo.train.criterion import Drawn
 from volo.train.data import train_loader
 from volo.train.model import TimmModel, place_model
 from volo.train.precision import autocast, check_convolutions, compute_dtype
@@ -63,7 +64,7 @@ class Distillation:
             self._seen = seen
             yield batch
 
-    def loss(self, criterion: Any, model: Callable[..., Any], batch: Batch, step: StepKey) -> LossTerms:
+    def loss(self, criterion: Any, model: Callable[..., Any], batch: Batch, drawn: Drawn) -> LossTerms:
         """Return the losses of a step: those of `criterion`, and the teacher's in their total."""
         found: list[Tensor] = []
 
@@ -86,7 +87,7 @@ class Distillation:
             with autocast(batch.images.device, criterion.amp_dtype):
                 taught(batch.images)
             return LossTerms(self.weight * found[0], *torch.zeros(2, device=batch.images.device))
-        terms: LossTerms = criterion.loss(taught, batch, step)
+        terms: LossTerms = criterion.loss_of(taught, batch, drawn)
         return terms._replace(total=terms.total + self.weight * found[0])
 
     def told(self, seconds: float) -> str:

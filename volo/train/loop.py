@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -19,15 +19,19 @@ from tlt.data.loader import EvalLoader
 from tlt.errors import UserError
 from volo.checkpoint.checkpoint import best_of, rank
 from volo.checkpoint.saver import Saver
-from volo.checkpoint.state import TrainState, optimizer_state_of, ranked_by
+from volo.checkpoint.state import TrainState, ranked_by
 from volo.cluster.distributed import World
-from volo.cluster.shard import synchronised, whole_weights
+from volo.cluster.shard import whole_weights
 from volo.record.metrics import EpochTotals, Evaluation, Sums, correct_in_top
 from volo.train.compilation import begin_step
 from volo.train.meter import Meter
 from volo.train.optim import set_lr
 from volo.train.precision import Precision
 from volo.train.run import Run, Training
+from volo.train.step import Step
+from volo.train.step_graph import step_of
+
+_COLLECT = 200  # updates between two collections of garbage
 
 
 def train_epochs(run: Run, training: Training, saver: Saver) -> None:
@@ -37,17 +41,19 @@ def train_epochs(run: Run, training: Training, saver: Saver) -> None:
         Stopped: The state is as it was between two updates; an epoch counts as finished only after its validation.
     """
     args, logger, state, epochs = run.args, run.logger, training.state, training.schedule.total_epochs
-    by, meter = ranked_by(vars(args)), Meter(run, training)
+    by, meter, step = ranked_by(vars(args)), Meter(run, training), step_of(run, training)
     if args.finetune and state.update == 0 and not args.kd_only:
         logger.line(f"before fine-tuning: {_evaluated(run, training, state.model)}")
     for epoch in range(state.epoch, epochs):
         if args.patience and best_so_far(state, by)[1] >= args.patience:
             logger.line(f"--patience {args.patience}: no epoch was better than one so long ago; the run ends here")
             break
-        if args.mixup_off_epoch and epoch >= args.mixup_off_epoch:
+        if args.mixup_off_epoch and epoch >= args.mixup_off_epoch and training.criterion.mix is not None:
             training = replace(training, criterion=replace(training.criterion, mix=None))
+            step = step_of(run, training)
         logger.start_epoch(epoch, epochs, state.updates_per_epoch)
-        totals = train_epoch(run, training, meter, saver)
+        gc.collect()
+        totals = train_epoch(run, training, step, meter, saver)
         if training.distillation is not None:
             logger.line(training.distillation.told(totals.seconds))
         evaluations = validate_epoch(run, training, epoch)
@@ -60,7 +66,7 @@ def train_epochs(run: Run, training: Training, saver: Saver) -> None:
         logger.curve()
 
 
-def train_epoch(run: Run, training: Training, meter: Meter, saver: Saver) -> EpochTotals:
+def train_epoch(run: Run, training: Training, step: Step, meter: Meter, saver: Saver) -> EpochTotals:
     """Train the epoch `state.epoch`; `state.update` advances by one per optimizer step.
 
     Raises:
@@ -70,44 +76,46 @@ def train_epoch(run: Run, training: Training, meter: Meter, saver: Saver) -> Epo
     state, model, loader, precision = training.state, training.model, training.loader, training.precision
     set_train_mode(model, run.args.freeze_bn or run.args.freeze)
     precision.begin(model)
-    parameters = [p for p in state.model.parameters() if p.requires_grad]
     micro_batch = 0
     meter.begin()
     first = state.update - state.epoch * state.updates_per_epoch
-    batches, loss_of = loader.epoch(state.epoch, first), training.criterion.loss
+    batches = loader.epoch(state.epoch, first)
     if training.distillation is not None:
         batches = training.distillation.paired(batches, state.epoch, first)
-        loss_of = partial(training.distillation.loss, training.criterion)
     for batch in run.guard.iterate_until_stopped(batches):
-        is_last, update_size = batch.key.last, batch.key.update_samples
         meter.look_at(batch)
-        step = StepKey(run.args.seed, state.update, micro_batch, run.world.data_rank)
-        step.seed_torch()
-        if micro_batch == 0:
-            begin_step()
-        with synchronised(model, is_last):
-            loss = loss_of(model, batch, step)  # targets, MixToken's box, both heads, loss
-            # Micro-batches are weighted by their images, so that accumulation equals one large batch of any size.
-            precision.backward(loss.total * (batch.size / update_size), reduced=is_last and run.world.size > 1)
-        meter.add(loss, batch)
-        micro_batch += 1
-        if not is_last:
-            continue
-
         lr = training.schedule(state.update)
         set_lr(state.optimizer, lr)
-        with optimizer_state_of(state.unproven):
-            grad_norm = precision.step(state.optimizer, parameters)
+        found = step(batch, StepKey(run.args.seed, state.update, micro_batch, run.world.data_rank))
+        meter.add(found.terms, batch)
+        micro_batch += 1
+        if found.norm is None:  # another micro-batch of this update follows
+            continue
+
         state.unproven = None
         state.update += 1
-        if state.ema is not None:
-            # Without a step the decay is constant from the first update on, as published.
-            state.ema.update(state.model, step=state.update if state.ema.use_warmup else None)
         micro_batch = 0
-        meter.update_done(lr, grad_norm)
+        meter.update_done(lr, found.norm)
         if meter.done < state.updates_per_epoch:
             saver.after_update()
+        if state.update % _COLLECT == 0:
+            gc.collect()
+    step.pause()
     return meter.end()
+
+
+@contextmanager
+def garbage_collected_by_the_loop() -> Iterator[None]:
+    """Let Python collect no garbage in the block, which does so itself: all ranks at once, and never in a step. What is
+    there before is not looked at again."""
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+        gc.unfreeze()
 
 
 def set_train_mode(model: nn.Module, freeze_bn: bool) -> None:

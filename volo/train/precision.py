@@ -117,6 +117,10 @@ class RunningStatistics:
                     self._views.setdefault(buffer.dtype, []).append(buffer.view(-1))
         self._before = self._gathered()
 
+    def note(self) -> None:
+        """Note them again, which others have changed since the last step."""
+        torch._foreach_copy_(self._before, self._gathered())
+
     def _gathered(self) -> list[Tensor]:
         return [torch.cat(views) for views in self._views.values()]
 
@@ -128,9 +132,9 @@ class RunningStatistics:
             return
         now = self._gathered()
         back = torch.stack([skipped, *(~torch.isfinite(values).all() for values in now)]).any()
-        self._before = [torch.where(back, before, values) for before, values in zip(self._before, now, strict=True)]
-        for views, values in zip(self._views.values(), self._before, strict=True):
-            torch._foreach_copy_(views, values.split([len(view) for view in views]))
+        for views, before, values in zip(self._views.values(), self._before, now, strict=True):
+            before.copy_(torch.where(back, before, values))
+            torch._foreach_copy_(views, before.split([len(view) for view in views]))
 
 
 def autocast(device: torch.device, dtype: torch.dtype | None) -> AbstractContextManager[Any]:
@@ -193,11 +197,15 @@ class Precision:
         self._counts = [0, 0]  # steps skipped in a row, and in the whole run, before those in `_steps`
         self._loss_broken = torch.zeros((), dtype=torch.bool, device=device)  # in a micro-batch of the current step
         self._steps: list[Tensor] = []  # (2,) bool each: gradients not finite, this rank's loss not finite
+        self.keeps_gradients = False  # in their memory, which a step then zeroes
 
     def begin(self, model: nn.Module | None = None) -> None:
-        """Note running statistics of `model`, and copy its weights into the working copy; call it in training mode,
-        before training starts or goes on."""
-        self._statistics = None if model is None else RunningStatistics(model)
+        """Note running statistics of `model`, always the same one, and copy its weights into the working copy; call it
+        in training mode, before training starts or goes on."""
+        if model is None or self._statistics is None:
+            self._statistics = None if model is None else RunningStatistics(model)
+        else:  # a CUDA graph knows where they lie
+            self._statistics.note()
         if self.working_copy is not None:
             self.working_copy.refresh_copy()
 
@@ -211,7 +219,7 @@ class Precision:
         Args:
             reduced: This backward pass averages the accumulated gradients over the ranks.
         """
-        self._loss_broken = self._loss_broken | ~torch.isfinite(loss.detach())
+        self._loss_broken.logical_or_(~torch.isfinite(loss.detach()))
         if self.working_copy is not None and reduced:
             self.working_copy.return_to_copy()
         (loss if self.scaler is None else self.scaler.scale(loss)).backward()
@@ -224,12 +232,22 @@ class Precision:
         Returns the 2-norm of the gradients before clipping, a scalar on the device. All ranks agree on whether to step,
         because they hold the same all-reduced gradients.
         """
+        norm, broken = self.update(optimizer, parameters)
+        self.note(broken)
+        return norm
+
+    def note(self, broken: Tensor) -> None:
+        """Note what `update` returned for the step just done, for `counts` and `check`."""
+        self._steps.append(broken)
+
+    def update(self, optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter]) -> tuple[Tensor, Tensor]:
+        """Do the device's part of `step`. Returns the norm and (2,) bool: gradients not finite, own loss not finite."""
         if self.scaler is not None:
             self.scaler.unscale_(optimizer)
         norm = self._norm_of(parameters)
         broken = ~torch.isfinite(norm)
-        self._steps.append(torch.stack([broken, self._loss_broken]))
-        self._loss_broken = torch.zeros_like(self._loss_broken)
+        told = torch.stack([broken, self._loss_broken])
+        self._loss_broken.zero_()
         if self.clip is not None:
             self.clip(parameters, norm)
         _step_unless(broken, optimizer)
@@ -237,10 +255,10 @@ class Precision:
             self._statistics.settle(broken)
         if self.scaler is not None:
             self.scaler.update()
-        optimizer.zero_grad(set_to_none=True)
+        optimizer.zero_grad(set_to_none=not self.keeps_gradients)
         if self.working_copy is not None:
             self.working_copy.refresh_copy()
-        return norm
+        return norm, told
 
     def take_broken(self) -> dict[int, bool]:
         """The steps with non-finite gradients since the last call; True where this rank's own loss was not finite.
@@ -285,11 +303,16 @@ class Precision:
 _SKIP_ON_DEVICE = (torch.optim.Adam, torch.optim.AdamW)
 
 
-def _step_unless(broken: Tensor, optimizer: torch.optim.Optimizer) -> None:
-    """Step if `broken` is false: decided on the device by fused Adam, else after one host synchronisation."""
+def skips_on_device(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a step of this optimizer can be skipped without asking the host."""
     groups = optimizer.param_groups
     parts = any(isinstance(p, DTensor) for p in groups[0]["params"])  # of --shard, on several ranks
-    if type(optimizer) in _SKIP_ON_DEVICE and all(group["fused"] for group in groups) and not parts:
+    return type(optimizer) in _SKIP_ON_DEVICE and all(group["fused"] for group in groups) and not parts
+
+
+def _step_unless(broken: Tensor, optimizer: torch.optim.Optimizer) -> None:
+    """Step if `broken` is false: decided on the device by fused Adam, else after one host synchronisation."""
+    if skips_on_device(optimizer):
         optimizer.grad_scale, optimizer.found_inf = None, broken.float()  # type: ignore[attr-defined]
         optimizer.step()
         del optimizer.grad_scale, optimizer.found_inf  # type: ignore[attr-defined]

@@ -1,0 +1,71 @@
+"""Steps of a small run on a GPU or its stand-in, without files and records."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from functools import partial
+from itertools import count
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import Mock
+
+import torch
+
+from tlt.data.backends.synthetic import SyntheticLabels, synthetic_folder
+from tlt.data.batch import Batch
+from volo.cluster.distributed import World
+from volo.commands.train import build
+from volo.config.args import TRAIN
+from volo.train.data import Folders
+from volo.train.loop import train_epoch
+from volo.train.model import build_model
+from volo.train.run import Run, Training, settle
+from volo.train.step import Step
+
+FLAGS = (
+    "--model volo_test --img-size 64 --num-classes 4 -b 4 -j 0 --drop-path 0.5 --lr 1e-3 --warmup-epochs 0 --epochs 9 "
+    "--sched-on-updates --data-backend synthetic --scale 0.5 1 --clip-grad 5 --dry-run"
+)
+LABELLED = "--token-label --token-label-data synthetic"
+
+
+def small_run(flags: str, images: int = 27, seen: int = 0) -> tuple[Any, Training]:
+    """What runs have that steps look at, and what is trained. `seen`: batches that a resumed one has had."""
+    args = TRAIN.parse([*FLAGS.split(), *flags.split()])
+    args, batch, _ = settle(args, {}, images, 4, 1)
+    logger = Mock(lines=[])
+    logger.line = logger.lines.append
+    guard = SimpleNamespace(iterate_until_stopped=partial(_spoilt, count(seen)), watchdog=Mock())
+    run: Any = Run(args, World(0, 0, 1, torch.device("cuda", 0)), logger, guard, Mock(), Mock())
+    torch.manual_seed(args.seed)
+    folder = synthetic_folder(images, 4)
+    labels = SyntheticLabels(folder, (3, 6, 6)) if args.token_label_data else None
+    return run, build(run, Folders(folder, folder, []), labels, build_model(args), batch)
+
+
+def _spoilt(number: Iterator[int], batches: Iterator[Batch]) -> Iterator[Batch]:
+    """The same; the eighth of a run has images that are no numbers."""
+    for batch in batches:
+        if next(number) == 7:
+            batch.images.fill_(float("nan"))
+        yield batch
+
+
+def train(run: Any, training: Training, step: Step, epochs: int = 1) -> list[float]:
+    """Train some epochs more; return losses and norms."""
+    told: list[Any] = []
+    meter = Mock(done=0)
+    meter.add = lambda terms, batch: told.append(terms.total)
+    meter.update_done = lambda lr, norm: told.append(norm)
+    for _ in range(epochs):
+        train_epoch(run, training, step, meter, Mock())
+        training.state.epoch += 1
+    return [float(value) for value in told]
+
+
+def weights(*models: Any) -> list[torch.Tensor]:
+    return [value.cpu() for model in models for value in _values(model)]
+
+
+def _values(model: Any) -> Iterable[torch.Tensor]:
+    return [] if model is None else model.state_dict().values()

@@ -1,0 +1,194 @@
+"""A step that a CUDA graph repeats computes what the launched step does, from other numbers in every step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import cache
+from itertools import count
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.stand_in_cuda import StandIn
+from tests.train.small_run import payload_of
+from tests.train.small_step import LABELLED, small_run, train, weights
+from tlt.api import StepKey
+from volo.train.criterion import Drawn, TokenLabelCriterion
+from volo.train.loop import set_train_mode
+from volo.train.optim import set_lr
+from volo.train.precision import Precision
+from volo.train.step import Step
+from volo.train.step_graph import StepGraph, own_stream, step_of
+
+pytestmark = pytest.mark.gpu
+ON_A_GPU = torch.cuda.is_available()
+CUDA = torch.device("cuda", 0)
+EPOCHS, UPDATES = (5, 7) if ON_A_GPU else (2, 5)  # the last of an epoch is a smaller batch
+ACCUMULATING = f"{LABELLED} --model-ema --grad-accum-steps 2 --drop-path-mode subset --model-dtype bfloat16"
+Trained = tuple[list[float], list[Tensor], str]  # losses and norms, the weights in the end, and what was told
+
+
+def trained(flags: str, epochs: int, images: int, resumed: bool = False) -> Trained:
+    with own_stream(CUDA):
+        run, training = small_run(flags, images)
+        told = train(run, training, step_of(run, training))
+        lines = list(run.logger.lines)
+        if resumed:
+            saved = payload_of(training.state)
+            assert not any(group["capturable"] for group in saved["optimizer"]["param_groups"])
+            run, training = small_run(flags, images, seen=len(told))
+            training.state.load(saved, "a file")
+        step = step_of(run, training)
+        told += train(run, training, step, epochs - 1)
+        return told, weights(training.state.model, training.state.ema), str(lines + run.logger.lines)
+
+
+launched = cache(trained)
+
+
+@pytest.mark.parametrize(("flags", "resumed"), [(f"{LABELLED} --model-ema", False), (ACCUMULATING, True)])
+def test_graphs_compute_what_launched_steps_do(flags: str, resumed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last batch of an epoch is smaller, and launched; a step is not finite, and skipped; in between a run is
+    resumed, or gives its memory back."""
+    if not resumed:
+        monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: torch.cuda.mem_get_info()[1])
+    images = (4 * UPDATES - 1) * (2 if resumed else 1)
+    told, found, lines = trained(flags, EPOCHS, images, resumed)
+    expected = trained(f"{flags} --no-cuda-graph", EPOCHS, images)
+    assert any(value != value for value in told)
+    assert "a step is one CUDA graph" in lines and "steps are launched" in expected[2], lines
+    torch.testing.assert_close((told, found), expected[:2], rtol=1e-4, atol=1e-5, equal_nan=True)
+
+
+def _always(change: Callable[[StepGraph], Any]) -> Callable[[Any], None]:
+    """Plant what is done before each replay."""
+
+    def plant(monkeypatch: pytest.MonkeyPatch) -> None:
+        repeat = StepGraph._repeat
+
+        def repeated(step: StepGraph, last: bool) -> Any:
+            change(step)
+            return repeat(step, last)
+
+        monkeypatch.setattr(StepGraph, "_repeat", repeated)
+
+    return plant
+
+
+def _asks(monkeypatch: pytest.MonkeyPatch) -> None:
+    update = Precision.update
+    monkeypatch.setattr(Precision, "update", lambda self, *args: (float((found := update(self, *args))[0]), found)[1])
+
+
+@pytest.mark.parametrize(
+    ("plant", "told"),
+    [
+        (lambda patch: patch.setattr(StepGraph, "rates_on_device", lambda step: nullcontext()), "capturable"),
+        (_always(lambda step: step.numbers[1:].fill_(1e-2)), "its weights"),
+        (_always(lambda step: step.numbers[:1].fill_(0.5)), "its norm"),
+        (_always(lambda step: step.inputs[1].box.zero_()), "its loss"),
+        (_always(lambda step: step.inputs[0].images.zero_()), "its loss"),
+        (_always(lambda step: torch.manual_seed(0)), "its "),
+        (_asks, "stream is capturing"),
+    ],
+)
+def test_a_number_that_a_graph_keeps_and_a_wait_are_seen_before_it_trains(
+    plant: Callable[[Any], None], told: str, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    expected = launched(f"{LABELLED} --no-cuda-graph", 1, 16)
+    plant(monkeypatch)
+    found = trained(LABELLED, 1, 16)
+    assert "warning: steps are launched" in found[2] and told in found[2], found[2]
+    torch.testing.assert_close(found[:2], expected[:2], rtol=1e-4 if ON_A_GPU else 0, atol=1e-5 if ON_A_GPU else 0)
+    if not ON_A_GPU:
+        assert not request.getfixturevalue("stand_in").left_by_failures
+
+
+# All that reaches a step; of several GPUs `why_launched` says that nobody has tried it.
+REACH = (
+    f"{LABELLED} --model-ema --ground-truth --uncovered uniform --drop 0.1 --outlooker-drop-path --opt adam",
+    f"{LABELLED} --model-dtype bfloat16 --layer-decay 0.7 --clip-mode value --drop-path-mode subset",
+    f"{LABELLED} --channels-last --mixup 0.8 --cutmix 1 --mixup-prob 0.7 --mixup-mode elem --compat target-sum",
+    f"{LABELLED} --model test_vit --cls-weight 0 --amp --amp-dtype bfloat16 --drop-path 0",
+    "--token-label --model lvvit_test --no-mix-token --freeze-bn --clip-mode agc --model-ema --model-ema-warmup",
+    "--model test_resnet --bce-loss --mixup 0.5 --mixup-mode pair --bn-tf --drop-path 0",
+)
+
+
+def of_two_updates(flags: str, device: StandIn) -> list[list[str]]:
+    """What the graphs of two updates keep that are captured at each, with its own numbers."""
+    run, training = small_run(flags, 16)
+    step, kept = step_of(run, training), []
+    assert isinstance(step, StepGraph)
+    set_train_mode(training.model, run.args.freeze_bn)
+    training.precision.begin(training.model)
+    for update, batch in enumerate(training.loader.epoch(0)):
+        key = StepKey(0, update)
+        set_lr(training.state.optimizer, training.schedule(update))
+        if update == 0:  # makes the optimizer's state
+            step(batch, key)
+            continue
+        step.send(batch, step.criterion.draw(batch, key))
+        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+        with step.rates_on_device(), torch.cuda.graph(graph, stream=stream):
+            found = step.compute(*step.inputs, step.numbers[0], True)
+        device.launches.clear()
+        graph.replay()
+        step.done(found)
+        assert device.launches.total() == 1 or run.args.model_ema_warmup
+        kept.append([*map(str, graph.kept)])
+    return kept[:2]
+
+
+@pytest.mark.skipif(ON_A_GPU, reason="its graphs can't be read")
+@pytest.mark.parametrize("flags", REACH)
+def test_no_number_changes_from_update_to_update_in_a_graph(flags: str, stand_in: StandIn) -> None:
+    with own_stream(CUDA):
+        first, second = of_two_updates(flags, stand_in)
+    assert len(first) > 100 and first == second
+
+
+@pytest.mark.skipif(ON_A_GPU, reason="its graphs can't be read")
+@pytest.mark.parametrize("kept", ["lr", "box", "share"])
+def test_a_number_that_changes_is_seen(kept: str, stand_in: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+    numbers, loss_of, compute = count(1), TokenLabelCriterion.loss_of, StepGraph.compute
+
+    @contextmanager
+    def rates(step: StepGraph) -> Iterator[None]:
+        for group in step.state.optimizer.param_groups:
+            group["capturable"] = True
+        yield
+
+    if kept == "lr":
+        monkeypatch.setattr(StepGraph, "rates_on_device", rates)
+    elif kept == "box":
+        boxed = lambda self, model, batch, drawn: loss_of(self, model, batch, Drawn(None, (0, 0, 1, next(numbers))))  # noqa: E731
+        monkeypatch.setattr(TokenLabelCriterion, "loss_of", boxed)
+    else:
+        monkeypatch.setattr(
+            StepGraph, "compute", lambda step, *given: compute(step, *given[:2], 0.1 * next(numbers), True)
+        )
+    with own_stream(CUDA):
+        first, second = of_two_updates(LABELLED, stand_in)
+    assert first != second
+
+
+@pytest.mark.parametrize(
+    ("flags", "reason"),
+    [
+        ("--opt lamb", "--opt lamb asks the host"),
+        ("--opt lookahead_adamw", "--opt lookahead_adamw asks the host"),
+        ("--opt-kwargs fused=False", "--opt adamw asks the host"),
+        ("--amp", "float16"),
+        ("--grad-checkpointing", "--grad-checkpointing"),
+        ("--no-cuda-graph", "--no-cuda-graph"),
+    ],
+)
+def test_what_is_launched_is_told_with_the_reason(flags: str, reason: str) -> None:
+    with own_stream(CUDA):
+        run, training = small_run(flags, 16)
+        assert type(step_of(run, training)) is Step
+    assert reason in run.logger.lines[-1]

@@ -1,0 +1,89 @@
+"""A training step, launched operation by operation; `volo.train.step_graph` repeats it as a CUDA graph."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import NamedTuple
+
+from torch import Tensor
+
+from tlt.api import StepKey
+from tlt.data.batch import Batch
+from tlt.loss import LossTerms
+from volo.checkpoint.state import optimizer_state_of
+from volo.cluster.shard import synchronised
+from volo.train.compilation import begin_step
+from volo.train.criterion import Drawn
+from volo.train.run import Run, Training
+
+
+class Found(NamedTuple):
+    """What a micro-batch tells, on the device.
+
+    Attributes:
+        terms: Its losses, without a gradient.
+        norm: Of the last micro-batch of an update: the 2-norm of the gradients before clipping.
+        broken: Of the last one: (2,) bool, gradients not finite, this rank's loss not finite.
+    """
+
+    terms: LossTerms
+    norm: Tensor | None = None
+    broken: Tensor | None = None
+
+
+class Step:
+    """`step(batch, key)` trains on a micro-batch; after the last one of an update the weights are changed.
+
+    Attributes:
+        averages: Whether `compute` updates the moving average. Not one whose weight is a number that grows, nor one on
+            the CPU.
+    """
+
+    def __init__(self, run: Run, training: Training) -> None:
+        self.model, self.state, self.precision = training.model, training.state, training.precision
+        self.criterion, taught = training.criterion, training.distillation
+        self.loss_of = self.criterion.loss_of if taught is None else partial(taught.loss, self.criterion)
+        self.parameters = [p for p in self.state.model.parameters() if p.requires_grad]
+        self.several_ranks, ema = run.world.size > 1, self.state.ema
+        self.averages = ema is not None and not ema.use_warmup and ema.device is None
+
+    def __call__(self, batch: Batch, key: StepKey) -> Found:
+        key.seed_torch()
+        if key.micro_batch == 0:
+            begin_step()
+        # Micro-batches are weighted by their images, so that accumulation equals one large batch of any size.
+        share = batch.size / batch.key.update_samples
+        return self.done(self.compute(batch, self.criterion.draw(batch, key), share, batch.key.last))
+
+    def compute(self, batch: Batch, drawn: Drawn, share: float | Tensor, last: bool) -> Found:
+        """Do all that the device does. Numbers that change from step to step are tensors: a graph repeats the others.
+
+        Args:
+            share: Of the batch's images in those of the update.
+            last: Whether this is the update's last micro-batch.
+        """
+        state, precision = self.state, self.precision
+        with synchronised(self.model, last):
+            loss = self.loss_of(self.model, batch, drawn)  # targets, both heads with MixToken, loss
+            precision.backward(loss.total * share, reduced=last and self.several_ranks)
+        terms = LossTerms(*(term.detach() for term in loss))
+        if not last:
+            return Found(terms)
+        with optimizer_state_of(state.unproven):
+            norm, broken = precision.update(state.optimizer, self.parameters)
+        if self.averages and state.ema is not None:
+            # Without a step the decay is constant from the first update on, as published.
+            state.ema.update(state.model)
+        return Found(terms, norm, broken)
+
+    def done(self, found: Found) -> Found:
+        """Do what `compute` leaves, after it."""
+        ema = self.state.ema
+        if found.broken is not None:
+            self.precision.note(found.broken)
+            if ema is not None and not self.averages:
+                ema.update(self.state.model, step=self.state.update + 1 if ema.use_warmup else None)
+        return found
+
+    def pause(self) -> None:
+        """The epoch's steps are done."""
