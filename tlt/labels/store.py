@@ -264,7 +264,7 @@ def _check_missing(reader: Reader, names: Names, bad_label: str) -> list[str]:
         told = f": there are {some_names(held)}{lookalikes(map(usual_label_name, names), map(usual_label_name, held))}"
         raise UserError(f"{text}; these labels are of another data set, or not complete{told}")
     if bad_label == "stop":
-        raise UserError(f"{text}; make labels with generate_label.py, or use --bad-label skip if some may be missing")
+        raise UserError(f"{text}; make labels with volo label, or use --bad-label skip if some may be missing")
     return [f"{text}; --bad-label {bad_label}"]
 
 

@@ -59,7 +59,7 @@ def find_labels(names: Sequence[str], files: Set[str], root: str) -> Names:
         if label and (other := owner.setdefault(label, name)) != name:
             raise UserError(
                 f"label {printable(os.path.join(root, label))} fits {printable(other)} and {printable(name)}; make the "
-                "labels again with generate_label.py, which tells the two apart"
+                "labels again with volo label, which tells the two apart"
             )
         labels.append(label)
     return Names(labels)
@@ -135,7 +135,7 @@ def read_map(path: str | Path, num_classes: int | None = None) -> LabelMap:
     if max(int(ids.max()), (num_classes or 1) - 1) > limit:
         raise UserError(
             f"{shown}: class ids in {str(tensor.dtype).removeprefix('torch.')} are exact to {limit} only, too few for "
-            f"{num_classes or int(ids.max()) + 1} classes; make the labels again with generate_label.py"
+            f"{num_classes or int(ids.max()) + 1} classes; make the labels again with volo label"
         )
     return LabelMap(tensor[0].half().numpy(), ids, source=shown)
 

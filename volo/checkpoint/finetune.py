@@ -132,7 +132,7 @@ def explain_misfit(model: nn.Module, fit: Fit, checkpoint: dict[str, Any], path:
     notes = [f"{name}: {fit.notes[name]}" for name in fit.dropped + fit.resized]
     notes += [f"{name} is missing from it" for name in needed(fit.missing)]
     remedy = "the model, --img-size, --num-classes and in_chans have to be the checkpoint's"
-    return f"{path} does not fit --model {own} ({notes[0]}): {remedy}; train.py --finetune takes what fits"
+    return f"{path} does not fit --model {own} ({notes[0]}): {remedy}; volo train --finetune takes what fits"
 
 
 def needed(names: Iterable[str]) -> list[str]:

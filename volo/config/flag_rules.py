@@ -33,7 +33,7 @@ PIXELS: tuple[Rule, ...] = (
     (
         lambda a: bool(a.input_size) and a.input_size[0] not in ((a.in_chans or 3,) if "in_chans" in a else (1, 3)),
         "--input-size {input_size[0]} {input_size[1]} {input_size[2]}: images are read as RGB, the first number must "
-        "be 3, or of a grey model (train.py: --in-chans 1) 1",
+        "be 3, or of a grey model (volo train --in-chans 1) 1",
     ),
 )
 COMPILE: tuple[Rule, ...] = (

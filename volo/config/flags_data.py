@@ -112,7 +112,7 @@ TOKEN_LABELS = Group(
         "--token-label-data",
         DIR,
         "",
-        "label maps: a tree DIR/CLASS/IMAGE.pt (generate_label.py) or an archive (tlt pack)",
+        "label maps: a tree DIR/CLASS/IMAGE.pt (volo label) or an archive (tlt pack)",
         needs=(TOKEN_LABEL,),
         excludes=("token_label_teacher",),
     ),
