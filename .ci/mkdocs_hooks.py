@@ -44,9 +44,11 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_config(config: Any) -> Any:
-    """Take the repository's address from pyproject.toml, if there is one."""
-    if found := re.search(r'^Repository = "(.+?)/?"', (ROOT / "pyproject.toml").read_text(), re.MULTILINE):
-        config.repo_url, config.repo_name = found[1], found[1].rpartition("/")[2]
+    """Take the repository's address from pyproject.toml, if there is one. mkdocs' own repo_url would have each reader
+    ask GitHub for stars."""
+    found = re.search(r'^Repository = "(.+?)/?"', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    config.nav += [{"Repository": found[1]}] if found else []
+    config.extra["repository"] = found and f"{found[1]}/blob/main"
     return config
 
 
@@ -58,6 +60,6 @@ def on_page_markdown(markdown: str, page: Any, config: Any, **_: Any) -> str:
         if not (ROOT / found[2]).exists():
             log = logging.getLogger("mkdocs.hooks")
             log.warning("%s links to ../%s, which is not there", page.file.src_uri, found[2])
-        return f"[{found[1]}]({config.repo_url}/blob/main/{found[2]})" if config.repo_url else found[1]
+        return f"[{found[1]}]({config.extra['repository']}/{found[2]})" if config.extra["repository"] else found[1]
 
     return _OUTSIDE.sub(linked, markdown)
