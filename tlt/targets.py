@@ -36,6 +36,7 @@ from tlt.io.chunks import image_chunks
 from tlt.label_map import FULL_AREA, Area, LabelBatch
 
 UNCOVERED = ("ignore", "uniform")
+_ROUNDING = 1e-5  # relative error of a label's probabilities
 
 
 class SparseLabels(NamedTuple):
@@ -135,6 +136,18 @@ def make_targets(
                 token_parts.append(_soft_labels(points, *_token_logits(group, points), num_classes, smoothing))
     tokens = SparseLabels(*(torch.cat(parts) for parts in zip(*token_parts, strict=True))) if dense else None
     return Targets(torch.cat(crop_parts), tokens, truth, grid, window)
+
+
+def is_best(labels: SparseLabels, classes: Tensor, num_classes: int) -> tuple[Tensor, Tensor]:
+    """Compare a class of each token, (B, N) or (B, 1), with the labels over C classes: (B, N) whether no other class is
+    likelier by the label, but for rounding; and (B, N) whether the token counts: its map covers some of it, and does
+    not find all classes equally likely."""
+    named = labels.excess != 0
+    best = labels.excess.masked_fill(~named, -math.inf).amax(-1)
+    best = torch.where(named.sum(-1) < num_classes, best.clamp(min=0), best)  # of classes that it doesn't name
+    own = (labels.excess * (labels.ids == classes[..., None])).sum(-1)
+    counts = (labels.weight > 0) & named.any(-1)
+    return counts & (labels.base + own >= (labels.base + best) * (1 - _ROUNDING)), counts
 
 
 def one_hot(classes: Tensor, num_classes: int, smoothing: float, dtype: torch.dtype) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import os
 import shutil
@@ -41,7 +42,7 @@ def _weights(path: Path, key: str = "state_dict") -> dict[str, torch.Tensor]:
 def test_a_run_leaves_all_its_records(call: Call, data: Path, labels: Path, tmp_path: Path) -> None:
     flags = f"{data} {QUICK} --epochs 2 --token-label --model-ema --checkpoint-hist 1 --output {tmp_path}"
     flags += " --sync-bn --save-images"  # the first does nothing to one process
-    ended = call("train", flags, "--token-label-data", labels, "--experiment", "run")
+    ended = call("train", flags, "--token-label-data", labels, "--val-label-data", labels, "--experiment", "run")
     assert ended.code == 0, ended.err
     run = tmp_path / "run"
     assert {p.name for p in run.iterdir()} >= RECORDS
@@ -51,6 +52,16 @@ def test_a_run_leaves_all_its_records(call: Call, data: Path, labels: Path, tmp_
     assert start["versions"]["torch"] == torch.__version__
     records, (epoch, last) = metrics(run), metrics(run, "epoch")
     assert last["best"] == max(epoch["eval_top1_ema"], last["eval_top1_ema"])
+    summary = list(csv.DictReader((run / "summary.csv").open()))[1]
+    assert {name: float(summary[name]) for name in ("dense_top1", "dense_top1_ema", "annotator_top1")} == {
+        "dense_top1": last["dense_top1"], "dense_top1_ema": last["dense_top1_ema"], "annotator_top1": 100.0,
+    }  # fmt: skip
+    for dense in ("", f"--token-label-data {labels}"):
+        measured = json.loads(
+            call("validate", f"{data} --checkpoint {run}/last.pth.tar -j 0 {dense}").out.splitlines()[-1]
+        )
+        assert measured["loss"] == round(last["eval_loss_ema"], 6)
+    assert measured["dense_top1"] == last["dense_top1_ema"] and measured["tokens"] == 8 * 2 * 2
     assert [record["update"] for record in records] == [1, 2, 3, 4]
     assert [record["lr"] for record in records] == pytest.approx([1.25e-5] * 2 + [1.125e-5] * 2)  # cosine to 1e-5
     assert epoch["images_per_second"] == pytest.approx(16 / (records[0]["seconds"] + records[1]["seconds"]), rel=1e-3)

@@ -91,6 +91,8 @@ LABELS | LABELS --data-backend synthetic | --token-label-area full; --bad-label 
 --token-label --token-label-size 2 | --token-label | --dense-weight 1
 LABELS | --token-label | --dense-weight 1; --ground-truth; --token-label-area full
 LABELS | --token-label | --uncovered uniform; --bad-label skip; --label-tail exact
+LABELS | --token-label | --val-label-data v
+--token-label --token-label-teacher t | --token-label-teacher t --token-label --dense-weight 0 | --val-label-data v
 --token-label --token-label-teacher t | --token-label | --label-tail exact; --dense-weight 1; --ground-truth
 LABELS --ground-truth | LABELS | --gt-weight-agree 0.3; --gt-weight-disagree 0.3
 --kd-model-name k | | --kd-distill-type token; --kd-loss-weight 2; --kd-size 48; --kd-only

@@ -13,7 +13,7 @@ from tests.labels.brute_force import Sizes, brute_force
 from tlt.errors import UserError
 from tlt.io import chunks
 from tlt.label_map import FULL_AREA, NO_AREA, LabelBatch, LabelMap
-from tlt.targets import make_targets
+from tlt.targets import is_best, make_targets
 
 CLASSES, SMOOTHING = 9, 0.1
 WHOLE = torch.tensor([[[1.0, 0.0, 0.0], [0.0, 1.0, 0.0]]])
@@ -57,6 +57,26 @@ def test_every_number_equals_the_loop(cells: tuple[int, int], grid: tuple[int, i
         torch.testing.assert_close(found.cls.double(), expected.cls, rtol=tolerance, atol=0)
         torch.testing.assert_close(found.tokens.dense(CLASSES).double(), expected.tokens, rtol=tolerance, atol=0)
         torch.testing.assert_close(found.tokens.weight.double(), expected.weight, rtol=0, atol=1e-7)
+
+
+@pytest.mark.parametrize(("cells", "grid", "k"), [((5, 7), (3, 4), 3), ((4, 3), (2, 5), CLASSES), ((1, 1), (3, 2), 1)])
+def test_the_best_classes_are_those_of_the_loop(cells: tuple[int, int], grid: tuple[int, int], k: int) -> None:
+    """A label's best class may be one that it doesn't list, and several where these are likelier than the listed."""
+    case = random_case(1, cells, k)
+    if k == CLASSES:  # all are listed, and all are less likely than one that is not would be
+        case[0].values.abs_().neg_()
+        case[0].ids.copy_(torch.arange(k)[:, None, None])
+    case[0].values[3] = 0
+    expected = brute_force(*case, grid, CLASSES, smoothing=0)
+    tokens = make_targets(*single(case), grid, CLASSES, smoothing=0).tokens
+    assert tokens is not None
+    for said in range(CLASSES):
+        right, counts = is_best(tokens, torch.full((4, 1), said), CLASSES)
+        for b, n in np.ndindex(*counts.shape):
+            label = expected.tokens[b, n]
+            covered = bool(expected.weight[b, n] > 0 and label.max() > label.min() + 1e-9)
+            assert counts[b, n] == covered and right[b, n] == (covered and label[said] >= label.max() - 1e-9), (b, n)
+    assert counts[:3].any() and not counts[3].any()
 
 
 @pytest.mark.parametrize("value", [60_000.0, -60_000.0])

@@ -167,8 +167,8 @@ class Batch:
         classes: (B,) int64.
         indices: (B,) int64, of the images shown (a replaced image's is the replacement's).
         affine: (B, 2, 3) float32, unit square of the output -> unit square of the source, as labels take it; no rows in
-            evaluation.
-        visible: (B, 4) float32 x0, y0, x1, y1: share of the source that the crop shows; no rows in evaluation.
+            evaluation without label maps.
+        visible: (B, 4) float32 x0, y0, x1, y1: share of the source that the crop shows; no rows there, too.
         labels: None without label maps.
         skipped: Images that could not be read.
         bad_labels: Images whose label map was replaced (`--bad-label skip` or `uniform`).

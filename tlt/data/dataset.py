@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, get_worker_info
 
+from tlt import geometry
 from tlt.data.augment.counter import uniform
 from tlt.data.augment.plan import BICUBIC, BILINEAR, AugmentConfig, Plan, make_plan
 from tlt.data.backends.decode import INTERPOLATIONS, Backend, Encoded, PilBackend, Request, Size, TorchvisionBackend
@@ -29,7 +30,7 @@ from tlt.data.sources.image_file import BadImage
 from tlt.data.sources.source import ImageSource
 from tlt.errors import UserError, WorkerDied, in_range, one_of
 from tlt.io.text import printable
-from tlt.label_map import LabelBatch, LabelMap
+from tlt.label_map import FULL_AREA, LabelBatch, LabelMap
 
 MAX_ATTEMPTS = 20  # images tried in place of one before the data set is called unreadable
 LESS_MEMORY = (
@@ -90,7 +91,13 @@ def out_of_memory(error: Exception) -> WorkerDied | None:
 class BatchDataset(Dataset[Batch | UserError]):
     """What training and evaluation share."""
 
-    def __init__(self, source: ImageSource, backend: Backend) -> None:
+    def __init__(self, source: ImageSource, backend: Backend, labels: LabelReader | None = None) -> None:
+        if getattr(labels, "names", source.paths) != source.paths:
+            raise UserError(
+                f"the labels are of other images than these of {printable(source.root)}, or in another order: open "
+                "them with tlt.open_labels(path, images.paths)"
+            )
+        self.labels = labels
         self.source = source
         self.root = source.root
         self.classes = source.classes
@@ -129,6 +136,15 @@ class BatchDataset(Dataset[Batch | UserError]):
         self.worker_status.mark(index)
         return self.backend.open(self.path(index), self.source.read(index, self.backend.max_pixels))
 
+    def _read_labels(
+        self, indices: Sequence[int], sizes: Sequence[Sequence[int]]
+    ) -> tuple[LabelBatch | None, list[Skipped]]:
+        """The maps of images, whose (width, height) `sizes` has, and those of them that were replaced."""
+        if self.labels is None or not indices:
+            return None, []
+        maps = [self.labels.read(index, *size) for index, size in zip(indices, sizes, strict=True)]
+        return LabelBatch.stack(maps), [Skipped(*fault) for fault in self.labels.take_faults()]
+
     def _skip(self, index: int, error: BadImage) -> Skipped:
         return Skipped(self.path(index), str(error))
 
@@ -155,15 +171,9 @@ class TrainDataset(BatchDataset):
         backend: Backend | None = None,
         label_view: LabelView | None = None,
     ) -> None:
-        super().__init__(folder, backend or TorchvisionBackend())
-        if getattr(labels, "names", folder.paths) != folder.paths:
-            raise UserError(
-                f"the labels are of other images than these of {printable(self.root)}, or in another order: open them "
-                "with tlt.open_labels(path, images.paths)"
-            )
+        super().__init__(folder, backend or TorchvisionBackend(), labels)
         self.config = config
         self.seed = seed
-        self.labels = labels
         self.label_view = label_view
 
     def load(self, key: BatchKey) -> Batch:
@@ -186,12 +196,9 @@ class TrainDataset(BatchDataset):
             todo = [todo[position] for position in decoded.bad]
         shown = [index % len(self) for index in indices]
         affine, visible = (torch.from_numpy(part).float() for part in (plan.normalised_affine(), plan.visible()))
-        labels, faults = None, []
-        if self.labels is not None:
-            maps = [self.labels.read(index, *size) for index, size in zip(shown, plan.source.tolist(), strict=True)]
-            labels, faults = LabelBatch.stack(maps), [Skipped(*fault) for fault in self.labels.take_faults()]
-            if self.label_view is not None:
-                labels, affine, visible = self.label_view(plan, labels)
+        labels, faults = self._read_labels(shown, plan.source.tolist())
+        if labels is not None and self.label_view is not None:
+            labels, affine, visible = self.label_view(plan, labels)
         classes = torch.from_numpy(self.classes[shown])
         about = labels, skipped, faults, plan, key, len(self.source.class_names)
         return Batch(images, classes, torch.tensor(shown), affine, visible, *about)
@@ -230,9 +237,10 @@ class EvalDataset(BatchDataset):
         interpolation: A name of `tlt.data.backends.decode.INTERPOLATIONS`.
         fill: Colour 0..255 of the padding of "border"; timm takes the mean.
         backend: None: Pillow's, so that every pixel is timm's.
+        labels: Token labels of the same images, in their order.
 
     Raises:
-        UserError: Unknown crop mode or interpolation, or a crop ratio that is not positive.
+        UserError: Unknown crop mode or interpolation, a crop ratio that is not positive, or labels of other images.
     """
 
     def __init__(
@@ -244,8 +252,9 @@ class EvalDataset(BatchDataset):
         interpolation: str = "bicubic",
         fill: Sequence[int] = (124, 116, 104),
         backend: Backend | None = None,
+        labels: LabelReader | None = None,
     ) -> None:
-        super().__init__(folder, backend or PilBackend())
+        super().__init__(folder, backend or PilBackend(), labels)
         one_of("crop mode", crop_mode, CROP_MODES)
         one_of("interpolation", interpolation, tuple(INTERPOLATIONS))
         in_range("--crop-pct", crop_pct, 1e-6)
@@ -264,19 +273,31 @@ class EvalDataset(BatchDataset):
             except BadImage as error:
                 failed[index] = error
         self.worker_status.mark(-1)
-        decoded = self.backend.decode_batch([self._request(image) for image in opened.values()], self.size, self.fill)
+        requests = [self._request(image) for image in opened.values()]
+        decoded = self.backend.decode_batch(requests, self.size, self.fill)
         failed |= {list(opened)[row]: error for row, error in decoded.bad.items()}
         rows = [row for row in range(len(opened)) if row not in decoded.bad]
         indices = [index for index in opened if index not in failed]
+        labels, faults = self._read_labels(indices, [(opened[i].width, opened[i].height) for i in indices])
+        shown = [requests[row] for row in rows] if labels else []
         return Batch(
             decoded.images[rows] if decoded.bad else decoded.images,
             classes=torch.from_numpy(self.classes[np.array(indices, np.int64)]),
             indices=torch.tensor(indices, dtype=torch.int64),
-            affine=torch.empty(0, 2, 3),
-            visible=torch.empty(0, 4),
+            affine=self._affine(shown) if shown else torch.empty(0, 2, 3),
+            visible=torch.tensor(FULL_AREA).repeat(len(shown), 1),  # what is outside of the source is fill
+            labels=labels,
             skipped=[self._skip(index, failed[index]) for index in key.indices if index in failed],
+            bad_labels=faults,
             key=key,
         )
+
+    def _affine(self, shown: Sequence[Request]) -> Tensor:
+        """(B, 2, 3) from the unit square of the output to that of the source, all of which was resized."""
+        left, top, h, w = np.array([(each.left, each.top, *each.size) for each in shown]).T
+        height, width = self.size
+        cut = geometry.crop(left, top, width, height, width, height)
+        return torch.from_numpy(geometry.normalise(cut, (h, w), self.size)).float()
 
     def _request(self, encoded: Encoded) -> Request:
         resized = resized_size(self.size, self.crop_pct, self.crop_mode, encoded.width, encoded.height)

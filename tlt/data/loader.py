@@ -131,6 +131,7 @@ class EvalLoader(DeviceLoader):
 
     Attributes:
         left_out: Images of this rank that the newest pass has left out so far.
+        bad_labels: Which label maps were replaced (`--bad-label`).
     """
 
     def __init__(
@@ -145,6 +146,7 @@ class EvalLoader(DeviceLoader):
         super().__init__(dataset, **loading)
         self.dataset, self.batch_size, self.stage = dataset, batch_size, stage
         self.left_out = 0
+        self.bad_labels = SkipCounter(len(dataset), len(dataset))
         self._indices = range(rank, len(dataset), world_size)
 
     def __len__(self) -> int:
@@ -156,6 +158,7 @@ class EvalLoader(DeviceLoader):
         self.left_out = 0
         for batch in self._load(self._keys()):
             self.left_out += len(batch.skipped)
+            self.bad_labels.record(batch.bad_labels)
             if batch.size:
                 yield batch
 

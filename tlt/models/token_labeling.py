@@ -185,8 +185,12 @@ class TokenLabelModel(nn.Module):
             return pooled
         logits = self.head(pooled)
         if self.dense_head and self.num_classes > 0 and self.global_pool:
-            logits = logits + DENSE_SHARE * linear(self.aux_head, x[:, 1:]).max(dim=1).values
+            logits = self.both_heads(logits, linear(self.aux_head, x[:, 1:]))
         return logits
+
+    def both_heads(self, cls_logits: Tensor, token_logits: Tensor) -> Tensor:
+        """(B, K), what `model(x)` is where `model(x, dense=True)` gives these (B, K) and (B, N, K)."""
+        return cls_logits + DENSE_SHARE * token_logits.max(dim=1).values
 
     def pool(self, x: Tensor) -> Tensor:
         """(B, 1 + N, C) -> (B, C): class token or mean of the others; all tokens as they are where pooling is ''."""

@@ -138,6 +138,10 @@ class WithDenseHead(Extension):
             tokens = mix_tokens(tokens, mix_box)
         return logits, self.aux_head(self.aux_norm(tokens)).flatten(1, 2)
 
+    def both_heads(self, cls_logits: Tensor, token_logits: Tensor) -> Tensor:
+        """As of `TokenLabelModel`: the class logits (B, K) alone."""
+        return cls_logits
+
     def mixed_features(self, x: Tensor, mix_box: Box | None) -> Tensor:
         """The model's `forward_features`, of images that are mixed by a box."""
         if mix_box is None:

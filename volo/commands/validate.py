@@ -40,6 +40,7 @@ from volo.record.metrics import Sums
 from volo.record.run_directory import check_writable
 from volo.train.compilation import compile_errors_told, compile_model
 from volo.train.data import listed_images, part, validation_loader
+from volo.train.dense_score import dense_score
 from volo.train.loop import evaluate
 from volo.train.model import TimmModel, place_model
 from volo.train.precision import Precision, check_convolutions, compute_dtype
@@ -94,7 +95,7 @@ def evaluate_with_retry(args: Namespace, path: Path | None, world: World) -> dic
 
 def evaluate_checkpoint(args: Namespace, path: Path | None, world: World) -> dict[str, Any]:
     """Evaluate one checkpoint; return its row of the results."""
-    trained = load_model(args, path, dense=False)
+    trained = load_model(args, path, dense=bool(args.token_label_data))
     model, args, config, settings = trained.model, trained.args, trained.config, trained.settings
     say(trained.notes, world.is_primary)
     parameters = sum(p.numel() for p in model.parameters())
@@ -114,12 +115,14 @@ def evaluate_checkpoint(args: Namespace, path: Path | None, world: World) -> dic
     dtype = compute_dtype(args, world.device)
     say(check_convolutions(model, settings["input_size"], dtype, world.device), world.is_primary)
     called = compile_model(called, args)
-    loader = validation_loader(args, folder, args.batch_size, settings, world)
+    score = dense_score(args, args.token_label_data, model, settings, folder, world)
+    say([f"warning: {line}" for line in score.labels.warnings] if score else [], world.is_primary)
+    loader = validation_loader(args, folder, args.batch_size, settings, world, score.labels if score else None)
     precision = Precision(world.device, dtype)
     real = RealLabels(args.real_labels, loader.dataset, world) if args.real_labels else None
     watch = watcher(args, loader, world, real)
-    result = evaluate(called, loader, precision, world, watch)
-    say(f"warning: {line}" for line in loader.skips.take_lines())
+    result = evaluate(called, loader, precision, world, watch, dense=score)
+    say(f"warning: {line}" for line in loader.skips.take_lines() + loader.bad_labels.take_lines())
     say([str(result)], world.is_primary)
     row = {
         "model": args.model,
@@ -129,6 +132,7 @@ def evaluate_checkpoint(args: Namespace, path: Path | None, world: World) -> dic
         "loss": round(result.loss, 6),
         "images": result.images,
         "unreadable": result.unreadable,
+        **({name: getattr(result, name) for name in ("dense_top1", "annotator_top1", "tokens")} if score else {}),
         "param_count_millions": round(parameters / 1e6, 3),
         "img_size": "x".join(map(str, settings["input_size"][1:])),
         "crop_pct": settings["crop_pct"],

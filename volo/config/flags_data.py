@@ -34,8 +34,10 @@ DENSE_TARGETS = Need(DENSE, lambda a: a.token_label_size != 1)
 # Without dense targets there is no dense loss, so a weight of 0 says what happens.
 TOKEN_LABEL_OR_0 = Need("--token-label", lambda a: a.token_label or a.dense_weight == 0)
 DENSE_TARGETS_OR_0 = Need(DENSE, lambda a: a.token_label_size != 1 or a.dense_weight == 0)
+DENSE_LOSS = Need("--dense-weight above 0", lambda a: a.dense_weight > 0)
 TEACHER = Need("--token-label-teacher", lambda a: bool(a.token_label_teacher))
 LABEL_DATA = Need("--token-label-data", lambda a: bool(a.token_label_data))
+LABEL_FILES = Need("--token-label-data or --val-label-data", lambda a: LABEL_DATA.met(a) or bool(a.val_label_data))
 LABELS = Need("--token-label-data or --token-label-teacher", lambda a: LABEL_DATA.met(a) or TEACHER.met(a))
 GROUND_TRUTH = Need("--ground-truth", lambda a: a.ground_truth)
 JPEG_BACKEND = Need("--data-backend torchvision or dali-cpu", lambda a: a.data_backend in ("torchvision", "dali-cpu"))
@@ -52,6 +54,27 @@ DATASET = flag("-d --dataset", TEXT, "", _KINDS, metavar="KIND", needs=(FILES,))
 CLASS_MAP = flag("--class-map", FILE, "", "class folders in the order of the outputs, one a line", needs=(FILES,))
 
 # What several programs have.
+LABEL_AREA = flag(
+    "--token-label-area",
+    ("full", "center"),
+    None,
+    "part of the image that the maps show (as the label folder says; else full)",
+    needs=(LABEL_FILES, FILES),
+)
+LABEL_TAIL = flag(
+    "--label-tail",
+    ("zero", "exact"),
+    "zero",
+    "logit of classes that a cell does not list: 0, as published, or what leaves them their share",
+    needs=(LABELS,),
+)
+BAD_LABEL = flag(
+    "--bad-label",
+    ("stop", "skip", "uniform"),
+    "stop",
+    "unreadable map: stop, train that image on its class alone, or use a uniform map",
+    needs=(LABEL_FILES, FILES),
+)
 DEVICE = flag("--device", NAME, None, "cpu, cuda or cuda:N (a GPU where there is one)")
 DEBUG = switch("--debug", "show the traceback of an error that is normally told in one line")
 POOL = flag("--gp", POOLS, None, f"global pooling: {', '.join(POOLS)}", metavar="POOL")
@@ -116,6 +139,13 @@ TOKEN_LABELS = Group(
         needs=(TOKEN_LABEL,),
         excludes=("token_label_teacher",),
     ),
+    flag(
+        "--val-label-data",
+        DIR,
+        "",
+        "label maps of the validation images: measure dense_top1",
+        needs=(FILES, LABELLED, TOKEN_LABEL, DENSE_TARGETS, DENSE_LOSS),
+    ),
     flag("--token-label-teacher", SOURCE, "", "label the batches themselves, by this annotator", needs=(TOKEN_LABEL,)),
     flag("--token-label-teacher-checkpoint", WEIGHTS, "", "its weights (the published ones)", needs=(TEACHER,)),
     flag("--token-label-teacher-top-k", POSITIVE, 5, "classes it names per place", needs=(TEACHER,)),
@@ -133,13 +163,7 @@ TOKEN_LABELS = Group(
     switch("--ground-truth", "blend the true class into the class target", needs=(TOKEN_LABEL, DENSE_TARGETS)),
     flag("--gt-weight-agree", SHARE, 0.5, "truth's share where the map agrees", needs=(GROUND_TRUTH,)),
     flag("--gt-weight-disagree", SHARE, 0.1, "truth's share where it does not", needs=(GROUND_TRUTH,)),
-    flag(
-        "--token-label-area",
-        ("full", "center"),
-        None,
-        "part of the image that the maps show (as the label folder says; else full)",
-        needs=(LABEL_DATA, FILES),
-    ),
+    LABEL_AREA,
     flag(
         "--uncovered",
         ("ignore", "uniform"),
@@ -147,20 +171,8 @@ TOKEN_LABELS = Group(
         "where a crop shows fill or its map nothing: leave it out, or take all classes as equally likely",
         needs=(LABEL_DATA,),
     ),
-    flag(
-        "--label-tail",
-        ("zero", "exact"),
-        "zero",
-        "logit of classes that a cell does not list: 0, as published, or what leaves them their share",
-        needs=(LABELS,),
-    ),
-    flag(
-        "--bad-label",
-        ("stop", "skip", "uniform"),
-        "stop",
-        "unreadable map: stop, train that image on its class alone, or use a uniform map",
-        needs=(LABEL_DATA, FILES),
-    ),
+    LABEL_TAIL,
+    BAD_LABEL,
 )
 
 TAUGHT = Need("--kd-model-name", lambda a: bool(a.kd_model_name))

@@ -10,6 +10,7 @@ import os
 import sys
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from tlt.errors import UserError
 from volo.config.checkpoint_files import best_or_last
@@ -37,11 +38,15 @@ from volo.config.flag_table import (
     switch,
 )
 from volo.config.flags_data import (
+    BAD_LABEL,
     CLASS_MAP,
     DATASET,
     DEBUG,
     DEVICE,
     FILE_BACKENDS,
+    LABEL_AREA,
+    LABEL_DATA,
+    LABEL_TAIL,
     LIMITS,
     LOADING,
     MODEL_KWARGS,
@@ -54,6 +59,9 @@ CHECKPOINT = Need("--checkpoint", lambda a: bool(a.checkpoint))
 FOLDER = Need("a folder as --checkpoint", lambda a: os.path.isdir(a.checkpoint))
 RESULTS_FILE = Need("--results-file", lambda a: bool(a.results_file))
 HEADS = Need("the heads' outputs (--knn compares features)", lambda a: not a.knn)
+OWN_HEADS = Need(
+    "the model's own heads (no --valid-labels, no --test-pool)", lambda a: not (a.valid_labels or a.test_pool)
+)
 EMBEDDINGS = Need("--embeddings", lambda a: bool(a.embeddings))
 MODEL = (
     flag("-m --model", SOURCE, None, "model (what the checkpoint says)"),
@@ -114,7 +122,15 @@ _VALIDATE = (
             HEADS,
             flag("--real-labels", FILE, "", "real.json: accuracy on ImageNet's reassessed labels"),
             flag("--valid-labels", FILE, "", "class numbers, one per line: rank among these alone"),
+            flag(
+                "--token-label-data",
+                DIR,
+                "",
+                "label maps of these images: how often a token's best class is its label's",
+                needs=(OWN_HEADS,),
+            ),
         ),
+        *(replace(row, needs=(LABEL_DATA,)) for row in (LABEL_AREA, LABEL_TAIL, BAD_LABEL)),
         flag("--results-file", FILE, "", "write the results there"),
         flag("--results-format", ("csv", "json"), "csv", "format of --results-file", needs=(RESULTS_FILE,)),
         flag("--log-freq", POSITIVE, 50, "batches between lines of the log", needs=(HEADS,)),

@@ -212,6 +212,8 @@ class Logger:
         for name, result in evaluations.items():
             suffix = "" if name == "model" else f"_{name}"
             row |= {f"eval_{key}{suffix}": getattr(result, key) for key in ("top1", "top5", "loss", "images")}
+            row |= {} if result.dense_top1 is None else {f"dense_top1{suffix}": result.dense_top1}
+            row |= {} if result.annotator_top1 is None else {"annotator_top1": result.annotator_top1}
         if best is not None:
             row["best"] = best
         self.records.epoch(row)

@@ -105,7 +105,13 @@ class EpochTotals:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Accuracy over a validation set, each image counted once. Percentages."""
+    """Accuracy over a validation set, each image counted once. Percentages.
+
+    Attributes:
+        tokens: Whose best class is compared with that of their label map.
+        dense_top1: Of these tokens, with the label's best class. None without label maps.
+        annotator_top1: How often a label's best class is that of the folder. None: it is of other classes.
+    """
 
     top1: float
     top5: float
@@ -113,14 +119,20 @@ class Evaluation:
     images: int
     unreadable: int
     seconds: float
+    tokens: int = 0
+    dense_top1: float | None = None
+    annotator_top1: float | None = None
 
     def __str__(self) -> str:
+        dense = "" if self.dense_top1 is None else f", dense top-1 {self.dense_top1:.3f} % of {self.tokens} tokens"
+        if self.annotator_top1 is not None:
+            dense += f", {self.annotator_top1:.3f} % of whose labels name the image's class"
         of = f" of {self.images + self.unreadable}" if self.unreadable else ""
         broken = f", {self.unreadable} unreadable images left out" if self.unreadable else ""
         rate = self.images / max(self.seconds, 1e-9)
         return (
             f"top-1 {self.top1:.3f} %, top-5 {self.top5:.3f} %, loss {self.loss:.4f} "
-            f"over {self.images}{of} images{broken} ({rate:.0f} images/s)"
+            f"over {self.images}{of} images{broken}{dense} ({rate:.0f} images/s)"
         )
 
 

@@ -37,9 +37,10 @@ _MOST_PENDING = 10_000  # lines kept in memory while a file can't be written
 # Of each picture of curve.png the curves, by their name in the records. No two differ by their colour alone.
 _CURVES = (
     {"train_loss": "train loss", "train_cls_loss": "class", "train_dense_loss": "dense", "eval_loss": "eval loss"},
-    {"eval_top1": "top-1", "eval_top5": "top-5", "eval_top1_ema": "top-1 of the average"},
+    {"eval_top1": "top-1", "eval_top5": "top-5", "eval_top1_ema": "top-1 of the average"}
+    | {"dense_top1": "dense top-1", "dense_top1_ema": "dense top-1 of the average"},
 )
-_LINES = (("#0072b2", "-", "o"), ("#d55e00", "--", "s"), ("#009e73", ":", "^"), (INK, "-.", "D"))
+_LINES = (("#0072b2", "-", "o"), ("#d55e00", "--", "s"), ("#009e73", ":", "^"), (INK, "-.", "D"), ("#cc79a7", "-", "v"))
 # Arguments that only say how a run was started.
 _NOT_SETTINGS = {"config", "notes", "local_rank", "debug", "dry_run", "resume", "no_resume_opt", "start_epoch"}
 _NOT_SETTINGS |= {"allow_changed_data"}

@@ -148,7 +148,7 @@ def part(images: ImageSource, mask: Mask) -> ImageSource:
 def open_labels(
     args: Namespace, folder: ImageSource, num_classes: int, found: SearchProgress | None = None
 ) -> tuple[LabelReader | None, list[str]]:
-    """Find the token labels of the training images. Returns (labels or None, warnings). Searches report to `found`.
+    """Find the token labels of images. Returns (labels or None, warnings). Searches report to `found`.
 
     Raises:
         UserError: A label is missing (`--bad-label stop`), or the labels are of other classes.
@@ -245,13 +245,18 @@ def train_loader(
 
 
 def validation_loader(
-    args: Namespace, folder: ImageSource, batch_size: int, settings: Mapping[str, Any], world: World
+    args: Namespace,
+    folder: ImageSource,
+    batch_size: int,
+    settings: Mapping[str, Any],
+    world: World,
+    labels: LabelReader | None = None,
 ) -> EvalLoader:
-    """The validation batches of this rank."""
+    """The validation batches of this rank, with their label maps where there are `labels`."""
     # Without scaled decoding: validation resizes whole images, with the same filters on all backends.
     backend = create_backend(args.data_backend, args.max_pixels, args.workers, world.device)
     return EvalLoader(
-        eval_dataset(folder, settings, backend),
+        eval_dataset(folder, settings, backend, labels),
         batch_size,
         EvalStage(settings["mean"], settings["std"]).to(world.device),
         device=world.device,
@@ -263,7 +268,12 @@ def validation_loader(
     )
 
 
-def eval_dataset(folder: ImageSource, settings: Mapping[str, Any], backend: Backend | None = None) -> EvalDataset:
+def eval_dataset(
+    folder: ImageSource,
+    settings: Mapping[str, Any],
+    backend: Backend | None = None,
+    labels: LabelReader | None = None,
+) -> EvalDataset:
     """The images as validation shows them to the model."""
     return EvalDataset(
         folder,
@@ -273,6 +283,7 @@ def eval_dataset(folder: ImageSource, settings: Mapping[str, Any], backend: Back
         settings["interpolation"],
         fill=[min(255, round(255 * value)) for value in _rgb(settings)],
         backend=backend,
+        labels=labels,
     )
 
 

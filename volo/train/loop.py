@@ -24,6 +24,7 @@ from volo.cluster.distributed import World
 from volo.cluster.shard import whole_weights
 from volo.record.metrics import EpochTotals, Evaluation, Sums, correct_in_top
 from volo.train.compilation import begin_step
+from volo.train.dense_score import DenseScore
 from volo.train.meter import Meter
 from volo.train.optim import set_lr
 from volo.train.precision import Precision
@@ -144,12 +145,14 @@ def validate_epoch(run: Run, training: Training, epoch: int) -> dict[str, Evalua
     for name, (_, called) in models.items():
         evaluations[name] = _evaluated(run, training, called)
         run.logger.skipped("skipped-image", training.validation.skips.take_new())
+        run.logger.skipped("bad-label", training.validation.bad_labels.take_new())
         run.logger.line(f"epoch {epoch + 1} {'validation' if name == 'model' else name.upper()}: {evaluations[name]}")
     return evaluations
 
 
 def _evaluated(run: Run, training: Training, model: nn.Module) -> Evaluation:
-    return evaluate(model, training.validation, training.precision, run.world, guard=run.guard.batches)
+    dense = training.dense_score
+    return evaluate(model, training.validation, training.precision, run.world, guard=run.guard.batches, dense=dense)
 
 
 def evaluate(
@@ -159,12 +162,14 @@ def evaluate(
     world: World,
     on_outputs: Callable[[Tensor, Batch], None] | None = None,
     guard: Callable[[Iterable[Batch]], Iterable[Batch]] = iter,
+    dense: DenseScore | None = None,
 ) -> Evaluation:
     """Evaluate `model` on every image of `loader`, on all ranks together.
 
     Args:
         on_outputs: Called with the logits (B, C) and the batch, for further metrics.
         guard: Wraps the iteration over batches (`volo.cluster.stopping`).
+        dense: Compares the tokens with the label maps of the batches.
 
     Raises:
         UserError: Not every image was seen exactly once, or none could be read.
@@ -176,7 +181,7 @@ def evaluate(
         for batch in guard(loader):
             begin_step()
             with precision.autocast():
-                logits = model(batch.images).float()  # (B, C)
+                logits = (model(batch.images) if dense is None else dense.logits(model, batch)).float()  # (B, C)
             if on_outputs is not None:
                 on_outputs(logits, batch)
             loss = F.cross_entropy(logits, batch.classes, reduction="sum")
@@ -192,9 +197,8 @@ def evaluate(
         raise UserError(f"none of the {len(loader.dataset)} validation images can be read")
     seconds = time.perf_counter() - began
     percent = 100.0 / images
-    return Evaluation(
-        totals["top1"] * percent, totals["top5"] * percent, totals["loss"] / images, images, unreadable, seconds
-    )
+    found = (totals["top1"] * percent, totals["top5"] * percent, totals["loss"] / images, images, unreadable, seconds)
+    return Evaluation(*found, **(dense.take() if dense else {}))
 
 
 def scores_of(evaluations: dict[str, Evaluation]) -> dict[str, float]:

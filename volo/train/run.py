@@ -26,6 +26,7 @@ from volo.record.logger import Logger
 from volo.record.metrics import Arithmetic
 from volo.record.run_directory import RunLock
 from volo.train.criterion import Criterion
+from volo.train.dense_score import DenseScore
 from volo.train.model import known_config
 from volo.train.precision import Precision
 from volo.train.schedule import LrSchedule
@@ -71,6 +72,7 @@ class Training:
         lr_formula: How the peak learning rate was computed, for the log.
         arithmetic: The arithmetic of a step; None where it can't be counted, and on ranks that write no records.
         distillation: What a teacher adds to the loss; None without one.
+        dense_score: Compares tokens with labels in validation; None without `--val-label-data`.
     """
 
     state: TrainState
@@ -84,6 +86,7 @@ class Training:
     lr_formula: str
     arithmetic: Arithmetic | None = None
     distillation: Distillation | None = None
+    dense_score: DenseScore | None = None
 
 
 def settle(
