@@ -21,8 +21,11 @@ from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils.flop_counter import FlopCounterMode
 
+from tlt.data.augment.device_stage import DeviceStage, EvalStage
+from tlt.data.augment.plan import AugmentConfig
 from tlt.errors import UserError
 from tlt.models.layers import WHOLE, TransformerBlock, draw_masks, draw_subsets, kept_images, kept_share
+from volo.commands.validate import ChosenClasses
 from volo.config.args import TRAIN
 from volo.models.volo import Outlooker
 from volo.train.model import build_model
@@ -241,3 +244,22 @@ def test_a_model_whose_memory_is_made_anew_gets_its_rates_again() -> None:
         expected = plain(torch.ones(4, 3, 64, 64))
         torch.manual_seed(1)
         torch.testing.assert_close(made(torch.ones(4, 3, 64, 64)), expected)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: model_of("lvvit_test"),
+        lambda: ChosenClasses(model_of("volo_test", mode="mask"), [3, 1]),
+        lambda: EvalStage((0.1, 0.2, 0.3), (0.4, 0.5, 0.6)),
+        lambda: DeviceStage(AugmentConfig((8, 8)), (0.5,), (0.25,)),
+    ],
+)
+def test_whatever_no_weights_bring_is_there_where_memory_is_made_anew(make: Callable[[], nn.Module]) -> None:
+    plain = make()
+    with torch.device("meta"):
+        on_meta = make()
+    for made in (on_meta.to_empty(device="cpu"), copy.deepcopy(plain).to_empty(device="cpu"), plain.to("meta")):
+        made = made.to_empty(device="cpu")
+        made.load_state_dict(make().state_dict())
+        torch.testing.assert_close(dict(made.named_buffers()), dict(make().named_buffers()), rtol=0, atol=0)

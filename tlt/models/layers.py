@@ -10,6 +10,7 @@ B images, of which S are kept; N tokens, C channels.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.fx
@@ -25,6 +26,27 @@ Grid = tuple[int, int]  # rows and columns of tokens
 # A share of 1. Shares are integers: no change of a model's precision rounds them, and torch.compile takes them for
 # constants, where a module's float may become a run-time value that sizes can't be made of.
 WHOLE = 1 << 24
+
+
+class Constants(nn.Module):
+    """A module with tensors that no weights bring: they are there again where its memory is made anew, as FSDP2's users
+    do (a model on the meta device, then `to_empty`, then the weights)."""
+
+    _constants: dict[str, Tensor | None]
+
+    def hold(self, **constants: Tensor | None) -> None:
+        """Register these tensors, which are on the host, as buffers that are not saved."""
+        self._constants = constants
+        for name, value in constants.items():
+            self.register_buffer(name, value, persistent=False)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        """As torch's, which `to` and `to_empty` call."""
+        super()._apply(fn, recurse)
+        for name, value in self._constants.items():
+            if value is not None:
+                setattr(self, name, value.to(getattr(self, name)))
+        return self
 
 
 class SelfAttention(nn.Module):

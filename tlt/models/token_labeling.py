@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from tlt.errors import UserError
 from tlt.mixtoken import Box, mix_tokens, unmix_tokens
 from tlt.models.layers import (
+    Constants,
     ResidualBlock,
     TransformerBlock,
     draw_masks,
@@ -46,7 +47,7 @@ _BOX_SOURCE = r"L\['mix_box'\]\[\d\]"
 compiler_config.dynamic_sources = ",".join(filter(None, (compiler_config.dynamic_sources, _BOX_SOURCE)))
 
 
-class TokenLabelModel(nn.Module):
+class TokenLabelModel(Constants):
     """Base of VOLO and LV-ViT.
 
     `model(x)` is (B, K): class logits plus half the maximum over tokens of the dense head, in training and evaluation.
@@ -277,18 +278,8 @@ class TokenLabelModel(nn.Module):
         for block in blocks:
             block.drop_index = places.get(block)
         self._shares = [kept_share(block.drop_path) for block in dropping for _ in range(2)]
-        self._place_shares("cpu")  # not on the meta device with a model that is built there: weights don't hold them
-
-    def _place_shares(self, device: torch.device | str) -> None:
-        shares = torch.tensor(self._shares, dtype=torch.int64, device=device)[:, None] if self._shares else None
-        self.register_buffer("_shares_on_device", shares, persistent=False)
-
-    def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        """As torch's, which `to_empty` calls, too: its memory has no values, and no weights bring these."""
-        super()._apply(fn, recurse)
-        if self._shares_on_device is not None:
-            self._place_shares(self._shares_on_device.device)
-        return self
+        shares = torch.tensor(self._shares, dtype=torch.int64, device="cpu")[:, None] if self._shares else None
+        self.hold(_shares_on_device=shares)
 
     def set_drop_path_mode(self, mode: str) -> None:
         """Choose how stochastic depth drops residual branches in training.

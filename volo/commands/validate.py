@@ -21,7 +21,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from timm.layers import apply_test_time_pool
-from torch import Tensor, nn
+from torch import Tensor
 
 from tlt.data.batch import Batch
 from tlt.data.dataset import EvalDataset
@@ -33,6 +33,7 @@ from tlt.errors import UserError
 from tlt.io.files import read_bytes
 from tlt.io.text import printable
 from tlt.models.folding import fold_batchnorm
+from tlt.models.layers import Constants
 from volo.cluster.distributed import World, init_world, lost_rank_explained, primary_first, shut_down
 from volo.commands.console import say
 from volo.config.checkpoint_files import checkpoints_in
@@ -192,7 +193,7 @@ def read_numbers(path: str) -> list[int]:
         raise UserError(f"--valid-labels {path}: one class number per line is needed ({error})") from error
 
 
-class ChosenClasses(nn.Module):
+class ChosenClasses(Constants):
     """A model with a selection of another model's outputs: folder i of the data is class `numbers[i]` of that model."""
 
     def __init__(self, model: TimmModel, numbers: list[int]) -> None:
@@ -200,7 +201,7 @@ class ChosenClasses(nn.Module):
         if not numbers or max(numbers) >= model.num_classes or min(numbers) < 0:
             raise UserError(f"--valid-labels: the model has classes 0..{model.num_classes - 1}, the file names others")
         self.model = model
-        self.register_buffer("numbers", torch.tensor(numbers), persistent=False)
+        self.hold(numbers=torch.tensor(numbers, device="cpu"))
 
     def forward(self, x: Tensor) -> Tensor:
         return self.model(x)[:, self.numbers]

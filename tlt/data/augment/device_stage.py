@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from tlt import geometry
 from tlt.data.augment.counter import normal_noise
@@ -24,6 +24,7 @@ from tlt.data.augment.operations import OPERATIONS, luma, send, warp
 from tlt.data.augment.plan import BICUBIC, BILINEAR, AugmentConfig, Plan
 from tlt.errors import in_range
 from tlt.io.chunks import image_chunks
+from tlt.models.layers import Constants
 
 Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
@@ -136,7 +137,7 @@ def check_normalisation(mean: Sequence[float], std: Sequence[float]) -> None:
     in_range("--std", std, 1e-6, 1, counts=(len(mean),))
 
 
-class EvalStage(nn.Module):
+class EvalStage(Constants):
     """uint8 images (B, 3, H, W) -> float32, (x / 255 - mean) / std.
 
     With one mean in place of three the images become grey, (B, 1, H, W), by Pillow's weights (its mode L).
@@ -148,9 +149,8 @@ class EvalStage(nn.Module):
     def __init__(self, mean: Sequence[float], std: Sequence[float]) -> None:
         super().__init__()
         check_normalisation(mean, std)
-        levels, deviations = (255 * torch.tensor(tuple(part)).view(1, -1, 1, 1) for part in (mean, std))
-        self.register_buffer("mean", levels, persistent=False)
-        self.register_buffer("scale", 1 / deviations, persistent=False)
+        levels, deviations = (255 * torch.tensor(tuple(part), device="cpu").view(1, -1, 1, 1) for part in (mean, std))
+        self.hold(mean=levels, scale=1 / deviations)
 
     @torch.no_grad()
     def forward(self, images: Tensor) -> Tensor:
