@@ -44,14 +44,21 @@ def test_events_of_all_ranks_from_before_and_after_the_directory_is_known(tmp_pa
 def test_the_curve_shows_an_epoch_at_its_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     drawn = list[Figure]()
     monkeypatch.setattr(Figure, "savefig", lambda figure, path, dpi: drawn.append(figure))
-    run = RunRecords(tmp_path / "ru$n$")
+    run = RunRecords(tmp_path / ("ru$n$" + 50 * "W"))
     args = TRAIN.parse(["/data", "--token-label", "--token-label-data", "l"])
     run.record_start(args, 1, "cpu")
     for epoch in range(3):
         run.epoch({"epoch": epoch, "train_loss": 3.0 - epoch, "eval_loss": None if epoch == 1 else 5.0})
     run.draw_curve()
     figure, losses = drawn[0], drawn[0].axes[0]
-    assert figure.get_suptitle() == "ru$n$" and losses.get_ylabel() == "loss = class + 0.5 dense"
+    figure.draw_without_rendering()
+    title = figure._suptitle.get_window_extent()
+    assert (
+        title.x0 > 0
+        and title.x1 < figure.bbox.x1
+        and figure.get_suptitle().startswith("ru$n$")
+        and losses.get_ylabel() == "loss = class + 0.5 dense"
+    )
     assert all(float(tick).is_integer() for axes in figure.axes for tick in axes.xaxis.get_major_locator()())
     looks = [(line.get_color(), line.get_linestyle(), line.get_marker()) for line in losses.lines]
     assert all(one != other for one, other in zip(*looks, strict=True))

@@ -304,16 +304,17 @@ def draw_page(examples: Sequence[Example], class_names: Sequence[str], title: st
 
 
 def _draw_legend(figure: Figure, colours: Colours, names: Mapping[int, str], columns: int) -> None:
-    """The classes with a colour, and the names of the others behind grey."""
+    """The classes with a colour, and above them the names of the others."""
     from matplotlib.patches import Patch
 
     own = {i: colour for i, colour in colours.items() if colour != _OTHERS}
     patches = [Patch(facecolor=colour, label=drawable(shorten(names[i], 24))) for i, colour in own.items()]
-    if others := [shorten(names[i], 14) for i in colours if i not in own]:
-        more = f" and {len(others) - _NAMED} more" if len(others) > _NAMED else ""
-        patches.append(Patch(facecolor=_OTHERS, label=drawable(", ".join(others[:_NAMED]) + more)))
+    others = [shorten(names[i], 24) for i in colours if i not in own]
+    more = f" and {len(others) - _NAMED} more" if len(others) > _NAMED else ""
+    title = drawable(f"grey: {', '.join(others[:_NAMED])}{more}") if others else ""
     layout: dict[str, Any] = {"loc": "outside lower center", "ncols": max(_ACROSS, columns), "frameon": False}
-    for text in figure.legend(handles=patches, fontsize=7, **layout).get_texts():
+    legend = figure.legend(handles=patches, fontsize=7, title=title, title_fontsize=7, **layout)
+    for text in (legend.get_title(), *legend.get_texts()):
         text.set_parse_math(False)
 
 

@@ -233,7 +233,7 @@ class RunRecords:
         from matplotlib.ticker import MaxNLocator
 
         figure, epochs = new_figure(6, 7, layout="constrained"), epochs_of(self.path)
-        figure.suptitle(drawable(shorten(self.path.resolve().name, 60)), parse_math=False)
+        figure.suptitle(drawable(shorten(self.path.resolve().name, 44)), fontsize=9, parse_math=False)
         for axes, label, names in zip(figure.subplots(2), (self._loss_text(), "accuracy (%)"), _CURVES, strict=True):
             for (name, shown), (colour, line, marker) in zip(names.items(), _LINES, strict=False):
                 points = [(record["epoch"] + 1, record[name]) for record in epochs if record.get(name) is not None]
