@@ -39,7 +39,8 @@ def on_files(files: Any, config: Any) -> Any:
     """Add the page of all flags, which is no file of docs/."""
     from mkdocs.structure.files import File  # not there where only the tests' packages are
 
-    files.append(File.generated(config, "all_flags.md", content="\n\n".join(all_flags())))
+    page = re.sub(r"docs/(\w+)\.md", r"[\1](\1.md)", "\n\n".join(all_flags()))
+    files.append(File.generated(config, "all_flags.md", content=page))
     return files
 
 
