@@ -25,11 +25,12 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from volo.commands.sample import write_digits
+
 ROOT = Path(__file__).resolve().parents[1]
 OUTPUT = "demo_output"
 SIZE = 32  # px
 GRID = SIZE // 8  # tokens of VOLO-D0 in a row
-HELD_OUT_EVERY = 5  # each fifth scan is held out
 BACKENDS = ("torchvision", "pil", "dali-cpu", "dali-gpu")
 
 # Digits keep their meaning under small shifts, shears and rotations, not under flips or large crops.
@@ -68,7 +69,8 @@ def main() -> None:
         (ROOT / demo.picture).unlink(missing_ok=True)
     print(f"python is {sys.executable}: to copy the commands below, activate its environment first")
     began = time.perf_counter()
-    write_digits(ROOT / demo.digits)
+    if not (ROOT / demo.digits).is_dir():
+        print(f"wrote {write_digits(ROOT / demo.digits)} scans to {demo.digits}")
     demo.train("annotator")
     demo.annotate()
     if demo.shards:
@@ -191,27 +193,6 @@ def one_gpu() -> bool:
     import torch
 
     return torch.cuda.device_count() == 1
-
-
-def write_digits(folder: Path) -> None:
-    """Write train/ and validation/ with one folder per digit."""
-    if folder.is_dir():
-        return
-    from PIL import Image
-    from sklearn.datasets import load_digits
-
-    digits = load_digits()
-    staged = folder.with_name("digits.tmp")
-    shutil.rmtree(staged, ignore_errors=True)
-    for number, (scan, digit) in enumerate(zip(digits.images, digits.target, strict=True)):
-        # Scans are 8 x 8 pixels of 0 (paper) to 16 (ink); enlarged so that an augmentation has pixels to work on.
-        image = Image.fromarray((255 - scan * 255 / 16).astype("uint8")).resize((64, 64), Image.Resampling.BICUBIC)
-        split = "train" if number % HELD_OUT_EVERY else "validation"
-        file = staged / split / str(digit) / f"{number:04d}.jpg"
-        file.parent.mkdir(parents=True, exist_ok=True)
-        image.save(file, quality=95)
-    staged.rename(folder)
-    print(f"wrote {len(digits.images)} scans to {folder}")
 
 
 def run(command: str, done: bool = False) -> None:

@@ -41,6 +41,7 @@ COMMANDS = {
     "push": Command(f"{_OTHERS}:PUSH", "volo.commands.hub"),
     "report": Command(f"{_OTHERS}:REPORT", "volo.commands.report"),
     "attention": Command(f"{_OTHERS}:ATTENTION", "volo.commands.attention"),
+    "sample": Command(f"{_OTHERS}:SAMPLE", "volo.commands.sample"),
     "launch": Command(f"{_OTHERS}:LAUNCH", "volo.commands.launch"),
     "slurm": Command(f"{_OTHERS}:SLURM", "volo.commands.slurm"),
     "preflight": Command(f"{_OTHERS}:PREFLIGHT", "volo.cluster.preflight"),

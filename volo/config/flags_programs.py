@@ -330,6 +330,21 @@ SLURM = Program(
 )
 
 
+SAMPLE = Program(
+    "sample",
+    "DIR",
+    "Write a folder of images to try everything with: scans of digits.",
+    (
+        Group(
+            "Sample",
+            flag("directory", SOURCE, None, "a new folder", metavar="DIR"),
+            flag("--images", POSITIVE, None, "how many, a fifth of them held out (all 1,797)"),
+            DEBUG,
+        ),
+    ),
+)
+
+
 class _Launch(Program):
     def parse(self, argv: Sequence[str] | None = None) -> Namespace:
         """Parse the first word; the others belong to the program that is started.

@@ -1,0 +1,59 @@
+"""Write a folder of images to try everything with, `volo sample pictures`: scans of handwritten digits.
+
+They are the 1,797 scans of UCI's "Optical Recognition of Handwritten Digits" that scikit-learn holds, so that nothing is
+downloaded. Every fifth is held out: `pictures/train/3/0013.jpg`, `pictures/validation/0/0000.jpg`.
+"""
+
+from __future__ import annotations
+
+import shutil
+from argparse import Namespace
+from pathlib import Path
+
+from PIL import Image
+
+from tlt.errors import UserError
+
+SIZE = 64  # px; a scan has 8 x 8, and is enlarged so that augmentation has pixels to work on
+HELD_OUT_EVERY = 5
+
+
+def run(args: Namespace) -> int:
+    """Write the folder.
+
+    Raises:
+        UserError: It is there already or can't be written, or scikit-learn is missing.
+    """
+    folder = Path(args.directory)
+    if folder.exists():
+        raise UserError(f"{folder} is there already: name a new folder")
+    try:
+        count = write_digits(folder, args.images)
+    except OSError as error:
+        raise UserError(f"{folder} can't be written: {error.strerror}") from error
+    print(f"wrote {count} images of 10 classes: {folder}/train/, and {folder}/validation/ with every fifth of them")
+    return 0
+
+
+def write_digits(folder: Path, most: int | None = None) -> int:
+    """Write `most` scans (None: all) to train/ and validation/, a folder for each digit; return how many there are.
+
+    The folder appears when it is whole.
+    """
+    try:
+        from sklearn.datasets import load_digits
+    except ImportError as error:
+        raise UserError("the sample's images come with scikit-learn: pip install 'volo-tlt[demo]'") from error
+    digits = load_digits()
+    staged = folder.with_name(f"{folder.name}.tmp")
+    shutil.rmtree(staged, ignore_errors=True)
+    scans = list(zip(digits.images, digits.target, strict=True))[:most]
+    for number, (scan, digit) in enumerate(scans):
+        # 0 is paper, 16 is ink.
+        image = Image.fromarray((255 - scan * 255 / 16).astype("uint8")).resize((SIZE, SIZE), Image.Resampling.BICUBIC)
+        split = "train" if number % HELD_OUT_EVERY else "validation"
+        file = staged / split / str(digit) / f"{number:04d}.jpg"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        image.save(file, quality=95)
+    staged.rename(folder)
+    return len(scans)
