@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 import math
 from collections.abc import Sequence
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, metadata
 from numbers import Real
 from types import ModuleType
 
@@ -68,4 +70,16 @@ def require(module: str, extra: str) -> ModuleType:
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        raise UserError(f"{module} is not installed: pip install 'volo-tlt[{extra}]' ({error})") from error
+        raise UserError(f"{module} is not installed: {install_command(extra)} ({error})") from error
+
+
+def install_command(extra: str = "") -> str:
+    """The command that installs this project with a pip extra: from the repository that pyproject.toml names
+    (`project.urls`), and while it names none from a checkout. PyPI has no package of this name."""
+    brackets = extra and f"[{extra}]"
+    with suppress(PackageNotFoundError):
+        for url in metadata("volo-tlt").get_all("Project-URL") or ():
+            label, _, address = url.partition(", ")
+            if label == "Repository":
+                return f"pip install 'volo-tlt{brackets} @ git+{address}'"
+    return f"pip install '.{brackets}' in a checkout of volo-tlt"

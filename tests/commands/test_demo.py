@@ -1,4 +1,4 @@
-"""The demo's commands, without running them: what they say is what the programs understand."""
+"""The demo's commands, without running them: what they say is what the programs understand. And its images."""
 
 from __future__ import annotations
 
@@ -7,12 +7,16 @@ import json
 import shlex
 import sys
 from collections.abc import Iterator
+from email.message import Message
 from pathlib import Path
 from types import ModuleType
 
+import numpy as np
 import pytest
+from PIL import Image
 
-from tests.commands.conftest import ROOT
+from tests.commands.conftest import ROOT, Call
+from tlt.errors import install_command
 from tlt.tools import cli as tlt_cli
 from volo.config.args import TRAIN
 from volo.config.flags_programs import GENERATE_LABEL, PREDICT, VALIDATE
@@ -83,3 +87,32 @@ def test_the_commands_are_understood(
     assert trained[1].token_label_data == (f"{output}/packed" if shards else f"{output}/labels.tlt")
     (processes,) = [int(command.split()[1]) for command in commands if command.startswith("./distributed_train.sh")]
     assert processes == (1 if gpus == 1 else 2) and processes * trained[1].batch_size == 32
+
+
+def test_the_sample_is_a_folder_of_scans(tmp_path: Path, call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "pictures"
+    for code in (0, 2):
+        ended = call("sample", f"{folder} --images 200")
+        assert ended.code == code and len((ended.out + ended.err).splitlines()) == 1
+    files = {split: sorted(folder.glob(f"{split}/*/*.jpg")) for split in ("train", "validation")}
+    assert {split: len(found) for split, found in files.items()} == {"train": 160, "validation": 40}
+    assert len({file.parent.name for found in files.values() for file in found}) == 10
+    assert "is there already: name a new folder" in ended.err and (folder / "validation/0/0000.jpg").is_file()
+    # Ink is dark: a nine has less of it in its lower left quarter than a six.
+    six, nine = (
+        np.mean([np.asarray(Image.open(f))[32:, :32] for f in folder.glob(f"train/{n}/*.jpg")]) for n in (6, 9)
+    )
+    assert six < nine
+    monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
+    ended = call("sample", str(tmp_path / "other"))
+    assert ended.code == 2 and "pip install '.[demo]' in a checkout" in ended.err and not (tmp_path / "other").exists()
+
+
+def test_how_to_install_follows_the_repository_that_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    named = Message()
+    for url in ("Documentation, https://b.org", "Repository, https://a.org/x.git"):
+        assert install_command("plot") == "pip install '.[plot]' in a checkout of volo-tlt"
+        named["Project-URL"] = url
+        monkeypatch.setattr("tlt.errors.metadata", lambda name: named)
+    assert install_command() == "pip install 'volo-tlt @ git+https://a.org/x.git'"
+    assert install_command("plot") == "pip install 'volo-tlt[plot] @ git+https://a.org/x.git'"

@@ -138,6 +138,6 @@ def test_without_matplotlib_one_line_says_what_is_missing(
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     ended = call("train", f"{data} {QUICK} --epochs 1 --output {tmp_path} --experiment run")
     assert ended.code == 0, ended.err
-    assert ended.out.count("volo-tlt[plot]") == 1
+    assert ended.out.count("pip install '.[plot]'") == 1
     assert "neither learning curves nor the first batch will be drawn" in ended.out
     assert not list((tmp_path / "run").glob("*.png"))

@@ -275,7 +275,7 @@ def test_a_tracker_that_is_not_installed_is_named_with_its_extra(
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
     monkeypatch.delitem(sys.modules, name, raising=False)
     (tmp_path / name).mkdir()  # such as the ./wandb that W&B writes: no package
-    told = re.escape(f"--log-{name} needs {name}: pip install 'volo-tlt[{name}]'")
+    told = re.escape(f"--log-{name} needs {name}: pip install '.[{name}]' in a checkout of volo-tlt")
     with pytest.raises(UserError, match=f"^{told}$"):
         TRAIN.parse(["/d", f"--log-{name}"])
     (tmp_path / name / "__init__.py").touch()

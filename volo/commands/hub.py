@@ -13,7 +13,7 @@ import timm
 import yaml
 from timm.models import save_for_hf
 
-from tlt.errors import UserError
+from tlt.errors import UserError, install_command
 from tlt.io.files import blamed_on
 from tlt.io.weights import peek_checkpoint
 from volo.checkpoint.model_config import class_names
@@ -84,7 +84,7 @@ def needed_import(name: str) -> str:
     """Return the import before which timm does not know the architecture; "" where timm has it."""
     if not is_ours(name):
         return ""
-    return f"import {timm.model_entrypoint(name).__module__.split('.')[0]} first (pip install volo-tlt)"
+    return f"import {timm.model_entrypoint(name).__module__.split('.')[0]} first ({install_command()})"
 
 
 def card(trained: TrainedModel, name: str, checkpoint: str, licence: str, origin_url: str) -> str:

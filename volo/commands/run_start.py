@@ -19,7 +19,7 @@ from torch import nn
 
 from tlt.api import EMPTY_BOXES
 from tlt.data.batch import IndexStream
-from tlt.errors import UserError
+from tlt.errors import UserError, install_command
 from tlt.io.files import blamed_on
 from tlt.models.flops import flops_per_image, run_on_meta
 from volo.checkpoint.checkpoint import CheckpointDir
@@ -173,7 +173,7 @@ def open_run(run: Run, training: Training) -> Saver:
             logger.line(message)
     logger.line(f"run directory: {run.directory}")
     if importlib.util.find_spec("matplotlib") is None:
-        logger.line("neither learning curves nor the first batch will be drawn: pip install 'volo-tlt[plot]'")
+        logger.line(f"neither learning curves nor the first batch will be drawn: {install_command('plot')}")
     policy = SavePolicy(
         args.recovery_interval, args.checkpoint_minutes, args.log_interval, args.checkpoint_sync, args.max_failed_saves
     )

@@ -1,6 +1,6 @@
 """Write a folder of images to try everything with, `volo sample pictures`: scans of handwritten digits.
 
-They are the 1,797 scans of UCI's "Optical Recognition of Handwritten Digits" that scikit-learn holds, so that nothing is
+They are the 1,797 scans of UCI's "Optical Recognition of Handwritten Digits" that scikit-learn holds: nothing is
 downloaded. Every fifth is held out: `pictures/train/3/0013.jpg`, `pictures/validation/0/0000.jpg`.
 """
 
@@ -12,7 +12,7 @@ from pathlib import Path
 
 from PIL import Image
 
-from tlt.errors import UserError
+from tlt.errors import UserError, require
 
 SIZE = 64  # px; a scan has 8 x 8, and is enlarged so that augmentation has pixels to work on
 HELD_OUT_EVERY = 5
@@ -40,11 +40,7 @@ def write_digits(folder: Path, most: int | None = None) -> int:
 
     The folder appears when it is whole.
     """
-    try:
-        from sklearn.datasets import load_digits
-    except ImportError as error:
-        raise UserError("the sample's images come with scikit-learn: pip install 'volo-tlt[demo]'") from error
-    digits = load_digits()
+    digits = require("sklearn.datasets", "demo").load_digits()
     staged = folder.with_name(f"{folder.name}.tmp")
     shutil.rmtree(staged, ignore_errors=True)
     scans = list(zip(digits.images, digits.target, strict=True))[:most]

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 
 from tlt.data.sources import needs_folder
-from tlt.errors import UserError
+from tlt.errors import UserError, install_command
 from tlt.upstream import resolve
 from volo.config.flag_table import Flag, check_flags
 from volo.config.flags_data import DENSE, LABELS
@@ -192,7 +192,7 @@ def _check_trackers(args: Namespace) -> None:
     for name in trackers_of(args):
         found = find_spec(name)
         if found is None or found.origin is None:  # a folder such as the ./wandb that it writes is no package
-            raise UserError(f"--log-{name} needs {name}: pip install 'volo-tlt[{name}]'")
+            raise UserError(f"--log-{name} needs {name}: {install_command(name)}")
 
 
 def join_data_dir(args: Namespace, shown: str, dest: str) -> None:
