@@ -88,7 +88,7 @@ benchmark-gpu-tests:
 	  code=$$?; tail -n 30 $(OUT)/tests.txt; exit $$code
 
 STEP = $(PYTHON) benchmark.py step --device $(DEVICE) --output $(OUT)/step.jsonl --model-dtype bfloat16 --channels-last
-PEERS = --peer timm subset timm-compile
+PEERS = --peer timm subset timm-compile$(if $(filter-out cpu,$(DEVICE)), launched)
 benchmark-gpu-volo_d1: IMAGES = 256
 benchmark-gpu-volo_d3: IMAGES = 128
 benchmark-gpu-volo_d5: IMAGES = 96

@@ -4,9 +4,9 @@
     python benchmark.py step --device cuda --model volo_d1 volo_d3 volo_d5 --peer timm timm-compile
 
 A step is what train.py does between two batches, on two synthetic batches in turn: token-label targets, forward pass,
-loss, backward pass, guarded AdamW. All arms start from the same weights. What is timed, compiled or in bfloat16, is
-checked before: logits, loss and norm of the gradient of one update, without stochastic depth, which each arm draws in
-its own way, against those of our model in float32 without any of that.
+loss, backward pass, guarded AdamW; on a GPU ours is one CUDA graph. All arms start from the same weights. What is
+timed, compiled or in bfloat16, is checked before: logits, loss and norm of the gradient of one update, without
+stochastic depth, which each arm draws in its own way, against those of our model in float32 without any of that.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from argparse import Namespace
 from dataclasses import replace
 from functools import cached_property
 from itertools import count, cycle, islice
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -24,14 +25,17 @@ from benchmarks import arms
 from benchmarks.arms import Arm
 from benchmarks.rounds import OUTPUT, Rows
 from tlt import Batch, StepKey
+from tlt.errors import UserError
+from tlt.loss import LossTerms
 from volo.cluster.distributed import World, choose_device
 from volo.config.flag_table import POSITIVE, Group, flag
-from volo.train.compilation import begin_step, compile_errors_told, compile_model
-from volo.train.criterion import Criterion, make_criterion
+from volo.train.compilation import compile_errors_told, compile_model
+from volo.train.criterion import Criterion, Drawn, make_criterion
 from volo.train.data import open_folders, open_labels, train_loader
 from volo.train.model import TimmModel, eval_settings
 from volo.train.optim import create_optimizer, set_lr
 from volo.train.precision import Clipping, Precision, WorkingCopy, compute_dtype
+from volo.train.step_graph import WARM_UP, StepGraph, own_stream, step_of
 
 DROP_PATH = {"volo_d1": 0.1, "volo_d2": 0.2, "volo_d3": 0.5, "volo_d4": 0.5, "volo_d5": 0.75}  # of the recipes
 
@@ -44,13 +48,13 @@ FLAGS = (
         *arms.train_rows("drop_path", "drop_path_mode", "grad_checkpointing", "clip_grad", "opt"),
         note="Without --drop-path stochastic depth is that of the model's recipe.",
     ),
-    Group("Precision and speed", *arms.train_rows(*arms.PRECISION)),
+    Group("Precision and speed", *arms.train_rows(*arms.PRECISION, "no_cuda_graph")),
     Group(
         "Peers",
         arms.peers(*(name for name in arms.ARMS if name != "unfolded")),
         note="timm: its VOLO with both heads, in eager mode and otherwise in our precision; -compile: compiled; -amp: "
         "with bfloat16 autocast. Ours: eager: not compiled; reference: that, without fused kernels; mask, "
-        "subset: --drop-path-mode; amp: with bfloat16 autocast.",
+        "subset: --drop-path-mode; amp: with bfloat16 autocast; graph, launched: with and without a CUDA graph.",
     ),
     Group("Measuring", *arms.MEASURING, *OUTPUT),
 )
@@ -60,11 +64,14 @@ def run(args: Namespace) -> None:
     """Measure one model after the other."""
     device = choose_device(args.device, 0)
     rows = Rows(args, arms.COLUMNS)
+    if device.type != "cuda" and {"graph", "launched"} & {*args.peer}:
+        raise UserError("--peer graph and --peer launched differ on a GPU alone: leave them out")
     for model in args.model:
         batch_size = args.batch_size or (96 if device.type == "cuda" else 8)
         drop_path = DROP_PATH.get(model) if args.drop_path is None else args.drop_path
         found = arms.arms_of(args, model, batch_size=batch_size, drop_path=drop_path)
-        arms.time_arms(args, rows, found, batch_size, _Case(found[0], device).step)
+        with own_stream(device):
+            arms.time_arms(args, rows, found, batch_size, _Case(found[0], device).step)
 
 
 class _Case:
@@ -96,7 +103,7 @@ class _Case:
 
 
 class TrainStep:
-    """A training step of one arm, as `volo.train.loop` does it; `bare` has the parameters that are trained."""
+    """A training step of one arm, as train.py does it; `bare` has the parameters that are trained."""
 
     def __init__(
         self, arm: Arm, bare: TimmModel, criterion: Criterion, batches: list[Batch], device: torch.device
@@ -104,28 +111,35 @@ class TrainStep:
         self.batches, self.updates = cycle(batches), count()
         bare.train()
         copy = WorkingCopy(bare) if arm.flags.model_dtype == "bfloat16" else None
+        computing = bare if copy is None else copy.module
         dtype, clip = compute_dtype(arm.flags, device), arm.flags.clip_grad
-        self.criterion = replace(criterion, amp_dtype=dtype)
-        self.precision = Precision(device, dtype, clip and Clipping(clip), working_copy=copy)
-        self.model = compile_model(bare if copy is None else copy.module, arm.flags)
-        self.optimizer = create_optimizer(arm.flags, bare, device)
-        set_lr(self.optimizer, 1e-5)
-        self.parameters = [p for p in bare.parameters() if p.requires_grad]
+        precision = Precision(device, dtype, clip and Clipping(clip), working_copy=copy)
+        if not arm.is_timm:
+            precision.begin(computing)
+        optimizer = create_optimizer(arm.flags, bare, device)
+        set_lr(optimizer, 1e-5)
+        state = SimpleNamespace(model=bare, optimizer=optimizer, ema=None, unproven=None)
+        training: Any = SimpleNamespace(model=compile_model(computing, arm.flags), state=state, precision=precision)
+        training.criterion, training.distillation = replace(criterion, amp_dtype=dtype), None
+        run: Any = SimpleNamespace(args=arm.flags, world=World(0, 0, 1, device))
+        run.logger = SimpleNamespace(line=lambda line: print(line) if line.startswith("warning") else None)
+        run.guard = SimpleNamespace(watchdog=SimpleNamespace(at=lambda phase: None))
+        self.step = step_of(run, training)
+        self.step.loss_of = self._loss_of
+        self.launched_first = WARM_UP + 1 if isinstance(self.step, StepGraph) else 0
+        self.logits: dict[str, Tensor] = {}  # of the newest batch that was launched
+
+    def _loss_of(self, model: Any, batch: Batch, drawn: Drawn) -> LossTerms:
+        def kept(*images: Tensor, **options: Any) -> tuple[Tensor, ...]:
+            outputs: tuple[Tensor, ...] = model(*images, **options)
+            self.logits = {"class logits": outputs[0].detach(), "token logits": outputs[1].detach()}
+            return outputs
+
+        terms: LossTerms = self.step.criterion.loss_of(kept, batch, drawn)
+        return terms
 
     def __call__(self) -> dict[str, Tensor]:
         """Do one step; return both heads' logits, the loss, and the norm of the gradient before clipping."""
-        batch, step = next(self.batches), StepKey(arms.SEED, next(self.updates))
-        step.seed_torch()
-        begin_step()
-        outputs: tuple[Tensor, ...] = ()
-
-        def model(*images: Tensor, **options: Any) -> tuple[Tensor, ...]:
-            nonlocal outputs
-            outputs = self.model(*images, **options)
-            return outputs
-
-        loss = self.criterion.loss(model, batch, step).total
-        self.precision.backward(loss)
-        norm = self.precision.step(self.optimizer, self.parameters)
-        logits = {"class logits": outputs[0].detach(), "token logits": outputs[1].detach()}
-        return logits | {"loss": loss.detach(), "gradient": norm}
+        found = self.step(next(self.batches), StepKey(arms.SEED, next(self.updates)))
+        assert found.norm is not None
+        return {**self.logits, "loss": found.terms.total, "gradient": found.norm}

@@ -53,6 +53,17 @@ def test_step_in_bfloat16_compiled_and_with_subset(measure: Measure) -> None:
     assert {row["type"] for row in rows} == {"bfloat16"} and all(row["images/s"] > 0 for row in rows)
 
 
+@pytest.mark.slow
+@pytest.mark.gpu
+def test_on_a_gpu_ours_is_a_graph(measure: Measure, monkeypatch: pytest.MonkeyPatch) -> None:
+    repeated, replay = [], torch.cuda.CUDAGraph.replay
+    monkeypatch.setattr(torch.cuda.CUDAGraph, "replay", lambda graph: repeated.append(replay(graph)))
+    flags = "--device cuda --model volo_test --img-size 32 -b 2 --rounds 1 --warm-up 1"
+    rows = measure(f"step {flags} --peer launched")
+    assert [row["arm"] for row in rows] == 2 * ["ours", "launched"] and all("note" not in row for row in rows)
+    assert len(repeated) > 4  # beside the launched step, and in each turn of ours
+
+
 def test_infer_folds_ours_and_no_other_arm(measure: Measure, monkeypatch: pytest.MonkeyPatch) -> None:
     folded = []
     monkeypatch.setattr(infer, "fold_batchnorm", lambda model: folded.append(type(model).__name__))
@@ -114,6 +125,7 @@ def test_an_arm_that_fails_is_told_and_the_others_are_timed(monkeypatch: pytest.
         ("step --drop-pth 0.1", "unknown flag --drop-pth, did you mean --drop-path?"),
         ("step --peer eager", "--peer eager does the same as ours with these flags: leave it out"),
         ("step --amp --model-dtype bfloat16", "--amp and --model-dtype bfloat16 both set the precision"),
+        ("step --device cpu --peer launched", "--peer graph and --peer launched differ on a GPU alone"),
         ("step --model lvvit_t", "--peer timm: timm has VOLO D1 to D5, not lvvit_t"),
         ("infer --model volo_d --peer", "--model volo_d: timm knows no such model; did you mean"),
         ("infer --output nowhere/rows", "--output nowhere/rows: No such file or directory"),

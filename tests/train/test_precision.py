@@ -279,6 +279,18 @@ def test_fault_53_a_batch_that_is_not_finite_leaves_nothing_in_running_statistic
     assert all(torch.isfinite(value).all() for value in [*model.state_dict().values(), *average.buffers()])
 
 
+@pytest.mark.parametrize("model", [nn.Linear(4, 2), nn.BatchNorm1d(4)])  # without running statistics, and with
+def test_a_skipped_step_leaves_the_statistics_with_which_the_epoch_began(model: nn.Module) -> None:
+    precision, optimizer = Precision(CPU), torch.optim.SGD(model.parameters())
+    precision.begin(model)
+    for buffer in model.buffers():
+        buffer.fill_(3)  # the mean over the ranks, between two epochs
+    precision.begin(model)
+    precision.backward(model(torch.full((2, 4), math.inf)).sum())
+    precision.step(optimizer, list(model.parameters()))
+    assert precision.counts() == [1, 1] and all(buffer.eq(3).all() for buffer in model.buffers())
+
+
 class Wrong(TorchDispatchMode):
     """Below autocast, where libraries are called: a processor that multiplies what bfloat16 convolutions of this window
     give by `factor`. Others it computes right, whatever the real one does."""

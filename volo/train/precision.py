@@ -119,7 +119,8 @@ class RunningStatistics:
 
     def note(self) -> None:
         """Note them again, which others have changed since the last step."""
-        torch._foreach_copy_(self._before, self._gathered())
+        for before, now in zip(self._before, self._gathered(), strict=True):
+            before.copy_(now)
 
     def _gathered(self) -> list[Tensor]:
         return [torch.cat(views) for views in self._views.values()]

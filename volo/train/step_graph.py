@@ -39,7 +39,7 @@ from volo.train.step import Found, Step
 
 # Updates that are launched before: the first makes the optimizer's state, and libraries choose their kernels.
 # DistributedDataParallel looks at the times of its first ten.
-_WARM_UP, _WARM_UP_OF_RANKS = 3, 11
+WARM_UP, _WARM_UP_OF_RANKS = 3, 11
 # Of what is compared: losses, norms, and what an update changes, each relative; and the rounding of weights.
 _LOSS, _NORM, _CHANGE, _ROUNDING = 1e-3, 1e-2, 0.05, 1e-7
 _MUCH = 0.5  # of the GPU's memory, from which on validation and smaller batches get that of the graphs
@@ -99,7 +99,7 @@ class StepGraph(Step):
         self._logger, self._watchdog = run.logger, run.guard.watchdog
         self._groups, self._size = self.state.optimizer.param_groups, run.args.batch_size
         self._kinds = (False, True) if run.args.grad_accum_steps > 1 else (True,)  # of micro-batches: last or not
-        self._left = _WARM_UP_OF_RANKS if self.several_ranks else _WARM_UP  # updates to launch; -1: all
+        self._left = _WARM_UP_OF_RANKS if self.several_ranks else WARM_UP  # updates to launch; -1: all
         self._graphs: dict[bool, tuple[torch.cuda.CUDAGraph, Found]] = {}
         self.inputs: tuple[Batch, Drawn] | None = None
         self.numbers = torch.zeros(1 + len(self._groups), device=run.world.device)  # share, rates
