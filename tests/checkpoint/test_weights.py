@@ -31,6 +31,8 @@ from tlt.io.weights import (
 )
 from tlt.utils import load_pretrained_weights
 from volo.checkpoint.finetune import load_finetune, load_weights
+from volo.checkpoint.state import TrainState
+from volo.train.trained_model import load_model
 
 
 def weights() -> dict[str, torch.Tensor]:
@@ -252,6 +254,13 @@ def test_checkpoints_of_others(tmp_path: Path, whose: str, legacy: bool) -> None
         assert (f"names without their {prefix}" in str(report)) == bool(prefix)
         assert_equal(model.state_dict(), state)
     load_pretrained_weights(model, tmp_path / "x.pth", use_ema=whose == "torchvision")
+    plain, checkpoint = "" if whose == "torchvision" else prefix, read_checkpoint(tmp_path / "x.pth")
+    optimizer = torch.optim.SGD(model.parameters())
+    told = TrainState(model, optimizer, updates_per_epoch=1).load(checkpoint, "x.pth", load_optimizer=False)
+    asked = dict.fromkeys(("gp", "img_size", "input_size", "model_kwargs", "pretrained"))
+    seen = argparse.Namespace(model="test_resnet", num_classes=3, use_ema=False, no_use_ema=True, **asked)
+    for lines in (told, load_model(seen, tmp_path / "x.pth").notes):
+        assert [each for each in lines if "their" in each] == [f"weights: names without their {plain}"] * bool(plain)
 
 
 def test_what_few_names_share_is_no_prefix() -> None:

@@ -17,7 +17,16 @@ from timm.models import adapt_input_conv
 from torch import Tensor, nn
 
 from tlt.errors import UserError
-from tlt.io.weights import EMA_KEYS, WEIGHT_KEYS, clean_state_dict, state_dict_of, unwrap, weights_entry
+from tlt.io.weights import (
+    EMA_KEYS,
+    WEIGHT_KEYS,
+    clean_names,
+    clean_state_dict,
+    foreign_prefix,
+    state_dict_of,
+    unwrap,
+    weights_entry,
+)
 from tlt.models.layers import Grid, resize_pos_embed
 from tlt.models.token_labeling import TokenLabelModel
 from tlt.models.transformers_vit import from_transformers
@@ -234,6 +243,13 @@ def joined_state_dict(
     state = from_transformers(state_dict_of(checkpoint, use_ema, path, own))
     beside = dense_head_of(checkpoint, use_ema, path, own)
     return state | {name: v for name, v in beside.items() if hasattr(unwrap(model), name.partition(".")[0])}
+
+
+def prefix_of(model: nn.Module, checkpoint: dict[str, Any], use_ema: bool | None, path: Any) -> str:
+    """Return what `joined_state_dict` takes off the names in somebody's file, which is told; "" for nothing."""
+    own = clean_state_dict(model)
+    entry = weights_entry(checkpoint, use_ema, path, own)
+    return foreign_prefix(clean_names(list(checkpoint[entry] if entry else checkpoint)), own)
 
 
 def dense_head_of(

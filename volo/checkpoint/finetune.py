@@ -14,15 +14,13 @@ from tlt.errors import UserError
 from tlt.io.files import blamed_on
 from tlt.io.weights import (
     check_finite,
-    clean_names,
     clean_state_dict,
-    foreign_prefix,
     load_clean,
     read_checkpoint,
     unwrap,
     weights_entry,
 )
-from tlt.models.fit_weights import Fit, fit_state_dict, head_names, is_dense_head, joined_state_dict
+from tlt.models.fit_weights import Fit, fit_state_dict, head_names, is_dense_head, joined_state_dict, prefix_of
 from tlt.models.wrap import WithDenseHead
 from volo import models as models  # registers them with timm
 from volo.checkpoint.model_config import model_config_of
@@ -164,6 +162,5 @@ def _fit(
     backbone = {n: v.numel() for n, v in own.items() if not n.startswith(heads)}
     share = sum(count for n, count in backbone.items() if n in fit.weights) / max(sum(backbone.values()), 1)
     entry = weights_entry(checkpoint, use_ema, path, own)
-    prefix = foreign_prefix(clean_names(list(checkpoint[entry] if entry else checkpoint)), own)
-    lists = fit.resized, fit.kept, fit.dropped, fit.missing
+    lists, prefix = (fit.resized, fit.kept, fit.dropped, fit.missing), prefix_of(model, checkpoint, use_ema, path)
     return fit, FinetuneReport(str(path), entry, *lists, share, fit.notes, prefix)

@@ -29,7 +29,7 @@ from tlt.io.weights import (
     load_clean,
     unwrap,
 )
-from tlt.models.fit_weights import DENSE_ENTRIES, fit_state_dict, joined_state_dict, split_state_dict
+from tlt.models.fit_weights import DENSE_ENTRIES, fit_state_dict, joined_state_dict, prefix_of, split_state_dict
 from volo.checkpoint.finetune import explain_misfit, needed
 from volo.cluster.tensor_parallel import own_model_state, own_optimizer_state, whole_model_state, whole_optimizer_state
 from volo.record.records import plain
@@ -122,7 +122,9 @@ class TrainState:
         epoch, update, scores, progress, statistics = _position(checkpoint, self.updates_per_epoch, path)
 
         load_clean(self.model, weights)
-        messages = self._load_ema(averages if averages is not None else weights, has_ema)
+        prefixes = {prefix_of(self.model, checkpoint, ema, path) for ema in (False, *[True] * (averages is not None))}
+        messages = [f"weights: names without their {prefix}" for prefix in sorted(prefixes) if prefix]
+        messages += self._load_ema(averages if averages is not None else weights, has_ema)
         if resumable and load_optimizer:
             with optimizer_state_of(path):
                 load_optimizer_state(self.optimizer, optimizer_state)
