@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from volo.commands.sample import write_digits
+from volo.record.metrics import interval
 
 ROOT = Path(__file__).resolve().parents[1]
 OUTPUT = "demo_output"
@@ -157,11 +158,12 @@ class Demo:
         run(f"python validate.py {images} {flags} --results-file {file} --results-format json")
         row = json.loads((ROOT / file).read_text())[0]
         speed = float(self.summary(name)[-1]["images_per_second"])
+        low, high = interval(row["top1"] / 100, row["images"])
         return {
             "experiment": name,
             "image": row["img_size"],
             "top-1": f"{row['top1']:.2f} % of {row['images']}",
-            "95 % interval": interval(row["top1"] / 100, row["images"]),
+            "95 % interval": f"{100 * low:.1f} to {100 * high:.1f}",
             "training": f"{speed:.0f} images/s",
             "curves": f"{run_folder}/curve.png",
         }
@@ -178,14 +180,6 @@ class Demo:
         """The rows of an experiment's summary.csv."""
         file = ROOT / self.output / name / "summary.csv"
         return list(csv.DictReader(file.open())) if file.is_file() else []
-
-
-def interval(share: float, count: int) -> str:
-    """Wilson's 95 % interval of a share of `count` images, in percent: smaller differences may be chance."""
-    z = 1.96
-    middle, width = share + z * z / (2 * count), z * (share * (1 - share) / count + (z / (2 * count)) ** 2) ** 0.5
-    low, high = ((middle + sign * width) / (1 + z * z / count) for sign in (-1, 1))
-    return f"{100 * low:.1f} to {100 * high:.1f}"
 
 
 def one_gpu() -> bool:

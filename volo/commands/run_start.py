@@ -35,14 +35,15 @@ from volo.checkpoint.saver import SavePolicy, Saver
 from volo.checkpoint.state import TrainState, ranked_by
 from volo.cluster.distributed import World, from_all, from_primary, primary_first, wait_for_hosts
 from volo.cluster.tensor_parallel import TensorParallelParams
+from volo.config.checkpoint_files import BEST
 from volo.config.flag_rules import trackers_of
 from volo.record.logger import Logger
-from volo.record.metrics import Arithmetic, peak_flops
+from volo.record.metrics import Arithmetic, interval, peak_flops
 from volo.record.records import RunRecords, settings_of, versions
 from volo.record.run_directory import DEFAULT_ROOT, RunLock, changed_settings, choose_directory
 from volo.train.criterion import Criterion, TokenLabelCriterion
 from volo.train.data import LIST, as_list
-from volo.train.loop import set_train_mode
+from volo.train.loop import best_so_far, set_train_mode
 from volo.train.model import image_size_by_name
 from volo.train.precision import compute_dtype
 from volo.train.run import Run, Training
@@ -240,6 +241,26 @@ def surprises(args: Namespace, schedule: LrSchedule, classes: np.ndarray) -> lis
         )
     if schedule.total_updates < _FEW_UPDATES:
         lines.append(f"{schedule.total_updates} updates are few: more --epochs or a smaller --batch-size give more")
+    return lines
+
+
+def outcome(run: Run, training: Training) -> list[str]:
+    """Return the lines about the best epoch of a run that has ended, and a warning where it may have learnt nothing."""
+    by, classes = ranked_by(vars(run.args)), training.validation.dataset.classes
+    best, _ = best_so_far(training.state, by)
+    if best is None:
+        return []
+    epoch, scores = next((n, each) for n, each in training.state.scores.items() if each.get(by) == best)
+    lines = [
+        f"best {by}: {best:.2f}{'' if by.startswith('loss') else ' %'} (epoch {epoch + 1}, {run.directory / BEST})"
+    ]
+    top1 = scores["top1_ema" if by.endswith("_ema") else "top1"] / 100
+    largest = np.unique(classes, return_counts=True)[1].max() / len(classes)
+    if interval(top1, len(classes))[0] <= largest < 1 and run.args.data_backend != "synthetic":
+        lines.append(
+            f"warning: {100 * top1:.1f} % is no better than naming the largest class, {100 * largest:.1f} %: more "
+            "--epochs, a smaller --batch-size, --pretrained weights, -c finetune_small (docs/wrong.md) help"
+        )
     return lines
 
 

@@ -11,6 +11,7 @@ directory, goes on from a checkpoint and opens its records is in volo/commands/r
 from __future__ import annotations
 
 import os
+import time
 from argparse import Namespace
 from functools import partial
 
@@ -47,11 +48,12 @@ from volo.commands.run_start import (
     go_on_from,
     note_start,
     open_run,
+    outcome,
 )
 from volo.config.args import TrainArgs
 from volo.config.flag_rules import divides_weights
 from volo.record.logger import Logger
-from volo.record.records import settings_of
+from volo.record.records import duration, settings_of
 from volo.record.run_directory import check_writable
 from volo.train.compilation import compile_errors_told, compile_model
 from volo.train.criterion import TokenLabelCriterion, make_criterion
@@ -256,7 +258,7 @@ def train(run: Run, training: Training) -> None:
     state, logger, guard = training.state, run.logger, run.guard
     if state.epoch >= training.schedule.total_epochs:
         logger.line(f"this run was finished before: all of its {state.epoch} epochs are done; nothing is trained")
-    opened = open_run(run, training)
+    began, opened = time.monotonic(), open_run(run, training)
     guard.stop.only_noted()
     with opened as saver:
         if run.world.is_primary:
@@ -280,4 +282,7 @@ def train(run: Run, training: Training) -> None:
             if failure is not None:
                 raise failure from stop
             raise
-    logger.line(f"done: {state.update} updates; results in {logger.records.path if logger.records else None}")
+    spent = f"{duration(time.monotonic() - began)} since this start"
+    logger.line(f"done: {state.update} updates, {spent}; results in {run.directory}")
+    for line in outcome(run, training):
+        logger.line(line)

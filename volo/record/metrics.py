@@ -65,6 +65,14 @@ def correct_in_top(logits: Tensor, classes: Tensor, ks: tuple[int, ...] = (1, 5)
     return [hits[:, :k].any(dim=1).sum() for k in ks]
 
 
+def interval(share: float, count: int) -> tuple[float, float]:
+    """Wilson's 95 % interval of a share (0 to 1) of `count` images: smaller differences may be chance."""
+    z = 1.96
+    middle, width = share + z * z / (2 * count), z * (share * (1 - share) / count + (z / (2 * count)) ** 2) ** 0.5
+    low, high = ((middle + sign * width) / (1 + z * z / count) for sign in (-1, 1))
+    return low, high
+
+
 @dataclass(frozen=True)
 class Interval:
     """A stretch of training since the last report. Losses and images are over all ranks; times are of this rank."""
