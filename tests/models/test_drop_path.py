@@ -24,7 +24,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from tlt.data.augment.device_stage import DeviceStage, EvalStage
 from tlt.data.augment.plan import AugmentConfig
 from tlt.errors import UserError
-from tlt.models.layers import WHOLE, TransformerBlock, draw_masks, draw_subsets, kept_images, kept_share
+from tlt.models.layers import WHOLE, TransformerBlock, add_branch, draw_masks, draw_subsets, kept_images, kept_share
 from volo.commands.validate import ChosenClasses
 from volo.config.args import TRAIN
 from volo.models.volo import Outlooker
@@ -100,6 +100,25 @@ def test_masks_are_timms_and_subsets_have_the_same_mean_of_outputs_and_gradients
     pairs = list(itertools.product(subsets, repeat=2))
     found = weighted_mean((1 / len(pairs), output_and_gradients(block, x, *pair)) for pair in pairs)
     torch.testing.assert_close(found, weighted_mean(all_masks()), rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_subset_is_taken_and_put_back_bit_for_bit_as_by_index_add(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    x, drawn, weight = torch.randn(5, 3, 4, dtype=dtype), torch.tensor([4, 0, 3]), torch.randn(4, 4, dtype=dtype)
+    x, drawn, weight = x.cuda(), drawn.cuda(), weight.cuda()
+
+    def plain(x: Tensor) -> Tensor:
+        return x.index_add(0, drawn, (x.index_select(0, drawn) @ weight).tanh() * (5 / (3 * 2.0)))
+
+    results = []
+    for run in (plain, lambda x: add_branch(x, lambda rows: (rows @ weight).tanh(), drawn, 2.0)):
+        given = x.clone().requires_grad_()
+        (out := run(given)).square().sum().backward()
+        assert given.grad is not None
+        results.append((out, given.grad))
+    assert all(map(torch.equal, *results))
 
 
 @pytest.mark.parametrize("mode", ["mask", "subset"])
