@@ -19,7 +19,7 @@ from tlt.errors import UserError
 from tlt.models.layers import WHOLE, ResidualBlock, draw_masks
 from volo.cluster.distributed import World
 from volo.cluster.shard import distribute
-from volo.train.compilation import compile_errors_told, compile_model, feature_compiler
+from volo.train.compilation import compile_errors_told, compile_model, compile_modules, feature_compiler, stems
 from volo.train.model import wrap_model
 
 # Three transformer blocks, with stochastic depth of another rate each.
@@ -66,6 +66,24 @@ def gradients(model: nn.Module, batch: int, step: int) -> list[Tensor]:
 
 def graphs() -> int:
     return counters["stats"]["unique_graphs"]
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_the_stem_is_one_graph_for_all_batches_and_computes_what_eager_mode_does(name: str) -> None:
+    eager, model = small(name), small(name)
+    compile_modules([model.patch_embed], flags(backend="aot_eager"))
+    for step, batch in enumerate((4, 3)):
+        torch.testing.assert_close(gradients(model, batch, step), gradients(eager, batch, step))
+    assert graphs() == 1 and stems(model) == []
+    torch.testing.assert_close(model.state_dict(), eager.state_dict())  # running statistics among it
+
+
+@pytest.mark.gpu
+def test_stems_are_compiled_on_a_gpu_but_for_statistics_of_several() -> None:
+    model = small("volo_test").cuda()
+    assert stems(nn.Sequential(model)) == [model.patch_embed]
+    model.patch_embed = nn.SyncBatchNorm.convert_sync_batchnorm(model.patch_embed)
+    assert stems(model) == []
 
 
 @pytest.mark.parametrize(

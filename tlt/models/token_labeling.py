@@ -169,7 +169,7 @@ class TokenLabelModel(Constants):
         """Images -> (B, 1 + N, C): class token, then the tokens of the final grid row by row, after the final norm."""
         if not (torch.compiler.is_compiling() or torch.jit.is_tracing() or isinstance(x, torch.fx.Proxy)):
             self.token_grid((x.shape[-2], x.shape[-1]))  # images that are smaller than a token are refused
-        x = self.patch_embed(x)
+        x = self._embed(x)
         if mix_box is not None:
             x = mix_tokens(x, mix_box, self.mix_scale)
         run = self._runner(x)
@@ -228,7 +228,7 @@ class TokenLabelModel(Constants):
             raise ValueError(f"output_fmt is NCHW, NHWC or NLC, not {output_fmt}")
         wanted, last = feature_take_indices(len(self.feature_info), indices)
         grid = self.token_grid((x.shape[-2], x.shape[-1]))
-        x, run = self.patch_embed(x), self._runner(x)
+        x, run = self._embed(x), self._runner(x)
         maps: list[Any] = []
         stages = last + 1 if stop_early or intermediates_only else len(self.feature_info)
         for index in range(stages):
@@ -246,6 +246,12 @@ class TokenLabelModel(Constants):
         """The blocks that the model repeats, in the order in which they run; names as in the state dict."""
         return [(name, module) for name, module in self.named_modules() if isinstance(module, self.block_types)]
 
+    def _embed(self, x: Tensor) -> Tensor:
+        """`patch_embed` of images."""
+        _compile_for_any_batch(self.patch_embed, x)
+        embedded: Tensor = self.patch_embed(x)
+        return embedded
+
     def _runner(self, x: Tensor) -> RunBlock:
         """Draw for the B images of x (B, ...) which branches of the blocks they keep; return how blocks are run."""
         if not self.training or not self._shares:
@@ -261,11 +267,7 @@ class TokenLabelModel(Constants):
         """Run a block; `drawn` is two branches' of each block with stochastic depth, None outside of training."""
         index = None if drawn is None else drop_index_of(block)
         inputs = (x,) if index is None else (x, drawn[2 * index], drawn[2 * index + 1])
-        if block._compiled_call_impl is not None:
-            for tensor in inputs:
-                # Or the first size would be compiled for itself, and a run that is resumed at another one would go on
-                # with another graph than before.
-                torch._dynamo.maybe_mark_dynamic(tensor, 0)
+        _compile_for_any_batch(block, *inputs)
         if self.grad_checkpointing and torch.is_grad_enabled():
             return checkpoint(block, *inputs, use_reentrant=False)
         return block(*inputs)
@@ -366,6 +368,14 @@ class TokenLabelModel(Constants):
     def set_grad_checkpointing(self, enable: bool = True) -> None:
         """Recompute each block in the backward pass instead of keeping its activations."""
         self.grad_checkpointing = enable
+
+
+def _compile_for_any_batch(module: nn.Module, *inputs: Tensor) -> None:
+    """Let a module that is compiled have one graph for batches of all sizes. Or the first size would be compiled for
+    itself, and a run that is resumed at another one would go on with another graph than before."""
+    if module._compiled_call_impl is not None:
+        for tensor in inputs:
+            torch._dynamo.maybe_mark_dynamic(tensor, 0)
 
 
 def new_head(model: Any, channels: int) -> nn.Module:

@@ -1,7 +1,8 @@
 """`--torchcompile`: which parts of a model are compiled, and how failures are explained.
 
 With "blocks" each block is compiled; blocks of one kind share one graph, so that only one layer of each kind takes
-time, and the rest of the model is not compiled. With "model" everything is one graph, which CUDA graphs need.
+time, and the rest of the model is not compiled, but for its stem on a GPU. With "model" everything is one graph, which
+torch's CUDA graphs need.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ def compile_model(model: Any, args: Namespace) -> Any:
     check_scope(args, model)
     if _scope(args, model) == "model":
         return _compiler(args)(model)
-    compile_modules(_blocks(model), args)
+    compile_modules(_blocks(model) + stems(model), args)
     return model
 
 
@@ -124,6 +125,13 @@ def _compiler(args: Namespace) -> partial[Any]:
     if (budget := getattr(args, "activation_memory_budget", None)) is not None:  # a flag of train.py
         torch._functorch.config.activation_memory_budget = budget
     return partial(torch.compile, backend=args.torchcompile, mode=args.torchcompile_mode)
+
+
+def stems(model: nn.Module) -> list[nn.Module]:
+    """Return the stem of the VOLO or LV-ViT in a model on a GPU, where its BatchNorm and ReLU pass over large maps that
+    one kernel can pass over; none with statistics of several GPUs, whose exchange no graph holds."""
+    found = [m.patch_embed for m in model.modules() if isinstance(m, TokenLabelModel) and next(m.parameters()).is_cuda]
+    return [stem for stem in found if not any(isinstance(m, nn.SyncBatchNorm) for m in stem.modules())]
 
 
 def _blocks(model: nn.Module) -> list[nn.Module]:
