@@ -140,8 +140,8 @@ REACH = (
     f"{LABELLED} --model-dtype bfloat16 --layer-decay 0.7 --clip-mode value --drop-path-mode subset",
     f"{LABELLED} --channels-last --mixup 0.8 --cutmix 1 --mixup-prob 0.7 --mixup-mode elem --compat target-sum",
     f"{LABELLED} --model test_vit --cls-weight 0 --amp --amp-dtype bfloat16 --drop-path 0",
-    "--token-label --model lvvit_test --no-mix-token --freeze-bn --clip-mode agc --model-ema --model-ema-warmup",
-    "--model test_resnet --bce-loss --mixup 0.5 --mixup-mode pair --bn-tf --drop-path 0",
+    "--token-label --model lvvit_test --no-mix-token --freeze-bn --grad-checkpointing --clip-mode agc",
+    "--model test_resnet --bce-loss --mixup 0.5 --mixup-mode pair --bn-tf --drop-path 0 --model-ema --model-ema-warmup",
 )
 
 
@@ -210,7 +210,8 @@ def test_a_number_that_changes_is_seen(kept: str, stand_in: StandIn, monkeypatch
         ("--opt lookahead_adamw", "--opt lookahead_adamw asks the host"),
         ("--opt-kwargs fused=False", "--opt adamw asks the host"),
         ("--amp", "float16"),
-        ("--grad-checkpointing", "--grad-checkpointing"),
+        ("--grad-checkpointing --model-kwargs attn_drop_rate=0.1", "--grad-checkpointing"),
+        ("--grad-checkpointing --model test_vit --drop-path 0", "--grad-checkpointing"),
         ("--no-cuda-graph", "--no-cuda-graph"),
     ],
 )

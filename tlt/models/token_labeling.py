@@ -90,7 +90,7 @@ class TokenLabelModel(Constants):
         self.num_classes = num_classes
         self.global_pool = _checked_pool(global_pool)
         self.dense_head = dense_head
-        self.grad_checkpointing = False
+        self.grad_checkpointing, self.blocks_draw = False, True
         self.drop_path_mode = "mask"
 
     # What a model defines ------------------------------------------------------------------------------------------
@@ -269,7 +269,7 @@ class TokenLabelModel(Constants):
         inputs = (x,) if index is None else (x, drawn[2 * index], drawn[2 * index + 1])
         _compile_for_any_batch(block, *inputs)
         if self.grad_checkpointing and torch.is_grad_enabled():
-            return checkpoint(block, *inputs, use_reentrant=False)
+            return checkpoint(block, *inputs, use_reentrant=False, preserve_rng_state=self.blocks_draw)
         return block(*inputs)
 
     def _find_drop_paths(self) -> None:
@@ -368,6 +368,11 @@ class TokenLabelModel(Constants):
     def set_grad_checkpointing(self, enable: bool = True) -> None:
         """Recompute each block in the backward pass instead of keeping its activations."""
         self.grad_checkpointing = enable
+        # Without dropout a block draws nothing (what stochastic depth drew is given to it), and nothing has to be drawn
+        # again. The state of the generator, which that takes, is not to be had in a CUDA graph.
+        parts = [part for _, block in self.named_blocks() for part in block.modules()]
+        drops = [part.p if isinstance(part, nn.Dropout) else getattr(part, "attn_drop", 0.0) for part in parts]
+        self.blocks_draw = any(drops)
 
 
 def _compile_for_any_batch(module: nn.Module, *inputs: Tensor) -> None:

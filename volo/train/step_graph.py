@@ -81,7 +81,8 @@ def why_launched(run: Run, training: Training) -> str:
         "the teacher": bool(args.token_label_teacher or args.kd_model_name),
         "the loss scale of float16": training.precision.scaler is not None,
         f"--opt {args.opt} asks the host": not skips_on_device(training.state.optimizer),
-        "--grad-checkpointing keeps states of random numbers on the host": args.grad_checkpointing,
+        "--grad-checkpointing draws numbers again": args.grad_checkpointing
+        and getattr(training.state.model, "blocks_draw", True),
         "the model has hooks": any(not isinstance(hook, MixPoint) for hook in hooks),
         "--grad-accum-steps on several GPUs": several and args.grad_accum_steps > 1,
         "--grad-compression": several and args.grad_compression != "none",
