@@ -35,7 +35,7 @@ from volo.train.data import open_folders, open_labels, train_loader
 from volo.train.model import TimmModel, eval_settings
 from volo.train.optim import create_optimizer, set_lr
 from volo.train.precision import Clipping, Precision, WorkingCopy, compute_dtype
-from volo.train.step_graph import WARM_UP, StepGraph, own_stream, step_of
+from volo.train.step_graph import WARM_UP, StepGraph, step_of, use_own_stream
 
 DROP_PATH = {"volo_d1": 0.1, "volo_d2": 0.2, "volo_d3": 0.5, "volo_d4": 0.5, "volo_d5": 0.75}  # of the recipes
 
@@ -63,6 +63,7 @@ FLAGS = (
 def run(args: Namespace) -> None:
     """Measure one model after the other."""
     device = choose_device(args.device, 0)
+    use_own_stream(device)
     rows = Rows(args, arms.COLUMNS)
     if device.type != "cuda" and {"graph", "launched"} & {*args.peer}:
         raise UserError("--peer graph and --peer launched differ on a GPU alone: leave them out")
@@ -70,8 +71,7 @@ def run(args: Namespace) -> None:
         batch_size = args.batch_size or (96 if device.type == "cuda" else 8)
         drop_path = DROP_PATH.get(model) if args.drop_path is None else args.drop_path
         found = arms.arms_of(args, model, batch_size=batch_size, drop_path=drop_path)
-        with own_stream(device):
-            arms.time_arms(args, rows, found, batch_size, _Case(found[0], device).step)
+        arms.time_arms(args, rows, found, batch_size, _Case(found[0], device).step)
 
 
 class _Case:

@@ -21,6 +21,7 @@ from volo.train.loop import train_epoch
 from volo.train.model import build_model
 from volo.train.run import Run, Training, settle
 from volo.train.step import Step
+from volo.train.step_graph import use_own_stream
 
 FLAGS = (
     "--model volo_test --img-size 64 --num-classes 4 -b 4 -j 0 --drop-path 0.5 --lr 1e-3 --warmup-epochs 0 --epochs 9 "
@@ -31,12 +32,13 @@ LABELLED = "--token-label --token-label-data synthetic"
 
 def small_run(flags: str, images: int = 27, seen: int = 0) -> tuple[Any, Training]:
     """What runs have that steps look at, and what is trained. `seen`: batches that a resumed one has had."""
+    use_own_stream(device := torch.device("cuda", 0))
     args = TRAIN.parse([*FLAGS.split(), *flags.split()])
     args, batch, _ = settle(args, {}, images, 4, 1)
     logger = Mock(lines=[])
     logger.line = logger.lines.append
     guard = SimpleNamespace(iterate_until_stopped=partial(_spoilt, count(seen)), watchdog=Mock())
-    run: Any = Run(args, World(0, 0, 1, torch.device("cuda", 0)), logger, guard, Mock(), Mock())
+    run: Any = Run(args, World(0, 0, 1, device), logger, guard, Mock(), Mock())
     torch.manual_seed(args.seed)
     folder = synthetic_folder(images, 4)
     labels = SyntheticLabels(folder, (3, 6, 6)) if args.token_label_data else None

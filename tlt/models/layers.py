@@ -152,41 +152,21 @@ def _spread(rows: Tensor, place: Tensor) -> Tensor:
     return torch.where((place < rows.shape[0]).reshape((-1,) + (1,) * (rows.ndim - 1)), found, 0)
 
 
-class _Take(torch.autograd.Function):
-    """The rows `drawn` (S,) of x (B, ...). Both directions gather, which takes a GPU a quarter of the time of the
-    `index_add` of autograd's own way back; compiled they are parts of the kernels around them."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(x: Tensor, drawn: Tensor, place: Tensor) -> Tensor:
-        return x.index_select(0, drawn)
+class _Subset(torch.autograd.Function):
+    """The rows `drawn` (S,) of x (B, ...), or with `back` the other direction, `_spread`. Each has the other as its
+    derivative: both gather, which takes a GPU a quarter of the time of autograd's `index_add`, and are parts of the
+    kernels around them where these are compiled."""
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
-        ctx.save_for_backward(inputs[2])
+    def forward(ctx: Any, x: Tensor, drawn: Tensor, place: Tensor, back: bool) -> Tensor:
+        ctx.save_for_backward(drawn, place)
+        ctx.back = back
+        return _spread(x, place) if back else x.index_select(0, drawn)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _spread(grad, *ctx.saved_tensors), None, None
-
-
-class _Put(torch.autograd.Function):
-    """x (B, ...) with rows (S, ...) added to those that `drawn` (S,) names; gathers as `_Take`."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(x: Tensor, rows: Tensor, drawn: Tensor, place: Tensor) -> Tensor:
-        return x + _spread(rows, place)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor, Tensor], output: Tensor) -> None:
-        ctx.save_for_backward(inputs[2])
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        return grad, grad.index_select(0, *ctx.saved_tensors), None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        drawn, place = ctx.saved_tensors
+        return grad.index_select(0, drawn) if ctx.back else _spread(grad, place), None, None, None
 
 
 def add_branch(
@@ -208,10 +188,11 @@ def add_branch(
         scale = x.shape[0] / (drawn.shape[0] * divisor)
         if not x.is_cuda:  # a CPU's caches like it better that few rows are written
             return x.index_add(0, drawn, branch(x.index_select(0, drawn)).to(x.dtype) * scale)
-        kept = torch.arange(drawn.shape[0], device=x.device)
-        place = drawn.new_full((x.shape[0],), drawn.shape[0]).scatter(0, drawn, kept)
-        added: Tensor = _Put.apply(x, branch(_Take.apply(x, drawn, place)).to(x.dtype) * scale, drawn, place)
-        return added
+        place = drawn.new_full((x.shape[0],), drawn.shape[0])
+        place = place.scatter(0, drawn, torch.arange(drawn.shape[0], device=x.device))
+        scaled = branch(_Subset.apply(x, drawn, place, False)).to(x.dtype) * scale
+        spread: Tensor = _Subset.apply(scaled, drawn, place, True)
+        return x + spread
     return x + (update if divisor == 1.0 else update / divisor)
 
 

@@ -169,7 +169,8 @@ class TokenLabelModel(Constants):
         """Images -> (B, 1 + N, C): class token, then the tokens of the final grid row by row, after the final norm."""
         if not (torch.compiler.is_compiling() or torch.jit.is_tracing() or isinstance(x, torch.fx.Proxy)):
             self.token_grid((x.shape[-2], x.shape[-1]))  # images that are smaller than a token are refused
-        x = self._embed(x)
+        _compile_for_any_batch(self.patch_embed, x)
+        x = self.patch_embed(x)
         if mix_box is not None:
             x = mix_tokens(x, mix_box, self.mix_scale)
         run = self._runner(x)
@@ -228,7 +229,8 @@ class TokenLabelModel(Constants):
             raise ValueError(f"output_fmt is NCHW, NHWC or NLC, not {output_fmt}")
         wanted, last = feature_take_indices(len(self.feature_info), indices)
         grid = self.token_grid((x.shape[-2], x.shape[-1]))
-        x, run = self._embed(x), self._runner(x)
+        _compile_for_any_batch(self.patch_embed, x)
+        x, run = self.patch_embed(x), self._runner(x)
         maps: list[Any] = []
         stages = last + 1 if stop_early or intermediates_only else len(self.feature_info)
         for index in range(stages):
@@ -245,12 +247,6 @@ class TokenLabelModel(Constants):
     def named_blocks(self) -> list[tuple[str, nn.Module]]:
         """The blocks that the model repeats, in the order in which they run; names as in the state dict."""
         return [(name, module) for name, module in self.named_modules() if isinstance(module, self.block_types)]
-
-    def _embed(self, x: Tensor) -> Tensor:
-        """`patch_embed` of images."""
-        _compile_for_any_batch(self.patch_embed, x)
-        embedded: Tensor = self.patch_embed(x)
-        return embedded
 
     def _runner(self, x: Tensor) -> RunBlock:
         """Draw for the B images of x (B, ...) which branches of the blocks they keep; return how blocks are run."""

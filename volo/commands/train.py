@@ -86,7 +86,7 @@ from volo.train.optim import create_optimizer
 from volo.train.precision import Clipping, Precision, WorkingCopy, check_convolutions, compute_dtype
 from volo.train.run import BATCH_KEY, Run, Training, settle
 from volo.train.schedule import LrSchedule, resolve_lr
-from volo.train.step_graph import own_stream
+from volo.train.step_graph import use_own_stream
 
 
 def run(args: TrainArgs) -> int:
@@ -100,8 +100,8 @@ def run(args: TrainArgs) -> int:
     try:
         with logger.end_noted(), lost_rank_explained(), compile_errors_told(args):
             world = init_world(args.device, args.local_rank, timeout, JOIN_S)
-            with own_stream(world.device):
-                start(args, world, logger, StopGuard(STOP, watchdog, max_over_ranks))
+            use_own_stream(world.device)
+            start(args, world, logger, StopGuard(STOP, watchdog, max_over_ranks))
             leave_together(watchdog)
         if world.is_primary:
             tell_batch_script("done")
