@@ -183,7 +183,7 @@ def test_the_device_stage_starts_no_more_kernels_than_it_did(stand_in: StandIn) 
 def test_a_step_starts_no_more_kernels_than_it_did(
     stand_in: StandIn, make_dataset: Callable[..., Path], make_labels: Callable[..., Path]
 ) -> None:
-    """A step with token labels, in the parts of README's loop."""
+    """A step with token labels, in the parts of the loop in docs/python_api.md."""
     images = tlt.open_images(data := make_dataset(train=8), "train")
     labels = tlt.open_labels(make_labels(data), images.paths)
     loader = tlt.Loader(images, labels, tlt.AugmentConfig((64, 64)), batch_size=4, workers=0, device="cuda")

@@ -44,12 +44,13 @@ def write_digits(folder: Path, most: int | None = None) -> int:
     staged = folder.with_name(f"{folder.name}.tmp")
     shutil.rmtree(staged, ignore_errors=True)
     scans = list(zip(digits.images, digits.target, strict=True))[:most]
+    for split in ("train", "validation"):
+        for digit in digits.target_names:
+            (staged / split / str(digit)).mkdir(parents=True)  # also where few scans leave it empty
     for number, (scan, digit) in enumerate(scans):
         # 0 is paper, 16 is ink.
         image = Image.fromarray((255 - scan * 255 / 16).astype("uint8")).resize((SIZE, SIZE), Image.Resampling.BICUBIC)
         split = "train" if number % HELD_OUT_EVERY else "validation"
-        file = staged / split / str(digit) / f"{number:04d}.jpg"
-        file.parent.mkdir(parents=True, exist_ok=True)
-        image.save(file, quality=95)
+        image.save(staged / split / str(digit) / f"{number:04d}.jpg", quality=95)
     staged.rename(folder)
     return len(scans)

@@ -1,0 +1,65 @@
+"""The blocks of the pages that a newcomer reads run in the order of the pages, on the sample, as they are printed."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.commands.conftest import ROOT, Call
+from tlt.tools import cli as tlt_cli
+
+# In this order: README sends its readers to index.md first.
+PAGES = ("index", "../README", "training", "predict", "looking", "python_api", "deploy")
+# So that it takes seconds: nothing else is changed.
+SMALLER = {
+    r"volo sample \w+": r"\g<0> --images 60",
+    r"--epochs \d+": "--epochs 1 -j 0 --warmup-epochs 0",
+    r"range\(100\)": "range(1)",
+    r"batch_size=32": "batch_size=32, workers=0",
+    r"torch\.compile\((.*)\)": r"\1",
+}
+
+
+def blocks(page: str) -> Iterator[tuple[str, str]]:
+    """Language and text of each block that can run: those in another language, and with `<!-- not run: WHY -->`
+    before them, can't."""
+    text = (ROOT / "docs" / f"{page}.md").read_text()
+    for reason, language, code in re.findall(r"^(<!-- not run: [^\n]+ -->\n)?^```(\w*)\n(.*?)^```", text, re.M | re.S):
+        if not reason and language in ("bash", "python"):
+            yield language, code
+
+
+def commands(code: str) -> Iterator[list[str]]:
+    """The words of each command of a shell block."""
+    for line in re.sub(r"\\\n *", "", code).splitlines():
+        if words := shlex.split(line, comments=True):
+            yield words
+
+
+def test_the_blocks_of_the_first_pages_run_in_their_order(
+    call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    ran = []
+    for page in PAGES:
+        names: dict[str, Any] = {}  # a page's Python blocks go on from each other
+        for language, code in blocks(page):
+            for pattern, smaller in SMALLER.items():
+                code = re.sub(pattern, smaller, code)
+            if language == "python":
+                exec(compile(code, f"{page}.md", "exec"), names)
+                ran.append("python")
+                continue
+            for program, name, *words in commands(code):
+                assert program in ("volo", "tlt"), f"{page}.md: {program} can't be run here: say why not"
+                ended = call(name, shlex.join(words)) if program == "volo" else None
+                code_of = ended.code if ended else tlt_cli.main([name, *words])
+                assert code_of == 0, (ran, page, name, words, ended)
+                ran.append(f"{program} {name}")
+    told = "sample train report validate predict attention label export"
+    assert {f"volo {name}" for name in told.split()} | {"tlt check", "tlt show", "python"} <= set(ran)
