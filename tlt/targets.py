@@ -252,7 +252,7 @@ def _crop_logits(labels: LabelBatch, points: _Points, num_classes: int) -> tuple
     h, w = labels.values.shape[2:]
     x, y, inside, counted = (part.flatten(1) for part in points)  # (B, N * P)
     total = counted.sum(1, keepdim=True)
-    across, down = _hat(x, w), _hat(y, h)
+    across, down = bilinear_weights(x, w), bilinear_weights(y, h)
     cells = torch.bmm((down * inside[..., None]).transpose(1, 2), across).flatten(1) / total.clamp(min=1)  # (B, h * w)
     cell_ids, cell_values = (part.flatten(2).transpose(1, 2) for part in (labels.ids, labels.values))  # (B, h * w, k)
     ids, sums, _ = _merge_equal(cell_ids.flatten(1), (cell_values * cells[..., None]).flatten(1), h * w)
@@ -260,7 +260,7 @@ def _crop_logits(labels: LabelBatch, points: _Points, num_classes: int) -> tuple
     return logits[:, :num_classes], total
 
 
-def _hat(position: Tensor, size: int) -> Tensor:
+def bilinear_weights(position: Tensor, size: int) -> Tensor:
     """(...) positions in cells -> (..., size) bilinear weights of all cells along an axis."""
     cells = torch.arange(size, dtype=position.dtype, device=position.device)
     return (1 - (position[..., None] - cells).abs()).clamp(min=0)

@@ -225,7 +225,8 @@ def describe(run: Run, training: Training) -> None:
         f"learning rate {training.lr_formula}; {args.opt} on {world.size} x {world.device.type}, "
         f"{precision}, {threads} thread{'s' * (threads > 1)}"
     )
-    for line in surprises(args, training.schedule, training.loader.dataset.classes):
+    missing = training.dense_score.warnings if training.dense_score else []
+    for line in missing + surprises(args, training.schedule, training.loader.dataset.classes):
         logger.line(f"warning: {line}")
 
 

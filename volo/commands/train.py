@@ -66,7 +66,7 @@ from volo.train.data import (
     train_loader,
     validation_loader,
 )
-from volo.train.dense_score import dense_score
+from volo.train.dense_score import DenseScore
 from volo.train.loop import garbage_collected_by_the_loop, out_of_memory_explained, train_epochs
 from volo.train.model import (
     TimmModel,
@@ -172,11 +172,9 @@ def build(run: Run, folders: Folders, labels: LabelReader | None, model: TimmMod
     criterion = make_criterion(args, model, input_size[1:], dtype, teacher)
     loader = train_loader(args, folders.train, labels, settings, world)
     validation_batch = args.validation_batch_size or args.batch_size * args.validation_batch_size_multiplier
-    score = dense_score(args, args.val_label_data, model, settings, folders.validation, world)
-    for warning in score.labels.warnings if score else ():
-        logger.line(f"warning: {warning}")
-    maps = score.labels if score else None
-    validation = validation_loader(args, folders.validation, validation_batch, settings, world, maps)
+    maps, images = args.val_label_data, folders.validation
+    score = DenseScore(args, maps, model, settings, images, world) if maps else None
+    validation = validation_loader(args, images, validation_batch, settings, world, score.labels if score else None)
     check_smallest_batch(args, model, input_size, loader.index_stream)
     work = arithmetic(run, model, criterion, input_size)  # before SyncBatchNorm, which refuses meta tensors
     model = prepare_model(model, args, world)

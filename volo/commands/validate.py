@@ -31,17 +31,17 @@ from tlt.data.sources.folder import check_num_classes, read_class_map
 from tlt.data.sources.source import ImageSource
 from tlt.errors import UserError
 from tlt.io.files import read_bytes
-from tlt.io.text import printable
 from tlt.models.folding import fold_batchnorm
 from tlt.models.layers import Constants
 from volo.cluster.distributed import World, init_world, lost_rank_explained, primary_first, shut_down
 from volo.commands.console import say
+from volo.commands.segment import features_of, segmentation_row
 from volo.config.checkpoint_files import checkpoints_in
 from volo.record.metrics import Sums
 from volo.record.run_directory import check_writable
 from volo.train.compilation import compile_errors_told, compile_model
 from volo.train.data import listed_images, part, validation_loader
-from volo.train.dense_score import dense_score
+from volo.train.dense_score import DenseScore
 from volo.train.loop import evaluate
 from volo.train.model import TimmModel, place_model
 from volo.train.precision import Precision, check_convolutions, compute_dtype
@@ -108,6 +108,8 @@ def evaluate_checkpoint(args: Namespace, path: Path | None, world: World) -> dic
         if not applied:
             raise UserError(f"--test-pool has no effect on --model {args.model} at this size: leave it out")
 
+    if args.probe:
+        return segmentation_row(args, place_model(model, args, world), settings, world)
     folder = open_folder(args, config, model, world)
     if args.knn:
         return knn_row(args, folder, place_model(model, args, world), settings, world)
@@ -116,8 +118,9 @@ def evaluate_checkpoint(args: Namespace, path: Path | None, world: World) -> dic
     dtype = compute_dtype(args, world.device)
     say(check_convolutions(model, settings["input_size"], dtype, world.device), world.is_primary)
     called = compile_model(called, args)
-    score = dense_score(args, args.token_label_data, model, settings, folder, world)
-    say([f"warning: {line}" for line in score.labels.warnings] if score else [], world.is_primary)
+    maps = args.token_label_data
+    score = DenseScore(args, maps, model, settings, folder, world) if maps else None
+    say([f"warning: {line}" for line in score.warnings] if score else [], world.is_primary)
     loader = validation_loader(args, folder, args.batch_size, settings, world, score.labels if score else None)
     precision = Precision(world.device, dtype)
     real = RealLabels(args.real_labels, loader.dataset, world) if args.real_labels else None
@@ -293,17 +296,13 @@ def knn_accuracy(bank: Tensor, classes: Tensor, features: Tensor, truth: Tensor,
 
 
 def _features(model: TimmModel, loader: EvalLoader, precision: Precision) -> tuple[Tensor, Tensor]:
+    def pooled(images: Tensor) -> Tensor:
+        return model.forward_head(model.forward_features(images), pre_logits=True)
+
     found = []
-    for batch in loader:
-        with precision.autocast():
-            features = model.forward_head(model.forward_features(batch.images), pre_logits=True)
+    for features, batch in features_of(pooled, loader, precision, "--knn"):
         if features.ndim != 2:
             raise UserError(f"--knn: {type(model).__name__} doesn't pool its features here: choose a --gp")
-        found.append((features.float(), batch.classes))
-    say(f"warning: {line}" for line in loader.skips.take_lines())
-    if not found:
-        raise UserError(
-            f"--knn: not one of {len(loader.dataset)} images in {printable(loader.dataset.root)} can be read"
-        )
+        found.append((features, batch.classes))
     features, classes = (torch.cat(parts) for parts in zip(*found, strict=True))
     return features, classes

@@ -44,6 +44,7 @@ JPEG_BACKEND = Need("--data-backend torchvision or dali-cpu", lambda a: a.data_b
 ERASING = Need("--reprob", lambda a: a.reprob > 0)
 FILES = Need("image files (--data-backend synthetic has none)", lambda a: a.data_backend != "synthetic")
 LABELLED = Need("labels and validation (--kd-only has neither)", lambda a: not a.kd_only)
+DENSE_HEAD = (FILES, LABELLED, TOKEN_LABEL, DENSE_TARGETS, DENSE_LOSS)
 VAL_SPLIT = Need("a split of its own (no --val-fraction)", lambda a: not a.val_fraction)
 PROCESSES = Need("--workers above 0 (dali-* has threads)", lambda a: a.workers > 0 and a.data_backend[:4] != "dali")
 AUGMENTED = Need("augmentation (--no-aug)", lambda a: not a.no_aug)
@@ -139,13 +140,7 @@ TOKEN_LABELS = Group(
         needs=(TOKEN_LABEL,),
         excludes=("token_label_teacher",),
     ),
-    flag(
-        "--val-label-data",
-        DIR,
-        "",
-        "label maps of the validation images: measure dense_top1",
-        needs=(FILES, LABELLED, TOKEN_LABEL, DENSE_TARGETS, DENSE_LOSS),
-    ),
+    flag("--val-label-data", DIR, "", "label maps of the validation images: measure dense_top1", needs=DENSE_HEAD),
     flag("--token-label-teacher", SOURCE, "", "label the batches themselves, by this annotator", needs=(TOKEN_LABEL,)),
     flag("--token-label-teacher-checkpoint", WEIGHTS, "", "its weights (the published ones)", needs=(TEACHER,)),
     flag("--token-label-teacher-top-k", POSITIVE, 5, "classes it names per place", needs=(TEACHER,)),

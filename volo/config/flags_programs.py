@@ -58,10 +58,10 @@ from volo.config.flags_train import BIND, CHANNELS_LAST, COMPILE, MIXED_PRECISIO
 CHECKPOINT = Need("--checkpoint", lambda a: bool(a.checkpoint))
 FOLDER = Need("a folder as --checkpoint", lambda a: os.path.isdir(a.checkpoint))
 RESULTS_FILE = Need("--results-file", lambda a: bool(a.results_file))
-HEADS = Need("the heads' outputs (--knn compares features)", lambda a: not a.knn)
-OWN_HEADS = Need(
-    "the model's own heads (no --valid-labels, no --test-pool)", lambda a: not (a.valid_labels or a.test_pool)
-)
+HEADS = Need("the heads' outputs (--knn and --probe look at features)", lambda a: not (a.knn or a.probe))
+CLASSES = Need("classes of images (--probe has masks)", lambda a: not a.probe)
+PROBE = Need("--probe", lambda a: bool(a.probe))
+OWN_HEADS = Need("the whole heads (no --valid-labels, --test-pool)", lambda a: not (a.valid_labels or a.test_pool))
 EMBEDDINGS = Need("--embeddings", lambda a: bool(a.embeddings))
 MODEL = (
     flag("-m --model", SOURCE, None, "model (what the checkpoint says)"),
@@ -98,12 +98,15 @@ _VALIDATE = (
         "Data",
         flag("data", SOURCE, None, "dataset: DATA/SPLIT/CLASS/IMAGE, or shards", nargs="?", metavar="DATA"),
         flag("--data-dir", DIR, None, "the same as a flag", renamed="data_dir_option"),
-        DATASET,
         flag("--split", NAME, "validation", "folder of the images (val is found too)"),
-        CLASS_MAP,
-        flag("--image-list", FILE, "", "these images alone, one CLASS/FILE a line"),
-        flag("--num-samples", POSITIVE, None, "so many images, evenly spaced over the split"),
-        flag("--crop-mode", ("", "center", "squash", "border"), "", "(the model's own)"),
+        *needing(
+            CLASSES,
+            DATASET,
+            CLASS_MAP,
+            flag("--image-list", FILE, "", "these images alone, one CLASS/FILE a line"),
+            flag("--num-samples", POSITIVE, None, "so many images, evenly spaced over the split"),
+            flag("--crop-mode", ("", "center", "squash", "border"), "", "(the model's own)"),
+        ),
         _batch_size(256),
         *_IMAGES,
         switch("--tf-preprocessing", "refused", refused="TensorFlow's preprocessing is not supported: remove the flag"),
@@ -118,17 +121,20 @@ _VALIDATE = (
     Group(
         "Results",
         flag("--knn", DIR, "", "in place of the heads: accuracy of the nearest of these training images, CLASS/IMAGE"),
+        flag(
+            "--probe",
+            ("", "seg"),
+            "",
+            "DATA/SPLIT/images and masks: mIoU of a linear layer on tokens",
+            excludes=("knn",),
+        ),
+        flag("--epochs", POSITIVE, None, "of its training (500 updates of 16 images, at least 10)", needs=(PROBE,)),
+        flag("--lr", ABOVE_ZERO, 1e-3, "its learning rate, which falls to 0 as a cosine does", needs=(PROBE,)),
         *needing(
             HEADS,
             flag("--real-labels", FILE, "", "real.json: accuracy on ImageNet's reassessed labels"),
             flag("--valid-labels", FILE, "", "class numbers, one per line: rank among these alone"),
-            flag(
-                "--token-label-data",
-                DIR,
-                "",
-                "label maps of these images: how often a token's best class is its label's",
-                needs=(OWN_HEADS,),
-            ),
+            flag("--token-label-data", DIR, "", "label maps of these images: measure dense_top1", needs=(OWN_HEADS,)),
         ),
         *(replace(row, needs=(LABEL_DATA,)) for row in (LABEL_AREA, LABEL_TAIL, BAD_LABEL)),
         flag("--results-file", FILE, "", "write the results there"),
@@ -194,6 +200,8 @@ _PREDICT = (
 
 
 def _check_validate(args: Namespace, flags: Mapping[str, Flag]) -> list[str]:
+    if args.probe and args.crop_pct:
+        raise UserError("--probe shows whole images, squashed to the model's size: leave --crop-pct out")
     join_data_dir(args, "DATA", "data")
     # As published for a folder of checkpoints.
     args.all = args.all or (FOLDER.met(args) and best_or_last(args.checkpoint) is None)

@@ -19,28 +19,29 @@ from tlt.targets import is_best
 from volo.cluster.distributed import World
 from volo.record.metrics import Sums
 from volo.train.data import open_labels
-from volo.train.model import TimmModel
 
 
 class DenseScore:
-    """Compares the best class of every token of a validation set with its label's, by the geometry of training.
+    """Compares the best class of every token of validation images with its label's, by the geometry of training.
 
     Args:
+        args: How the label maps in the folder `path` are read.
         model: Has a dense head; not wrapped by DistributedDataParallel or compiled.
-        img_size: (H, W) in validation.
-        labels: Of the validation images; the batches that are compared have their maps.
+        settings: `input_size` in validation.
 
     Raises:
-        UserError: The model has no dense head, or it is switched off.
+        UserError: The model has no trained dense head, or the labels can't be used.
     """
 
-    def __init__(self, model: Any, img_size: tuple[int, int], labels: LabelStore, world: World) -> None:
+    def __init__(
+        self, args: Namespace, path: str, model: Any, settings: Mapping[str, Any], images: ImageSource, world: World
+    ) -> None:
         if not (isinstance(model, TOKEN_LABEL_MODELS) and model.dense_head):
-            raise UserError(
-                f"labels in {labels.reader.root}: this model has no trained dense head to compare with them"
-            )
-        self.labels = labels
-        self._loss, self._both_heads = TokenLabelLoss.of(model, img_size, smoothing=0.0), model.both_heads
+            raise UserError(f"labels in {path}: this model has no trained dense head to compare with them")
+        asked = Namespace(**vars(args) | {"token_label_data": path})
+        self.labels, self.warnings = open_labels(asked, images, model.num_classes)
+        self._loss = TokenLabelLoss.of(model, settings["input_size"][1:], smoothing=0.0)
+        self._both_heads = model.both_heads
         self._sums = Sums(("tokens", "right", "of_the_class"), world)
 
     def logits(self, model: Any, batch: Batch) -> Tensor:
@@ -51,25 +52,13 @@ class DenseScore:
         right, counts = is_best(tokens, token_logits.argmax(-1), classes)
         of_the_class, _ = is_best(tokens, batch.classes[:, None], classes)
         self._sums.add(counts.sum(), right.sum(), of_the_class.sum())
-        logits: Tensor = self._both_heads(cls_logits, token_logits)
-        return logits
+        return self._both_heads(cls_logits, token_logits)
 
     def take(self) -> dict[str, Any]:
         """Return what `volo.record.metrics.Evaluation` says of tokens, and begin anew. Every rank must call it."""
         totals = self._sums.totals()
         self._sums.reset()
         percent = 100 / totals["tokens"] if totals["tokens"] else math.nan
-        annotator = None if self.labels.info.transfer else percent * totals["of_the_class"]
+        other = isinstance(self.labels, LabelStore) and self.labels.info.transfer
+        annotator = None if other else percent * totals["of_the_class"]
         return {"tokens": int(totals["tokens"]), "dense_top1": percent * totals["right"], "annotator_top1": annotator}
-
-
-def dense_score(
-    args: Namespace, path: str, model: TimmModel, settings: Mapping[str, Any], images: ImageSource, world: World
-) -> DenseScore | None:
-    """Return the score of a model on validation images by the label maps in `path`, read as the flags say; None without
-    a path. Raises UserError: as `open_labels` or `DenseScore`."""
-    if not path:
-        return None
-    labels, _ = open_labels(Namespace(**vars(args) | {"token_label_data": path}), images, model.num_classes)
-    assert isinstance(labels, LabelStore)
-    return DenseScore(model, settings["input_size"][1:], labels, world)

@@ -1,0 +1,146 @@
+"""`validate --probe seg`: a linear layer on frozen tokens, where the right answer is known."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import struct
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from PIL import Image
+
+from tests.commands.conftest import Call
+from tests.commands.test_dense_score import colour_model
+from tlt.label_map import FULL_AREA
+from volo.commands.segment import _at_pixels, _read_mask, mean_iou
+
+
+def write_images(root: Path) -> Path:
+    """Images of 4 x 4 blocks of pure colours; blue is of class 0, green left out, red of class 7. Some masks have a
+    palette."""
+    for split, count in (("train", 6), ("val", 3)):
+        for name in ("images", "masks"):
+            (root / split / name / "deep").mkdir(parents=True)
+        for number in range(count):
+            colours = np.random.default_rng(number).integers(0, 3, (4, 4))
+            blocks = colours.repeat(8 + number, 0).repeat(12, 1)
+            Image.fromarray(np.eye(3, dtype=np.uint8)[2 - blocks] * 255).save(
+                root / split / "images/deep" / f"{number}.bmp"
+            )
+            classes = np.array([0, 255, 7], np.uint8)[blocks]
+            mask = Image.fromarray(classes)
+            if number % 3 == 1:
+                mask.putpalette([*range(255, -1, -1)] * 3)
+            mask.save(root / split / "masks/deep" / f"{number}.png")
+    return root
+
+
+@pytest.fixture
+def line(tmp_path: Path) -> str:
+    checkpoint = colour_model(tmp_path / "colours.pth", (64, 48), 4)
+    return f"{write_images(tmp_path)} --checkpoint {checkpoint} -j 0 -b 4 --probe seg"
+
+
+def test_tokens_that_show_their_colour_tell_the_classes(call: Call, line: str, tmp_path: Path) -> None:
+    """Whatever the order of magnitude of the rate, and twice the same; a bad pair is left out, and said to be."""
+    ended = call("validate", f"{line} --epochs 20")
+    assert ended.code == 0, ended.err
+    row = json.loads(ended.out.splitlines()[-1])
+    assert (row["images"], row["train_images"], row["classes"]) == (3, 6, 2) and row["miou"] > 99
+    assert f"mIoU {row['miou']:.2f} %" in ended.out.splitlines()
+    assert call("validate", f"{line} --epochs 20").out == ended.out
+    (tmp_path / "train/masks/deep/2.png").write_bytes(b"nothing")
+    (tmp_path / "val/images/deep/0.bmp").write_bytes(b"nothing")
+    ended = call("validate", f"{line} --epochs 20 --lr 1e-2")
+    assert "warning: left out" in ended.out and "train/masks/deep/2.png" in ended.out
+    row = json.loads(ended.out.splitlines()[-1])
+    assert (row["images"], row["train_images"]) == (2, 5) and row["miou"] > 99
+
+
+def _saved(pixels: np.ndarray) -> Callable[[Path], None]:
+    return lambda root: Image.fromarray(pixels).save(root / "train/masks/deep/3.png")
+
+
+def _only(split: str, content: int | bytes) -> Callable[[Path], None]:
+    def change(root: Path) -> None:
+        for path in (root / split / "masks/deep").iterdir():
+            if isinstance(content, bytes):
+                path.write_bytes(content)
+            else:
+                Image.new("L", Image.open(path).size, content).save(path)
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "flags", "named"),
+    [
+        (lambda root: (root / "val/masks/deep/1.png").unlink(), "", "1 of 3 images have no mask, the first is"),
+        (lambda root: shutil.rmtree(root / "train/masks"), "", "6 of 6 images have no mask"),
+        (lambda root: shutil.rmtree(root / "train/images"), "", "no 'images' folder"),
+        (lambda root: shutil.rmtree(root / "val"), "", "no 'validation' folder"),
+        (_saved(np.zeros((44, 49), np.uint8)), "", "3.png has 49 x 44 pixels, its image 48 x 44"),
+        (_saved(np.full((44, 48), 300, np.uint16)), "", "3.png: its pixels are I;16, not numbers of 8 bits"),
+        (_saved(np.zeros((44, 48, 3), np.uint8)), "", "3.png: its pixels are RGB"),
+        (_only("train", b"nothing"), "--max-bad-images 9", "not one of 6 masks"),
+        (_only("train", b"nothing"), "--max-bad-images 2", "more than --max-bad-images 2"),
+        (_only("train", 255), "", "no pixel of the training masks"),
+        (_only("val", 255), "", "no pixel of the validation masks"),
+        (str, "--crop-pct 0.9", "leave --crop-pct out"),
+        (str, "--num-samples 3", "no effect without classes of images"),
+        (str, "--knn x", "keep one of them"),
+    ],
+)
+def test_what_cannot_be_learned_is_one_line(
+    call: Call, line: str, tmp_path: Path, change: Callable[[Path], object], flags: str, named: str
+) -> None:
+    change(tmp_path)
+    assert (ended := call("validate", f"{line} --epochs 1 {flags}")).refused(named), ended
+
+
+@pytest.mark.parametrize(("bits", "levels"), [(1, [0, 1]), (2, [0, 3, 1]), (4, [7, 0, 15]), (8, [0, 254, 255])])
+@pytest.mark.parametrize("palette", [False, True])
+def test_numbers_are_read_as_they_are_written(tmp_path: Path, bits: int, levels: list[int], palette: bool) -> None:
+    """Of whatever width, grey or of colours; the file is written here, since Pillow writes no narrow grey."""
+    numbers = np.resize(np.array(levels, np.uint8), (3, 5))
+    rows = np.unpackbits(numbers[..., None], axis=2)[:, :, 8 - bits :].reshape(3, -1)
+    data = zlib.compress(b"".join(b"\0" + row.tobytes() for row in np.packbits(rows, axis=1)))
+    parts = [(b"IHDR", struct.pack(">IIBBBBB", 5, 3, bits, 3 * palette, 0, 0, 0)), (b"IDAT", data), (b"IEND", b"")]
+    if palette:
+        parts.insert(1, (b"PLTE", bytes(range(255, -1, -1)) * 3 if bits == 8 else b"abc" * 2**bits))
+    chunks = (struct.pack(">I", len(body)) + k + body + struct.pack(">I", zlib.crc32(k + body)) for k, body in parts)
+    (tmp_path / "mask.png").write_bytes(b"\x89PNG\r\n\x1a\n" + b"".join(chunks))
+    Image.new("RGB", (5, 3)).save(tmp_path / "image.png")
+    assert (_read_mask(str(tmp_path / "mask.png"), str(tmp_path / "image.png"), 99) == numbers).all()
+
+
+def test_logits_lie_where_the_tokens_do() -> None:
+    """As torch interpolates where the tokens cover the image; elsewhere a function of the place is found again."""
+    logits = torch.randn(5, 7, 3, generator=torch.Generator().manual_seed(0))
+    expected = F.interpolate(logits.permute(2, 0, 1)[None], size=(23, 16), mode="bilinear")[0]
+    torch.testing.assert_close(_at_pixels(logits, (23, 16), FULL_AREA), expected)
+    window = (-0.2, 0.1, 0.7, 1.3)
+    y, x = (low + (torch.arange(n) + 0.5) / n * (high - low) for low, high, n in ((0.1, 1.3, 6), (-0.2, 0.7, 9)))
+    down, across = _at_pixels(torch.stack(torch.meshgrid(y, x, indexing="ij"), -1), (10, 20), window)
+    torch.testing.assert_close(down[:, 0], ((torch.arange(10) + 0.5) / 10).clamp(float(y[0]), float(y[-1])))
+    torch.testing.assert_close(across[0], ((torch.arange(20) + 0.5) / 20).clamp(float(x[0]), float(x[-1])))
+
+
+def test_the_mean_is_over_the_classes_that_there_are() -> None:
+    confusion = torch.from_numpy(np.random.default_rng(0).integers(0, 50, (5, 5)))
+    confusion[3] = 0
+    each = []
+    for true in (0, 1, 2, 4):
+        right = missed = taken = 0
+        for other in range(5):
+            right += int(confusion[true, true]) * (other == true)
+            missed += int(confusion[true, other]) * (other != true)
+            taken += int(confusion[other, true]) * (other != true)
+        each.append(100 * right / (right + missed + taken))
+    assert mean_iou(confusion) == (pytest.approx(sum(each) / 4), 4)

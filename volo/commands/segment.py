@@ -1,0 +1,193 @@
+"""Segmentation by a linear layer on frozen tokens: `volo validate SEG --model M --probe seg`.
+
+As DINOv3's (arXiv:2508.10104): the last tokens of the image, normalised over all of the training set as BatchNorm does,
+and one linear layer, whose logits are interpolated from where the tokens lie to the pixels of the mask. An image is
+squashed whole to the model's size, and not augmented. Training tokens and masks stay in memory.
+
+Shapes: h x w tokens of D features, K classes, masks (H, W) of class numbers, 255 where a pixel is left out.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import os
+from argparse import Namespace
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from PIL import Image
+from torch import Tensor
+
+from tlt.data.batch import Batch, Skipped, permutation
+from tlt.data.loader import EvalLoader
+from tlt.data.sources import open_images
+from tlt.data.sources.folder import find_split
+from tlt.data.sources.image_file import BadImage, pillow_errors, read_file
+from tlt.errors import UserError
+from tlt.io.text import printable
+from tlt.label_map import Area
+from tlt.models.spatial import feature_map
+from tlt.models.wrap import find_tokens
+from tlt.targets import bilinear_weights
+from volo.cluster.distributed import World, max_over_ranks, sum_over_ranks
+from volo.commands.console import say
+from volo.train.data import validation_loader
+from volo.train.model import TimmModel
+from volo.train.precision import Precision, compute_dtype
+
+_BATCH, _UPDATES, _LEAST_EPOCHS, _WEIGHT_DECAY = 16, 500, 10, 1e-3
+_LEFT_OUT = 255
+Examples = dict[int, list[Any]]  # of images by their numbers: tokens (h, w, D) and mask (H, W)
+
+
+def segmentation_row(args: Namespace, model: TimmModel, settings: dict[str, Any], world: World) -> dict[str, Any]:
+    """Return the row of `--probe seg`, the same for any number of ranks up to rounding.
+
+    Raises:
+        UserError: The model has no spatial tokens, or images, masks or their classes can't be used.
+    """
+    size = settings["input_size"][1:]
+    grid, positions, channels, *_ = find_tokens(model, size)
+    window = positions.window(grid, size)
+    settings = settings | {"crop_pct": 1.0, "crop_mode": "squash"}
+    train = {index: example for index, *example in _examples(args, "train", model, settings, world)}
+    layer = _trained(args, train, max_over_ranks(max(train, default=-1)) + 1, channels, window, world)
+    images, confusion = 0, torch.zeros(256 * 256, dtype=torch.int64, device=world.device)
+    for _, tokens, mask in _examples(args, args.split, model, settings, world):
+        said = _at_pixels(F.linear(tokens.to(world.device), *layer), mask.shape, window).argmax(0)
+        confusion += torch.bincount((torch.from_numpy(mask).to(said) * 256 + said).flatten(), minlength=256 * 256)
+        images += 1
+    percent, classes = mean_iou(sum_over_ranks(confusion).view(256, 256)[:_LEFT_OUT, :_LEFT_OUT])
+    if not classes:
+        raise UserError(f"--probe seg: no pixel of the validation masks in {printable(args.data)} has a class")
+    say([f"mIoU {percent:.2f} %"], world.is_primary)
+    counts = sum_over_ranks(torch.tensor([images, len(train)])).tolist()
+    row = {"model": args.model, "probe": args.probe, "miou": round(percent, 4), "classes": classes}
+    return row | dict(zip(("images", "train_images"), counts, strict=True))
+
+
+def features_of(
+    run: Callable[[Tensor], Tensor], loader: EvalLoader, precision: Precision, flag: str
+) -> Iterator[tuple[Tensor, Batch]]:
+    """Yield what `run` makes of the images of each batch, in float32, and the batch. Raises UserError: no rank can read
+    one of its images."""
+    read = 0
+    for batch in loader:
+        with torch.no_grad(), precision.autocast():
+            found = run(batch.images)
+        read += batch.size
+        yield found.float(), batch
+    say(f"warning: {line}" for line in loader.skips.take_lines())
+    if not max_over_ranks(read):
+        images = f"{len(loader.dataset)} images in {printable(loader.dataset.root)}"
+        raise UserError(f"{flag}: not one of {images} can be read")
+
+
+def _examples(
+    args: Namespace, split: str, model: TimmModel, settings: dict[str, Any], world: World
+) -> Iterator[tuple[int, Tensor, np.ndarray]]:
+    """Yield number, tokens and mask of those of this rank's images of a split that can be read, and whose mask can."""
+    folder, size = find_split(args.data, split), settings["input_size"][1:]
+    images = open_images(folder, "images", None, classes=False, split_flag="--probe seg")
+    masks = [os.path.join(folder, "masks", os.path.splitext(name)[0] + ".png") for name in images.paths]
+    if missing := [row for row, mask in enumerate(masks) if not os.path.isfile(mask)]:
+        first = f"{printable(images.path(missing[0]))} (looked for {printable(masks[missing[0]])})"
+        raise UserError(f"--probe seg: {len(missing)} of {len(masks)} images have no mask, the first is {first}")
+    loader, read = validation_loader(args, images, args.batch_size, settings, world), 0
+    precision = Precision(world.device, compute_dtype(args, world.device))
+
+    def tokens_of(pixels: Tensor) -> Tensor:
+        return feature_map(model, model.forward_features(pixels), size)
+
+    for features, batch in features_of(tokens_of, loader, precision, "--probe seg"):
+        for index, tokens in zip(batch.indices.tolist(), features.cpu(), strict=True):
+            try:
+                mask = _read_mask(masks[index], images.path(index), args.max_pixels)
+            except BadImage as error:
+                loader.skips.record([Skipped(masks[index], str(error))])
+                continue
+            read += 1
+            yield index, tokens, mask
+    if not max_over_ranks(read):
+        raise UserError(f"--probe seg: not one of {len(masks)} masks in {printable(folder)} can be read")
+
+
+def _read_mask(path: str, image: str, max_pixels: int) -> np.ndarray:
+    """The mask of an image, (H, W) uint8. Raises BadImage: it is damaged; UserError: it is something else."""
+    with pillow_errors(max_pixels):
+        with Image.open(image) as shown:  # reads no pixels
+            size = shown.size
+        with Image.open(io.BytesIO(read_file(path, max_pixels)), formats=("PNG",)) as mask:
+            layout = mask.tile[0][3]
+            numbers, mode = np.asarray(mask), mask.mode
+    if mode not in ("1", "L", "P"):
+        raise UserError(f"mask {printable(path)}: its pixels are {mode}, not numbers of 8 bits: classes to 254, or 255")
+    if numbers.shape != size[::-1]:
+        shapes = "{1} x {0} pixels, its image {2} x {3}".format(*numbers.shape, *size)
+        raise UserError(f"mask {printable(path)} has {shapes}: they must be of one size")
+    return numbers.astype(np.uint8) // {"L;2": 85, "L;4": 17}.get(layout, 1)  # which Pillow spreads over 0 to 255
+
+
+def _trained(
+    args: Namespace, train: Examples, images: int, channels: int, window: Area, world: World
+) -> tuple[Tensor, Tensor]:
+    """Train on all ranks' examples of so many images; return weight (K, D) and bias (K,) for tokens as they are.
+
+    An update has the gradient of the mean over all pixels of 16 images that have a class, whichever rank holds them.
+    """
+    moments = torch.zeros(3, channels, dtype=torch.float64)
+    for tokens, _ in train.values():
+        x = tokens.flatten(0, 1).double()
+        moments += torch.stack([torch.ones_like(x[0]) * len(x), x.sum(0), x.square().sum(0)])
+    number, total, squares = sum_over_ranks(moments)
+    mean, variance = total / number, squares / number - (total / number).square()
+    shift, scale = mean.float().to(world.device), (variance.clamp(min=0) + 1e-5).rsqrt().float().to(world.device)
+    largest = (int((mask + 1).max()) for _, mask in train.values())  # with 8 bits 255 + 1 is 0
+    classes = max_over_ranks(max(largest, default=0))
+    if not classes:
+        raise UserError(f"--probe seg: no pixel of the training masks in {printable(args.data)} has a class")
+    theta = torch.zeros(classes, channels + 1, device=world.device, requires_grad=True)  # the last column is the bias
+    optimizer = torch.optim.AdamW([theta], weight_decay=_WEIGHT_DECAY)
+    per_epoch = math.ceil(images / _BATCH)
+    updates = per_epoch * (args.epochs or max(_LEAST_EPOCHS, math.ceil(_UPDATES / per_epoch)))
+    for update in range(updates):
+        epoch, start = update // per_epoch, update % per_epoch * _BATCH
+        theta.grad, pixels = torch.zeros_like(theta), torch.zeros((), device=world.device)
+        for index in permutation(images, 0, epoch)[start : start + _BATCH].tolist():
+            if index not in train:  # another rank's, or it can't be read
+                continue
+            tokens, mask = train[index]
+            x, truth = (tokens.to(world.device) - shift) * scale, torch.from_numpy(mask).to(world.device).long()
+            logits = _at_pixels(F.linear(x, theta[:, :-1], theta[:, -1]), mask.shape, window)
+            F.cross_entropy(logits[None], truth[None], ignore_index=_LEFT_OUT, reduction="sum").backward()
+            pixels += (truth != _LEFT_OUT).sum()
+        theta.grad = sum_over_ranks(theta.grad) / sum_over_ranks(pixels).clamp(min=1)
+        optimizer.param_groups[0]["lr"] = args.lr * (1 + math.cos(math.pi * update / updates)) / 2
+        optimizer.step()
+    weight = theta.detach()[:, :-1] * scale
+    return weight, theta.detach()[:, -1] - weight @ shift
+
+
+def _at_pixels(logits: Tensor, shape: Sequence[int], window: Area) -> Tensor:
+    """Logits (h, w, K) of tokens that cover `window` of an image -> (K, H, W), bilinearly between their centres."""
+    axes = (shape, logits.shape, (window[1], window[0]), (window[3], window[2]))
+    down, across = (
+        bilinear_weights((((torch.arange(side) + 0.5) / side - low) / (high - low) * n - 0.5).clamp(0, n - 1), n)
+        for side, n, low, high in zip(*axes, strict=False)
+    )
+    return down.to(logits) @ logits.permute(2, 0, 1) @ across.to(logits).T
+
+
+def mean_iou(confusion: Tensor) -> tuple[float, int]:
+    """The mean over the classes that have pixels of intersection / union, in percent, and the number of these classes.
+
+    Args:
+        confusion: (K, K) pixels, by true class and class that was said.
+    """
+    there = confusion.sum(1) > 0
+    union = confusion.sum(1) + confusion.sum(0) - confusion.diagonal()
+    return 100 * float((confusion.diagonal()[there].double() / union[there]).mean()), int(there.sum())
