@@ -20,6 +20,7 @@ from contextlib import contextmanager, suppress
 from itertools import repeat
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
@@ -102,8 +103,12 @@ class StepGraph(Step):
         self._left = _WARM_UP_OF_RANKS if self.several_ranks else WARM_UP  # updates to launch; -1: all
         self._graphs: dict[bool, tuple[torch.cuda.CUDAGraph, Found]] = {}
         self.numbers = torch.zeros(1 + len(self._groups), device=run.world.device)
+        if isinstance(self.model, DistributedDataParallel):  # it would wait for the device to measure a step in 100
+            self.model._set_ddp_runtime_logging_sample_rate(1 << 30)
 
     def __call__(self, batch: Batch, key: StepKey) -> Found:
+        for group in self._groups:  # as graphs have it: a run that is resumed launches other steps
+            group["lr"] = float(np.float32(group["lr"]))
         if batch.size != self._size:
             self.pause()
         elif key.micro_batch == 0 and self._left == 0 and not self._graphs:
