@@ -39,12 +39,8 @@ _MIXUP_STREAM = 0x57EB  # one more random stream of a step, beside those of `tlt
 
 
 class Drawn(NamedTuple):
-    """What is random in a step but for what the model draws, on the device of the batch.
-
-    Attributes:
-        ratios: How the images are mixed; None: they are not.
-        box: (4,) int32 of MixToken; None without it.
-    """
+    """What is random in a step but for what the model draws, on the device of the batch: how images are mixed, and
+    MixToken's box (4,) int32; None without."""
 
     ratios: MixRatios | None
     box: Tensor | None = None

@@ -118,7 +118,7 @@ class RunningStatistics:
         self._before = self._gathered()
 
     def note(self) -> None:
-        """Note them again, which others have changed since the last step."""
+        """Note those of now, which others may have changed."""
         for before, now in zip(self._before, self._gathered(), strict=True):
             before.copy_(now)
 
@@ -203,9 +203,8 @@ class Precision:
     def begin(self, model: nn.Module | None = None) -> None:
         """Note running statistics of `model`, always the same one, and copy its weights into the working copy; call it
         in training mode, before training starts or goes on."""
-        if model is None or self._statistics is None:
-            self._statistics = None if model is None else RunningStatistics(model)
-        else:  # a CUDA graph knows where they lie
+        if model is not None:
+            self._statistics = self._statistics or RunningStatistics(model)  # a CUDA graph knows where they lie
             self._statistics.note()
         if self.working_copy is not None:
             self.working_copy.refresh_copy()

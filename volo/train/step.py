@@ -18,13 +18,8 @@ from volo.train.run import Run, Training
 
 
 class Found(NamedTuple):
-    """What a micro-batch tells, on the device.
-
-    Attributes:
-        terms: Its losses, without a gradient.
-        norm: Of the last micro-batch of an update: the 2-norm of the gradients before clipping.
-        broken: Of the last one: (2,) bool, gradients not finite, this rank's loss not finite.
-    """
+    """What a micro-batch tells, on the device: its losses, without a gradient; the last one of an update what
+    `Precision.update` returns."""
 
     terms: LossTerms
     norm: Tensor | None = None
@@ -32,12 +27,7 @@ class Found(NamedTuple):
 
 
 class Step:
-    """`step(batch, key)` trains on a micro-batch; after the last one of an update the weights are changed.
-
-    Attributes:
-        averages: Whether `compute` updates the moving average. Not one whose weight is a number that grows, nor one on
-            the CPU.
-    """
+    """`step(batch, key)` trains on a micro-batch; after the last one of an update the weights are changed."""
 
     def __init__(self, run: Run, training: Training) -> None:
         self.model, self.state, self.precision = training.model, training.state, training.precision
@@ -45,6 +35,7 @@ class Step:
         self.loss_of = self.criterion.loss_of if taught is None else partial(taught.loss, self.criterion)
         self.parameters = [p for p in self.state.model.parameters() if p.requires_grad]
         self.several_ranks, ema = run.world.size > 1, self.state.ema
+        # Whether `compute` updates the moving average: not one by a number that grows, nor one on the CPU.
         self.averages = ema is not None and not ema.use_warmup and ema.device is None
 
     def __call__(self, batch: Batch, key: StepKey) -> Found:
