@@ -14,7 +14,7 @@ import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -136,9 +136,7 @@ class BatchDataset(Dataset[Batch | UserError]):
         self.worker_status.mark(index)
         return self.backend.open(self.path(index), self.source.read(index, self.backend.max_pixels))
 
-    def _read_labels(
-        self, indices: Sequence[int], sizes: Sequence[Sequence[int]]
-    ) -> tuple[LabelBatch | None, list[Skipped]]:
+    def _read_labels(self, indices: Sequence[int], sizes: Sequence[Any]) -> tuple[LabelBatch | None, list[Skipped]]:
         """The maps of images, whose (width, height) `sizes` has, and those of them that were replaced."""
         if self.labels is None or not indices:
             return None, []

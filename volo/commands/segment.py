@@ -39,8 +39,7 @@ from volo.train.data import validation_loader
 from volo.train.model import TimmModel
 from volo.train.precision import Precision, compute_dtype
 
-_BATCH, _UPDATES, _LEAST_EPOCHS, _WEIGHT_DECAY = 16, 500, 10, 1e-3
-_LEFT_OUT = 255
+_BATCH, _UPDATES, _LEAST_EPOCHS, _WEIGHT_DECAY, _LEFT_OUT = 16, 500, 10, 1e-3, 255
 Examples = dict[int, list[Any]]  # of images by their numbers: tokens (h, w, D) and mask (H, W)
 
 
@@ -50,10 +49,8 @@ def segmentation_row(args: Namespace, model: TimmModel, settings: dict[str, Any]
     Raises:
         UserError: The model has no spatial tokens, or images, masks or their classes can't be used.
     """
-    size = settings["input_size"][1:]
-    grid, positions, channels, *_ = find_tokens(model, size)
-    window = positions.window(grid, size)
-    settings = settings | {"crop_pct": 1.0, "crop_mode": "squash"}
+    grid, positions, channels, *_ = find_tokens(model, size := settings["input_size"][1:])
+    window, settings = positions.window(grid, size), settings | {"crop_pct": 1.0, "crop_mode": "squash"}
     train = {index: example for index, *example in _examples(args, "train", model, settings, world)}
     layer = _trained(args, train, max_over_ranks(max(train, default=-1)) + 1, channels, window, world)
     images, confusion = 0, torch.zeros(256 * 256, dtype=torch.int64, device=world.device)
@@ -83,8 +80,8 @@ def features_of(
         yield found.float(), batch
     say(f"warning: {line}" for line in loader.skips.take_lines())
     if not max_over_ranks(read):
-        images = f"{len(loader.dataset)} images in {printable(loader.dataset.root)}"
-        raise UserError(f"{flag}: not one of {images} can be read")
+        where = printable(loader.dataset.root)
+        raise UserError(f"{flag}: not one of {len(loader.dataset)} images in {where} can be read")
 
 
 def _examples(
@@ -139,13 +136,11 @@ def _trained(
 
     An update has the gradient of the mean over all pixels of 16 images that have a class, whichever rank holds them.
     """
-    moments = torch.zeros(3, channels, dtype=torch.float64)
-    for tokens, _ in train.values():
-        x = tokens.flatten(0, 1).double()
-        moments += torch.stack([torch.ones_like(x[0]) * len(x), x.sum(0), x.square().sum(0)])
-    number, total, squares = sum_over_ranks(moments)
-    mean, variance = total / number, squares / number - (total / number).square()
-    shift, scale = mean.float().to(world.device), (variance.clamp(min=0) + 1e-5).rsqrt().float().to(world.device)
+    flat = (tokens.flatten(0, 1).double() for tokens, _ in train.values())
+    sums = sum((torch.stack([torch.ones_like(x), x, x * x]).sum(1) for x in flat), torch.zeros(3, channels).double())
+    count, total, squares = sum_over_ranks(sums)
+    variance = (squares / count - (total / count) ** 2).clamp(min=0)
+    shift, scale = (each.float().to(world.device) for each in (total / count, (variance + 1e-5).rsqrt()))
     largest = (int((mask + 1).max()) for _, mask in train.values())  # with 8 bits 255 + 1 is 0
     classes = max_over_ranks(max(largest, default=0))
     if not classes:
@@ -158,8 +153,8 @@ def _trained(
         epoch, start = update // per_epoch, update % per_epoch * _BATCH
         theta.grad, pixels = torch.zeros_like(theta), torch.zeros((), device=world.device)
         for index in permutation(images, 0, epoch)[start : start + _BATCH].tolist():
-            if index not in train:  # another rank's, or it can't be read
-                continue
+            if index not in train:
+                continue  # it is another rank's, or can't be read
             tokens, mask = train[index]
             x, truth = (tokens.to(world.device) - shift) * scale, torch.from_numpy(mask).to(world.device).long()
             logits = _at_pixels(F.linear(x, theta[:, :-1], theta[:, -1]), mask.shape, window)
@@ -183,11 +178,8 @@ def _at_pixels(logits: Tensor, shape: Sequence[int], window: Area) -> Tensor:
 
 
 def mean_iou(confusion: Tensor) -> tuple[float, int]:
-    """The mean over the classes that have pixels of intersection / union, in percent, and the number of these classes.
-
-    Args:
-        confusion: (K, K) pixels, by true class and class that was said.
-    """
+    """The mean of intersection / union in percent over the classes that have pixels, and the number of these classes;
+    `confusion` (K, K) is the pixels of each true class and class that was said."""
     there = confusion.sum(1) > 0
     union = confusion.sum(1) + confusion.sum(0) - confusion.diagonal()
     return 100 * float((confusion.diagonal()[there].double() / union[there]).mean()), int(there.sum())

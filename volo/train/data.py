@@ -17,7 +17,6 @@ from tlt.api import Loader
 from tlt.data.augment.device_stage import EvalStage
 from tlt.data.augment.plan import AugmentConfig
 from tlt.data.backends import create_backend
-from tlt.data.backends.decode import Backend
 from tlt.data.batch import SkipCounter
 from tlt.data.dataset import EvalDataset, LabelReader
 from tlt.data.loader import EvalLoader
@@ -256,7 +255,7 @@ def validation_loader(
     # Without scaled decoding: validation resizes whole images, with the same filters on all backends.
     backend = create_backend(args.data_backend, args.max_pixels, args.workers, world.device)
     return EvalLoader(
-        eval_dataset(folder, settings, backend, labels),
+        eval_dataset(folder, settings, backend=backend, labels=labels),
         batch_size,
         EvalStage(settings["mean"], settings["std"]).to(world.device),
         device=world.device,
@@ -268,13 +267,8 @@ def validation_loader(
     )
 
 
-def eval_dataset(
-    folder: ImageSource,
-    settings: Mapping[str, Any],
-    backend: Backend | None = None,
-    labels: LabelReader | None = None,
-) -> EvalDataset:
-    """The images as validation shows them to the model."""
+def eval_dataset(folder: ImageSource, settings: Mapping[str, Any], **more: Any) -> EvalDataset:
+    """The images as validation shows them to the model; `more` are other arguments of EvalDataset."""
     return EvalDataset(
         folder,
         settings["input_size"][1:],
@@ -282,8 +276,7 @@ def eval_dataset(
         settings["crop_mode"],
         settings["interpolation"],
         fill=[min(255, round(255 * value)) for value in _rgb(settings)],
-        backend=backend,
-        labels=labels,
+        **more,
     )
 
 
