@@ -16,6 +16,7 @@ from tlt.tools.cli import parser as tlt_parser
 from volo.cli import COMMANDS
 
 ROOT = Path(__file__).resolve().parents[1]
+_LOG = logging.getLogger("mkdocs.hooks")
 _OUTSIDE = re.compile(r"\[([^\]]+)\]\(\.\./([^)#]+)(?:#[^)]*)?\)")
 
 
@@ -45,8 +46,7 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_config(config: Any) -> Any:
-    """Take the repository's address from pyproject.toml, if there is one. mkdocs' own repo_url would have each reader
-    ask GitHub for stars."""
+    """Take the repository's address from pyproject.toml; mkdocs' own repo_url has readers ask GitHub for stars."""
     found = re.search(r'^Repository = "(.+?)/?"', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
     config.nav += [{"Repository": found[1]}] if found else []
     config.extra["repository"] = found and f"{found[1]}/blob/main"
@@ -54,13 +54,11 @@ def on_config(config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, **_: Any) -> str:
-    """Let such links lead into the repository, or be text alone while it has no address; a warning, which ends a strict
-    build, where there is no such file."""
+    """Let links to other files lead into the repository, or be text while it has no address; warn of a missing file."""
 
     def linked(found: re.Match[str]) -> str:
         if not (ROOT / found[2]).exists():
-            log = logging.getLogger("mkdocs.hooks")
-            log.warning("%s links to ../%s, which is not there", page.file.src_uri, found[2])
+            _LOG.warning("%s links to ../%s, which is not there", page.file.src_uri, found[2])
         return f"[{found[1]}]({config.extra['repository']}/{found[2]})" if config.extra["repository"] else found[1]
 
     return _OUTSIDE.sub(linked, markdown)
