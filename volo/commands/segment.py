@@ -2,7 +2,7 @@
 
 As DINOv3's (arXiv:2508.10104): the last tokens of the image, normalised over all of the training set as BatchNorm does,
 and one linear layer, whose logits are interpolated from where the tokens lie to the pixels of the mask. An image is
-squashed whole to the model's size, and not augmented. Training tokens and masks stay in memory.
+squashed whole to the model's size, and not augmented. Tokens and masks stay in memory.
 
 Shapes: h x w tokens of D features, K classes, masks (H, W) of class numbers, 255 where a pixel is left out.
 """
@@ -40,7 +40,7 @@ from volo.train.model import TimmModel
 from volo.train.precision import Precision, compute_dtype
 
 _BATCH, _UPDATES, _LEAST_EPOCHS, _WEIGHT_DECAY, _LEFT_OUT = 16, 500, 10, 1e-3, 255
-Examples = dict[int, list[Any]]  # of images by their numbers: tokens (h, w, D) and mask (H, W)
+Examples = dict[int, tuple[Tensor, np.ndarray]]  # of images by their numbers: tokens (h, w, D) and mask (H, W)
 
 
 def segmentation_row(args: Namespace, model: TimmModel, settings: dict[str, Any], world: World) -> dict[str, Any]:
@@ -51,18 +51,18 @@ def segmentation_row(args: Namespace, model: TimmModel, settings: dict[str, Any]
     """
     grid, positions, channels, *_ = find_tokens(model, size := settings["input_size"][1:])
     window, settings = positions.window(grid, size), settings | {"crop_pct": 1.0, "crop_mode": "squash"}
-    train = {index: example for index, *example in _examples(args, "train", model, settings, world)}
+    # Both before anything is trained: a bad mask of either ends the program.
+    train, validation = (_examples(args, split, model, settings, world) for split in ("train", args.split))
     layer = _trained(args, train, max_over_ranks(max(train, default=-1)) + 1, channels, window, world)
-    images, confusion = 0, torch.zeros(256 * 256, dtype=torch.int64, device=world.device)
-    for _, tokens, mask in _examples(args, args.split, model, settings, world):
+    confusion = torch.zeros(256 * 256, dtype=torch.int64, device=world.device)
+    for tokens, mask in validation.values():
         said = _at_pixels(F.linear(tokens.to(world.device), *layer), mask.shape, window).argmax(0)
         confusion += torch.bincount((torch.from_numpy(mask).to(said) * 256 + said).flatten(), minlength=256 * 256)
-        images += 1
     percent, classes = mean_iou(sum_over_ranks(confusion).view(256, 256)[:_LEFT_OUT, :_LEFT_OUT])
     if not classes:
         raise UserError(f"--probe seg: no pixel of the validation masks in {printable(args.data)} has a class")
     say([f"mIoU {percent:.2f} %"], world.is_primary)
-    counts = sum_over_ranks(torch.tensor([images, len(train)])).tolist()
+    counts = sum_over_ranks(torch.tensor([len(validation), len(train)])).tolist()
     row = {"model": args.model, "probe": args.probe, "miou": round(percent, 4), "classes": classes}
     return row | dict(zip(("images", "train_images"), counts, strict=True))
 
@@ -84,17 +84,15 @@ def features_of(
         raise UserError(f"{flag}: not one of {len(loader.dataset)} images in {where} can be read")
 
 
-def _examples(
-    args: Namespace, split: str, model: TimmModel, settings: dict[str, Any], world: World
-) -> Iterator[tuple[int, Tensor, np.ndarray]]:
-    """Yield number, tokens and mask of those of this rank's images of a split that can be read, and whose mask can."""
+def _examples(args: Namespace, split: str, model: TimmModel, settings: dict[str, Any], world: World) -> Examples:
+    """Those of this rank's images of a split that can be read, and whose mask can."""
     folder, size = find_split(args.data, split), settings["input_size"][1:]
     images = open_images(folder, "images", None, classes=False, split_flag="--probe seg")
     masks = [os.path.join(folder, "masks", os.path.splitext(name)[0] + ".png") for name in images.paths]
     if missing := [row for row, mask in enumerate(masks) if not os.path.isfile(mask)]:
         first = f"{printable(images.path(missing[0]))} (looked for {printable(masks[missing[0]])})"
         raise UserError(f"--probe seg: {len(missing)} of {len(masks)} images have no mask, the first is {first}")
-    loader, read = validation_loader(args, images, args.batch_size, settings, world), 0
+    loader, found = validation_loader(args, images, args.batch_size, settings, world), Examples()
     precision = Precision(world.device, compute_dtype(args, world.device))
 
     def tokens_of(pixels: Tensor) -> Tensor:
@@ -103,14 +101,12 @@ def _examples(
     for features, batch in features_of(tokens_of, loader, precision, "--probe seg"):
         for index, tokens in zip(batch.indices.tolist(), features.cpu(), strict=True):
             try:
-                mask = _read_mask(masks[index], images.path(index), args.max_pixels)
+                found[index] = tokens, _read_mask(masks[index], images.path(index), args.max_pixels)
             except BadImage as error:
                 loader.skips.record([Skipped(masks[index], str(error))])
-                continue
-            read += 1
-            yield index, tokens, mask
-    if not max_over_ranks(read):
+    if not max_over_ranks(len(found)):
         raise UserError(f"--probe seg: not one of {len(masks)} masks in {printable(folder)} can be read")
+    return found
 
 
 def _read_mask(path: str, image: str, max_pixels: int) -> np.ndarray:
