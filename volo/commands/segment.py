@@ -94,11 +94,8 @@ def _examples(args: Namespace, split: str, model: TimmModel, settings: dict[str,
         raise UserError(f"--probe seg: {len(missing)} of {len(masks)} images have no mask, the first is {first}")
     loader, found = validation_loader(args, images, args.batch_size, settings, world), Examples()
     precision = Precision(world.device, compute_dtype(args, world.device))
-
-    def tokens_of(pixels: Tensor) -> Tensor:
-        return feature_map(model, model.forward_features(pixels), size)
-
-    for features, batch in features_of(tokens_of, loader, precision, "--probe seg"):
+    maps = features_of(lambda x: feature_map(model, model.forward_features(x), size), loader, precision, "--probe seg")
+    for features, batch in maps:
         for index, tokens in zip(batch.indices.tolist(), features.cpu(), strict=True):
             try:
                 found[index] = tokens, _read_mask(masks[index], images.path(index), args.max_pixels)

@@ -13,6 +13,7 @@ import json
 import time
 from argparse import Namespace
 from collections.abc import Callable
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -296,11 +297,9 @@ def knn_accuracy(bank: Tensor, classes: Tensor, features: Tensor, truth: Tensor,
 
 
 def _features(model: TimmModel, loader: EvalLoader, precision: Precision) -> tuple[Tensor, Tensor]:
-    def pooled(images: Tensor) -> Tensor:
-        return model.forward_head(model.forward_features(images), pre_logits=True)
-
     found = []
-    for features, batch in features_of(pooled, loader, precision, "--knn"):
+    pooled = partial(model.forward_head, pre_logits=True)
+    for features, batch in features_of(lambda x: pooled(model.forward_features(x)), loader, precision, "--knn"):
         if features.ndim != 2:
             raise UserError(f"--knn: {type(model).__name__} doesn't pool its features here: choose a --gp")
         found.append((features, batch.classes))

@@ -113,13 +113,7 @@ class EpochTotals:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Accuracy over a validation set, each image counted once. Percentages.
-
-    Attributes:
-        tokens: Whose best class is compared with that of their label map.
-        dense_top1: Of these tokens, with the label's best class. None without label maps.
-        annotator_top1: How often a label's best class is that of the folder. None: it is of other classes.
-    """
+    """Accuracy over a validation set, each image counted once. Percentages."""
 
     top1: float
     top5: float
@@ -127,9 +121,9 @@ class Evaluation:
     images: int
     unreadable: int
     seconds: float
-    tokens: int = 0
-    dense_top1: float | None = None
-    annotator_top1: float | None = None
+    tokens: int = 0  # that have labels
+    dense_top1: float | None = None  # of these, with the best class of their label
+    annotator_top1: float | None = None  # of these labels, with the class of the folder; None: they are of others
 
     def __str__(self) -> str:
         dense = "" if self.dense_top1 is None else f", dense top-1 {self.dense_top1:.3f} % of {self.tokens} tokens"
