@@ -278,7 +278,7 @@ def _speed(found: Mapping[str, Timing], name: str, images: int) -> dict[str, Any
 
 
 def _memory(work: Work, images: int, device: torch.device) -> dict[str, float]:
-    if device.type != "cuda" or getattr(work, "launched_first", 0):  # a graph holds its memory between batches
+    if device.type != "cuda" or getattr(work, "launched_first", 0) > 0:  # a graph holds its memory between batches
         return {}
     torch.cuda.reset_peak_memory_stats(device)  # the peak above what is held between batches
     before = torch.cuda.memory_allocated(device)
