@@ -39,6 +39,7 @@ from volo.config.checkpoint_files import BEST
 from volo.config.flag_rules import trackers_of
 from volo.record.logger import Logger
 from volo.record.metrics import Arithmetic, interval, peak_flops
+from volo.record.profile import WARM_UP
 from volo.record.records import RunRecords, settings_of, versions
 from volo.record.run_directory import DEFAULT_ROOT, RunLock, changed_settings, choose_directory
 from volo.train.criterion import Criterion, TokenLabelCriterion
@@ -242,6 +243,8 @@ def surprises(args: Namespace, schedule: LrSchedule, classes: np.ndarray) -> lis
         )
     if schedule.total_updates < _FEW_UPDATES:
         lines.append(f"{schedule.total_updates} updates are few: more --epochs or a smaller --batch-size give more")
+    if args.profile and min(schedule.updates_per_epoch, schedule.total_updates - WARM_UP) < args.profile:
+        lines.append(f"--profile {args.profile}: no epoch has so many updates after the first {WARM_UP}: no profile")
     return lines
 
 

@@ -283,6 +283,7 @@ CHECKPOINTS = Group(
         flag("--val-interval", POSITIVE, 1, "epochs between validations"),
     ),
     flag("--log-interval", POSITIVE, 50, "updates between lines of the log"),
+    flag("--profile", POSITIVE, None, "profile N updates of a warm run: a table, and a trace in its directory"),
     flag("--max-nonfinite --skip-nonfinite", COUNT, 10, "skip up to N updates in a row that are not finite, then stop"),
     flag("--tta", Number(int, 0, 1), 0, "test-time augmentation; more than 1 is refused"),
 )

@@ -6,15 +6,18 @@ import importlib.util
 import time
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from tlt.data.batch import Batch
 from tlt.io.files import blamed_on
 from tlt.loss import LossTerms
 from volo.record.metrics import EpochTotals, Interval, Sums
+from volo.record.profile import StepProfiler
 from volo.train.criterion import TokenLabelCriterion
 from volo.train.run import Run, Training
 
+_SHORT = 0.1  # of an interval's time, up to which waiting for data explains no idle GPU
 _FIRST_BATCH, _IMAGES = "first_batch.png", 4
 
 
@@ -32,6 +35,10 @@ class Meter:
         self._draws = self.logger.records is not None and importlib.util.find_spec("matplotlib") is not None
         self.sums = Sums(("images", "unreadable", "loss", "cls", "dense"), run.world)
         self.state.sums = self.progress
+        self._profiler: StepProfiler | None = None
+        if run.args.profile and self.logger.records is not None:
+            self._profiler = StepProfiler(run.args.profile, run.world.device, run.directory, self.logger.line)
+        self._slow_host_told = False
 
     def begin(self) -> None:
         """Start an epoch, or continue it where a resumed run has stopped in it."""
@@ -40,6 +47,8 @@ class Meter:
         self.done = self.reported = self.state.update - self.state.epoch * self.state.updates_per_epoch
         self.lr = self.epoch_seconds = 0.0
         self._start_interval()
+        self._update_end: torch.cuda.Event | None = None
+        self._late = 0  # updates of the interval that began when the GPU had nothing left to do
         if self.state.progress:
             with blamed_on(self.run.resumed, "does not tell how far its epoch was"):
                 self._restore(self.state.progress)
@@ -80,6 +89,9 @@ class Meter:
     def look_at(self, batch: Batch) -> None:
         """Tell of unreadable images and labels, draw the first batch, and write the pictures of `--save-images`; before
         the batch is trained on."""
+        if self._update_end is not None:
+            self._late += self._update_end.query()
+            self._update_end = None
         bad = [label for label in batch.bad_labels if label.path not in self._bad_labels]
         self._bad_labels.update(label.path for label in bad)
         self.logger.skipped("skipped-image", self.loader.skips.take_new())
@@ -102,8 +114,12 @@ class Meter:
     def update_done(self, lr: float, grad_norm: Tensor) -> None:
         """Count an optimizer step, and report if it is the last of an interval."""
         self.done += 1
+        if self._profiler is not None:
+            self._profiler.update_done(self.state.updates_per_epoch - self.done)
         self.lr = lr
         self.logger.update(self.state.epoch, self.state.update)
+        if self.run.world.device.type == "cuda":
+            self._update_end = torch.cuda.current_stream().record_event()
         if self.done % self.log_interval and self.done != self.state.updates_per_epoch:
             return
         for ago, in_loss in self.precision.take_broken().items():
@@ -130,7 +146,19 @@ class Meter:
             skipped_steps=skipped,
         )
         self.logger.interval(interval)
+        self._tell_of_slow_host(interval)
         self.reported = self.done
+
+    def _tell_of_slow_host(self, interval: Interval) -> None:
+        """Say once if the GPU had nothing left to do before most updates, though their data were there."""
+        late, self._late = self._late, 0
+        if self._slow_host_told or 2 * late <= interval.updates or interval.wait_seconds > _SHORT * interval.seconds:
+            return
+        self._slow_host_told = True
+        self.logger.line(
+            f"the GPU had nothing left to do before {late} of {interval.updates} updates: the host is slower than it. "
+            "A CUDA graph of the step, --torchcompile, or a larger -b help; --profile 10 shows both"
+        )
 
     def _record_skipped(self, update: int, in_loss: bool) -> None:
         """Record a skipped step and this rank's images in it, on rank 0 and on ranks whose loss was not finite."""
