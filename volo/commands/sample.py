@@ -45,7 +45,7 @@ def write_digits(folder: Path, most: int | None = None) -> int:
     shutil.rmtree(staged, ignore_errors=True)
     scans = list(zip(digits.images, digits.target, strict=True))[:most]
     for split in ("train", "validation"):
-        for digit in digits.target_names:
+        for digit in range(10):
             (staged / split / str(digit)).mkdir(parents=True)  # also where few scans leave it empty
     for number, (scan, digit) in enumerate(scans):
         # 0 is paper, 16 is ink.
