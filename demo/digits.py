@@ -70,8 +70,7 @@ def main() -> None:
         (ROOT / demo.picture).unlink(missing_ok=True)
     print(f"python is {sys.executable}: to copy the commands below, activate its environment first")
     began = time.perf_counter()
-    if not (ROOT / demo.digits).is_dir():
-        print(f"wrote {write_digits(ROOT / demo.digits)} scans to {demo.digits}")
+    write_digits(ROOT / demo.digits)
     demo.train("annotator")
     demo.annotate()
     if demo.shards:

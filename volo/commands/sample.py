@@ -28,18 +28,17 @@ def run(args: Namespace) -> int:
     if folder.exists():
         raise UserError(f"{folder} is there already: name a new folder")
     try:
-        count = write_digits(folder, args.images)
+        write_digits(folder, args.images)
     except OSError as error:
         raise UserError(f"{folder} can't be written: {error.strerror}") from error
-    print(f"wrote {count} images of 10 classes: {folder}/train/, and {folder}/validation/ with every fifth of them")
     return 0
 
 
-def write_digits(folder: Path, most: int | None = None) -> int:
-    """Write `most` scans (None: all) to train/ and validation/, a folder for each digit; return how many there are.
-
-    The folder appears when it is whole.
-    """
+def write_digits(folder: Path, most: int | None = None) -> None:
+    """Write `most` scans (None: all) to train/ and validation/ in a folder, unless it is there; it appears when it is
+    whole."""
+    if folder.is_dir():
+        return
     digits = require("sklearn.datasets", "demo").load_digits()
     staged = folder.with_name(f"{folder.name}.tmp")
     shutil.rmtree(staged, ignore_errors=True)
@@ -53,4 +52,4 @@ def write_digits(folder: Path, most: int | None = None) -> int:
         split = "train" if number % HELD_OUT_EVERY else "validation"
         image.save(staged / split / str(digit) / f"{number:04d}.jpg", quality=95)
     staged.rename(folder)
-    return len(scans)
+    print(f"wrote {len(scans)} scans to {folder}")
