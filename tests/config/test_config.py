@@ -9,6 +9,7 @@ import pytest
 import yaml
 
 from tlt.errors import UserError
+from tlt.tools.cli import parser
 from volo.cli import COMMANDS
 from volo.config.args import TRAIN, load_yaml
 
@@ -140,18 +141,22 @@ def test_every_path_knows_the_home_folder_and_what_no_file_is_called(
 ) -> None:
     monkeypatch.setenv("HOME", "/home/me")
     places = {"PATH", "FILE", "DIR", "DATA", "DATA_DIR", "OUT", "IMAGE", "RUN"}
+    models = ("--model", "--kd-model-name", "--token-label-teacher")
     rows = [row for command in COMMANDS.values() for row in command.program.parser().flags.values()]
     for row in rows:
-        if (row.metavar or getattr(row.type, "metavar", "")) in places or row.label in ("--model", "--kd-model-name"):
+        if (row.metavar or getattr(row.type, "metavar", "")) in places or row.label in models:
             assert callable(row.type) and row.type("~/a") == "/home/me/a", row.label
             assert row.type("local-dir:~/a") == "local-dir:/home/me/a" and row.type("a~") == "a~"
-            with pytest.raises(ArgumentTypeError, match="no name of a file"):
-                row.type("a" * 300)
+            for text in ("a" * 300, "a\0b"):
+                with pytest.raises(ArgumentTypeError, match="no name of a file"):
+                    row.type(text)
+    for flags in ("pack a b --images=~/a", "pack-images a b --labels=~/a", "show a b --output=~/a"):
+        assert "/home/me/a" in vars(parser().parse_args(flags.split())).values(), flags
     known = read(tmp_path, "finetune: ~/w.pth\noutput: ~/runs\nmodel: local-dir:~/m")
     assert known == {"finetune": "/home/me/w.pth", "output": "/home/me/runs", "model": "local-dir:/home/me/m"}
-    for flags in (["--experiment", "x" * 300], [f"--finetune={'x' * 300}"], ["--output", "a/" + "é" * 200]):
+    for more in (["--experiment", "x" * 300], [f"--finetune={'x' * 300}"], ["--output", "a/" + "é" * 200]):
         with pytest.raises(UserError, match="no name of a file"):
-            TRAIN.parse(["/data", *flags])
+            TRAIN.parse(["/data", *more])
 
 
 def test_resolved_arguments_are_a_recipe_that_repeats_them(tmp_path: Path) -> None:
