@@ -103,6 +103,9 @@ LABELS --ground-truth | LABELS | --gt-weight-agree 0.3; --gt-weight-disagree 0.3
 --kd-model-name k | --kd-model-name k --kd-only | --patience 3; --val-interval 2
 --clip-grad 1 | | --clip-mode agc
 | --warmup-epochs 0 | --warmup-lr 0; --warmup-prefix
+--sched multistep | --sched step | --decay-milestones 9
+--sched rsqrt | --sched wsd | --lr-stable-timescale 3
+--sched wsd | --sched constant | --lr-decay-fn linear; --decay-epochs 0.5; --cooldown-epochs 1; --min-lr 1e-6
 --epochs 4 --warmup-epochs 1 | --epochs 4 | --warmup-lr 0; --warmup-prefix
 | --sched step | --cooldown-epochs 5; --min-lr 1e-6; --lr-cycle-limit 2; --lr-k-decay 2
 --sched poly | --sched constant | --cooldown-epochs 5; --min-lr 1e-6; --lr-cycle-limit 2; --lr-k-decay 2

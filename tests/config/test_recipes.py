@@ -35,6 +35,7 @@ FROM_SCRATCH = {
     "volo_d4_224": Recipe("volo_d4", 224, 128, 1e-3, 0.5, top1="85.7 %"),
     # Published as an absolute rate for 8 x 44 images.
     "volo_d5_224": Recipe("volo_d5", 224, 44, 1e-4, 0.75, base_size=352, top1="86.1 %"),
+    "volo_d1_224_wsd": Recipe("volo_d1", 224, 128, 1.6e-3, 0.1, 300, top1="not run at this size"),
     "lvvit_s_224": Recipe("lvvit_s", 224, 128, 1.6e-3, 0.1, top1="83.3 %"),
     "lvvit_m_224": Recipe("lvvit_m", 224, 128, 1.6e-3, 0.2, top1="84.0 %"),
     "lvvit_l_224": Recipe("lvvit_l", 224, 128, 1e-3, 0.3, top1="not published"),
@@ -145,6 +146,17 @@ def test_the_headers_command_gives_the_published_run(name: str, monkeypatch: pyt
     schedule = LrSchedule(args, lr, updates_per_epoch=1)
     assert schedule.total_epochs == expected.epochs
     assert max(schedule(t) for t in range(args.warmup_epochs, expected.epochs)) <= lr
+
+
+def test_a_trunk_and_its_branches_have_one_rate_until_the_first_decay(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    _, argv, header = header_command("volo_d1_224_wsd")
+    branches = [shlex.split(line) for line in re.findall(r"^--experiment .*", header, re.MULTILINE)]
+    trunk, *others = (LrSchedule(TRAIN.parse([*argv, *more]), 1.0, 2) for more in [[], *branches])
+    for branch, epochs in zip(others, TRAIN.parse(argv).save_epochs, strict=True):
+        assert branch.decay_begins == 2 * epochs and f"milestone-{epochs}.pth.tar" in header
+        assert [branch(t) for t in range(2 * epochs)] == [trunk(t) for t in range(2 * epochs)]
+        assert branch.total_epochs == epochs * 5 / 4 and branch(2 * branch.total_epochs - 1) < 0.03
 
 
 def test_lv_vit_differs_from_the_defaults_as_published() -> None:

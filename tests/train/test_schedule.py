@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from timm.scheduler import CosineLRScheduler, PolyLRScheduler, StepLRScheduler, TanhLRScheduler
+from timm.scheduler import CosineLRScheduler, MultiStepLRScheduler, PolyLRScheduler, StepLRScheduler, TanhLRScheduler
 
 from tests.train.small_run import arguments
 from volo.train.schedule import LrSchedule, resolve_lr
@@ -48,6 +48,7 @@ def timm_rates(line: str, peak: float, steps: int) -> list[float]:
         "poly": lambda: PolyLRScheduler(optimizer, args.epochs, args.decay_rate, args.min_lr, **cycle, **warmup),
         "step": lambda: StepLRScheduler(optimizer, args.decay_epochs, args.decay_rate, **warmup),
         "constant": lambda: StepLRScheduler(optimizer, 1, 1.0, **warmup),
+        "multistep": lambda: MultiStepLRScheduler(optimizer, [3, 9], args.decay_rate, **warmup),
     }[args.sched]()
     rates = []
     for step in range(steps):
@@ -66,6 +67,7 @@ def timm_rates(line: str, peak: float, steps: int) -> list[float]:
         ("--sched poly --epochs 12 --decay-rate 0.9 --warmup-epochs 0", 22),
         ("--sched step --epochs 12 --decay-epochs 2.5 --decay-rate 0.9 --warmup-epochs 2", 12),
         ("--sched constant --epochs 12 --warmup-epochs 3", 12),
+        ("--sched multistep --epochs 12 --decay-milestones 9 3 --warmup-epochs 1", 12),
         ("--epochs 30 --lr-noise 0.2 0.9 --lr-noise-pct 0.3 --lr-noise-std 0.5 --seed 1", 40),
     ],
 )
@@ -74,6 +76,40 @@ def test_curves_are_timms(line: str, epochs: int) -> None:
     assert schedule.total_epochs == epochs
     expected = timm_rates(line, 3e-3, epochs)
     assert [schedule(2 * epoch + epoch % 2) for epoch in range(epochs)] == pytest.approx(expected, rel=1e-12)
+
+
+def written_out(t: float, warmup: float, decay: float, end: float, timescale: float, fall: str) -> float:
+    """A rate with a stable phase: linear warm-up from 1e-6 to 1, 1 / sqrt(1 + t / timescale) from there, then down to
+    1e-5 at `end`. Infinite timescale: constant."""
+    if t < warmup:
+        return 1e-6 + t / warmup * (1 - 1e-6)
+    stable, done = (1 + (t - warmup) / timescale) ** -0.5, min(max(0.0, (t - end + decay) / decay), 1.0)
+    left = {"1-sqrt": 1 - math.sqrt(done), "linear": 1 - done, "cosine": (1 + math.cos(math.pi * done)) / 2}[fall]
+    return 1e-5 + (stable - 1e-5) * left
+
+
+@pytest.mark.parametrize(
+    ("line", "epochs", "curve"),
+    [
+        ("--sched wsd", 22, (2, 2, 12, math.inf, "1-sqrt")),  # a fifth of the ten epochs after the warm-up
+        ("--sched wsd --warmup-prefix --decay-epochs 3 --lr-decay-fn cosine", 24, (2, 3, 14, math.inf, "cosine")),
+        ("--sched rsqrt --decay-epochs 0.5 --cooldown-epochs 0", 12, (2, 5, 12, 2, "linear")),
+        ("--sched rsqrt --lr-stable-timescale 7", 22, (2, 2, 12, 7, "linear")),
+    ],
+)
+@pytest.mark.parametrize("each", [1, 5])
+def test_a_stable_phase(line: str, epochs: int, curve: tuple[float, float, float, float, str], each: int) -> None:
+    args = arguments(f"--epochs 12 --warmup-epochs 2 {line} {'--sched-on-updates' * (each == 5)}")
+    schedule = LrSchedule(args, 1.0, updates_per_epoch=5)
+    assert (schedule.total_epochs, schedule.decay_begins) == (epochs, 5 * (curve[2] - curve[1]))
+    expected = [written_out(update // 5 if each == 1 else update / 5, *curve) for update in range(5 * epochs)]
+    assert [schedule(update) for update in range(5 * epochs)] == pytest.approx(expected, rel=1e-9)
+    assert [schedule(update) for update in reversed(range(5 * epochs))] == pytest.approx(expected[::-1], rel=1e-9)
+
+
+def test_a_run_that_stops_has_the_same_schedule() -> None:
+    whole, part = (LrSchedule(arguments(f"--sched wsd {more}"), 1.0, 2) for more in ("", "--stop-epoch 200"))
+    assert part.total_updates == 400 and all(part(update) == whole(update) for update in range(whole.total_updates))
 
 
 def test_step_by_update() -> None:

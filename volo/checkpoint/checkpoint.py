@@ -3,6 +3,7 @@
     last.pth.tar           after every epoch
     checkpoint-N.pth.tar   the best K epochs; N counts from 0, as published
     model_best.pth.tar     the best epoch
+    milestone-N.pth.tar    after N epochs (`--save-epochs`); kept for ever, to branch from
 
 The names of one epoch share one file (hard links). The payload has timm's keys, so that timm and the published code can
 read it, and holds tensors and plain data only.
@@ -14,7 +15,7 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,9 +28,9 @@ from tlt.errors import NonFiniteError, UserError
 from tlt.io.files import sync_folder
 from tlt.io.weights import first_non_finite
 from volo.checkpoint.state import TrainState
-from volo.config.checkpoint_files import BEST, LAST
+from volo.config.checkpoint_files import BEST, LAST, MILESTONE
 
-NAMES = re.compile(r"(?:last|model_best|checkpoint-(\d+))\.pth\.tar")  # the only names that `auto` reads
+NAMES = re.compile(r"(?:last|model_best|(?:checkpoint|milestone)-(\d+))\.pth\.tar")  # the only names that `auto` reads
 STAGED, _ABANDONED = ".staged-", "superseded-"
 
 
@@ -176,13 +177,16 @@ class CheckpointDir:
         directory: Created if missing. Remains of an interrupted write are removed.
         keep: How many `checkpoint-N.pth.tar` are kept (`--checkpoint-hist`), at least 1.
         ranked_by: Name of the score (`TrainState.scores`) that ranks epochs.
+        milestones: Numbers of finished epochs after which a file is kept for ever.
 
     Raises:
         UserError: The directory can't be made.
     """
 
-    def __init__(self, directory: Path, keep: int = 10, ranked_by: str = "top1") -> None:
-        self.directory, self.keep, self.ranked_by = Path(directory), keep, ranked_by
+    def __init__(
+        self, directory: Path, keep: int = 10, ranked_by: str = "top1", milestones: Sequence[int] | None = None
+    ) -> None:
+        self.directory, self.keep, self.ranked_by, self.milestones = Path(directory), keep, ranked_by, milestones or ()
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
             for leftover in self.directory.glob(f"{STAGED}*"):
@@ -227,8 +231,7 @@ class CheckpointDir:
         run that is killed before its next save continues from there, too.
         """
         if path.parent.resolve() != self.directory.resolve():
-            before, state.scores = state.scores, {}
-            return [f"the best and kept checkpoints stay in {path.parent}: ranked anew here"] if before else []
+            return []  # a branch
         messages = self._set_aside(state, path)
         duplicate(path, self.directory / LAST)
         at_end = state.update == state.epoch * state.updates_per_epoch
@@ -241,7 +244,10 @@ class CheckpointDir:
         return [each for each in ranked if each.epoch == newest or (self.directory / each.file).is_file()]
 
     def _keep_best(self, scores: Mapping[int, Mapping[str, float]], newest: int | None) -> None:
-        """Leave the files of the best epochs, the one of `last` among them if it is as good, and name the best."""
+        """Leave the files of the best epochs, the one of `last` among them if it is as good, and name the best and a
+        milestone."""
+        if newest is not None and newest + 1 in self.milestones:
+            duplicate(self.directory / LAST, self.directory / f"milestone-{newest + 1}.pth.tar")
         ranked = self.ranking(scores, newest)
         for entry in ranked[: self.keep]:
             if entry.epoch == newest:
@@ -253,9 +259,9 @@ class CheckpointDir:
 
     def _set_aside(self, state: TrainState, path: Path) -> list[str]:
         aside = []
-        for file in sorted(self.directory.glob("checkpoint-*.pth.tar")):
-            match = NAMES.fullmatch(file.name)
-            if match and int(match[1]) >= state.epoch and file.name != path.name:
+        for file in sorted(self.directory.glob("*-*.pth.tar")):
+            match = NAMES.fullmatch(file.name)  # the number of a milestone is one more than that of its epoch
+            if match and int(match[1]) - bool(MILESTONE.fullmatch(file.name)) >= state.epoch and file.name != path.name:
                 os.replace(file, file.with_name(_ABANDONED + file.name))
                 aside.append(file.name)
         last = self.directory / LAST

@@ -21,6 +21,7 @@ from tlt.io.weights import check_finite, peek_checkpoint, read_checkpoint, state
 from tlt.upstream import ROWS
 from volo.checkpoint.checkpoint import LAST, NAMES
 from volo.cluster.distributed import restarts
+from volo.config.checkpoint_files import MILESTONE
 from volo.record.records import launch_record
 
 
@@ -108,7 +109,7 @@ def restarted_run(root: Path, experiment: str, resume: str) -> tuple[Path, str] 
     if not restarts() or launch is None:
         return None
     records = [root / experiment / "run.json"] if experiment else [*root.glob("*/run.json")]
-    if resume not in ("", "auto"):
+    if resume not in ("", "auto") and not MILESTONE.fullmatch(Path(resume).name):
         records.append(Path(resume).parent / "run.json")
     begun = [file for file in records if _launch_of(file) == launch]
     if not begun:

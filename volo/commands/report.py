@@ -144,6 +144,9 @@ def _head(folder: Path, records: Records) -> dict[str, str]:
     run = [f"{int(_number(last, 'update'))} updates reported, {len(records.epochs)} epochs finished{loss}"]
     run += [f"{count} damaged lines of {name} are left out" for name, count in records.damaged.items() if count]
     found = {"top-1": _accuracy(records.epochs), "run": "; ".join(run)}
+    begun = [event for event in records.events if event.get("kind") in ("start", "resume")][:2]
+    if begun and begun[-1]["kind"] == "resume" and begun[-1].get("path"):
+        found["branch"] = f"of {begun[-1]['path']}, with {int(_number(begun[-1], 'update'))} updates done"
     with suppress(OSError):
         for line in (folder / "log.txt").read_text("utf-8", "replace").splitlines():
             word, _, rest = line[20:].partition(" ")  # after the time

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import socket
 import sys
 from argparse import Namespace
@@ -86,6 +87,8 @@ def chosen_directory(args: Namespace, world: World, logger: Logger) -> Iterator[
     finally:
         if world.is_primary and not args.experiment:
             with suppress(OSError):
+                if os.listdir(name) == [lock.path.name]:
+                    lock.path.unlink()
                 Path(name).rmdir()
 
 
@@ -105,7 +108,7 @@ def go_on_from(resume: Resume, run: Run, training: Training) -> None:
     """Restore the state from the checkpoint, whose memory is freed then, and apply `--start-epoch`.
 
     Raises:
-        UserError: The checkpoint belongs to another model or other data, or the ranks have read different checkpoints.
+        UserError: The checkpoint belongs to another model, other data or a longer run, or the ranks have read others.
     """
     args, logger, state, messages = run.args, run.logger, training.state, list(resume.messages)
     if resume.path is not None:
@@ -122,10 +125,35 @@ def go_on_from(resume: Resume, run: Run, training: Training) -> None:
         logger.line(message)
     if args.start_epoch is not None:
         _start_epoch(run, training, resume)
+    if resume.path is not None:
+        _check_way(resume.path, run, training)
     logger.at(state.epoch, state.update)
     if run.world.is_primary and (resume.spec or args.start_epoch is not None):
         passed_over = [m.removeprefix("skipped: ") for m in resume.messages if m.startswith("skipped: ")]
         logger.event("resume", path=resume.path, skipped=passed_over)
+
+
+def _check_way(path: Path, run: Run, training: Training) -> None:
+    """Check that something is left to train; tell of a branch, a run that goes on from a checkpoint of another one.
+
+    Raises:
+        UserError: No epoch is left.
+    """
+    state, schedule = training.state, training.schedule
+    branches = path.parent.resolve() != run.directory.resolve()
+    if state.update + branches > schedule.total_epochs * state.updates_per_epoch:
+        raise UserError(
+            f"--epochs {run.args.epochs}: {path} is of {state.epoch} epochs, the run has {schedule.total_epochs}: "
+            "nothing is left to train; name a larger number, or an earlier checkpoint"
+        )
+    if not branches:
+        return
+    state.scores = {}  # on every rank: --patience counts by them
+    span = f"epochs {state.epoch + 1} to {schedule.last_epoch} of {schedule.total_epochs}"
+    run.logger.line(f"a branch of {path}: {span} go to {run.directory}, ranked anew; what is there stays")
+    if schedule.decay_begins < state.update:
+        epoch, rate = schedule.decay_begins / state.updates_per_epoch, schedule(state.update)
+        run.logger.line(f"warning: the decay begins at epoch {epoch:g}, before the branch: the rate is {rate:.3g}")
 
 
 def _start_epoch(run: Run, training: Training, resume: Resume) -> None:
@@ -168,7 +196,7 @@ def open_run(run: Run, training: Training) -> Saver:
             if dropped := records.rewind(state.epoch, state.update):
                 logger.line(f"{dropped} records of what is done again now are removed")
             logger.track(trackers_of(args), args.tracker_project, args.wandb_tags or [])
-            checkpoints = CheckpointDir(run.directory, args.checkpoint_hist, ranked_by(vars(args)))
+            checkpoints = CheckpointDir(run.directory, args.checkpoint_hist, ranked_by(vars(args)), args.save_epochs)
     logger.open_events(run.directory)
     if checkpoints is not None and run.resumed is not None:
         for message in checkpoints.restore(state, run.resumed):

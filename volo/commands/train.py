@@ -254,7 +254,7 @@ def report_dry_run(run: Run, training: Training) -> None:
 def train(run: Run, training: Training) -> None:
     """Train from the position of the state; save when a signal or a fault stops the run."""
     state, logger, guard = training.state, run.logger, run.guard
-    if state.epoch >= training.schedule.total_epochs:
+    if state.epoch >= training.schedule.last_epoch:
         logger.line(f"this run was finished before: all of its {state.epoch} epochs are done; nothing is trained")
     began, opened = time.monotonic(), open_run(run, training)
     guard.stop.only_noted()

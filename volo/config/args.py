@@ -20,7 +20,7 @@ from tlt.io.files import regular_only
 from volo.config.flag_rules import check_train, join_data_dir
 from volo.config.flag_table import Flag, FlagParser, Program, key_value, nearest
 from volo.config.flags_data import AUGMENTED, TOKEN_LABELS
-from volo.config.flags_train import FITTED, TRAIN_GROUPS
+from volo.config.flags_train import FITTED, STABLE_SCHEDULES, TRAIN_GROUPS
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 
@@ -65,6 +65,8 @@ class _Train(Program):
         given = parser.explicit(argv)
         recipe = load_yaml(given["config"], parser) if given.get("config") else {}
         args = TrainArgs(**(parser.defaults() | _not_overruled(recipe, given, parser.flags) | given))
+        if args.sched in STABLE_SCHEDULES and "decay_epochs" not in recipe | given:
+            args.decay_epochs = 0.2
         args.defaulted = tuple(dest for dest in FITTED if dest not in recipe | given)
         join_data_dir(args, "DATA_DIR", "data_dir")
         args.notes = check_train(args, parser.flags)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from tlt.errors import UserError
 from tlt.io.text import natural_key
 
 LAST, BEST = "last.pth.tar", "model_best.pth.tar"
+MILESTONE = re.compile(r"milestone-\d+\.pth\.tar")
 ENDINGS = (".pth", ".pt", ".tar", ".safetensors")
 
 

@@ -12,7 +12,7 @@ from tlt.errors import UserError, install_command
 from tlt.upstream import resolve
 from volo.config.flag_table import Flag, check_flags
 from volo.config.flags_data import DENSE, LABELS
-from volo.config.flags_train import CUDA_GRAPH_MODES, CYCLIC_SCHEDULES, TRACKERS, mixes
+from volo.config.flags_train import CUDA_GRAPH_MODES, ENDING_SCHEDULES, TRACKERS, mixes
 
 # A rule: when it is broken, and the message, in which {flag} stands for its value.
 Rule = tuple[Callable[[Namespace], bool], str]
@@ -243,6 +243,6 @@ def _remarks(args: Namespace) -> list[str]:
     notes = []
     if args.aa and args.aa != "none" and args.color_jitter != 0.4:
         notes.append(f"--color-jitter {args.color_jitter:g} is not used beside --aa {args.aa}; --aa '' would use it")
-    if args.lr is not None and args.lr < args.min_lr and args.sched in CYCLIC_SCHEDULES:
+    if args.lr is not None and args.lr < args.min_lr and args.sched in ENDING_SCHEDULES:
         notes.append(f"--lr {args.lr:g} is below --min-lr {args.min_lr:g}: the learning rate rises to it")
     return notes

@@ -104,8 +104,10 @@ BIND = flag(
     "--bind", ("auto", "none", "cpu", "cpu+mem"), "auto", "keep ranks on CPUs, memory and network card near their GPU"
 )
 
-SCHEDULES = ("cosine", "tanh", "poly", "step", "constant")
-CYCLIC_SCHEDULES = ("cosine", "tanh", "poly")
+CYCLIC_SCHEDULES, STABLE_SCHEDULES = ("cosine", "tanh", "poly"), ("wsd", "rsqrt")
+ENDING_SCHEDULES = CYCLIC_SCHEDULES + STABLE_SCHEDULES  # at --min-lr
+DECAYS = ("linear", "1-sqrt", "cosine", "power", "exp")
+SCHEDULES = (*ENDING_SCHEDULES, "step", "multistep", "constant")
 CLIPPED = Need("--clip-grad", lambda a: a.clip_grad is not None)
 NOISY = Need("--lr-noise", lambda a: a.lr_noise is not None)
 # Where it is not given, it is at most a fifth of the epochs (volo/train/run.py).
@@ -113,15 +115,19 @@ WARMED_UP = Need(
     "--warmup-epochs",
     lambda a: a.warmup_epochs > 0 and not ("warmup_epochs" in getattr(a, "defaulted", ()) and a.epochs < 5),
 )
-STEPPED = Need("--sched step", lambda a: a.sched == "step")
+STABLE = Need("--sched wsd or rsqrt", lambda a: a.sched in STABLE_SCHEDULES)
+RSQRT = Need("--sched rsqrt", lambda a: a.sched == "rsqrt")
+STEPPED = Need("--sched step, wsd or rsqrt", lambda a: a.sched == "step" or STABLE.met(a))
+MULTISTEP = Need("--sched multistep", lambda a: a.sched == "multistep")
 DECAYING = Need(
-    "--sched step, poly or several cosine cycles",
-    lambda a: a.sched in ("step", "poly") or (a.sched == "cosine" and a.lr_cycle_limit > 1),
+    "--sched step, multistep, poly or several cosine cycles",
+    lambda a: a.sched in ("step", "multistep", "poly") or (a.sched == "cosine" and a.lr_cycle_limit > 1),
 )
 CYCLIC = Need("--sched cosine, tanh or poly", lambda a: a.sched in CYCLIC_SCHEDULES)
 K_DECAYING = Need("--sched cosine or poly", lambda a: a.sched in ("cosine", "poly"))
+ENDING = Need("--sched cosine, tanh, poly, wsd or rsqrt", lambda a: a.sched in ENDING_SCHEDULES)
 # 0 says what happens.
-COOLED_DOWN = Need(CYCLIC.of, lambda a: CYCLIC.met(a) or a.cooldown_epochs == 0)
+COOLED_DOWN = Need(ENDING.of, lambda a: ENDING.met(a) or a.cooldown_epochs == 0)
 SEVERAL_CYCLES = Need("--lr-cycle-limit above 1", lambda a: a.lr_cycle_limit > 1)
 
 RUN = Group(
@@ -191,10 +197,13 @@ SCHEDULE = Group(
     flag("--warmup-lr", AMOUNT, 1e-6, "learning rate at the start of the warm-up", metavar="LR", needs=(WARMED_UP,)),
     switch("--warmup-prefix", "put the warm-up before --epochs, not into them", needs=(WARMED_UP,)),
     flag("--cooldown-epochs", EPOCHS, 10, "more epochs at --min-lr; 0 below 30 --epochs", needs=(COOLED_DOWN,)),
-    flag("--min-lr", AMOUNT, 1e-5, "learning rate at the end", metavar="LR", needs=(CYCLIC,)),
+    flag("--min-lr", AMOUNT, 1e-5, "learning rate at the end", metavar="LR", needs=(ENDING,)),
     flag("--start-epoch", COUNT, None, "first epoch, from 0 (the checkpoint's); --resume auto goes on from beyond it"),
-    flag("--decay-epochs", ABOVE_ZERO, 30.0, "epochs between decays (step)", needs=(STEPPED,)),
-    flag("--decay-rate --dr", AMOUNT, 0.1, "per step (step) or cycle (cosine); exponent (poly)", needs=(DECAYING,)),
+    flag("--decay-epochs", ABOVE_ZERO, 30.0, "of a step; of the decay, or its share (0.2)", needs=(STEPPED,)),
+    flag("--decay-milestones", POSITIVE, [90, 180, 270], "epochs of the steps", nargs="+", needs=(MULTISTEP,)),
+    flag("--lr-decay-fn", DECAYS, None, "course of the decay (wsd: 1-sqrt, rsqrt: linear)", needs=(STABLE,)),
+    flag("--lr-stable-timescale", ABOVE_ZERO, None, "of 1 / sqrt(1 + epochs / X) (the warm-up's)", needs=(RSQRT,)),
+    flag("--decay-rate --dr", AMOUNT, 0.1, "per step or cycle (cosine); exponent (poly)", needs=(DECAYING,)),
     flag("--patience-epochs", COUNT, 10, "refused", refused="--sched plateau is not supported: remove the flag"),
     flag("--lr-cycle-mul", Number(float, low=1), 1.0, "length of a cycle over the one before", needs=(SEVERAL_CYCLES,)),
     flag("--lr-k-decay", ABOVE_ZERO, 1.0, "exponent of the time in the curve (arXiv:2004.05909)", needs=(K_DECAYING,)),
@@ -271,6 +280,8 @@ CHECKPOINTS = Group(
     flag("--resume", PATH, "", "checkpoint to go on from, or auto: the newest of the run"),
     switch("--no-resume-opt", "take weights alone from --resume", needs=(RESUMED,)),
     switch("--allow-changed-data", "resume on other images or labels than the checkpoint's", needs=(RESUMED,)),
+    flag("--stop-epoch", POSITIVE, None, "end after so many epochs; the schedule stays as it is"),
+    flag("--save-epochs", POSITIVE, None, "keep milestone-N.pth.tar after N epochs, to branch from", nargs="+"),
     flag("--checkpoint-hist", POSITIVE, 10, "best checkpoints to keep; fewer below 30 epochs"),
     flag("--recovery-interval", COUNT, 0, "updates between saves in an epoch; 0: none"),
     flag("--checkpoint-minutes", AMOUNT, 0.0, "minutes between saves; 0: none"),

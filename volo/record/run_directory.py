@@ -19,6 +19,7 @@ import yaml
 from filelock import FileLock, Timeout
 
 from tlt.errors import UserError
+from volo.config.checkpoint_files import MILESTONE
 from volo.config.flags_data import AUGMENTATION, TOKEN_LABELS
 from volo.config.flags_train import BATCH_NORM, EMA, MODEL, OPTIMIZER, REGULARISATION, SCHEDULE
 from volo.record.records import plain, settings_of
@@ -58,8 +59,9 @@ def choose_directory(
     `--output ROOT` (default `output/train`) holds one directory per run: `--experiment NAME`, or `TIME-MODEL-SIZE`. The
     latter is made here, so that no two runs that start in the same second have the same one.
     With `--resume FILE` it is the directory of the file, if that is a run directory and neither flag names another one;
-    with `--resume auto` and no name, the newest run of this experiment: of this model and size, with the same seed,
-    labels, optimizer, schedule, augmentation and regularisation.
+    of a milestone only if `--experiment` names it, because a run of its own branches off there. With `--resume auto`
+    and no name, it is the newest run of this experiment: of this model and size, with the same seed, labels, optimizer,
+    schedule, augmentation and regularisation.
 
     `report` receives a line about a newer run that is another experiment. Without `make` nothing is made (`--dry-run`).
 
@@ -69,7 +71,8 @@ def choose_directory(
     root = Path(args.output or DEFAULT_ROOT)
     suffix = f"-{re.sub(r'[^-.a-zA-Z0-9_]+', '_', args.model)}-{max(image_size)}"
     resumed = Path(args.resume).parent if args.resume not in ("", "auto") else None
-    if resumed and (resumed / "args.yaml").is_file() and _is_named(resumed, args):
+    branches = not args.experiment and MILESTONE.fullmatch(Path(args.resume).name)
+    if resumed and not branches and (resumed / "args.yaml").is_file() and _is_named(resumed, args):
         return resumed
     if not args.experiment:
         return (args.resume == "auto" and _newest_alike(root, suffix, args, report)) or _new(root, suffix, make)

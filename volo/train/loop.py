@@ -36,16 +36,17 @@ _COLLECT = 200  # updates between two collections of garbage
 
 
 def train_epochs(run: Run, training: Training, saver: Saver) -> None:
-    """Train from the position of the state to the end of the schedule.
+    """Train from the position of the state to the end of the schedule, or to `--stop-epoch`.
 
     Raises:
         Stopped: The state is as it was between two updates; an epoch counts as finished only after its validation.
     """
-    args, logger, state, epochs = run.args, run.logger, training.state, training.schedule.total_epochs
+    args, logger, state, schedule = run.args, run.logger, training.state, training.schedule
+    last, epochs = schedule.last_epoch, schedule.total_epochs
     by, meter, step = ranked_by(vars(args)), Meter(run, training), step_of(run, training)
     if args.finetune and state.update == 0 and not args.kd_only:
         logger.line(f"before fine-tuning: {_evaluated(run, training, state.model)}")
-    for epoch in range(state.epoch, epochs):
+    for epoch in range(state.epoch, last):
         if args.patience and best_so_far(state, by)[1] >= args.patience:
             logger.line(f"--patience {args.patience}: no epoch was better than one so long ago; the run ends here")
             break
@@ -65,6 +66,8 @@ def train_epochs(run: Run, training: Training, saver: Saver) -> None:
         if best := saver.after_epoch():
             logger.line(f"best {by} {best.metric:.4f} (epoch {best.epoch + 1}, {best.file})")
         logger.curve()
+    if last < epochs and state.epoch >= last:
+        logger.line(f"--stop-epoch {last} of {epochs}: --resume auto without it goes on with the same schedule")
 
 
 def train_epoch(run: Run, training: Training, step: Step, meter: Meter, saver: Saver) -> EpochTotals:
@@ -128,7 +131,8 @@ def set_train_mode(model: nn.Module, freeze_bn: bool) -> None:
 
 
 def validate_epoch(run: Run, training: Training, epoch: int) -> dict[str, Evaluation]:
-    """Validate the model, and its moving average unless that is on the CPU, in every `--val-interval`-th epoch."""
+    """Validate the model, and its moving average unless that is on the CPU, in every `--val-interval`-th epoch, the
+    last one, and those of milestones."""
     state = training.state
     # The master weights where a copy of them computes: what is validated is what is saved.
     models = {"model": (state.model, training.model if training.precision.working_copy is None else state.model)}
@@ -138,8 +142,8 @@ def validate_epoch(run: Run, training: Training, epoch: int) -> dict[str, Evalua
         for bare, _ in models.values():
             # Every rank has seen other images: all validate with the statistics that rank 0 saves.
             distribute_bn(bare, run.world.size, reduce=run.args.dist_bn == "reduce")
-    last = epoch + 1 == training.schedule.total_epochs
-    if run.args.kd_only or ((epoch + 1) % run.args.val_interval and not last):
+    always = (training.schedule.last_epoch, *(run.args.save_epochs or ()))
+    if run.args.kd_only or ((epoch + 1) % run.args.val_interval and epoch + 1 not in always):
         return {}
     evaluations = {}
     for name, (_, called) in models.items():

@@ -22,6 +22,7 @@ from volo.cluster.distributed import World
 from volo.cluster.stopping import StopGuard
 from volo.config.args import FrozenArgs, TrainArgs, checked_settings
 from volo.config.flag_rules import check_drop_path
+from volo.config.flags_train import CYCLIC_SCHEDULES
 from volo.record.logger import Logger
 from volo.record.metrics import Arithmetic
 from volo.record.run_directory import RunLock
@@ -121,7 +122,7 @@ def dataset_defaults(args: TrainArgs, images: int, classes: int, world_size: int
     """Return the values that replace defaults, and a line that tells of them, "" without any. See `settle`."""
     fitted: dict[str, Any] = {
         "warmup_epochs": min(20, args.epochs // 5),
-        "cooldown_epochs": 10 if args.epochs >= 30 else 0,
+        "cooldown_epochs": 10 if args.epochs >= 30 and args.sched in CYCLIC_SCHEDULES else 0,
         "checkpoint_hist": min(10, max(3, args.epochs // 10)),
     }
     if args.kd_only:  # heads learn logits alone

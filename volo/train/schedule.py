@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import math
 from argparse import Namespace
+from typing import Any
 
 import torch
-from timm.scheduler import create_scheduler_v2
+from timm.scheduler import WSDLRScheduler, create_scheduler_v2
+
+from tlt.errors import UserError
 
 
 def resolve_lr(args: Namespace, global_batch: int) -> tuple[float, str]:
@@ -31,12 +34,19 @@ class LrSchedule:
 
     The curve is timm's. By default it changes from epoch to epoch, as published; with `sched_on_updates` at every
     update. Warm-up counts into the epochs unless `warmup_prefix`; `cooldown_epochs` at the smallest rate follow
-    (cosine, tanh, poly).
+    (cosine, tanh, poly, wsd, rsqrt).
+
+    Attributes:
+        total_epochs: Epochs of the curve, cool-down included.
+        last_epoch: Epochs after which the run ends: fewer with `stop_epoch`.
 
     Args:
-        args: The flags of the group "Schedule", and `seed`, which keys the noise.
+        args: The flags of the group "Schedule", `stop_epoch`, and `seed`, which keys the noise.
         lr: Peak learning rate.
         updates_per_epoch: Optimizer steps per epoch, at least 1.
+
+    Raises:
+        UserError: The decay does not fit in, or the curve has no epoch `stop_epoch`.
     """
 
     def __init__(self, args: Namespace, lr: float, updates_per_epoch: int) -> None:
@@ -44,35 +54,38 @@ class LrSchedule:
         self._on_updates: bool = args.sched_on_updates
         # timm's schedulers need an optimizer to write the learning rate into.
         self._optimizer = torch.optim.SGD([torch.zeros(1)], lr=lr)
-        self._scheduler, self.total_epochs = create_scheduler_v2(
-            self._optimizer,
-            **_curve(args),
-            num_epochs=args.epochs,
-            warmup_epochs=args.warmup_epochs,
-            warmup_lr=args.warmup_lr,
-            warmup_prefix=args.warmup_prefix,
-            cooldown_epochs=args.cooldown_epochs,
-            min_lr=args.min_lr,
-            cycle_mul=args.lr_cycle_mul,
-            cycle_limit=args.lr_cycle_limit,
-            k_decay=args.lr_k_decay,
-            noise=args.lr_noise,
-            noise_pct=args.lr_noise_pct,
-            noise_std=args.lr_noise_std,
-            noise_seed=args.seed,
-            step_on_epochs=not self._on_updates,
-            updates_per_epoch=updates_per_epoch,
-        )
+        curve = _curve(args) | {"step_on_epochs": not self._on_updates, "updates_per_epoch": updates_per_epoch}
+        try:
+            self._scheduler, self.total_epochs = create_scheduler_v2(self._optimizer, **curve)
+        except ValueError as error:
+            of = f"--epochs {args.epochs}, --warmup-epochs {args.warmup_epochs}, --decay-epochs {args.decay_epochs:g}"
+            least = "the decay takes at least one epoch (or update: --sched-on-updates), at most all after the warm-up"
+            reason = "--lr-stable-timescale is missing" if "timescale" in str(error) else least
+            raise UserError(f"--sched {args.sched} with {of}: {reason}") from error
+        self.last_epoch: int = args.stop_epoch or self.total_epochs
+        # A branch of a run may end before epochs that the same recipe saves.
+        saved = 0 if args.resume else max(args.save_epochs or [0])
+        for flag, epoch in {"--stop-epoch": self.last_epoch, "--save-epochs": saved}.items():
+            if epoch > self.total_epochs:
+                raise UserError(f"{flag} {epoch}: the run has {self.total_epochs} epochs")
 
     @property
     def total_updates(self) -> int:
-        """Updates of the whole run, cool-down included."""
-        return self.total_epochs * self.updates_per_epoch
+        """Updates until the run ends, cool-down included."""
+        return self.last_epoch * self.updates_per_epoch
+
+    @property
+    def decay_begins(self) -> float:
+        """The update from which on the rate falls after a stable phase; infinity without one."""
+        if not isinstance(self._scheduler, WSDLRScheduler):
+            return math.inf
+        begin = self._scheduler.get_cycle_length() - self._scheduler.decay_t
+        return begin * (1 if self._on_updates else self.updates_per_epoch)
 
     @property
     def largest(self) -> float:
         """The largest rate with which an epoch begins or ends: about `peak`, unless the warm-up takes too long."""
-        ends = range(0, self.total_updates, self.updates_per_epoch)
+        ends = range(0, self.total_epochs * self.updates_per_epoch, self.updates_per_epoch)
         return max(map(self, (update + last for update in ends for last in (0, self.updates_per_epoch - 1))))
 
     def __call__(self, update: int) -> float:
@@ -84,10 +97,26 @@ class LrSchedule:
         return float(self._optimizer.param_groups[0]["lr"])
 
 
-def _curve(args: Namespace) -> dict[str, float | str]:
-    """Return the arguments of timm that depend on the kind of schedule."""
+def _curve(args: Namespace) -> dict[str, Any]:
+    """Return timm's arguments for the curve."""
     return {
         "sched": args.sched,
+        "num_epochs": args.epochs,
+        "warmup_epochs": args.warmup_epochs,
+        "warmup_lr": args.warmup_lr,
+        "warmup_prefix": args.warmup_prefix,
+        "cooldown_epochs": args.cooldown_epochs,
+        "min_lr": args.min_lr,
+        "cycle_mul": args.lr_cycle_mul,
+        "cycle_limit": args.lr_cycle_limit,
+        "k_decay": args.lr_k_decay,
+        "noise": args.lr_noise,
+        "noise_pct": args.lr_noise_pct,
+        "noise_std": args.lr_noise_std,
+        "noise_seed": args.seed,
+        "decay_fn": args.lr_decay_fn,
+        "stable_timescale": args.lr_stable_timescale,
+        "decay_milestones": sorted(args.decay_milestones),
         "decay_epochs": args.decay_epochs,
         "decay_rate": args.decay_rate,
         # As published: a new cosine cycle starts at decay_rate times the one before, a tanh cycle where it started.
