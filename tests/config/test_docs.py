@@ -15,10 +15,12 @@ import yaml
 
 from benchmarks.program import COMMANDS as BENCHMARKS
 from benchmarks.program import benchmark_parser
+from tlt.errors import UserError
 from tlt.tools.cli import parser as tlt_parser
 from volo.cli import COMMANDS
 from volo.config.args import TRAIN
 from volo.config.flag_table import Flag
+from volo.config.flags_timm import ROWS, TIMM_FLAGS
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md")] + sorted((ROOT / "docs").glob("*.md"))
@@ -83,6 +85,21 @@ def test_the_site_has_a_heading_for_every_flag_of_every_program() -> None:
     left_out = {each for each in asked - named if not re.search(r" (-h|--help|--version|--no-.*)$", each)}
     assert len(asked) > 300 and not left_out
     assert len({anchor for *_, anchor in headings}) == len(headings)
+
+
+def test_flags_that_timm_has_alone_are_told_of_on_the_page_and_where_they_are_given(tmp_path: Path) -> None:
+    page, known = (ROOT / "docs" / "parity.md").read_text(), names_of(TRAIN.parser().flags.values())
+    assert not TIMM_FLAGS.keys() & known, "what is here now is no longer told of as missing"
+    for flags, told in ROWS.items():
+        names = ", ".join(f"`{name}`" for name in flags.split())
+        assert f"\n| {names} | " + re.sub("--[a-z-]+", r"`\g<0>`", told) + " |\n" in page
+        assert set(re.findall("--[a-z-]+", told)) <= known
+    for name, told in TIMM_FLAGS.items():
+        recipe = tmp_path / "recipe.yaml"
+        recipe.write_text(f"{name[2:].replace('-', '_')}: 1\n")
+        for line in ([name, "1"], [f"{name}=1"], [name.replace("-", "_").replace("__", "--", 1)], ["-c", str(recipe)]):
+            with pytest.raises(UserError, match=re.escape(f" (timm): {told}")):
+                TRAIN.parse(["/data", *line])
 
 
 def blocks(language: str) -> Iterator[tuple[str, str]]:

@@ -20,6 +20,7 @@ from tlt.io.files import regular_only
 from volo.config.flag_rules import check_train, join_data_dir
 from volo.config.flag_table import Flag, FlagParser, Program, key_value, nearest
 from volo.config.flags_data import AUGMENTED, TOKEN_LABELS
+from volo.config.flags_timm import TIMM_FLAGS
 from volo.config.flags_train import FITTED, STABLE_SCHEDULES, TRAIN_GROUPS
 
 _PACKAGE = Path(__file__).resolve().parents[1]
@@ -55,6 +56,12 @@ class FrozenArgs(TrainArgs):
 
 
 class _Train(Program):
+    def parser(self) -> FlagParser:
+        """Return its parser, which knows timm's flags."""
+        parser = super().parser()
+        parser.instead = TIMM_FLAGS
+        return parser
+
     def parse(self, argv: Sequence[str] | None = None) -> TrainArgs:
         """Parse train.py's command line (sys.argv where None) over its recipe (`-c`).
 
@@ -180,6 +187,8 @@ def load_yaml(path: str, parser: FlagParser) -> dict[str, Any]:
     content, texts = _mapping(path)
     for key, value in content.items():
         name = str(key).replace("-", "_")
+        if told := parser.instead.get(f"--{name.replace('_', '-')}"):
+            raise UserError(f"{path}: {key} (timm): {told}")
         if name not in known:
             near = nearest(name, known)
             raise UserError(f"{path}: unknown key {shortened(key)}" + (f", did you mean {near}?" if near else ""))

@@ -251,6 +251,8 @@ class FlagParser(argparse.ArgumentParser):
         undo: Give every switch `--X` a `--no-X`, and `--no-X` an `--X`, which set it back where a recipe turned it on.
     """
 
+    instead: Mapping[str, str] = {}  # of flags that users of another program know: what there is in their place
+
     def __init__(self, program: str, usage: str, description: str, groups: Sequence[Group], undo: bool = False) -> None:
         name = _started_as(program)
         told = "Values in brackets are the defaults, words in parentheses what happens without the flag."
@@ -296,6 +298,8 @@ class FlagParser(argparse.ArgumentParser):
 
     def _unknown(self, item: str) -> str:
         name = item.partition("=")[0]
+        if told := self.instead.get(name.replace("_", "-")):
+            return f"{name} (timm): {told}"
         known = [name for row in self.flags.values() for name in row.names if name.startswith("-")]
         near = nearest(name, ["--help", "--version", *known])
         return f"unknown flag {name}" + (f", did you mean {near}?" if near else "")

@@ -1,0 +1,33 @@
+"""What timm's train.py (1.0.31) has under names that this project's has not, and what there is instead: the line that
+such a flag is refused with, and the row of docs/parity.md, which a test compares with these."""
+
+ROWS = {
+    "--color-jitter-prob --grayscale-prob --gaussian-blur-prob": "missing: --color-jitter, --aa",
+    "--train-crop-mode": "missing: random resized crops alone",
+    "--jsd-loss": "missing, as AugMix splits are",
+    "--task --target-format --multilabel-threshold": "missing: an image has one class",
+    "--loss": "cross-entropy, or --bce-loss",
+    "--train-num-samples --val-num-samples": "not needed: images are counted",
+    "--dataset-download --dataset-trust-remote-code": "not wanted: --dataset hfds/NAME alone is fetched, without code",
+    "--input-img-mode": "--in-chans 1 for grey, 3 for RGB",
+    "--input-key --target-key": "not needed: found by the types of columns",
+    "--epoch-repeats --train-batches-per-epoch --train-steps-per-epoch": "not wanted: an epoch has each image once",
+    "--worker-seeding": "not needed: --seed gives each image its augmentation",
+    "--train-img-sizes --train-batch-sizes --train-size-probs --train-size-schedule --train-size-schedule-spread "
+    "--train-size-random-mix --variable-batch-loss-scale": "missing: train small, then --finetune larger",
+    "--naflex-loader --naflex-train-seq-lens --naflex-max-seq-len --naflex-patch-sizes --naflex-patch-size-probs "
+    "--naflex-loss-scale --naflex-patchify-channels-first": "missing: a run has one --img-size",
+    "--layer-decay-min-scale --layer-decay-no-opt-scale": "missing: --layer-decay alone, or --freeze",
+    "--lr-cycle-decay": "--decay-rate, as published",
+    "--kd-loss-type": "not needed: kl, as timm's only one",
+    "--kd-token-distill-type": "missing, as DeiT's distillation token is",
+    "--task-loss-weight": "1; --kd-loss-weight weighs the teacher's",
+    "--kd-student-feature-dim --kd-teacher-feature-dim": "not needed: the models tell",
+    "--fuser": "of TorchScript; --torchcompile",
+    "--fast-norm": "not wanted: norms stay in float32",
+    "--no-ddp-bb": "not needed: steps send no buffers (--dist-bn)",
+    "--synchronize-step": "not wanted: steps don't wait",
+    "--device-modules": "missing: --device takes torch's own",
+    "--wandb-resume-id": "not needed: --resume finds it",
+}
+TIMM_FLAGS = {flag: told for flags, told in ROWS.items() for flag in flags.split()}
