@@ -17,7 +17,7 @@ from tlt.errors import MachineFault, UserError
 from tlt.io.text import printable
 
 # Windows would translate line ends, and has none of the others. O_NONBLOCK: a pipe without a writer opens at once.
-READ_FLAGS = os.O_RDONLY | sum(getattr(os, name, 0) for name in ("O_CLOEXEC", "O_NONBLOCK", "O_BINARY"))
+_READ_FLAGS = os.O_RDONLY | sum(getattr(os, name, 0) for name in ("O_CLOEXEC", "O_NONBLOCK", "O_BINARY"))
 _SEEKING = Lock()
 _WAITS = (0.1, 0.5, 2.0)  # seconds between the times that a file is read
 # What is wrong with a file itself, or with where a damaged one leads its reader. All else is the machine's fault.
@@ -83,7 +83,7 @@ def blamed_on(file: str | Path | None, what: str = "can't be used", remedy: str 
 def regular_only(path: str, flags: int) -> int:
     """An `opener` of `open` for files that users name. Raises OSError: it is a folder, a device, or a pipe, which might
     wait for its writer for ever."""
-    descriptor = os.open(path, flags | READ_FLAGS)
+    descriptor = os.open(path, flags | _READ_FLAGS)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         raise OSError(errno.EINVAL, "not a regular file but a directory, pipe or device", path)

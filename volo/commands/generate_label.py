@@ -49,6 +49,7 @@ from volo.cluster.distributed import (
 from volo.commands.console import say
 from volo.train.compilation import check_scope, compile_errors_told, feature_compiler
 from volo.train.data import validation_loader
+from volo.train.model import place_model
 from volo.train.precision import check_convolutions, compute_dtype
 from volo.train.trained_model import TrainedModel, load_model
 
@@ -114,8 +115,7 @@ def prepare_annotator(trained: TrainedModel, world: World) -> Annotator:
         UserError: The model has no exact dense logits.
     """
     args, size = trained.args, trained.settings["input_size"]
-    memory_format = torch.channels_last if args.channels_last else torch.preserve_format
-    model = trained.model.eval().to(world.device).to(memory_format=memory_format)
+    model = place_model(trained.model.eval(), args, world)
     check_dense(model, torch.randn(2, *size, device=world.device), f"--model {args.model}")
     dtype = compute_dtype(args, world.device)
     say(check_convolutions(model, size, dtype, world.device), world.is_primary)

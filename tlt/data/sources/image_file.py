@@ -20,7 +20,7 @@ try:
 except ImportError:  # there is no wheel for a new Python: Pillow decodes to the same pixels
     simplejpeg = None
 
-from tlt.io.files import READ_FLAGS, is_machine_fault, read_into, regular_only, with_retries
+from tlt.io.files import is_machine_fault, read_into, regular_only, with_retries
 
 # Pillow warns of odd metadata, which nothing here looks at, and of sizes that --max-pixels judges.
 warnings.filterwarnings("ignore", module=r"PIL\.")
@@ -68,14 +68,11 @@ def read_file(path: str, max_pixels: int = DEFAULT_MAX_PIXELS) -> bytearray:
     """
 
     def read() -> bytearray:
-        descriptor = regular_only(path, READ_FLAGS)
-        try:
-            data = bytearray(check_length(os.fstat(descriptor).st_size, max_pixels))
-            if (done := read_into(data, descriptor, 0)) < len(data):
+        with open(path, "rb", buffering=0, opener=regular_only) as file:
+            data = bytearray(check_length(os.fstat(file.fileno()).st_size, max_pixels))
+            if (done := read_into(data, file.fileno(), 0)) < len(data):
                 raise BadImage(f"file ends after {done} of {len(data)} bytes")
             return data
-        finally:
-            os.close(descriptor)
 
     try:
         return with_retries(read, path)

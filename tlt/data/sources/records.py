@@ -21,7 +21,7 @@ import zlib
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -30,7 +30,7 @@ from filelock import FileLock, Timeout
 from tlt.data.sources.image_file import DEFAULT_MAX_PIXELS, BadImage, check_length
 from tlt.data.sources.source import Found, ImageSource, left_out_lines
 from tlt.errors import UserError
-from tlt.io.files import READ_FLAGS, blamed_on, read_into, with_retries, write_whole
+from tlt.io.files import blamed_on, read_into, regular_only, with_retries, write_whole
 from tlt.io.jobs import SearchProgress, available_cpus, in_processes
 from tlt.io.names import Names
 from tlt.io.text import leads_out, natural_key, printable, some_names
@@ -183,17 +183,6 @@ def _crc(rows: np.ndarray, names: bytes | memoryview, description: Any) -> int:
     return zlib.crc32(rows.view(np.uint8).data, zlib.crc32(names, zlib.crc32(json.dumps(description).encode())))
 
 
-class _OpenFile:
-    """A file that is open until nobody holds this any more."""
-
-    def __init__(self, path: str) -> None:
-        self.descriptor = os.open(path, READ_FLAGS)  # opening a pipe without a writer would wait for ever otherwise
-
-    def __del__(self) -> None:
-        if hasattr(self, "descriptor"):
-            os.close(self.descriptor)
-
-
 class RecordImages(ImageSource):
     """The images in large files, by their table (its path, without an ending), which is mapped into memory. Travels to
     other processes as that path.
@@ -245,7 +234,7 @@ class RecordImages(ImageSource):
         warnings = [f"{printable(table)}: {text}" for text in description["warnings"]]
         super().__init__(folder, paths, classes, description["class_names"], description["folder_names"], warnings)
         self._table = table
-        self._opened = lru_cache(_OPEN_FILES)(_OpenFile)
+        self._opened = lru_cache(_OPEN_FILES)(partial(open, mode="rb", buffering=0, opener=regular_only))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return RecordImages, (self._table,), {"classes": self.classes, "class_names": self.class_names}
@@ -269,7 +258,7 @@ class RecordImages(ImageSource):
         def read() -> int:
             try:
                 opened = self._opened(path)
-                return read_into(data, opened.descriptor, offset)
+                return read_into(data, opened.fileno(), offset)
             except OSError:
                 self._opened.cache_clear()  # opened anew the next time, which helps where it is stale
                 raise
