@@ -24,6 +24,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from tlt.errors import UserError
+from tlt.io.files import os_errors_told
 from tlt.io.jobs import available_cpus
 from volo.config.flag_table import FILE, POSITIVE, Flag, flag
 from volo.config.flags_data import DEBUG
@@ -144,11 +145,9 @@ class Rows:
     def _append(self, row: Mapping[str, Any]) -> None:
         if not self.file:
             return
-        try:
-            with open(self.file, "a") as file:
-                file.write(json.dumps(row) + "\n")
-        except OSError as error:
-            raise UserError(f"--output {self.file}: {error.strerror}; name a file that can be written") from error
+        told = os_errors_told(lambda error: f"--output {self.file}: {error.strerror}; name a file that can be written")
+        with told, open(self.file, "a") as file:
+            file.write(json.dumps(row) + "\n")
 
 
 def _cell(value: Any) -> str:

@@ -80,6 +80,15 @@ def blamed_on(file: str | Path | None, what: str = "can't be used", remedy: str 
         raise UserError(f"{shown} {what} ({reason}): {remedy}") from error
 
 
+@contextmanager
+def os_errors_told(message: Callable[[OSError], str]) -> Iterator[None]:
+    """Turn what the system refuses in the block into a UserError with the text that `message` makes of it."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(message(error)) from error
+
+
 def regular_only(path: str, flags: int) -> int:
     """An `opener` of `open` for files that users name. Raises OSError: it is a folder, a device, or a pipe, which might
     wait for its writer for ever."""

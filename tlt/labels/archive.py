@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from tlt.errors import UserError
-from tlt.io.files import blamed_on, read_at, with_retries, write_at
+from tlt.io.files import blamed_on, os_errors_told, read_at, with_retries, write_at
 from tlt.io.names import Names
 from tlt.io.output_folder import read_marker
 from tlt.io.text import printable
@@ -72,10 +72,8 @@ class Column:
     def read(self, row: int) -> np.ndarray:
         """A row. Raises UserError: the file has been cut."""
         offset, shown = self._begin + row * self._row_bytes, f"label archive {printable(self.path)}"
-        try:
+        with os_errors_told(lambda error: f"{shown} can't be read any more ({error.strerror}): {_REMEDY}"):
             data = with_retries(lambda: read_at(self._file.fileno(), self._row_bytes, offset), self.path)
-        except OSError as error:
-            raise UserError(f"{shown} can't be read any more ({error.strerror}): {_REMEDY}") from error
         if len(data) != self._row_bytes:
             raise UserError(f"{shown} has been cut: row {row} is missing; {_REMEDY}")
         return np.frombuffer(data, self.dtype).reshape(self._row_shape)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import zlib
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tlt.errors import UserError
-from tlt.io.files import write_whole
+from tlt.io.files import os_errors_told, write_whole
 from tlt.io.names import Names
 from tlt.io.output_folder import OutputFolder
 from tlt.io.text import printable
@@ -48,12 +49,10 @@ class ArchiveWriter:
     ) -> None:
         self.root, self.info = Path(root), info
         self.names = names if isinstance(names, Names) else Names(names)
-        try:
+        with self._writing():
             self._folder = self._begin(overwrite) if first else None
             self.complete = self._folder is not None and self._folder.complete
             self._rows = Rows(root, info, len(names), writable=not self.complete)
-        except OSError as error:
-            raise self._unwritable(error) from error
 
     def pending(self) -> list[int]:
         """The rows that have no label yet. Those that are said to have one are read again."""
@@ -119,12 +118,10 @@ class ArchiveWriter:
         info = replace(self.info, skipped=list(skipped), max_id=max_id)
         # The checksum makes meta.json another one where the labels are others.
         more = {"labels_crc32": zlib.crc32(crc32.tobytes()), "agreement": tally.summary()}
-        try:
+        with self._writing():
             for column in self._rows.columns.values():
                 column.sync()
             self._folder.finish({**asdict(info), **more})
-        except OSError as error:
-            raise self._unwritable(error) from error
         self.close()
         return tally.summary()
 
@@ -155,11 +152,11 @@ class ArchiveWriter:
         return folder
 
     def _write(self, row: int, arrays: dict[str, np.ndarray], state: int) -> None:
-        try:
+        with self._writing():
             self._rows.write(row, arrays, state)
-        except OSError as error:
-            raise self._unwritable(error) from error
 
-    def _unwritable(self, error: OSError) -> UserError:
-        where = printable(str(error.filename or self.root))
-        return UserError(f"OUT {where} can't be written ({error.strerror}); make room and run the same command again")
+    def _writing(self) -> AbstractContextManager[None]:
+        remedy = "make room and run the same command again"
+        return os_errors_told(
+            lambda e: f"OUT {printable(str(e.filename or self.root))} can't be written ({e.strerror}); {remedy}"
+        )

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from tlt.errors import UserError
-from tlt.io.files import read_bytes
+from tlt.io.files import os_errors_told, read_bytes
 from tlt.io.jobs import SearchProgress
 from tlt.io.names import Names
 from tlt.io.text import natural_sorted, printable
@@ -117,10 +117,8 @@ def read_map(path: str | Path, num_classes: int | None = None) -> LabelMap:
         MachineFault: It can't be read because of the machine.
     """
     shown = f"label {printable(str(path))}"
-    try:
+    with os_errors_told(lambda error: f"{shown} can't be read: {error.strerror}"):
         tensor = load_plain(io.BytesIO(read_bytes(path)), shown)
-    except OSError as error:
-        raise UserError(f"{shown} can't be read: {error.strerror}") from error
     if not isinstance(tensor, torch.Tensor):
         raise UserError(f"{shown} holds a {type(tensor).__name__}, not a tensor [2, k, H, W]")
     # A small file may say that it is one of gigabytes, every value of which is the same in memory.

@@ -25,7 +25,7 @@ from tlt import geometry
 from tlt.data.batch import Batch
 from tlt.data.dataset import TrainDataset
 from tlt.errors import UserError, require
-from tlt.io.files import write_whole
+from tlt.io.files import os_errors_told, write_whole
 from tlt.io.text import printable
 from tlt.label_map import Area, LabelBatch
 from tlt.targets import SparseLabels, Targets
@@ -159,10 +159,8 @@ def save_figure(figure: Figure, path: str | Path) -> None:
     """
     content = io.BytesIO()
     figure.savefig(content, format=Path(path).suffix[1:].lower())
-    try:
+    with os_errors_told(lambda error: f"{printable(str(path))} can't be written: {error.strerror or error}"):
         write_whole(path, content.getvalue())
-    except OSError as error:
-        raise UserError(f"{printable(str(path))} can't be written: {error.strerror or error}") from error
 
 
 def check_format(path: str | Path) -> None:

@@ -11,6 +11,7 @@ import numpy as np
 from tlt.data.sources import open_images
 from tlt.data.sources.source import ImageSource
 from tlt.errors import UserError
+from tlt.io.files import os_errors_told
 from tlt.io.jobs import Progress
 from tlt.io.text import leads_out, natural_sorted, printable
 from tlt.label_map import LabelMap
@@ -110,7 +111,7 @@ def unpack(archive: str, out: str, overwrite: bool = False) -> list[str]:
     labels = [name if name.endswith(".pt") else own for name, own in zip(names, label_names(names), strict=True)]
     if (outside := next(filter(leads_out, labels), None)) is not None:
         raise UserError(f"the archive names {printable(outside)}, outside of its tree: it is not unpacked")
-    try:
+    with os_errors_told(lambda e: f"OUT {printable(str(e.filename or out))} can't be written ({e.strerror})"):
         root.mkdir(parents=True, exist_ok=True)
         if any(not path.name.startswith(".") for path in root.iterdir()):
             if not overwrite:
@@ -126,7 +127,5 @@ def unpack(archive: str, out: str, overwrite: bool = False) -> list[str]:
                 write_map(root / label, label_map, info.num_classes or (info.max_id or 0) + 1)
             progress.step()
         progress.close()
-    except OSError as error:
-        raise UserError(f"OUT {printable(str(error.filename or out))} can't be written ({error.strerror})") from error
     absent = f", {len(reader.missing)} images without label" if reader.missing else ""
     return [f"{len(names) - len(reader.missing)} label files in {printable(out)}{absent}"]

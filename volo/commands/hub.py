@@ -14,7 +14,7 @@ import yaml
 from timm.models import save_for_hf
 
 from tlt.errors import UserError, install_command
-from tlt.io.files import blamed_on
+from tlt.io.files import blamed_on, os_errors_told
 from tlt.io.weights import peek_checkpoint
 from volo.checkpoint.model_config import class_names
 from volo.config.args import changed_flags
@@ -52,7 +52,7 @@ def write_folder(trained: TrainedModel, checkpoint: str, folder: Path, licence: 
     settings = {key: trained.settings[key] for key in _IMAGES}
     with blamed_on(checkpoint or None):
         text = card(trained, name, checkpoint, licence, origin_url)
-    try:
+    with os_errors_told(lambda error: f"--to-hf {folder} can't be written: {error.strerror}"):
         folder.mkdir(parents=True, exist_ok=True)
         if any(folder.iterdir()):
             raise UserError(f"--to-hf {folder} is not empty: name a new folder")
@@ -66,8 +66,6 @@ def write_folder(trained: TrainedModel, checkpoint: str, folder: Path, licence: 
             config["model_args"] = {"img_size": trained.settings["input_size"][1:], "num_classes": classes}
         (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
         (folder / "README.md").write_text(text, "utf-8")
-    except OSError as error:
-        raise UserError(f"--to-hf {folder} can't be written: {error.strerror}") from error
     return f"wrote {folder}: {name}, {classes} classes; {needed_import(name) or 'timm alone loads it'}"
 
 

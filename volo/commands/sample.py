@@ -13,6 +13,7 @@ from pathlib import Path
 from PIL import Image
 
 from tlt.errors import UserError, require
+from tlt.io.files import os_errors_told
 
 SIZE = 64  # px; a scan has 8 x 8, and is enlarged so that augmentation has pixels to work on
 HELD_OUT_EVERY = 5
@@ -27,10 +28,8 @@ def run(args: Namespace) -> int:
     folder = Path(args.directory)
     if folder.exists():
         raise UserError(f"{folder} is there already: name a new folder")
-    try:
+    with os_errors_told(lambda error: f"{folder} can't be written: {error.strerror}"):
         write_digits(folder, args.images)
-    except OSError as error:
-        raise UserError(f"{folder} can't be written: {error.strerror}") from error
     return 0
 
 

@@ -7,6 +7,7 @@ from argparse import Namespace
 from pathlib import Path
 
 from tlt.errors import UserError
+from tlt.io.files import os_errors_told
 from volo.config.args import shipped
 
 _LAUNCHER = """#!/usr/bin/env bash
@@ -22,7 +23,7 @@ def run(args: Namespace) -> int:
         UserError: The folder holds something, or can't be written.
     """
     folder = Path(args.directory)
-    try:
+    with os_errors_told(lambda error: f"{folder} can't be written: {error.strerror}"):
         folder.mkdir(parents=True, exist_ok=True)
         if any(folder.iterdir()):
             raise UserError(f"{folder} is not empty: name a new folder, or remove what it holds")
@@ -32,8 +33,6 @@ def run(args: Namespace) -> int:
         launcher.write_text(_LAUNCHER)
         for script in (launcher, *(folder / "slurm").iterdir()):
             script.chmod(0o755)
-    except OSError as error:
-        raise UserError(f"{folder} can't be written: {error.strerror}") from error
     print(f"wrote {folder}: edit the #SBATCH lines of slurm/pretrain.sbatch, then, in {folder},")
     print("  DATA=/data/imagenet LABELS=/data/token_labels sbatch -N 2 slurm/pretrain.sbatch --model volo_d1")
     return 0

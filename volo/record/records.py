@@ -27,8 +27,7 @@ import torch
 import yaml
 
 from tlt import __version__
-from tlt.errors import UserError
-from tlt.io.files import read_at, write_whole
+from tlt.io.files import os_errors_told, read_at, write_whole
 from tlt.tools.drawing import INK, drawable, new_figure, shorten
 from volo.cluster.distributed import launch_id
 
@@ -140,10 +139,8 @@ class RunRecords:
         self.path = path
         self._metrics = LineFile(path / METRICS)
         self._started: dict[str, bytes] = {}  # contents of the files that a start writes
-        try:
+        with os_errors_told(lambda error: f"--output {path}: cannot create the run directory ({error.strerror})"):
             path.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise UserError(f"--output {path}: cannot create the run directory ({error.strerror})") from error
 
     def record_start(
         self, args: Namespace, world_size: int, device: str, more: Mapping[str, bytes] | None = None
@@ -188,11 +185,9 @@ class RunRecords:
         lines = file.read_bytes().splitlines() if file.is_file() else []
         kept = [line for line in lines if _is_before(line, epoch, update)]
         if len(kept) < len(lines):
-            try:
+            with os_errors_told(lambda error: f"{file} can't be written ({error.strerror}): make room there"):
                 write_whole(file, b"".join(line + b"\n" for line in kept))
                 self._write_summary()
-            except OSError as error:
-                raise UserError(f"{file} can't be written ({error.strerror}): make room there") from error
         return len(lines) - len(kept)
 
     def sync(self) -> None:

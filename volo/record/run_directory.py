@@ -19,6 +19,7 @@ import yaml
 from filelock import FileLock, Timeout
 
 from tlt.errors import UserError
+from tlt.io.files import os_errors_told
 from volo.config.checkpoint_files import MILESTONE
 from volo.config.flags_data import AUGMENTATION, TOKEN_LABELS
 from volo.config.flags_train import BATCH_NORM, EMA, MODEL, OPTIMIZER, REGULARISATION, SCHEDULE
@@ -44,11 +45,9 @@ def check_writable(folder: Path, flag: str) -> None:
         UserError: Nothing can be written there.
     """
     there = folder
-    try:
+    with os_errors_told(lambda error: f"{flag} {folder}: nothing can be written in {there} ({error.strerror})"):
         there = next(parent for parent in (folder, *folder.parents) if parent.exists())
         TemporaryDirectory(dir=there, prefix=".writable-").cleanup()
-    except OSError as error:
-        raise UserError(f"{flag} {folder}: nothing can be written in {there} ({error.strerror})") from error
 
 
 def choose_directory(
@@ -154,14 +153,12 @@ def _new(root: Path, suffix: str, make: bool) -> Path:
     """Make and return a directory named after the present second, with a number if that name exists."""
     now = datetime.now().strftime(_TIME)
     path = root / f"{now}{suffix}"
-    try:
+    with os_errors_told(lambda error: f"--output {path}: cannot create the run directory ({error.strerror})"):
         for number in itertools.count(2) if make else ():
             with suppress(FileExistsError):
                 path.mkdir(parents=True)
                 break
             path = root / f"{now}-{number}{suffix}"
-    except OSError as error:
-        raise UserError(f"--output {path}: cannot create the run directory ({error.strerror})") from error
     return path
 
 

@@ -30,7 +30,7 @@ from filelock import FileLock, Timeout
 from tlt.data.sources.image_file import DEFAULT_MAX_PIXELS, BadImage, check_length
 from tlt.data.sources.source import Found, ImageSource, left_out_lines
 from tlt.errors import UserError
-from tlt.io.files import blamed_on, read_into, regular_only, with_retries, write_whole
+from tlt.io.files import blamed_on, os_errors_told, read_into, regular_only, with_retries, write_whole
 from tlt.io.jobs import SearchProgress, available_cpus, in_processes
 from tlt.io.names import Names
 from tlt.io.text import leads_out, natural_key, printable, some_names
@@ -110,10 +110,8 @@ def open_records(
 
 
 def _scan(scan: Callable[[str], FileRecords], path: str) -> FileRecords:
-    try:
+    with os_errors_told(lambda error: f"{printable(path)} can't be read ({error.strerror or error})"):
         return scan(path)
-    except OSError as error:
-        raise UserError(f"{printable(path)} can't be read ({error.strerror or error})") from error
 
 
 def concatenated(files: Sequence[FileRecords]) -> np.ndarray:

@@ -26,7 +26,7 @@ from tlt.data.sources.image_file import most_bytes
 from tlt.data.sources.records import ROW, FileRecords, RecordImages
 from tlt.data.sources.source import MAX_CLASS, Found, check_classes, class_folder, numbered_names
 from tlt.errors import MissingSplit, UserError, require
-from tlt.io.files import regular_only
+from tlt.io.files import os_errors_told, regular_only
 from tlt.io.text import leads_out, natural_key, natural_sorted, printable, some_names
 
 # Names of the features: TensorFlow's image records, then tensorflow_datasets'.
@@ -105,10 +105,8 @@ def open_tfds(name: str, data: str, split: str, found: Found | None) -> RecordIm
 
 
 def _record_names(folder: str) -> list[str]:
-    try:
+    with os_errors_told(lambda error: f"{printable(folder)} can't be read ({error.strerror})"):
         return sorted(filter(_RECORDS.fullmatch, os.listdir(folder)), key=natural_key)
-    except OSError as error:
-        raise UserError(f"{printable(folder)} can't be read ({error.strerror})") from error
 
 
 def _whole(folder: str, names: Sequence[str]) -> list[str]:
