@@ -162,7 +162,7 @@ def test_missing_dali_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     for cuda, extra in (("13.0", "dali"), ("12.8", "dali-cuda12")):
         monkeypatch.setattr(torch.version, "cuda", cuda)
         dali._dali.cache_clear()
-        with pytest.raises(UserError, match=rf"nvidia.dali is not installed: pip install 'volo-tlt\[{extra}\]'"):
+        with pytest.raises(UserError, match=rf"nvidia.dali is not installed: pip install '.*\[{extra}\]'"):
             create_backend("dali-cpu")
     dali._dali.cache_clear()
 

@@ -156,12 +156,12 @@ def test_hub_faults_are_one_line(hub: Path, tmp_path: Path) -> None:
 
 def test_missing_package_is_named_with_its_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(UserError, match=r"pip install 'volo-tlt\[hf\]'"):
+    with pytest.raises(UserError, match=r"pip install '.*\[hf\]'"):
         open_images(None, "train", "hfds/x")
     (tmp_path / "train").mkdir()
     (tmp_path / "train" / "0.tfrecord").write_bytes(bytes(20))
     monkeypatch.setitem(sys.modules, "google_crc32c", None)
-    with pytest.raises(UserError, match=r"pip install 'volo-tlt\[tfrecord\]'"):
+    with pytest.raises(UserError, match=r"pip install '.*\[tfrecord\]'"):
         open_images(str(tmp_path), "train", "tfrecord")
     with pytest.raises(UserError, match="DATA is missing"):
         open_images(None, "train", "tfrecord")
