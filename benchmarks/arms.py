@@ -292,6 +292,5 @@ def reason_of(error: Exception) -> str:
         return str(error)
     traceback.print_exception(error)
     lines = str(error).strip().splitlines() or [""]
-    return f"{type(error).__name__}: {lines[0 if isinstance(error, RuntimeError) else -1]}"[
-        :160
-    ]  # Triton's say it last
+    line = lines[0 if isinstance(error, RuntimeError) else -1]  # Triton's say it last
+    return f"{type(error).__name__}: {line}"[:160]

@@ -138,25 +138,18 @@ def read_into(data: bytearray, descriptor: int, offset: int) -> int:
     return done
 
 
-def write_at(descriptor: int, data: bytes, offset: int) -> int:
-    """Write `data` to byte `offset` of an open file, in one write; return how many bytes were written."""
-    if hasattr(os, "pwrite"):
-        return os.pwrite(descriptor, data, offset)
-    with _SEEKING:
-        os.lseek(descriptor, offset, os.SEEK_SET)
-        return os.write(descriptor, data)
-
-
-def write_whole(path: str | Path, data: bytes | memoryview) -> None:
-    """Write a file, whole or not at all, and wait until it is on the disk; `sync_folder` does so for its name."""
+def write_whole(path: str | Path, data: bytes | memoryview, sync: bool = True) -> None:
+    """Write a file, whole or not at all, and with `sync` wait until it is on the disk; `sync_folder` does so for its
+    name."""
     path = Path(path)
     # No process id in the name: what a killed process leaves behind, the next one overwrites.
     temporary = path.with_name(f".{path.name}.tmp")
     try:
         with open(temporary, "wb") as file:
             file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
+            if sync:
+                file.flush()
+                os.fsync(file.fileno())
         os.replace(temporary, path)
     except OSError:
         with suppress(OSError):

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from tlt.errors import UserError
-from tlt.io.files import blamed_on, os_errors_told, read_at, with_retries, write_at
+from tlt.io.files import blamed_on, os_errors_told, read_at, with_retries
 from tlt.io.names import Names
 from tlt.io.output_folder import read_marker
 from tlt.io.text import printable
@@ -80,7 +80,7 @@ class Column:
 
     def write(self, row: int, data: bytes) -> None:
         """Write the bytes of a row. Raises OSError."""
-        if write_at(self._file.fileno(), data, self._begin + row * self._row_bytes) != len(data):
+        if os.pwrite(self._file.fileno(), data, self._begin + row * self._row_bytes) != len(data):
             raise OSError(28, "No space left on device", self.path)
 
     def sync(self) -> None:

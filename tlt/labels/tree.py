@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from tlt.errors import UserError
-from tlt.io.files import os_errors_told, read_bytes
+from tlt.io.files import os_errors_told, read_bytes, write_whole
 from tlt.io.jobs import SearchProgress
 from tlt.io.names import Names
 from tlt.io.text import natural_sorted, printable
@@ -91,16 +91,9 @@ def write_map(path: str | Path, label_map: LabelMap, num_classes: int) -> None:
     replacing `path` in one step."""
     dtype = torch.float16 if num_classes - 1 <= _EXACT_IDS[torch.float16] else torch.float32
     both = torch.stack([torch.from_numpy(label_map.values).to(dtype), torch.from_numpy(label_map.ids).to(dtype)])
-    path = Path(path)
-    # No process id in the name: what a killed run leaves behind, the next one overwrites.
-    temporary = path.with_name(f".{path.name}.tmp")
     torch.save(both, content := io.BytesIO())  # into a file it would say of a full disk no more than RuntimeError
-    try:
-        temporary.write_bytes(content.getvalue())
-        # Not flushed to the disk: a million flushes take hours, and a torn file is found and made again.
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    # Not flushed to the disk: a million flushes take hours, and a torn file is found and made again.
+    write_whole(path, content.getvalue(), sync=False)
 
 
 def read_map(path: str | Path, num_classes: int | None = None) -> LabelMap:

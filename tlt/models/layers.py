@@ -243,7 +243,7 @@ def drop_index_of(block: nn.Module) -> int | None:
 
 
 class TransformerBlock(ResidualBlock):
-    """Pre-norm transformer block."""
+    """Pre-norm transformer block; `options` are further arguments of ResidualBlock."""
 
     def __init__(
         self,
@@ -253,12 +253,10 @@ class TransformerBlock(ResidualBlock):
         qkv_bias: bool = False,
         proj_drop: float = 0.0,
         attn_drop: float = 0.0,
-        drop_path: float = 0.0,
-        residual_scale: float = 1.0,
-        norm_layer: type[nn.Module] = nn.LayerNorm,
+        **options: Any,
     ) -> None:
         attn = SelfAttention(dim, num_heads, qkv_bias, attn_drop, proj_drop)
-        super().__init__(dim, attn, mlp_ratio, norm_layer, proj_drop, drop_path, residual_scale)
+        super().__init__(dim, attn, mlp_ratio, drop=proj_drop, **options)
 
 
 class Stage(nn.Sequential):

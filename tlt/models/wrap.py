@@ -357,15 +357,13 @@ def add_mix_point(model: nn.Module, images: Tensor) -> tuple[MixPoint, Tokens]:
     if name is None:
         raise UserError(f"none of its layers is one that MixToken knows ({', '.join(_EMBEDDINGS)})")
     layer: nn.Module = getattr(model, name)
-    with shrinking_layers(model) as layers:
-        partner, output = _map_and_output(model, layer, images.flip(0))
-    grid, size = (partner.shape[1], partner.shape[2]), (images.shape[2], images.shape[3])
+    partner, output = _map_and_output(model, layer, images.flip(0))
+    grid = partner.shape[1], partner.shape[2]
     lower = images.flip(0)
     lower[:, :, images.shape[2] // 2 :] *= -1
     point = MixPoint(name, _layout(name, layer, grid, output, _map_and_output(model, layer, lower)[1]))
+    tokens = find_tokens(model, (images.shape[2], images.shape[3]), point)
     handle = layer.register_forward_hook(point)
-    cells = point.cells_of(output, layers, size)
-    tokens = Tokens(grid, positions_of(layers, grid, size), partner.shape[3], cells)
     mixed = point.mixed(partial(_last_map, model), images, (0, 0, *grid), tokens)
     if not (mixed - partner).abs().max() <= _TOLERANCE * partner.abs().max():
         handle.remove()
