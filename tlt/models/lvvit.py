@@ -121,21 +121,10 @@ class LVViT(TokenLabelModel):
         tokens = self.pos_grid[0] * self.pos_grid[1]
         self.pos_embed = nn.Parameter(torch.zeros(1, 1 + tokens, embed_dim))
         self.pos_drop = nn.Dropout(drop_rate)
-        blocks = [
-            TransformerBlock(
-                embed_dim,
-                num_heads,
-                mlp_ratio,
-                qkv_bias,
-                proj_drop=drop_rate,
-                attn_drop=attn_drop_rate,
-                drop_path=drop_path_rate * index / max(depth - 1, 1),
-                residual_scale=residual_scale,
-                norm_layer=norm_layer,
-            )
-            for index in range(depth)
-        ]
-        self.blocks = nn.ModuleList(blocks)
+        shared: dict[str, Any] = {"mlp_ratio": mlp_ratio, "qkv_bias": qkv_bias, "norm_layer": norm_layer}
+        shared |= {"proj_drop": drop_rate, "attn_drop": attn_drop_rate, "residual_scale": residual_scale}
+        rates = [drop_path_rate * index / max(depth - 1, 1) for index in range(depth)]
+        self.blocks = nn.ModuleList(TransformerBlock(embed_dim, num_heads, drop_path=rate, **shared) for rate in rates)
         self.norm = norm_layer(embed_dim)
         self.feature_info = [
             {"num_chs": embed_dim, "reduction": patch_size, "module": f"blocks.{index}"} for index in range(depth)

@@ -241,12 +241,10 @@ def _page(folder: Path, head: dict[str, str], sections: dict[str, list[str]]) ->
         f"<h2>{title}</h2><pre>{html.escape(chr(10).join(lines or ['none recorded']))}</pre>"
         for title, lines in sections.items()
     )
-    curve, images = (
-        _shown(folder / "curve.png", "Loss and accuracy"),
-        _shown(folder / "first_batch.png", "First images"),
-    )
-    texts = _shown(folder / "args.yaml", "All settings"), _shown(folder / "run.json", "Starts, with versions")
-    body = f"<h1>{name}</h1><dl>{facts}</dl>{curve}{settings}{texts[0]}<div>{images}</div>{''.join(rest)}{texts[1]}"
+    files = {"curve.png": "Loss and accuracy", "first_batch.png": "First images"}
+    files |= {"args.yaml": "All settings", "run.json": "Starts, with versions"}
+    curve, images, flags, starts = (_shown(folder / file, heading) for file, heading in files.items())
+    body = f"<h1>{name}</h1><dl>{facts}</dl>{curve}{settings}{flags}<div>{images}</div>{''.join(rest)}{starts}"
     tags = '<meta charset="utf-8"><meta name="viewport" content="width=device-width">'
     tags += f"<title>{name}</title><style>{_STYLE}</style>"
     return f'<!doctype html><html lang="en"><head>{tags}</head><body>{body}</body></html>\n'
