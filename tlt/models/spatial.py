@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
-from timm.layers import BlurPool2d, Conv2dSame, RmsNorm, RmsNorm2d
+from timm.layers import BlurPool2d, Conv2dSame, RmsNorm, RmsNorm2d, to_2tuple
 from timm.layers.pool2d_same import AvgPool2dSame, MaxPool2dSame
 from timm.models import swin_transformer, swin_transformer_v2, swin_transformer_v2_cr
 from torch import Tensor, nn
@@ -240,19 +240,15 @@ class _Resizings(TorchFunctionMode):
 def _shrinking(layer: Any, source: Any, size: Any, attends: bool, pad: nn.ZeroPad2d | None) -> Shrinking:
     if isinstance(layer, _MERGINGS):
         return Shrinking(tuple(source), tuple(size), (2, 2), (1.0, 1.0))
-    kernel = _pair(layer.filt_size if isinstance(layer, BlurPool2d) else layer.kernel_size)
-    stride, dilation = _pair(layer.stride), _pair(getattr(layer, "dilation", 1))
+    kernel = to_2tuple(layer.filt_size if isinstance(layer, BlurPool2d) else layer.kernel_size)
+    stride, dilation = to_2tuple(layer.stride), to_2tuple(getattr(layer, "dilation", 1))
     reach = tuple(step * (cells - 1) + 1 for step, cells in zip(dilation, kernel, strict=True))
     if getattr(layer, "same_pad", isinstance(layer, _SAME)):  # as much as TensorFlow, the odd cell at the end
         steps = zip(source, size, stride, reach, strict=True)
         before = tuple(max((count - 1) * step + wide - side, 0) // 2 for side, count, step, wide in steps)
     else:
-        before = (0, 0) if isinstance(layer.padding, str) else _pair(layer.padding)
+        before = (0, 0) if isinstance(layer.padding, str) else to_2tuple(layer.padding)[:2]
     if pad is not None:  # left, right, top, bottom
         before = before[0] + pad.padding[2], before[1] + pad.padding[0]
     first = tuple(wide / 2 - cells for wide, cells in zip(reach, before, strict=True))
     return Shrinking(tuple(source), tuple(size), stride, first, isinstance(layer, nn.AvgPool2d), attends)
-
-
-def _pair(value: Any) -> tuple[Any, Any]:
-    return (value, value) if isinstance(value, int) else (value[0], value[1])

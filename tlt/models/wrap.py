@@ -17,6 +17,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+from timm.layers import to_2tuple
 from torch import Tensor, nn
 
 from tlt.errors import UserError, in_range
@@ -170,8 +171,7 @@ class WithDenseHead(Extension):
         return self._tokens(img_size).positions
 
     def _tokens(self, img_size: int | Size | None) -> Tokens:
-        size = _own_size(self) if img_size is None else img_size
-        size = (size, size) if isinstance(size, int) else (size[0], size[1])
+        size: Size = to_2tuple(_own_size(self) if img_size is None else img_size)
         if size not in self._seen:
             self._seen[size] = find_tokens(self, size, self.mix_point)
         return self._seen[size]

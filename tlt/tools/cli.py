@@ -1,6 +1,6 @@
 """`tlt`: label archives and checks of labels. The arguments are parsed before torch is imported.
 
-    tlt pack TREE OUT --images DATA     one archive out of a tree of label files, or out of an old archive
+    tlt pack TREE OUT --images DATA     one archive out of a tree of label files
     tlt unpack ARCHIVE OUT              a tree of label files out of an archive
     tlt pack-images DATA OUT            images, with their label maps, into tar shards
     tlt check DATA LABELS               do labels and images belong together?
@@ -118,7 +118,7 @@ def _positive(text: str) -> int:
 
 
 _COMMANDS = {  # arguments, one line of help, and what adds the flags; the description is its text
-    "pack": ("TREE OUT", "a tree of label files, or an old archive, into an archive", _pack),
+    "pack": ("TREE OUT", "a tree of label files into an archive", _pack),
     "unpack": ("ARCHIVE OUT", "an archive into a tree of label files", _unpack),
     "pack-images": ("DATA OUT", "images and labels into tar shards", _pack_images),
     "check": ("DATA LABELS", "whether labels and images belong together", _check),

@@ -125,10 +125,7 @@ class DaliBackend(Backend):
             pixels = resized_crop(pixels, None, request.size, request.interpolation)
             return cut(pixels, request.top, request.left, size, fill)
 
-        images = torch.empty(len(requests), 3, *size, dtype=torch.uint8)
-        for row, pixels in enumerate(self._pool.map(resize, range(len(requests)))):
-            images[row] = pixels
-        return images
+        return torch.stack([*self._pool.map(resize, range(len(requests)))])
 
     def _accelerates(self, request: Request) -> bool:
         stated = request.encoded.width * request.encoded.height
