@@ -129,11 +129,6 @@ def column_types(info: LabelInfo, records: int) -> dict[str, tuple[tuple[int, ..
     }
 
 
-def is_archive(root: str | Path) -> bool:
-    """Whether a folder is a label archive, complete or not."""
-    return any(os.path.isfile(os.path.join(root, name)) for name in (META_NAME, "values.npy"))
-
-
 def read_description(root: str | Path) -> tuple[LabelInfo, Names]:
     """What a complete archive says of its maps, and the names of its rows, in memory that processes share.
 

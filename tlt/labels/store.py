@@ -17,7 +17,7 @@ from tlt.errors import MachineFault, UserError, one_of
 from tlt.io.names import Names
 from tlt.io.text import first_difference, lookalikes, printable, some_names
 from tlt.label_map import FULL_AREA, NO_AREA, Area, LabelMap, centre_square
-from tlt.labels.archive import ArchiveReader, is_archive
+from tlt.labels.archive import META_NAME, ArchiveReader
 from tlt.labels.label_info import AREAS, Agreement, LabelInfo
 from tlt.labels.shards import ShardReader, shard_folder
 from tlt.labels.tree import TreeReader, usual_label_name
@@ -87,7 +87,7 @@ def open_labels(
     one_of("--label-tail", label_tail, ("zero", "exact"))
     packed = names if isinstance(names, Names) else Names(names)
     reader: Reader
-    if is_archive(path):
+    if any(os.path.isfile(os.path.join(path, name)) for name in (META_NAME, "values.npy")):  # complete or not
         reader = ArchiveReader(os.fspath(path), packed)
     elif (shards := shard_folder(path)) is not None:
         reader = ShardReader(shards, packed)

@@ -52,17 +52,15 @@ class Sums:
         self._values.zero_()
 
 
-def correct_in_top(logits: Tensor, classes: Tensor, ks: tuple[int, ...] = (1, 5)) -> list[Tensor]:
-    """Count the samples whose class is among the k largest logits, for each k.
+def correct_in_top(logits: Tensor, classes: Tensor) -> list[Tensor]:
+    """Count the samples whose class has the largest logit, and those whose class is among the five largest.
 
     Args:
-        logits: (B, C).
+        logits: (B, C); with fewer than five classes, all of them are among the five largest.
         classes: (B,) int64; a class of -1 is never correct.
-        ks: k larger than C counts as C.
     """
-    largest = logits.topk(min(max(ks), logits.shape[1]), dim=1).indices  # (B, k)
-    hits = largest == classes[:, None]
-    return [hits[:, :k].any(dim=1).sum() for k in ks]
+    hits = logits.topk(min(5, logits.shape[1]), dim=1).indices == classes[:, None]  # (B, 5)
+    return [hits[:, :1].any(dim=1).sum(), hits.any(dim=1).sum()]
 
 
 def interval(share: float, count: int) -> tuple[float, float]:
