@@ -104,15 +104,13 @@ class Backend:
         images, bad = torch.empty(len(requests), 3, *size, dtype=torch.uint8), {}
         for row, request in enumerate(requests):
             try:
-                images[row] = self._shown(request, size, fill)
+                # An image of 1 x 20000 pixels that is resized to a width of 224 has too many.
+                check_pixel_limit(request.size[1], request.size[0], self.max_pixels)
+                pixels = self.decode(request.encoded, request.crop, request.size, request.interpolation)
+                images[row] = cut(pixels, request.top, request.left, size, fill)
             except BadImage as error:
                 bad[row] = error
         return Decoded(images, bad)
-
-    def _shown(self, request: Request, size: Size, fill: Sequence[int]) -> Tensor:
-        check_pixel_limit(request.size[1], request.size[0], self.max_pixels)  # of 1 x 20000 pixels made 224 wide
-        pixels = self.decode(request.encoded, request.crop, request.size, request.interpolation)
-        return cut(pixels, request.top, request.left, size, fill)
 
 
 class PilBackend(Backend):

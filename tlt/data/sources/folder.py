@@ -19,7 +19,7 @@ import numpy as np
 from tlt.data.sources.image_file import DEFAULT_MAX_PIXELS, image_extensions, read_file
 from tlt.data.sources.source import Found, ImageSource, left_out_lines
 from tlt.errors import MissingSplit, UserError
-from tlt.io.files import regular_only
+from tlt.io.files import os_errors_told, regular_only
 from tlt.io.jobs import SearchProgress
 from tlt.io.names import Names
 from tlt.io.text import leads_out, natural_key, natural_sorted, printable, some_names
@@ -93,24 +93,20 @@ class FolderListing:
     def _entries(self, folder: str) -> tuple[list[str], dict[str, bool]]:
         """The names of the images in a folder, and of its folders with whether they are links."""
         path, images, folders = os.path.join(self.root, folder), list[str](), dict[str, bool]()
-        try:
-            with os.scandir(path) as entries:
-                for entry in entries:
-                    name = entry.name
-                    by_suffix = name[name.rfind(".") :].lower() in self._suffixes
-                    if by_suffix and name[0] != "." and entry.is_file():
-                        images.append(name)
-                    elif name[0] != "." and name not in _SYSTEM_FOLDERS and entry.is_dir():
-                        folders[name] = entry.is_symlink()
-                    else:
-                        self._left_out[_kind(entry, by_suffix)].append(os.path.join(folder, name))
-            return images, folders
-        except OSError as error:
-            where = printable(error.filename or path)
-            raise UserError(
-                f"{where} can't be read ({error.strerror}): mend its permissions or the link"
-                + ("; leaving it out would change the class numbers" if self._classes else "")
-            ) from error
+        remedy = "mend its permissions or the link"
+        remedy += "; leaving it out would change the class numbers" if self._classes else ""
+        told = os_errors_told(lambda e: f"{printable(e.filename or path)} can't be read ({e.strerror}): {remedy}")
+        with told, os.scandir(path) as entries:
+            for entry in entries:
+                name = entry.name
+                by_suffix = name[name.rfind(".") :].lower() in self._suffixes
+                if by_suffix and name[0] != "." and entry.is_file():
+                    images.append(name)
+                elif name[0] != "." and name not in _SYSTEM_FOLDERS and entry.is_dir():
+                    folders[name] = entry.is_symlink()
+                else:
+                    self._left_out[_kind(entry, by_suffix)].append(os.path.join(folder, name))
+        return images, folders
 
     def _is_read_elsewhere(self, link: str) -> bool:
         """Whether a folder that is a link is read where it really is, or through another link; or holds the split, or
