@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from tlt.data.augment.operations import precise_dtype, send
+from tlt.data.augment.operations import precise_dtype, to_device
 from tlt.errors import UserError
 from tlt.label_map import Area
 from tlt.targets import one_hot
@@ -174,7 +174,7 @@ def _mix_ratios(lam: Floats, boxes: Sequence[Ints | None], size: tuple[int, int]
     edges = np.array([[0] * 4 if box is None else box for box in boxes], np.float64)
     area = (edges[:, 2] - edges[:, 0]) * (edges[:, 3] - edges[:, 1])
     table = np.column_stack([np.where(cut, 1.0 - area / (height * width), lam), cut, edges])
-    label, is_cut, *sides = send(table, images.device)[..., None].unbind(1)  # (R, 1) each
+    label, is_cut, *sides = to_device(table, images.device)[..., None].unbind(1)  # (R, 1) each
     label = label.to(images.dtype)
     if not cut.any():
         return MixRatios(label, label[..., None, None])

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tlt.api import StepKey, draw_box
-from tlt.data.augment.operations import send
+from tlt.data.augment.operations import to_device
 from tlt.data.batch import Batch
 from tlt.errors import UserError
 from tlt.loss import LossTerms, TokenLabelLoss
@@ -83,7 +83,7 @@ class TokenLabelCriterion(TokenLabelLoss):
         """Return what is random in the loss of a step. Raises UserError: a label map has a class that there is not."""
         if batch.labels is not None:
             batch.labels.check_ids(self.num_classes)
-        box = send(np.array(draw_box(step, self.grid), np.int32), batch.images.device) if self.mix_token else None
+        box = to_device(np.array(draw_box(step, self.grid), np.int32), batch.images.device) if self.mix_token else None
         return Drawn(_draw_ratios(self.mix, batch, step), box)
 
     def loss_of(self, model: Callable[..., Any], batch: Batch, drawn: Drawn) -> LossTerms:

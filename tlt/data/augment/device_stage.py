@@ -20,7 +20,7 @@ from torch import Tensor
 
 from tlt import geometry
 from tlt.data.augment.counter import normal_noise
-from tlt.data.augment.operations import OPERATIONS, luma, send, warp
+from tlt.data.augment.operations import OPERATIONS, luma, to_device, warp
 from tlt.data.augment.plan import BICUBIC, BILINEAR, AugmentConfig, Plan
 from tlt.errors import in_range
 from tlt.io.chunks import image_chunks
@@ -86,19 +86,19 @@ def moved_along(maps: Floats) -> Ints:
 
 def _augmented(images: Tensor, plan: Plan, fill: Sequence[int]) -> Tensor:
     """A copy of the images (B, 3, H, W) uint8, each with its layers and its warp in the plan's order."""
-    work = [*_colour_work(plan, plan.early), *_warp_work(plan, fill), *_colour_work(plan, ~plan.early)]
-    work = [each for each in work if len(each.rows)]
+    work = [*_colour_work(plan, plan.before_warp), *_warp_work(plan, fill), *_colour_work(plan, ~plan.before_warp)]
+    work = [step for step in work if len(step.rows)]
     if not work:
         return images
-    images, lengths = images.clone(), [len(each.rows) for each in work]
+    images, lengths = images.clone(), [len(step.rows) for step in work]
     # Two arrays go to the device, whatever the number of operations.
-    all_rows = send(np.concatenate([each.rows for each in work]), images.device).split(lengths)
-    arguments = send(np.concatenate([each.arguments for each in work]), images.device).split(lengths)
-    for each, rows, values in zip(work, all_rows, arguments, strict=True):
+    all_rows = to_device(np.concatenate([step.rows for step in work]), images.device).split(lengths)
+    arguments = to_device(np.concatenate([step.arguments for step in work]), images.device).split(lengths)
+    for step, rows, values in zip(work, all_rows, arguments, strict=True):
         for part in image_chunks(len(rows), images[0].numel(), images.device):
-            first, *others = each.rows[part].tolist()
+            first, *others = step.rows[part].tolist()
             where = rows[part] if others else slice(first, first + 1)  # one image alone needs no copy
-            images[where] = each.run(images[where], values[part])
+            images[where] = step.run(images[where], values[part])
     return images
 
 
@@ -113,14 +113,15 @@ def _erase(images: Tensor, plan: Plan, mode: str) -> Tensor:
         last = boxes[:, :2] + boxes[:, 2:] - 1
         for part in image_chunks(len(rows), images[0].numel(), device):
             tall, wide = boxes[part, 2:].max(0).tolist()
-            told = np.stack([rows[part], *boxes[part, :2].T, *last[part].T, keys[part]])
-            row, top, left, bottom, right, key = send(told, device)[..., None, None, None]  # (b, 1, 1, 1) each
+            box_table = np.stack([rows[part], *boxes[part, :2].T, *last[part].T, keys[part]])
+            columns = to_device(box_table, device)[..., None, None, None]  # (b, 1, 1, 1) each
+            row, top, left, bottom, right, key = columns
             # Smaller boxes fill their last row and column several times, with the same.
             y = torch.minimum(top + torch.arange(tall, device=device)[:, None], bottom)
             x = torch.minimum(left + torch.arange(wide, device=device), right)
             area: tuple[Tensor | slice, ...] = (row, channel, y, x)
             if len(rows[part]) == 1:  # cheaper on CPUs
-                (i, y0, x0), every = told[:3, 0].tolist(), slice(None)
+                (i, y0, x0), every = box_table[:3, 0].tolist(), slice(None)
                 area = (slice(i, i + 1), every, slice(y0, y0 + tall), slice(x0, x0 + wide))
             if mode == "pixel":
                 images[area] = normal_noise(key, (channel * height + y) * width + x)

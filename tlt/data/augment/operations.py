@@ -27,7 +27,7 @@ def precise_dtype(device: torch.device) -> torch.dtype:
     return torch.float32 if device.type == "mps" else torch.float64
 
 
-def send(array: npt.NDArray[np.generic], device: torch.device) -> Tensor:
+def to_device(array: npt.NDArray[np.generic], device: torch.device) -> Tensor:
     """A host array on the device, without waiting for it; doubles where it has them."""
     tensor = torch.from_numpy(np.ascontiguousarray(array))
     if tensor.is_floating_point():

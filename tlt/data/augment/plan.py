@@ -125,7 +125,7 @@ class Plan:
     warp_interpolation: Ints  # (B,) BILINEAR or BICUBIC
     op: Ints  # (B, L) rand_augment.Kernel of each colour layer, NONE where there is none
     argument: Floats  # (B, L)
-    early: Bools  # (B, L) which layers come before the warp: what it shows outside the image keeps the fill's colour
+    before_warp: Bools  # (B, L) which layers precede it: what the warp shows outside the image keeps the fill's colour
     erase: Ints  # (B, R, 4) top, left, h, w in output pixels; h = 0: no box
     erase_key: npt.NDArray[np.uint64]  # (B,) key of the noise in the boxes
 
@@ -175,7 +175,7 @@ def make_plan(
         warp_interpolation=warp_interpolation,
         op=np.where(colour, kernels, Kernel.NONE),
         argument=np.where(colour, values, 0.0),
-        early=np.cumsum(geometric, axis=1) == 0,
+        before_warp=np.cumsum(geometric, axis=1) == 0,
         erase=erased_boxes(config.size, config.reprob, config.recount, erase_draws),
         erase_key=keys(seed, epoch, indices, int(Stream.ERASE_NOISE)),
     )
