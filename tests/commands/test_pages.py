@@ -17,7 +17,7 @@ from tlt.tools import cli as tlt_cli
 PAGES = ("index", "../README", "training", "predict", "looking", "python_api", "deploy")
 # So that it takes seconds: nothing else is changed.
 SMALLER = {
-    r"--images \d+": "--images 60",
+    "--images 600": "--images 60",
     r"--epochs \d+": "--epochs 1 -j 0 --warmup-epochs 0",
     r"range\(100\)": "range(1)",
     r"batch_size=32": "batch_size=32, workers=0",
