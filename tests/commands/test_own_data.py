@@ -97,7 +97,7 @@ def test_defaults_are_told_for_the_images_that_are_trained_on(call: Call, tmp_pa
         Image.new("RGB", (8, 8)).save(root / f"class{number % 5}" / f"{number}.png")
     ended = call("train", f"{root} {OWN} --val-fraction 0.95 --output {tmp_path} --dry-run")
     assert ended.code == 0, ended.err
-    assert "data: 5 training images, 23 validation" in ended.out
+    assert "data: 5 training images (1 left out per epoch, other ones each time), 23 validation" in ended.out
     assert "defaults for 5 images of 5 classes" in ended.out
 
 

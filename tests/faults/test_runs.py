@@ -79,20 +79,20 @@ def test_fault_08_14_a_disk_that_is_full_when_slurm_warns_costs_no_requeue(
     marker, done, full = tmp_path / "marker", itertools.count(1), itertools.count(1)
     monkeypatch.setenv("REQUEUE_MARKER", str(marker))
     monkeypatch.setattr("volo.checkpoint.saver._FINAL_RETRIES", (0.0, 0.0))
-    step, replace = Precision.step, os.replace
+    update_weights, replace = Precision.update, os.replace
 
     def warned(*given: Any) -> Any:
         if next(done) == 7:
             signal.raise_signal(signal.SIGUSR1)
             monkeypatch.setattr(os, "replace", no_space)
-        return step(*given)
+        return update_weights(*given)
 
     def no_space(old: Path, new: Path) -> None:
         if Path(new).name == "last.pth.tar" and next(full) <= failing:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         replace(old, new)
 
-    monkeypatch.setattr(Precision, "step", warned)
+    monkeypatch.setattr(Precision, "update", warned)
     ended = call(f"{FLAGS} --epochs 9 --output {tmp_path} --experiment run", digits)
     assert ended.code == code and "training goes on" not in ended.out, ended.out + ended.err
     saved = {"reason": "stopped by SIGUSR1", "update": update, "checkpoint": str(tmp_path / "run" / "last.pth.tar")}
