@@ -108,16 +108,16 @@ lint: $(VENV)/.installed-dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	.ci/lint-shell
-	$(BIN)/mkdocs build --site-dir $(VENV)/site
+	$(BIN)/python -m mkdocs build --site-dir $(VENV)/site
 
 house: $(VENV)/.installed-test
 	@$(BIN)/python tests/house.py
 
 docs: $(VENV)/.installed-dev
-	$(BIN)/mkdocs build
+	$(BIN)/python -m mkdocs build
 
 docs-serve: $(VENV)/.installed-dev
-	$(BIN)/mkdocs serve
+	$(BIN)/python -m mkdocs serve
 
 clean:
 	rm -rf $(VENV) site .venv-versions demo_output
