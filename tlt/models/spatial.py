@@ -10,6 +10,7 @@ Shapes: B images of (H, W) pixels, maps of `h x w` tokens, C channels, P prefix 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -28,6 +29,8 @@ from tlt.label_map import Area
 
 Size = tuple[int, int]
 
+# Classes of attention, beside which a shortcut carries the map; not ResNeSt's SplitAttn, which carries it itself.
+_ATTENTION = re.compile("atten|BottleneckAttn|HaloAttn|LambdaLayer", re.IGNORECASE)
 _POOLS = (nn.AvgPool2d, nn.MaxPool2d)
 _SAME = (Conv2dSame, AvgPool2dSame, MaxPool2dSame)
 # They join 2 x 2 cells of a map (B, h, w, C), to which they append a row and a column where it is odd.
@@ -150,7 +153,7 @@ def shrinking_layers(model: nn.Module) -> Iterator[list[Shrinking]]:
     """What the layers do to the size of maps while the block runs the model."""
     found: list[Shrinking] = []
     padded: list[tuple[Tensor, Tensor, Any]] = []  # what a layer has padded in front, that, and the layer
-    attention = tuple(name for name, module in model.named_modules() if "atten" in type(module).__name__.lower())
+    attention = tuple(name for name, module in model.named_modules() if _ATTENTION.search(type(module).__name__))
     handles = []
     for name, module in model.named_modules():
         if isinstance(module, (nn.Conv2d, *_POOLS, BlurPool2d, *_MERGINGS)):
