@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from tlt.api import draw_box as draw_box
     from tlt.data.augment.plan import AugmentConfig as AugmentConfig
     from tlt.data.batch import Batch as Batch
+    from tlt.data.size_schedule import SizeSchedule as SizeSchedule
     from tlt.data.sources import open_images as open_images
     from tlt.distill import DistillLoss as DistillLoss
     from tlt.distill import FeatureTeacher as FeatureTeacher
@@ -33,6 +34,7 @@ _NAMES = {  # of modules that are loaded when first asked for
     "tlt.api": ("Loader", "StepKey", "draw_box"),
     "tlt.data.augment.plan": ("AugmentConfig",),
     "tlt.data.batch": ("Batch",),
+    "tlt.data.size_schedule": ("SizeSchedule",),
     "tlt.data.sources": ("open_images",),
     "tlt.distill": ("DistillLoss", "FeatureTeacher", "with_projector"),
     "tlt.errors": ("UserError",),

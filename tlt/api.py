@@ -24,6 +24,7 @@ from tlt.data.backends.decode import Backend
 from tlt.data.batch import Batch, BatchKey, IndexStream, SkipCounter
 from tlt.data.dataset import LabelReader, LabelView, TrainDataset
 from tlt.data.loader import DeviceLoader
+from tlt.data.size_schedule import SizeSchedule
 from tlt.data.sources.image_file import DEFAULT_MAX_PIXELS
 from tlt.data.sources.source import ImageSource
 from tlt.mixtoken import sample_box
@@ -91,6 +92,7 @@ class Loader(DeviceLoader):
         drop_last: Leave out the last, smaller batch of an epoch.
         micro_batches: Batches of one update.
         repeats: How often an epoch shows each of its images.
+        sizes: A schedule of image sizes, with batches of its own, in place of the one size and `batch_size`.
         label_view: See `TrainDataset`.
         loading: `pin_memory`, `prefetch`, `persistent_workers` and `timeout` of `DeviceLoader`.
 
@@ -119,14 +121,16 @@ class Loader(DeviceLoader):
         drop_last: bool = False,
         micro_batches: int = 1,
         repeats: int = 1,
+        sizes: SizeSchedule | None = None,
         label_view: LabelView | None = None,
         **loading: Any,
     ) -> None:
         if isinstance(backend, str):
             backend = create_backend(backend, max_pixels, workers, device, dct_scaling=not full_decode)
-        global_batch = batch_size * micro_batches * world_size
+        mean_batch = batch_size if sizes is None else sizes.mean_batch
+        global_batch = round(mean_batch * micro_batches * world_size)
         self.index_stream = IndexStream(
-            len(images), global_batch, seed, world_size, rank, micro_batches, drop_last, repeats
+            len(images), global_batch, seed, world_size, rank, micro_batches, drop_last, repeats, sizes
         )
         self.dataset = TrainDataset(images, augment, seed, labels, backend, label_view)
         stage = DeviceStage(augment, augment.mean if mean is None else mean, std).to(device)
@@ -163,10 +167,11 @@ class Loader(DeviceLoader):
         return self._load(self._keys(epoch, start_update))
 
     def _keys(self, epoch: int, start_update: int) -> Iterator[BatchKey]:
-        for micro_batches in self.index_stream.epoch(epoch, start_update):
+        sizes = self.index_stream.sizes_of(epoch)[start_update:]
+        for micro_batches, size in zip(self.index_stream.epoch(epoch, start_update), sizes, strict=True):
             samples = sum(map(len, micro_batches))
             for number, indices in enumerate(micro_batches, start=1):
-                yield BatchKey(epoch, tuple(indices.tolist()), number == len(micro_batches), samples)
+                yield BatchKey(epoch, tuple(indices.tolist()), number == len(micro_batches), samples, size)
 
     def _finish(self, batch: Batch) -> Tensor:
         assert batch.plan is not None

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from tlt.data.augment.counter import keys
 from tlt.data.augment.plan import Plan
+from tlt.data.size_schedule import SizeSchedule
 from tlt.errors import UserError, in_range
 from tlt.io.text import printable
 from tlt.label_map import LabelBatch
@@ -44,6 +45,14 @@ class IndexStream:
     (repeated augmentation, arXiv:1901.09335). Repetition r of image i is the number `i + r * length`: it is augmented
     in its own way.
 
+    With `sizes` the images of an update have the size that the schedule says. Where its batches differ, the slices do:
+    permutations follow each other without end, and an epoch is as many updates as one of them takes on average. Each
+    image comes equally often, though an epoch may have one twice: in the k-th permutation that begins in it, counted
+    from 0, its number is raised by `k * repeats * length`.
+
+    Args:
+        global_batch: Images of an update; their mean over the updates of `sizes`.
+
     Raises:
         UserError: Fewer images than a global batch, or a global batch that ranks and micro-batches don't divide.
     """
@@ -56,50 +65,92 @@ class IndexStream:
     micro_batches: int = 1
     drop_last: bool = False
     repeats: int = 1
+    sizes: SizeSchedule | None = None
 
     def __post_init__(self) -> None:
         in_range("rank", self.rank, 0, self.world_size - 1)
         in_range("--aug-repeats", self.repeats, 1)
-        if self.global_batch <= 0 or self.global_batch % (self.world_size * self.micro_batches):
+        largest, parts = self.global_batch, self.world_size * self.micro_batches
+        if self.sizes is not None:
+            largest = max(self.sizes.batch_sizes) * parts
+        elif self.global_batch <= 0 or self.global_batch % parts:
             raise UserError(
                 f"a global batch of {self.global_batch} images can't be shared by {self.world_size} ranks with "
-                f"{self.micro_batches} micro-batches each: make it a multiple of {self.world_size * self.micro_batches}"
+                f"{self.micro_batches} micro-batches each: make it a multiple of {parts}"
             )
-        if self.length < self.global_batch:
+        if self.length < largest:
             raise UserError(
-                f"the training set has {self.length} images, fewer than one global batch of {self.global_batch}: lower "
+                f"the training set has {self.length} images, fewer than one global batch of {largest}: lower "
                 "--batch-size (or --grad-accum-steps, or the number of processes)"
             )
 
     @property
+    def _endless(self) -> bool:
+        return self.sizes is not None and len(set(self.sizes.batch_sizes)) > 1
+
+    @property
     def images_per_epoch(self) -> int:
-        """Images that all ranks together train on in an epoch."""
+        """Images that all ranks together train on in an epoch, on average."""
+        if self._endless:
+            return self.length
         left = self.length % self.global_batch
         return self.length - (left if self.drop_last else left % self.world_size)
 
     @property
     def updates_per_epoch(self) -> int:
+        if self._endless:
+            return max(1, round(self.length / self.global_batch))
         return math.ceil(self.images_per_epoch / self.global_batch)
 
     @property
     def batches_per_epoch(self) -> int:
         """Micro-batches of each rank."""
+        if self._endless:
+            return self.updates_per_epoch * self.micro_batches
         return math.ceil(self.images_per_epoch * self.micro_batches / self.global_batch)
 
     @property
     def smallest_batch(self) -> int:
         """Images of a rank in the smallest micro-batch of an epoch, its last one."""
+        if self.sizes is not None and self._endless:
+            return self.sizes.smallest_batch
         size = self.global_batch // (self.world_size * self.micro_batches)
         return self.images_per_epoch // self.world_size % size or size
 
+    def sizes_of(self, epoch: int) -> list[tuple[int, int] | None]:
+        """(H, W) of the images of each update; None: of the data set."""
+        if self.sizes is None:
+            return [None] * self.updates_per_epoch
+        return [self.sizes.sizes[number] for number in self.sizes.choices(self.seed, epoch, self.updates_per_epoch)]
+
+    def _batches(self, epoch: int) -> Ints:
+        """(updates,) images of a rank in each full micro-batch of an update."""
+        parts, updates = self.world_size * self.micro_batches, self.updates_per_epoch
+        if self.sizes is None:
+            return np.full(updates, self.global_batch // parts)
+        return np.array(self.sizes.batch_sizes)[self.sizes.choices(self.seed, epoch, updates)]
+
     def epoch(self, epoch: int, start_update: int = 0) -> Iterator[list[Ints]]:
         """Yield, per update from `start_update` on, the micro-batches (arrays of indices) of this rank."""
-        order = permutation(self.length, self.seed, epoch)[: math.ceil(self.images_per_epoch / self.repeats)]
-        order = (order[:, None] + self.length * np.arange(self.repeats)).ravel()[: self.images_per_epoch]
-        size = self.global_batch // (self.world_size * self.micro_batches)
-        for start in range(start_update * self.global_batch, len(order), self.global_batch):
-            mine = order[start : start + self.global_batch][self.rank :: self.world_size]
+        sizes, parts = self._batches(epoch), self.world_size * self.micro_batches
+        ends = parts * sizes.cumsum()
+        if self._endless:
+            order = self._entries(parts * sum(int(self._batches(before).sum()) for before in range(epoch)), ends[-1])
+        else:
+            order = self._entries(epoch * self.length, self.images_per_epoch)
+        for end, size in zip(ends[start_update:].tolist(), sizes[start_update:].tolist(), strict=True):
+            mine = order[end - size * parts : end][self.rank :: self.world_size]
             yield [mine[cut : cut + size] for cut in range(0, len(mine), size)]
+
+    def _entries(self, start: int, count: int) -> Ints:
+        """(count,) entries from `start` on of the permutations that follow each other."""
+        first, skipped = divmod(start, self.length)
+        passes = []
+        for number in range(math.ceil((skipped + count) / self.length)):
+            order = permutation(self.length, self.seed, first + number)[: math.ceil(self.length / self.repeats)]
+            order = (order[:, None] + self.length * np.arange(self.repeats)).ravel()[: self.length]
+            passes.append(order + number * self.repeats * self.length)
+        return np.concatenate(passes)[skipped : skipped + count]
 
 
 class Skipped(NamedTuple):
@@ -156,6 +207,7 @@ class BatchKey:
     indices: tuple[int, ...]  # of images; from the number of images on, of repetitions of them
     last: bool = True  # whether this is the last micro-batch of its update
     update_samples: int = 0  # images of this rank in that update
+    size: tuple[int, int] | None = None  # (H, W) of the output; None: the data set's
 
 
 @dataclass

@@ -13,6 +13,7 @@ import math
 import re
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from itertools import chain
 from typing import Any, Protocol
 
@@ -175,6 +176,7 @@ class TrainDataset(BatchDataset):
         self.label_view = label_view
 
     def load(self, key: BatchKey) -> Batch:
+        config = self.config if key.size is None else replace(self.config, size=key.size)
         skipped: list[Skipped] = []
         readable = [self._readable(key.epoch, index, skipped) for index in key.indices]
         opened: dict[int, tuple[int, Encoded]] = {}  # row -> index, image
@@ -184,7 +186,7 @@ class TrainDataset(BatchDataset):
             self.worker_status.mark(-1)
             indices, encoded = zip(*(opened[row] for row in range(len(readable))), strict=True)
             sizes = np.array([(image.width, image.height) for image in encoded]).T
-            plan = make_plan(self.config, self.seed, key.epoch, indices, *sizes)
+            plan = make_plan(config, self.seed, key.epoch, indices, *sizes)
             decoded = self.backend.decode_batch([self._request(encoded[row], plan, row) for row in todo], plan.size)
             if len(todo) == len(readable):
                 images = decoded.images
