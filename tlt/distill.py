@@ -28,7 +28,7 @@ from tlt.label_map import FULL_AREA, Area
 from tlt.mixtoken import Box, mix_tokens
 from tlt.models.spatial import Size, feature_map
 from tlt.models.wrap import TOKEN_LABEL_MODELS, Extension, check_interface, extend, find_tokens
-from tlt.targets import points_per_token, token_points
+from tlt.targets import linear_weights, points_per_token, token_points
 
 
 def _check_kind(kind: str, dense_loss: str) -> None:
@@ -144,7 +144,7 @@ def with_projector(
     return model
 
 
-class Lesson(NamedTuple):
+class TeacherTargets(NamedTuple):
     """What the teacher says of B images: of their tokens (B, N, C), and the share of each that both see (B, N); or
     pooled features or logits (B, C), and None."""
 
@@ -183,7 +183,7 @@ class DistillLoss:
             settings["grid"], settings["window"], _ = _tokens(model, img_size)
         return cls(teacher, **settings)
 
-    def lesson(self, batch: Batch, seen: Batch | None = None, images: Tensor | None = None) -> Lesson:
+    def lesson(self, batch: Batch, seen: Batch | None = None, images: Tensor | None = None) -> TeacherTargets:
         """Return what the teacher says of a batch.
 
         Args:
@@ -197,31 +197,31 @@ class DistillLoss:
             raise UserError("a lesson: `seen` has to show the images of the batch, and none that are mixed (`images`)")
         found = self.teacher((batch if seen is None else seen).images if images is None else images, self.kind)
         if self.kind != "token":
-            return Lesson(found, None)
+            return TeacherTargets(found, None)
         with torch.autocast(found.device.type, enabled=False):
             shares, weight = self.place_shares(batch, batch if seen is None else seen)
-            return Lesson(shares @ found, weight)
+            return TeacherTargets(shares @ found, weight)
 
     def place_shares(self, batch: Batch, seen: Batch) -> tuple[Tensor, Tensor]:
         """Return (B, N, T) shares of the teacher's cells in what it says of the place of a token, and (B, N) the share
         of the token of which it says anything: nothing where the batches hold different images, because one of the
         views could not be decoded."""
-        cells, (x0, y0, x1, y1), _ = self.teacher.tokens
-        n = points_per_token(cells, self.grid)
+        (row_count, col_count), (x0, y0, x1, y1), _ = self.teacher.tokens
+        n = points_per_token((row_count, col_count), self.grid)
         low, high = torch.maximum(batch.visible, seen.visible), torch.minimum(batch.visible, seen.visible)
         visible = torch.cat([low[:, :2], high[:, 2:]], 1)
         source, inside = token_points(batch.affine, visible, self.grid, self.window, n)  # (B, 2, N, P), (B, N, P)
-        back = torch.linalg.inv_ex(seen.affine[:, :, :2])[0][..., None, None]  # does not wait for the device
-        source = source - seen.affine[:, :, 2, None, None]
-        x, y = (back[:, :, 0] * source[:, None, 0] + back[:, :, 1] * source[:, None, 1]).unbind(1)  # (B, N, P)
+        x, y = _places_in_view(source, seen.affine)  # (B, N, P)
         inside = inside & (x > max(x0, 0)) & (x < min(x1, 1)) & (y > max(y0, 0)) & (y < min(y1, 1))
-        counted = (inside & (batch.indices == seen.indices)[:, None, None]).to(x.dtype)
+        same_image = (batch.indices == seen.indices)[:, None, None]
+        counted = (inside & same_image).to(x.dtype)
         total = counted.sum(-1)
-        rows = _linear((y - y0) / (y1 - y0), cells[0]) * (counted / total.clamp(min=1)[..., None])[..., None]
-        cols = _linear((x - x0) / (x1 - x0), cells[1])
-        return torch.einsum("bnpr,bnpc->bnrc", rows, cols).flatten(2), total / n**2
+        share = counted / total.clamp(min=1)[..., None]
+        down = linear_weights((y - y0) / (y1 - y0) * row_count - 0.5, row_count) * share[..., None]
+        across = linear_weights((x - x0) / (x1 - x0) * col_count - 0.5, col_count)
+        return torch.einsum("bnpr,bnpc->bnrc", down, across).flatten(2), total / n**2
 
-    def __call__(self, own: Tensor, lesson: Lesson, mixed: float | Tensor = 0.0) -> Tensor:
+    def __call__(self, own: Tensor, lesson: TeacherTargets, mixed: float | Tensor = 0.0) -> Tensor:
         """Return the loss, a scalar: the mean over images, and over tokens by their weight.
 
         Args:
@@ -237,10 +237,11 @@ class DistillLoss:
             )
         with torch.autocast(own.device.type, enabled=False):
             if weight is not None:
-                return self._tokens_apart(own, target, weight).mean()
-            return (self._apart(own, target) * (1 - mixed) + self._apart(own, target.flip(0)) * mixed).mean()
+                return self._token_distance(own, target, weight).mean()
+            own_image, partner = self._pooled_distance(own, target), self._pooled_distance(own, target.flip(0))
+            return (own_image * (1 - mixed) + partner * mixed).mean()
 
-    def _tokens_apart(self, own: Tensor, target: Tensor, weight: Tensor) -> Tensor:
+    def _token_distance(self, own: Tensor, target: Tensor, weight: Tensor) -> Tensor:
         if self.dense_loss == "cosine":
             return (1 - F.cosine_similarity(own, target, dim=-1)) * weight
         if self.dense_loss == "smooth-l1":
@@ -248,16 +249,17 @@ class DistillLoss:
         cosines, wanted = (unit @ unit.mT for unit in (F.normalize(own, dim=-1), F.normalize(target, dim=-1)))
         return (cosines - wanted).square() * weight[:, :, None] * weight[:, None, :]
 
-    def _apart(self, own: Tensor, target: Tensor) -> Tensor:
+    def _pooled_distance(self, own: Tensor, target: Tensor) -> Tensor:
         if self.kind == "feature":
             return (own - target).square().mean(-1)
         log_own, log_target = ((each / self.temperature).log_softmax(-1) for each in (own, target))
         return F.kl_div(log_own, log_target, reduction="none", log_target=True).sum(-1) * self.temperature**2
 
 
-def _linear(place: Tensor, size: int) -> Tensor:
-    """(...) shares of a map -> (..., size) weights of its cells."""
-    position, cells = place[..., None] * size - 0.5, torch.arange(size, dtype=place.dtype, device=place.device)
-    low = position.floor().clamp(0, max(size - 2, 0))
-    part = position - low if size > 1 else torch.zeros_like(low)
-    return (cells == low) * (1 - part) + (cells == low + 1) * part
+def _places_in_view(source: Tensor, affine: Tensor) -> tuple[Tensor, Tensor]:
+    """Places (B, 2, N, P) in shares of the source image -> x and y (B, N, P) in shares of a view with this affine."""
+    inverse = torch.linalg.inv_ex(affine[:, :, :2])[0][..., None, None]  # (B, 2, 2, 1, 1); does not wait for the device
+    from_corner = source - affine[:, :, 2, None, None]
+    # Elementwise rather than a matrix product: TF32 would move the points.
+    x, y = (inverse[:, :, 0] * from_corner[:, None, 0] + inverse[:, :, 1] * from_corner[:, None, 1]).unbind(1)
+    return x, y

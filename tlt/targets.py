@@ -252,7 +252,7 @@ def _crop_logits(labels: LabelBatch, points: _Points, num_classes: int) -> tuple
     h, w = labels.values.shape[2:]
     x, y, inside, counted = (part.flatten(1) for part in points)  # (B, N * P)
     total = counted.sum(1, keepdim=True)
-    across, down = bilinear_weights(x, w), bilinear_weights(y, h)
+    across, down = linear_weights(x, w), linear_weights(y, h)
     cells = torch.bmm((down * inside[..., None]).transpose(1, 2), across).flatten(1) / total.clamp(min=1)  # (B, h * w)
     cell_ids, cell_values = (part.flatten(2).transpose(1, 2) for part in (labels.ids, labels.values))  # (B, h * w, k)
     ids, sums, _ = _merge_equal(cell_ids.flatten(1), (cell_values * cells[..., None]).flatten(1), h * w)
@@ -260,10 +260,12 @@ def _crop_logits(labels: LabelBatch, points: _Points, num_classes: int) -> tuple
     return logits[:, :num_classes], total
 
 
-def bilinear_weights(position: Tensor, size: int) -> Tensor:
-    """(...) positions in cells -> (..., size) bilinear weights of all cells along an axis."""
-    cells = torch.arange(size, dtype=position.dtype, device=position.device)
-    return (1 - (position[..., None] - cells).abs()).clamp(min=0)
+def linear_weights(position: Tensor, size: int) -> Tensor:
+    """(...) positions in cells -> (..., size) linear weights of all cells along an axis. Beyond the centres of the
+    outermost cells the line through these two is followed."""
+    cells = torch.arange(size, device=position.device)
+    (one, other), (weight, rest) = (pair[..., None].unbind(-2) for pair in _neighbours(position, size))
+    return (cells == one) * weight + (cells == other) * rest
 
 
 def _token_logits(labels: LabelBatch, points: _Points) -> tuple[Tensor, Tensor, Tensor]:
@@ -281,9 +283,9 @@ def _token_logits(labels: LabelBatch, points: _Points) -> tuple[Tensor, Tensor, 
 
 
 def _neighbours(position: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """(...) positions in cells -> the two nearest of `size` cells and their bilinear weights, (..., 2)."""
-    low = position.floor()
-    part = position - low
+    """(...) positions in cells -> the two nearest of `size` cells and their linear weights, (..., 2)."""
+    low = position.floor().clamp(0, max(size - 2, 0))
+    part = position - low if size > 1 else torch.zeros_like(low)
     cell = low.long()
     return torch.stack([cell, (cell + 1).clamp(max=size - 1)], -1), torch.stack([1 - part, part], -1)
 

@@ -25,7 +25,7 @@ import volo
 from tests.commands.conftest import ROOT
 from tests.conftest import LIMIT
 from tests.data.conftest import refuses
-from tlt.distill import Lesson
+from tlt.distill import TeacherTargets
 from volo.config.args import TRAIN
 from volo.train.data import augment_config
 
@@ -200,7 +200,7 @@ MISTAKES: list[tuple[Callable[..., Any], str]] = [
         "the images of the batch",
     ),
     (
-        lambda s: tlt.DistillLoss(s.teacher, "feature")(torch.ones(8, 2, 3), Lesson(torch.ones(8, 3), None)),
+        lambda s: tlt.DistillLoss(s.teacher, "feature")(torch.ones(8, 2, 3), TeacherTargets(torch.ones(8, 3), None)),
         "the student",
     ),
 ]

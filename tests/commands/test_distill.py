@@ -24,7 +24,7 @@ from tests.commands.conftest import QUICK, Ended, metrics
 from tests.conftest import write_dataset
 from tlt.data.augment.plan import AugmentConfig, Plan, make_plan
 from tlt.data.batch import Batch
-from tlt.distill import DistillLoss, FeatureTeacher, Lesson, with_projector
+from tlt.distill import DistillLoss, FeatureTeacher, TeacherTargets, with_projector
 from tlt.models.wrap import find_tokens
 from volo import cli
 from volo.commands import validate
@@ -117,10 +117,10 @@ def test_a_token_learns_what_the_teacher_says_of_its_place(name: str, kind: str,
     assert off(resized).max() > 0.5 or (name, kind, view) == ("resnet18", "ResNet", "crop")
 
 
-def random_lesson() -> tuple[Tensor, Lesson]:
+def random_lesson() -> tuple[Tensor, TeacherTargets]:
     generator = torch.Generator().manual_seed(0)
     own, target = torch.randn(2, 3, 5, 7, generator=generator, dtype=torch.float64)
-    return own, Lesson(target, torch.rand(3, 5, generator=generator, dtype=torch.float64))
+    return own, TeacherTargets(target, torch.rand(3, 5, generator=generator, dtype=torch.float64))
 
 
 def brute_force(loss: str, own: np.ndarray, target: np.ndarray, weight: np.ndarray) -> float:
@@ -157,8 +157,9 @@ def test_logits_and_pooled_features_are_timms_and_mixed_by_share() -> None:
             logs = [(each / 2).log_softmax(-1) for each in (target, target.flip(0))]
             own_logs = (student / 2).log_softmax(-1)
             expected = [F.kl_div(own_logs, each, reduction="batchmean", log_target=True) * 4 for each in logs]
-        torch.testing.assert_close(apart(student, Lesson(target, None)), expected[0])
-        torch.testing.assert_close(apart(student, Lesson(target, None), 0.25), 0.75 * expected[0] + 0.25 * expected[1])
+        targets = TeacherTargets(target, None)
+        torch.testing.assert_close(apart(student, targets), expected[0])
+        torch.testing.assert_close(apart(student, targets, 0.25), 0.75 * expected[0] + 0.25 * expected[1])
 
 
 @pytest.mark.parametrize(
@@ -263,7 +264,7 @@ def test_a_teachers_laps_are_added_up_as_the_device_ends_them(monkeypatch: pytes
     for _ in range(40):
         distillation.loss(Mock(amp_dtype=None), Mock(return_value=torch.zeros(1)), Mock(images=torch.zeros(1)), Mock())
         assert len(distillation._laps) <= 4
-    assert [distillation.told(20.0), distillation.told(20.0)] == [
+    assert [distillation.summary_line(20.0), distillation.summary_line(20.0)] == [
         "teacher: 10.0 s, 50 % of the epoch's training", "teacher: 0.0 s, 0 % of the epoch's training",
     ]  # fmt: skip
 

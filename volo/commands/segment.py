@@ -32,7 +32,7 @@ from tlt.io.text import printable
 from tlt.label_map import Area
 from tlt.models.spatial import feature_map
 from tlt.models.wrap import find_tokens
-from tlt.targets import bilinear_weights
+from tlt.targets import linear_weights
 from volo.cluster.distributed import World, max_over_ranks, sum_over_ranks
 from volo.commands.console import say
 from volo.train.data import validation_loader
@@ -164,7 +164,7 @@ def _at_pixels(logits: Tensor, shape: Sequence[int], window: Area) -> Tensor:
     """Logits (h, w, K) of tokens that cover `window` of an image -> (K, H, W), bilinearly between their centres."""
     axes = (shape, logits.shape, (window[1], window[0]), (window[3], window[2]))
     down, across = (
-        bilinear_weights((((torch.arange(side) + 0.5) / side - low) / (high - low) * n - 0.5).clamp(0, n - 1), n)
+        linear_weights((((torch.arange(side) + 0.5) / side - low) / (high - low) * n - 0.5).clamp(0, n - 1), n)
         for side, n, low, high in zip(*axes, strict=False)
     )
     return down.to(logits) @ logits.permute(2, 0, 1) @ across.to(logits).T

@@ -1,8 +1,9 @@
 """What is trained: the loss of a step, with token labels or without.
 
-`criterion.loss(model, batch, step)` is the whole forward half of a step, in two: what the host draws (how Mixup or
-CutMix mix images, MixToken's box), and what the device computes of it (targets, the model's outputs, their loss), which
-a CUDA graph can repeat. `StepKey` seeds everything random, so that a resumed run draws the same numbers.
+`criterion.loss(model, batch, step)` is the whole forward half of a step: `draw`, what the host draws (how Mixup or
+CutMix mix images, MixToken's box); then what the device computes, which a CUDA graph can repeat: `prepare` (images and
+targets), the model's outputs, and their loss. `StepKey` seeds everything random, so that a resumed run draws the same
+numbers.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -46,8 +48,34 @@ class Drawn(NamedTuple):
     box: Tensor | None = None
 
 
+class Prepared(NamedTuple):
+    """A step up to the model: `terms(model(images, **options))` are its losses."""
+
+    images: Tensor
+    options: dict[str, Any]
+    terms: Callable[[Any], LossTerms]
+
+
+class StepLoss:
+    """What the criteria of a step have in common."""
+
+    amp_dtype: torch.dtype | None
+    draw: Callable[[Batch, StepKey], Drawn]
+    prepare: Callable[[Batch, Drawn], Prepared]
+
+    def loss(self, model: Callable[..., Any], batch: Batch, step: StepKey) -> LossTerms:
+        """Return the losses of a step: means over the batch. The same arguments give the same numbers."""
+        return self.loss_of(model, batch, self.draw(batch, step))
+
+    def loss_of(self, model: Callable[..., Any], batch: Batch, drawn: Drawn) -> LossTerms:
+        """Return the losses of a step in which this was drawn."""
+        images, options, terms = self.prepare(batch, drawn)
+        with autocast(images.device, self.amp_dtype):
+            return terms(model(images, **options))
+
+
 @dataclass(frozen=True)
-class TokenLabelCriterion(TokenLabelLoss):
+class TokenLabelCriterion(StepLoss, TokenLabelLoss):
     """Class loss plus dense loss on token labels, with MixToken.
 
     Args:
@@ -75,10 +103,6 @@ class TokenLabelCriterion(TokenLabelLoss):
             return summing_to_more(targets, batch.labels, self.smoothing)
         return targets
 
-    def loss(self, model: Callable[..., Any], batch: Batch, step: StepKey) -> LossTerms:
-        """Return the losses of a step: means over the batch. The same arguments give the same numbers."""
-        return self.loss_of(model, batch, self.draw(batch, step))
-
     def draw(self, batch: Batch, step: StepKey) -> Drawn:
         """Return what is random in the loss of a step. Raises UserError: a label map has a class that there is not."""
         if batch.labels is not None:
@@ -86,18 +110,20 @@ class TokenLabelCriterion(TokenLabelLoss):
         box = to_device(np.array(draw_box(step, self.grid), np.int32), batch.images.device) if self.mix_token else None
         return Drawn(_draw_ratios(self.mix, batch, step), box)
 
-    def loss_of(self, model: Callable[..., Any], batch: Batch, drawn: Drawn) -> LossTerms:
-        """Return the losses of a step in which this was drawn."""
+    def prepare(self, batch: Batch, drawn: Drawn) -> Prepared:
+        """Return images, the model's options and the losses of its outputs, of a step in which this was drawn."""
         targets, (ratios, box) = self.targets(batch), drawn
         images = batch.images if ratios is None else ratios.blend_images(batch.images)
-        with autocast(batch.images.device, self.amp_dtype):
-            # Class logits (B, C) and token logits (B, N, C), or the former alone.
-            outputs = model(images, dense=True, mix_box=box) if self.dense else (model(images, mix_box=box), None)
-            return self(outputs, targets, box, ratios)
+
+        def terms(outputs: Any) -> LossTerms:
+            """Of class logits (B, C) and token logits (B, N, C), or of the former alone."""
+            return self(outputs if self.dense else (outputs, None), targets, box, ratios)
+
+        return Prepared(images, {"mix_box": box} | ({"dense": True} if self.dense else {}), terms)
 
 
 @dataclass(frozen=True)
-class ClassCriterion:
+class ClassCriterion(StepLoss):
     """Cross-entropy on the image's class, for any timm model.
 
     Args:
@@ -111,27 +137,25 @@ class ClassCriterion:
     bce: nn.Module | None = None
     amp_dtype: torch.dtype | None = None
 
-    def loss(self, model: Callable[..., Any], batch: Batch, step: StepKey) -> LossTerms:
-        """Return the loss of a step, as `TokenLabelCriterion.loss`."""
-        return self.loss_of(model, batch, self.draw(batch, step))
-
     def draw(self, batch: Batch, step: StepKey) -> Drawn:
         """Return what is random in the loss of a step."""
         return Drawn(_draw_ratios(self.mix, batch, step))
 
-    def loss_of(self, model: Callable[..., Any], batch: Batch, drawn: Drawn) -> LossTerms:
-        """Return the loss of a step in which this was drawn."""
+    def prepare(self, batch: Batch, drawn: Drawn) -> Prepared:
+        """Return as `TokenLabelCriterion.prepare`."""
         images, targets, smoothing, ratios = batch.images, batch.classes, self.smoothing, drawn.ratios
         if self.mix is not None and ratios is not None:
             images = ratios.blend_images(images)
             targets, smoothing = self.mix.soft_targets(targets, ratios, images.dtype), 0.0
-        with autocast(images.device, self.amp_dtype):
-            logits = model(images).float()  # (B, C)
-            if self.bce is not None:
-                loss = self.bce(logits, targets)
-            else:
-                loss = F.cross_entropy(logits, targets, label_smoothing=smoothing)
-            return LossTerms(loss, loss, torch.zeros_like(loss))
+        return Prepared(images, {}, partial(self._terms, targets=targets, smoothing=smoothing))
+
+    def _terms(self, outputs: Tensor, targets: Tensor, smoothing: float) -> LossTerms:
+        logits = outputs.float()  # (B, C)
+        if self.bce is not None:
+            loss = self.bce(logits, targets)
+        else:
+            loss = F.cross_entropy(logits, targets, label_smoothing=smoothing)
+        return LossTerms(loss, loss, torch.zeros_like(loss))
 
 
 Criterion: TypeAlias = TokenLabelCriterion | ClassCriterion

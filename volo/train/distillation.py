@@ -66,31 +66,23 @@ class Distillation:
 
     def loss(self, criterion: Any, model: Callable[..., Any], batch: Batch, drawn: Drawn) -> LossTerms:
         """Return the losses of a step: those of `criterion`, and the teacher's in their total."""
-        found: list[Tensor] = []
-
-        def taught(images: Tensor, **options: Any) -> Any:
-            """The model, and beside its result the teacher's loss."""
+        images, options, terms = (batch.images, {}, _no_losses) if self.only else criterion.prepare(batch, drawn)
+        box = options.get("mix_box")
+        mixed = 0.0 if box is None else mixed_share(box, criterion.grid)
+        with autocast(images.device, criterion.amp_dtype):
             began = _now(images.device)
-            lesson = self.distance.lesson(batch, self._seen, images if self._seen is None else None)
+            targets = self.distance.lesson(batch, self._seen, images if self._seen is None else None)
             self._laps.append((began, _now(images.device)))
             self._add_up()
             if self.distance.kind == "logit":
                 outputs = model(images, **options)
-                own = outputs[0] if isinstance(outputs, tuple) else outputs
+                features = outputs[0] if isinstance(outputs, tuple) else outputs
             else:
-                outputs, own = model(images, taught=True, **options)
-            box = options.get("mix_box")
-            found.append(self.distance(own, lesson, 0.0 if box is None else mixed_share(box, criterion.grid)))
-            return outputs
+                outputs, features = model(images, taught=True, **options)
+            distance, losses = self.distance(features, targets, mixed), terms(outputs)
+        return losses._replace(total=losses.total + self.weight * distance)
 
-        if self.only:
-            with autocast(batch.images.device, criterion.amp_dtype):
-                taught(batch.images)
-            return LossTerms(self.weight * found[0], *torch.zeros(2, device=batch.images.device))
-        terms: LossTerms = criterion.loss_of(taught, batch, drawn)
-        return terms._replace(total=terms.total + self.weight * found[0])
-
-    def told(self, seconds: float) -> str:
+    def summary_line(self, seconds: float) -> str:
         """Return a line about the teacher's part of the `seconds` since the last call. Waits for the device."""
         if self._laps:
             self._laps[-1][1].synchronize()
@@ -109,6 +101,10 @@ class Distillation:
             else:
                 return
             self._laps.popleft()
+
+
+def _no_losses(outputs: Tensor | tuple[Tensor, ...]) -> LossTerms:
+    return LossTerms(*torch.zeros(3, device=(outputs[0] if isinstance(outputs, tuple) else outputs).device))
 
 
 def _now(device: torch.device) -> Any:

@@ -57,7 +57,7 @@ def train_epochs(run: Run, training: Training, saver: Saver) -> None:
         gc.collect()
         totals = train_epoch(run, training, step, meter, saver)
         if training.distillation is not None:
-            logger.line(training.distillation.told(totals.seconds))
+            logger.line(training.distillation.summary_line(totals.seconds))
         evaluations = validate_epoch(run, training, epoch)
         state.scores[epoch] = scores_of(evaluations)
         state.epoch += 1
