@@ -111,7 +111,7 @@ lint: $(VENV)/.installed-dev
 	$(BIN)/python -m mkdocs build --site-dir $(VENV)/site
 
 house: $(VENV)/.installed-test
-	@$(BIN)/python tests/house.py
+	@$(BIN)/python tests/code_stats.py
 
 docs: $(VENV)/.installed-dev
 	$(BIN)/python -m mkdocs build

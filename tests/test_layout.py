@@ -8,7 +8,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 # The lowest first; a module belongs to the longest name that it begins with, and imports its own room and lower ones.
-ROOMS = (
+LAYERS = (
     *("tlt.errors", "tlt.geometry", "tlt.label_map", "tlt.mixtoken"),
     *("tlt.io", "tlt.models", "tlt.data.augment", "tlt.data.sources", "tlt.data.backends", "tlt.data", "tlt.labels"),
     *("tlt.targets", "tlt.mix", "tlt.loss", "tlt.upstream", "tlt.utils"),
@@ -25,9 +25,9 @@ MODULES = {
 
 
 def room_of(module: str) -> int:
-    """Its place in ROOMS."""
-    names = [room for room in ROOMS if f"{module}.".startswith(f"{room}.")]
-    return ROOMS.index(max(names, key=len))
+    """Its place in LAYERS."""
+    names = [room for room in LAYERS if f"{module}.".startswith(f"{room}.")]
+    return LAYERS.index(max(names, key=len))
 
 
 def imported_by(module: str) -> set[str]:

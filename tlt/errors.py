@@ -52,7 +52,7 @@ def one_of(name: str, value: object, choices: Sequence[object]) -> None:
 def in_range(name: str, value: object, low: float, high: float = math.inf, counts: Sequence[int] = (1,)) -> None:
     """Raise UserError: the argument `name` is no number from `low` to `high`, or with `counts` not so many of them."""
     values = value if isinstance(value, Sequence) else [value]
-    if len(values) not in counts or not all(isinstance(each, Real) and low <= float(each) <= high for each in values):
+    if len(values) not in counts or not all(isinstance(v, Real) and low <= float(v) <= high for v in values):
         many = " or ".join(map(str, counts)) + f" number{'s' * (counts != (1,))}"
         raise UserError(f"{name} {value}: give {many}, at least {low:g}" + f" and at most {high:g}" * (high < math.inf))
 

@@ -129,7 +129,7 @@ class LabelBatch:
             torch.from_numpy(np.stack([label_map.values for label_map in maps])),
             torch.from_numpy(np.stack([label_map.ids for label_map in maps])),
             torch.tensor([label_map.area for label_map in maps], dtype=torch.float32),
-            max(((int(label_map.ids.max()), label_map.source) for label_map in maps), key=lambda found: found[0]),
+            max(((int(label_map.ids.max()), label_map.source) for label_map in maps), key=lambda pair: pair[0]),
         )
 
     def __len__(self) -> int:

@@ -176,9 +176,9 @@ def _dense_loss(logits: Tensor, tokens: SparseLabels, targets: Targets, ratios: 
     if ratios is None:
         return (sparse_cross_entropy(logits, tokens) * tokens.weight).mean()
     stays = ratios.of_tokens(targets.grid, targets.window, tokens.weight)  # (B or 1, N)
-    own = (sparse_cross_entropy(logits, tokens) * (tokens.weight * stays)).mean()
-    rest = tokens.weight * (1 - stays.flip(0))
-    return own + (sparse_cross_entropy(logits.flip(0), tokens) * rest).mean()
+    loss = (sparse_cross_entropy(logits, tokens) * (tokens.weight * stays)).mean()
+    partner_weight = tokens.weight * (1 - stays.flip(0))
+    return loss + (sparse_cross_entropy(logits.flip(0), tokens) * partner_weight).mean()
 
 
 def sparse_cross_entropy(logits: Tensor, target: SparseLabels) -> Tensor:

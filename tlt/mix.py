@@ -181,8 +181,8 @@ def _mix_ratios(lam: Floats, boxes: Sequence[Ints | None], size: tuple[int, int]
     top, left, bottom, right = (side[..., None] for side in sides)  # (R, 1, 1)
     y, x = (torch.arange(length, device=images.device) for length in size)
     outside = ((y < top) | (y >= bottom))[..., None] | ((x < left) | (x >= right))[..., None, :]  # (R, 1, H, W)
-    kept = torch.where(is_cut[..., None, None] > 0, outside.to(images.dtype), label[..., None, None])
-    return MixRatios(label, kept)
+    outside_cut = torch.where(is_cut[..., None, None] > 0, outside.to(images.dtype), label[..., None, None])
+    return MixRatios(label, outside_cut)
 
 
 def _pixels_of_tokens(count: int, low: float, high: float, side: int, like: Tensor) -> Tensor:

@@ -128,11 +128,11 @@ def make_targets(
     # In lower precision the weights of a token's points would no longer sum to one.
     with torch.autocast(affine.device.type, enabled=False):
         for rows in image_chunks(len(truth), entries, affine.device):
-            group, shown = _listed_once(labels[rows], num_classes, dtype), (affine[rows], visible[rows])
-            logits, total = _crop_logits(group, _points(group, *shown, grid, FULL_AREA, uncovered), num_classes)
+            group, places = _listed_once(labels[rows], num_classes, dtype), (affine[rows], visible[rows])
+            logits, total = _crop_logits(group, _points(group, *places, grid, FULL_AREA, uncovered), num_classes)
             crop_parts.append(torch.where(total > 0, smooth(logits.softmax(-1), smoothing), truth[rows]))
             if dense:
-                points = _points(group, *shown, grid, window, uncovered)
+                points = _points(group, *places, grid, window, uncovered)
                 token_parts.append(_soft_labels(points, *_token_logits(group, points), num_classes, smoothing))
     tokens = SparseLabels(*(torch.cat(parts) for parts in zip(*token_parts, strict=True))) if dense else None
     return Targets(torch.cat(crop_parts), tokens, truth, grid, window)
@@ -145,9 +145,9 @@ def is_best(labels: SparseLabels, classes: Tensor, num_classes: int) -> tuple[Te
     named = labels.excess != 0
     best = labels.excess.masked_fill(~named, -math.inf).amax(-1)
     best = torch.where(named.sum(-1) < num_classes, best.clamp(min=0), best)  # of classes that it doesn't name
-    own = (labels.excess * (labels.ids == classes[..., None])).sum(-1)
+    share_of_class = (labels.excess * (labels.ids == classes[..., None])).sum(-1)
     counts = (labels.weight > 0) & named.any(-1)
-    return counts & (labels.base + own >= (labels.base + best) * (1 - _ROUNDING)), counts
+    return counts & (labels.base + share_of_class >= (labels.base + best) * (1 - _ROUNDING)), counts
 
 
 def one_hot(classes: Tensor, num_classes: int, smoothing: float, dtype: torch.dtype) -> Tensor:
@@ -217,10 +217,10 @@ def _points(
 ) -> _Points:
     """The points of every token of a grid that covers `window` of the crop."""
     h, w = labels.values.shape[2:]
-    source, shown = token_points(affine, visible, grid, window, points_per_token((h, w), grid))
+    source, visible_points = token_points(affine, visible, grid, window, points_per_token((h, w), grid))
     area = labels.area[..., None, None]
     # Strict, so that an empty area covers nothing.
-    inside = (shown & ((source > area[:, :2]) & (source < area[:, 2:])).all(1)).to(affine.dtype)
+    inside = (visible_points & ((source > area[:, :2]) & (source < area[:, 2:])).all(1)).to(affine.dtype)
     counted = inside if uncovered == "ignore" else known(labels).to(inside)[:, None, None].expand_as(inside)
     share = (source - area[:, :2]) / (area[:, 2:] - area[:, :2]).clamp(min=torch.finfo(area.dtype).eps)
     x, y = ((share[:, axis] * size - 0.5).clamp(0, size - 1) for axis, size in enumerate((w, h)))
@@ -242,9 +242,9 @@ def token_points(affine: Tensor, visible: Tensor, grid: tuple[int, int], window:
     # Elementwise rather than a matrix product: TF32 would move the points.
     source = matrix[:, :, 0] * x + matrix[:, :, 1] * y + matrix[:, :, 2]  # (B, 2, rows, cols, n, n)
     source = source.flatten(4).flatten(2, 3)  # (B, 2, N, P)
-    shown = ((x > 0) & (x < 1) & (y > 0) & (y < 1)).flatten(2).flatten(0, 1)  # (N, P)
+    in_output = ((x > 0) & (x < 1) & (y > 0) & (y < 1)).flatten(2).flatten(0, 1)  # (N, P)
     low, high = visible[:, :2, None, None], visible[:, 2:, None, None]
-    return source, shown & ((source > low) & (source < high)).all(1)
+    return source, in_output & ((source > low) & (source < high)).all(1)
 
 
 def _crop_logits(labels: LabelBatch, points: _Points, num_classes: int) -> tuple[Tensor, Tensor]:

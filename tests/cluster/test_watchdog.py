@@ -27,18 +27,18 @@ def watchdog(timeout: float = 3.0, loader_timeout: float = 50.0) -> Watchdog:
 def test_fault_21_a_phase_may_take_as_long_as_what_it_may_be_waiting_for(slow: str) -> None:
     dog = watchdog()
     for phase in ("data", "others", "step", "data", "others", "step", slow):
-        dog.at(phase) if slow != "start" else None
+        dog.enter_phase(phase) if slow != "start" else None
     # Rank 0 may still be saving, another one compiling (at the start) or validating: until all ranks have met.
     for phase in ("data", "others", "step", "data", "others")[3 if slow in ("saving", "capture") else 0 :]:
-        dog.at(phase)
+        dog.enter_phase(phase)
         assert dog.allowed() == Watchdog.START_S
     allowed = []
     for phase in ("step", "data", "others"):
-        dog.at(phase)
+        dog.enter_phase(phase)
         allowed.append(dog.allowed())
     assert allowed == [3.0, 80.0, 80.0]
     patient = watchdog(loader_timeout=0)
-    patient.at("data")
+    patient.enter_phase("data")
     assert patient.allowed() == math.inf
 
 
@@ -62,8 +62,8 @@ def test_fault_21_a_hang_in_an_epoch_is_told_as_soon_after_a_validation_and_a_sa
     for _ in range(2):
         for _ in guard.iterate_until_stopped(batch_at(True, 4) for _ in range(3)):
             allowed.append(dog.allowed())
-        list(guard.batches([0]))
-        dog.at("saving")
+        list(guard.iterate_validation([0]))
+        dog.enter_phase("saving")
     assert allowed == [Watchdog.START_S, *[3.0] * 5]
 
 

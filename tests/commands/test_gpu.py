@@ -54,7 +54,7 @@ def test_losses_are_those_of_the_cpu(
 def test_between_two_reports_the_host_never_waits(
     call: Call, data: Path, labels: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, more: str
 ) -> None:
-    seed, take_broken, checked = loop.StepKey.seed_torch, Precision.take_broken, []
+    seed, pop_nonfinite_steps, checked = loop.StepKey.seed_torch, Precision.pop_nonfinite_steps, []
 
     def begin_step(step: loop.StepKey) -> None:  # of the second epoch on: in the first one libraries start up
         seed(step)
@@ -64,10 +64,10 @@ def test_between_two_reports_the_host_never_waits(
     def report(precision: Precision) -> dict[int, bool]:
         checked.append(torch.cuda.get_sync_debug_mode())
         torch.cuda.set_sync_debug_mode("default")
-        return take_broken(precision)
+        return pop_nonfinite_steps(precision)
 
     monkeypatch.setattr(loop.StepKey, "seed_torch", begin_step)
-    monkeypatch.setattr(Precision, "take_broken", report)
+    monkeypatch.setattr(Precision, "pop_nonfinite_steps", report)
     flags = f"{data} {QUICK} -b 4 --epochs 2 --log-interval 4 --lr 1e-4 --drop-path 0.5 --device cuda {more}"
     try:
         ended = call("train", f"{flags} --token-label --token-label-data {labels} --output {tmp_path}")

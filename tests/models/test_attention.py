@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tlt.models.products import WRITTEN_OUT_TOKENS, attention
+from tlt.models.fast_ops import WRITTEN_OUT_TOKENS, attention
 
 
 def reference(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -29,7 +29,7 @@ def inputs(queries: int, keys: int, dtype: torch.dtype) -> list[Tensor]:
 def test_values_and_gradients(
     avx512: bool, dtype: torch.dtype, tolerance: float, queries: int, keys: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tlt.models.products._AVX512", avx512)
+    monkeypatch.setattr("tlt.models.fast_ops._AVX512", avx512)
     ours = inputs(queries, keys, dtype)
     wide = [x.detach().double().requires_grad_() for x in ours]
     weight = torch.randn(2, 3, queries, 16, generator=torch.Generator().manual_seed(1))

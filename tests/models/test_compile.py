@@ -7,7 +7,7 @@ import timm
 import torch
 
 from tlt.models import products
-from tlt.models.products import linear
+from tlt.models.fast_ops import linear
 from volo.kernels import outlook_attention
 
 SMALLER = {"volo_test": {"layers": (1, 1, 0, 0)}, "lvvit_test": {"depth": 1}}

@@ -21,7 +21,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from torch.utils.hooks import RemovableHandle
 
 from tlt.models import products as products_module
-from tlt.models.products import linear, onednn_linear
+from tlt.models.fast_ops import linear, onednn_linear
 
 pytestmark = pytest.mark.skipif(
     not (torch.backends.mkldnn.is_available() and torch.backends.mkl.is_available()), reason="torch without them"

@@ -19,7 +19,7 @@ import volo  # noqa: F401
 from tests.labels.brute_force import brute_force
 from tlt.label_map import FULL_AREA, LabelBatch
 from tlt.mix import MixRatios
-from tlt.models.spatial import TokenGrid, feature_map, positions_of, shrinking_layers
+from tlt.models.spatial import TokenGrid, downsampling_layers, feature_map, positions_of
 from tlt.models.token_labeling import TokenLabelModel
 from tlt.models.wrap import find_tokens
 from tlt.targets import make_targets
@@ -154,7 +154,7 @@ def test_a_map_that_is_padded_and_made_small_again_is_not_gone_through_for_ever(
     layers = nn.Sequential(
         nn.Conv2d(3, 3, 3, 2, 1), nn.ZeroPad2d((0, 1, 0, 1)), nn.Conv2d(3, 3, 2), nn.Conv2d(3, 3, 3, 2, 1)
     )
-    with shrinking_layers(layers) as found:
+    with downsampling_layers(layers) as found:
         grid = layers(torch.zeros(1, 3, 64, 64)).shape[2:]
     positions = positions_of(found, (grid[0], grid[1]), (64, 64))
     # The second convolution sees half a cell of 2 px to the right.
@@ -176,7 +176,7 @@ def test_positions_are_the_middle_of_what_a_token_sees(seed: int) -> None:
     layers = _random_layers(draw).double()
     size = draw.randint(90, 130), draw.randint(90, 130)
     images = torch.randn(1, 3, *size, dtype=torch.float64, requires_grad=True)
-    with shrinking_layers(layers) as shrinking:
+    with downsampling_layers(layers) as shrinking:
         output = layers(images)
     grid = output.shape[2], output.shape[3]
     positions = positions_of(shrinking, grid, size)

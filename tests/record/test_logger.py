@@ -31,7 +31,7 @@ def test_events_of_all_ranks_from_before_and_after_the_directory_is_known(tmp_pa
     for logger in (_logger(0), _logger(1)):
         logger.event("start", lr=float("nan"))
         logger.open_events(tmp_path)
-        logger.at(3, 70)
+        logger.set_position(3, 70)
         logger.skipped("skipped-image", [Skipped("a\nb.jpg", "empty file")])
     (_, *events), damaged = read_json_lines(tmp_path / EVENTS)
     assert damaged == 1

@@ -19,7 +19,7 @@ from volo.config.args import TRAIN
 from volo.train.data import Folders
 from volo.train.loop import train_epoch
 from volo.train.model import build_model
-from volo.train.run import Run, Training, settle
+from volo.train.run import Run, Training, resolve_args
 from volo.train.step import Step
 from volo.train.step_graph import use_own_stream
 
@@ -34,7 +34,7 @@ def small_run(flags: str, images: int = 27, seen: int = 0) -> tuple[Any, Trainin
     """What runs have that steps look at, and what is trained. `seen`: batches that a resumed one has had."""
     use_own_stream(device := torch.device("cuda", 0))
     args = TRAIN.parse([*FLAGS.split(), *flags.split()])
-    args, batch, _ = settle(args, {}, images, 4, 1)
+    args, batch, _ = resolve_args(args, {}, images, 4, 1)
     logger = Mock(lines=[])
     logger.line = logger.lines.append
     guard = SimpleNamespace(iterate_until_stopped=partial(_spoilt, count(seen)), watchdog=Mock())

@@ -254,7 +254,7 @@ def test_steps_that_are_not_finite_change_nothing_and_leave_no_gradient() -> Non
     backward(precision, working.module, images(1))  # a micro-batch whose own loss is finite
     precision.step(optimizer, list(master.parameters()))
     after = [*master.parameters(), *working.module.parameters()]
-    assert precision.counts() == [1, 1] and precision.take_broken() == {-1: True}
+    assert precision.counts() == [1, 1] and precision.pop_nonfinite_steps() == {-1: True}
     assert all(torch.equal(a, b) and b.grad is None for a, b in zip(before, after, strict=True))
 
 

@@ -18,7 +18,7 @@ from tlt.errors import UserError
 from volo.cluster.distributed import World
 from volo.commands.run_start import outcome, surprises
 from volo.train import loop, meter
-from volo.train.run import batch_record, dataset_defaults, settle, steps_to_keep
+from volo.train.run import batch_record, dataset_defaults, resolve_args, steps_to_keep
 from volo.train.schedule import LrSchedule
 
 
@@ -63,12 +63,12 @@ def test_defaults_fit_the_data_and_what_is_given_stays(flags: str, images: int, 
 @pytest.mark.parametrize(("flags", "images"), [("-b 8 --epochs 3", 64), ("-b 2 --epochs 1", 5), ("--epochs 50", 900)])
 def test_an_average_forgets_the_initial_weights_within_the_run_or_is_told_not_to(flags: str, images: int) -> None:
     """Of n updates the first ones' share is decay ** n. timm's warm-up forgets them in any case."""
-    args, batch, told = settle(arguments(f"{flags} --model-ema"), {}, images, 1000, 2)
+    args, batch, told = resolve_args(arguments(f"{flags} --model-ema"), {}, images, 1000, 2)
     updates = args.epochs * -(-images // batch["global"])
     assert args.model_ema_decay**updates < 0.01 and (updates < 100 or args.model_ema_decay > 0.9)
     assert f"--model-ema-decay {args.model_ema_decay}" in told[0] and len(told) == 1
     for decay, share in (("0.99992", 100 * 0.99992**updates), ("0", 0)):
-        told = settle(arguments(f"{flags} --model-ema --model-ema-decay {decay}"), {}, images, 1000, 2)[2]
+        told = resolve_args(arguments(f"{flags} --model-ema --model-ema-decay {decay}"), {}, images, 1000, 2)[2]
         warning = f"after the {updates} updates of this run {share:.0f} % of its moving average are still the initial"
         assert [warning in line for line in told if "warning" in line] == [True] * (share > 10)
 
@@ -158,17 +158,17 @@ def test_an_interval_that_a_resumed_run_goes_on_in_has_the_times_of_both(monkeyp
 
 def test_a_resumed_run_keeps_what_its_checkpoint_was_fitted_to() -> None:
     args = arguments("--epochs 4")
-    fresh, batch, _ = settle(args, {}, 54, 3, 1)
+    fresh, batch, _ = resolve_args(args, {}, 54, 3, 1)
     assert (fresh.batch_size, fresh.num_classes, fresh.warmup_epochs) == (8, 3, 0)
     checkpoint = {"args": vars(fresh), "model_config": {"num_classes": 3}, "batch": batch}
     # More images and classes than before, on two processes: the same batch, classes and schedule.
-    again, _, told = settle(args, checkpoint, 5000, 4, 2)
+    again, _, told = resolve_args(args, checkpoint, 5000, 4, 2)
     fitted = "--warmup-epochs 0 --cooldown-epochs 0 --checkpoint-hist 3 --num-classes 3 --batch-size 4 "
     assert told == [f"as the run has begun: {fitted}--lr-base-scale sqrt"]
     assert str((again.batch_size, again.num_classes, again.warmup_epochs)) == "(4, 3, 0)"
     with pytest.raises(AttributeError, match="--lr is decided before the run is built"):
         again.lr = 1.0
-    given = settle(arguments("--epochs 4 -b 2 --num-classes 9"), checkpoint, 54, 9, 1)[0]
+    given = resolve_args(arguments("--epochs 4 -b 2 --num-classes 9"), checkpoint, 54, 9, 1)[0]
     assert (given.batch_size, given.num_classes) == (2, 9)
 
 
@@ -184,12 +184,12 @@ def test_fault_61_what_a_checkpoint_decides_is_checked_as_its_flag_is() -> None:
         flag, good = f"--{name.replace('_', '-')}", "sqrt" if name == "lr_base_scale" else "7"
         for value in values:
             with pytest.raises(UserError, match=f"^{flag} in the checkpoint: .*; give {flag} a value") as told:
-                settle(arguments("--epochs 4"), {"args": {name: value}}, 54, 3, 1)
+                resolve_args(arguments("--epochs 4"), {"args": {name: value}}, 54, 3, 1)
             assert len(str(told.value)) < 300 and "\n" not in str(told.value)
-            given = settle(arguments(f"--epochs 4 {flag} {good}"), {"args": {name: value}}, 54, 3, 1)[0]
+            given = resolve_args(arguments(f"--epochs 4 {flag} {good}"), {"args": {name: value}}, 54, 3, 1)[0]
             assert str(getattr(given, name)) == good
         for nothing in (None, ""):  # timm's --lr-base-scale
-            settle(arguments("--epochs 4"), {"args": {name: nothing}}, 54, 3, 1)
+            resolve_args(arguments("--epochs 4"), {"args": {name: nothing}}, 54, 3, 1)
 
 
 @pytest.mark.parametrize(

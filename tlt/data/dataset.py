@@ -279,22 +279,22 @@ class EvalDataset(BatchDataset):
         rows = [row for row in range(len(opened)) if row not in decoded.bad]
         indices = [index for index in opened if index not in failed]
         labels, faults = self._read_labels(indices, [(opened[i].width, opened[i].height) for i in indices])
-        shown = [requests[row] for row in rows] if labels else []
+        labelled = [requests[row] for row in rows] if labels else []
         return Batch(
             decoded.images[rows] if decoded.bad else decoded.images,
             classes=torch.from_numpy(self.classes[np.array(indices, np.int64)]),
             indices=torch.tensor(indices, dtype=torch.int64),
-            affine=self._affine(shown) if shown else torch.empty(0, 2, 3),
-            visible=torch.tensor(FULL_AREA).repeat(len(shown), 1),  # what is outside of the source is fill
+            affine=self._affine(labelled) if labelled else torch.empty(0, 2, 3),
+            visible=torch.tensor(FULL_AREA).repeat(len(labelled), 1),  # what is outside of the source is fill
             labels=labels,
             skipped=[self._skip(index, failed[index]) for index in key.indices if index in failed],
             bad_labels=faults,
             key=key,
         )
 
-    def _affine(self, shown: Sequence[Request]) -> Tensor:
+    def _affine(self, requests: Sequence[Request]) -> Tensor:
         """(B, 2, 3) from the unit square of the output to that of the source, all of which was resized."""
-        left, top, h, w = np.array([(each.left, each.top, *each.size) for each in shown]).T
+        left, top, h, w = np.array([(request.left, request.top, *request.size) for request in requests]).T
         height, width = self.size
         cut = geometry.crop(left, top, width, height, width, height)
         return torch.from_numpy(geometry.normalise(cut, (h, w), self.size)).float()

@@ -71,13 +71,13 @@ def blamed_on(file: str | Path | None, what: str = "can't be used", remedy: str 
     try:
         yield
     except Exception as error:
-        shown, text = printable(str(file)), " ".join(str(error).split())[:200]
-        if file is None or (isinstance(error, UserError) and shown in printable(str(error))):
+        name, text = printable(str(file)), " ".join(str(error).split())[:200]
+        if file is None or (isinstance(error, UserError) and name in printable(str(error))):
             raise
         if isinstance(error, UserError):
-            raise type(error)(f"{shown}: {error}") from error
+            raise type(error)(f"{name}: {error}") from error
         reason = type(error).__name__ + (f": {text}" if text else "")
-        raise UserError(f"{shown} {what} ({reason}): {remedy}") from error
+        raise UserError(f"{name} {what} ({reason}): {remedy}") from error
 
 
 @contextmanager
@@ -159,13 +159,13 @@ def write_whole(path: str | Path, data: bytes | memoryview, sync: bool = True) -
 
 def read_json(path: str | Path, format_name: str) -> dict[str, Any]:
     """The JSON object in a file, whose `format` says what it is. Raises UserError if it is something else."""
-    shown = printable(str(path))
+    name = printable(str(path))
     try:
         content = json.loads(read_bytes(path))
     except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"{shown} can't be read as JSON: {error}") from error
+        raise UserError(f"{name} can't be read as JSON: {error}") from error
     if not isinstance(content, dict) or content.get("format") != format_name:
-        raise UserError(f"{shown} does not describe a {format_name}")
+        raise UserError(f"{name} does not describe a {format_name}")
     return content
 
 

@@ -44,32 +44,32 @@ class OutputFolder:
         self, root: str | Path, marker: str, settings: Mapping[str, Any], files: Iterable[str], overwrite: bool = False
     ) -> None:
         self.root, self.marker, self.settings = Path(root), Path(root) / marker, dict(settings)
-        shown = f"OUT {printable(str(root))}"
+        label = f"OUT {printable(str(root))}"
         if self.root.exists() and not self.root.is_dir():
-            raise UserError(f"{shown} is not a folder")
+            raise UserError(f"{label} is not a folder")
         self.root.mkdir(parents=True, exist_ok=True)
         other = sorted(name for name in os.listdir(self.root) if not name.startswith("."))
         if other and not self.marker.exists():
-            raise UserError(f"{shown} holds other things ({printable(other[0])}): choose another folder")
+            raise UserError(f"{label} holds other things ({printable(other[0])}): choose another folder")
         self._lock = FileLock(self.root / ".lock")
         try:
             self._lock.acquire(timeout=0)
         except Timeout as error:
-            raise UserError(f"{shown}: another command is writing into it; wait until it ends") from error
-        found = read_marker(self.marker, self.settings["format"]) if self.marker.exists() else None
-        if found is not None and overwrite:
-            self._write(found, complete=False)  # first: what is left when this is interrupted is known to be incomplete
+            raise UserError(f"{label}: another command is writing into it; wait until it ends") from error
+        state = read_marker(self.marker, self.settings["format"]) if self.marker.exists() else None
+        if state is not None and overwrite:
+            self._write(state, complete=False)  # first: what is left when this is interrupted is known to be incomplete
             for name in files:
                 (self.root / name).unlink(missing_ok=True)
-            found = None
-        if found is None:
+            state = None
+        if state is None:
             self._write(self.settings, complete=False)
-        self.complete = found is not None and found["complete"] is True
+        self.complete = state is not None and state["complete"] is True
         for key, value in json.loads(json.dumps(self.settings)).items():  # lists for tuples
-            if found is not None and found.get(key) != value:
-                was, says = (printable(str(each))[:_SHOWN] for each in (found.get(key), value))
+            if state is not None and state.get(key) != value:
+                was, says = (printable(str(each))[:_SHOWN] for each in (state.get(key), value))
                 raise UserError(
-                    f"{shown} was made with {key} {was}, this command says {says}: choose another OUT, or --overwrite"
+                    f"{label} was made with {key} {was}, this command says {says}: choose another OUT, or --overwrite"
                 )
 
     def finish(self, more: Mapping[str, Any]) -> None:

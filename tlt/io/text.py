@@ -26,8 +26,8 @@ def natural_key(text: str) -> str:
     its digits without leading zeros, then these. The count is a character that is no part of a path, such as a slash.
     """
 
-    def number(found: re.Match[str]) -> str:
-        digits = str(int(found[0]))
+    def number(match: re.Match[str]) -> str:
+        digits = str(int(match[0]))
         return f"\0{chr(_COUNTS + len(digits))}{digits}"
 
     return _DIGITS.sub(number, text.lower())
@@ -45,7 +45,7 @@ def leads_out(name: str) -> bool:
 
 def safe_text(text: str) -> str:
     """Escape what a terminal would take for a command: names of files and folders may hold anything."""
-    return _COMMANDS.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+    return _COMMANDS.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
 
 
 def open_streams() -> None:
@@ -92,8 +92,8 @@ def first_difference(there: Sequence[str], here: Sequence[str]) -> str:
     """What tells two lists of classes apart, for a message: the first class that differs, else their lengths."""
     for number, (one, other) in enumerate(zip(there, here, strict=False)):
         if one != other:
-            told = f"class {number} is {printable(one)} there, {printable(other)} here"
-            return told + lookalikes([one], [other])
+            difference = f"class {number} is {printable(one)} there, {printable(other)} here"
+            return difference + lookalikes([one], [other])
     return f"{len(there)} classes there, {len(here)} here"
 
 

@@ -78,21 +78,21 @@ def peek_checkpoint(path: str | Path) -> dict[str, Any]:
     return read_checkpoint(path, peek=True)
 
 
-def load_plain(file: BinaryIO, shown: str | Path, peek: bool = False) -> Any:
+def load_plain(file: BinaryIO, what: str | Path, peek: bool = False) -> Any:
     """Unpickle what `torch.save` wrote: tensors, plain data, NumPy's numbers and `argparse.Namespace`, nothing else.
 
     Args:
-        shown: Where messages say that it was read.
+        what: Where messages say that it was read.
         peek: As of `read_checkpoint`.
 
     Raises:
         UserError: As `read_checkpoint`.
     """
-    with blamed_on(shown, _DAMAGED):
+    with blamed_on(what, _DAMAGED):
         zipped = file.read(2) == b"PK"  # before torch 1.6 it was a pickle, without checksums
         file.seek(0)
         if zipped:
-            _check_records(zipfile.ZipFile(file), shown, not peek)
+            _check_records(zipfile.ZipFile(file), what, not peek)
             file.seek(0)
         mapped = zipped and peek
         with torch.serialization.safe_globals([argparse.Namespace, *_NUMPY_NUMBERS]):
@@ -101,15 +101,15 @@ def load_plain(file: BinaryIO, shown: str | Path, peek: bool = False) -> Any:
             except UnpicklingError as error:
                 if refused := _REFUSED.search(str(error)):
                     raise UserError(
-                        f"{shown} is refused: it holds {refused[refused.lastindex or 0]}, neither a tensor nor plain "
+                        f"{what} is refused: it holds {refused[refused.lastindex or 0]}, neither a tensor nor plain "
                         "data (nothing of it was run); save it with tensors, numbers and text only"
                     ) from error
                 # torch's text advises to load the file without this protection
                 raise UnpicklingError("neither tensors nor plain data") from error
-        return check_plain(content, shown)
+        return check_plain(content, what)
 
 
-def check_plain(content: Any, shown: str | Path) -> Any:
+def check_plain(content: Any, what: str | Path) -> Any:
     """Return the content of a file, whose tensors are detached in place, if programs can compute with all of them.
 
     Raises:
@@ -123,7 +123,7 @@ def check_plain(content: Any, shown: str | Path) -> Any:
             if not plain or (value.layout, value.device.type) != (torch.strided, "cpu"):
                 kind = "nested" if value.is_nested else f"{value.layout}, {value.dtype} on {value.device}"
                 raise UserError(
-                    f"{shown} is refused: {name or 'its tensor'} is no dense tensor of plain numbers, but "
+                    f"{what} is refused: {name or 'its tensor'} is no dense tensor of plain numbers, but "
                     f"{kind.replace('torch.', '')}: save it with .to_dense().float().cpu()"
                 )
             value.requires_grad_(False)
@@ -134,15 +134,15 @@ def check_plain(content: Any, shown: str | Path) -> Any:
     return content
 
 
-def _check_records(archive: zipfile.ZipFile, shown: str | Path, checksums: bool) -> None:
+def _check_records(archive: zipfile.ZipFile, what: str | Path, checksums: bool) -> None:
     """Check that the records are stored as `torch.save` stores them, and the CRC-32 of each."""
     for record in archive.infolist():
         if record.compress_type != zipfile.ZIP_STORED:
-            raise UserError(f"{shown} is refused: record {record.filename} is compressed, which torch.save never does")
+            raise UserError(f"{what} is refused: record {record.filename} is compressed, which torch.save never does")
         if record.external_attr & _FOLDER:  # torch reads no byte of it, and takes what the memory held for its numbers
-            raise UserError(f"{shown} is damaged: record {record.filename} calls itself a folder")
+            raise UserError(f"{what} is damaged: record {record.filename} calls itself a folder")
     if checksums and (damaged := archive.testzip()):
-        raise UserError(f"{shown} is damaged: record {damaged} does not match its checksum")
+        raise UserError(f"{what} is damaged: record {damaged} does not match its checksum")
 
 
 def _checkpoint(content: Any, path: Path) -> dict[str, Any]:
@@ -157,13 +157,13 @@ def weights_entry(
     checkpoint: dict[str, Any],
     use_ema: bool | None = None,
     path: str | Path = "the checkpoint",
-    own: Collection[str] = (),
+    wanted: Collection[str] = (),
 ) -> str:
     """Return the key of the weights to use, `""` where the checkpoint itself is the state dict.
 
     Args:
         use_ema: True: the moving average; False: the plain weights; None: the moving average where there is one.
-        own: The model's names. Of several entries, the one that most of them are in is used, and of equal ones the
+        wanted: The model's names. Of several entries, the one that most of them are in is used, and of equal ones the
             first.
 
     Raises:
@@ -175,8 +175,8 @@ def weights_entry(
     others = [k for k, v in checkpoint.items() if isinstance(v, dict) and v and all(map(torch.is_tensor, v.values()))]
     known = ema if use_ema else plain if use_ema is False else ema + plain
     entries = known if use_ema else known + [k for k in others if k not in EMA_KEYS + WEIGHT_KEYS]
-    if known or len(entries) == 1 or (entries and own):
-        return max(entries, key=lambda k: _fitting(checkpoint[k], own)[1])
+    if known or len(entries) == 1 or (entries and wanted):
+        return max(entries, key=lambda k: _fitting(checkpoint[k], wanted)[1])
     if checkpoint and all(isinstance(v, Tensor) for v in checkpoint.values()):
         return ""
     names = ", ".join(map(str, list(checkpoint)[:8])) or "nothing"
@@ -187,36 +187,36 @@ def state_dict_of(
     checkpoint: dict[str, Any],
     use_ema: bool | None = None,
     path: str | Path = "the checkpoint",
-    own: Collection[str] = (),
+    wanted: Collection[str] = (),
 ) -> dict[str, Tensor]:
     """Return the weights in a checkpoint under the model's own names: prefixes of DDP and torch.compile removed, and
     where the model's names are given, whatever else stands before most of them.
 
     Arguments and errors as in `weights_entry`; also a UserError for an entry that is not a tensor.
     """
-    entry = weights_entry(checkpoint, use_ema, path, own)
+    entry = weights_entry(checkpoint, use_ema, path, wanted)
     weights = checkpoint[entry] if entry else checkpoint
     for name, value in weights.items():
         if not isinstance(name, str) or not isinstance(value, Tensor):
             raise UserError(f"{path}: {name} in {entry} is a {type(value).__name__}, not a tensor with a name")
     named = dict(zip(clean_names(list(weights)), weights.values(), strict=True))
-    prefix = foreign_prefix(named, own)
+    prefix = foreign_prefix(named, wanted)
     return {name[len(prefix) :]: value for name, value in named.items() if name.startswith(prefix)}
 
 
-def foreign_prefix(names: Collection[str], own: Collection[str]) -> str:
-    """Return what stands before a model's `own` names in a file of somebody's (`model.`, `encoder_q.`), as far as they
-    are most of either; "" where nothing does. Names without it, such as a counter's, are of no weights of the model."""
-    prefix, count = _fitting(names, own)
-    return prefix if 2 * count > min(len(own), len(names)) else ""
+def foreign_prefix(names: Collection[str], wanted: Collection[str]) -> str:
+    """Return the prefix (`model.`, `encoder_q.`) that most of a foreign file's `names`, or of the `wanted` ones, have
+    there; "" if there is none. Names without it, such as a counter's, belong to no weight of the model."""
+    prefix, count = _fitting(names, wanted)
+    return prefix if 2 * count > min(len(wanted), len(names)) else ""
 
 
-def _fitting(names: Iterable[str], own: Collection[str]) -> tuple[str, int]:
+def _fitting(names: Iterable[str], wanted: Collection[str]) -> tuple[str, int]:
     """Return the prefix without which most of the names are a model's own, and how many those are."""
-    found, known = Counter({"": 0}), set(own)
+    counts, known = Counter({"": 0}), set(wanted)
     for parts in (str(name).split(".") for name in names) if known else ():
-        found.update("".join(f"{p}." for p in parts[:n]) for n in range(len(parts)) if ".".join(parts[n:]) in known)
-    return found.most_common(1)[0]
+        counts.update("".join(f"{p}." for p in parts[:n]) for n in range(len(parts)) if ".".join(parts[n:]) in known)
+    return counts.most_common(1)[0]
 
 
 def count_weights(checkpoint: dict[str, Any]) -> int:
@@ -250,8 +250,8 @@ def clean_state_dict(model: nn.Module) -> dict[str, Tensor]:
 def load_clean(model: nn.Module, state: dict[str, Tensor], strict: bool = True) -> None:
     """Load `state`, named as `clean_state_dict` does, into a model that may be wrapped or hold compiled blocks."""
     target = unwrap(model)
-    own = list(target.state_dict())
-    names = dict(zip(clean_names(own), own, strict=True))
+    target_names = list(target.state_dict())
+    names = dict(zip(clean_names(target_names), target_names, strict=True))
     target.load_state_dict({names.get(k, k): v for k, v in state.items()}, strict=strict)
 
 
@@ -266,4 +266,4 @@ def first_non_finite(state: dict[str, Tensor]) -> str | None:
     """Return the name of the first tensor with a NaN or infinite value. Waits for the device, once."""
     names = [name for name, value in state.items() if value.is_floating_point()]
     finite = torch.stack([torch.isfinite(state[name]).all() for name in names]).tolist() if names else []
-    return next((name for name, each in zip(names, finite, strict=True) if not each), None)
+    return next((name for name, is_finite in zip(names, finite, strict=True) if not is_finite), None)

@@ -43,8 +43,8 @@ _TOLERANCE = 1e-3
 def labelled_area(model: nn.Module, img_size: tuple[int, int]) -> Area:
     """What the positions of an annotator's last map cover in images of (H, W), in shares of the image:
     `(x0, y0, x1, y1)`. It reaches outside where a position looks at padding."""
-    found = find_tokens(model, img_size)
-    return found.positions.window(found.grid, img_size)
+    layout = find_tokens(model, img_size)
+    return layout.positions.window(layout.grid, img_size)
 
 
 class Annotation(NamedTuple):
@@ -95,7 +95,7 @@ class Annotator:
                 with autocast(dtype=self.amp_dtype, enabled=self.amp_dtype is not None):
                     dense = _classify(self.model, features[rows], tokens)
                 parts.append(_annotation(dense, self.k))
-            return Annotation(*(torch.cat(each) for each in zip(*parts, strict=True)))
+            return Annotation(*(torch.cat(pieces) for pieces in zip(*parts, strict=True)))
 
 
 def _annotation(dense: Tensor, k: int) -> Annotation:
@@ -132,9 +132,9 @@ def check_dense(model: nn.Module, images: Tensor, name: str = "the annotator") -
             (model(images), _classify(model, features, tokens)),
             (_head(model, 10 * probe, tokens), _classify(model, 10 * probe, tokens)),
         ]
-    for own, dense in pairs:
+    for class_logits, dense in pairs:
         mean = dense.mean((1, 2))
-        difference, largest = float((mean - own).abs().max()), float(own.abs().max())
+        difference, largest = float((mean - class_logits).abs().max()), float(class_logits.abs().max())
         if not difference <= _TOLERANCE * largest:
             raise UserError(
                 f"{name} can't annotate: the mean of its dense logits is up to {difference:.3g} away from its own "

@@ -38,15 +38,15 @@ _REMEDY = "copy the archive again, or pack it again"
 
 def map_file(path: str, shape: tuple[int, ...], dtypes: Sequence[str]) -> np.memmap:
     """A .npy file of an archive in a memory map. Raises UserError: it is missing, cut, or holds something else."""
-    shown = f"label archive {printable(path)}"
-    with blamed_on(shown, "is missing, cut or damaged", _REMEDY):
+    name = f"label archive {printable(path)}"
+    with blamed_on(name, "is missing, cut or damaged", _REMEDY):
         if not os.path.isfile(path):
             raise FileNotFoundError("it is not there, or no file")
         # np.load compares the header with the length of the file.
-        found = with_retries(lambda: np.load(path, mmap_mode="r"), path)
-    if not isinstance(found, np.memmap) or found.shape != shape or found.dtype not in map(np.dtype, dtypes):
-        raise UserError(f"{shown} holds something else than {dtypes[0]} {shape}: {_REMEDY}")
-    return found
+        mapped = with_retries(lambda: np.load(path, mmap_mode="r"), path)
+    if not isinstance(mapped, np.memmap) or mapped.shape != shape or mapped.dtype not in map(np.dtype, dtypes):
+        raise UserError(f"{name} holds something else than {dtypes[0]} {shape}: {_REMEDY}")
+    return mapped
 
 
 class Column:
@@ -61,9 +61,9 @@ class Column:
 
     def __init__(self, path: str, shape: tuple[int, ...], dtypes: Sequence[str], writable: bool = False) -> None:
         self._arguments = path, shape, dtypes, writable
-        found = map_file(path, shape, dtypes)
-        self.path, self.dtype, self._begin, self._row_shape = path, found.dtype, found.offset, shape[1:]
-        self._row_bytes = math.prod(shape[1:]) * found.dtype.itemsize
+        mapped = map_file(path, shape, dtypes)
+        self.path, self.dtype, self._begin, self._row_shape = path, mapped.dtype, mapped.offset, shape[1:]
+        self._row_bytes = math.prod(shape[1:]) * mapped.dtype.itemsize
         self._file = with_retries(lambda: open(path, "r+b" if writable else "rb", buffering=0), path)  # noqa: SIM115
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -71,11 +71,11 @@ class Column:
 
     def read(self, row: int) -> np.ndarray:
         """A row. Raises UserError: the file has been cut."""
-        offset, shown = self._begin + row * self._row_bytes, f"label archive {printable(self.path)}"
-        with os_errors_told(lambda error: f"{shown} can't be read any more ({error.strerror}): {_REMEDY}"):
+        offset, name = self._begin + row * self._row_bytes, f"label archive {printable(self.path)}"
+        with os_errors_told(lambda error: f"{name} can't be read any more ({error.strerror}): {_REMEDY}"):
             data = with_retries(lambda: read_at(self._file.fileno(), self._row_bytes, offset), self.path)
         if len(data) != self._row_bytes:
-            raise UserError(f"{shown} has been cut: row {row} is missing; {_REMEDY}")
+            raise UserError(f"{name} has been cut: row {row} is missing; {_REMEDY}")
         return np.frombuffer(data, self.dtype).reshape(self._row_shape)
 
     def write(self, row: int, data: bytes) -> None:
@@ -135,19 +135,19 @@ def read_description(root: str | Path) -> tuple[LabelInfo, Names]:
     Raises:
         UserError: There is no archive, or it is not complete or damaged.
     """
-    shown, path = printable(os.fspath(root)), os.path.join(root, META_NAME)
+    name, path = printable(os.fspath(root)), os.path.join(root, META_NAME)
     if not os.path.isfile(path):
-        raise UserError(f"{shown} is not a label archive (no {META_NAME} in it): make one with `tlt pack`")
+        raise UserError(f"{name} is not a label archive (no {META_NAME} in it): make one with `tlt pack`")
     content = read_marker(path, FORMAT)
     if content.get("complete") is not True:
-        raise UserError(f"label archive {shown} is not complete: run the command that was making it again")
+        raise UserError(f"label archive {name} is not complete: run the command that was making it again")
     records = content.get("records")
     if not isinstance(records, int) or records < 1:
         raise UserError(f"{printable(path)} has no count of records: was it written by a newer version?")
     ends = map_file(os.path.join(root, "name_ends.npy"), (records,), ("<i8",))
     block = map_file(os.path.join(root, "names.npy"), (int(ends[-1]),), ("|u1",))
     if names_crc(block, ends) != content.get("names_crc32"):
-        raise UserError(f"label archive {shown}: names.npy or name_ends.npy is damaged; {_REMEDY}")
+        raise UserError(f"label archive {name}: names.npy or name_ends.npy is damaged; {_REMEDY}")
     return LabelInfo.from_json(content, path), Names.packed(block.data, ends)
 
 
@@ -175,9 +175,9 @@ class ArchiveReader:
         self._rows = Rows(root, self.info, len(stored))
         self._done, self._crc32 = self._rows.states()
         self._row_of = stored.rows_of(names)  # (images,) -1: none
-        if len(rest := np.flatnonzero(self._row_of < 0)):
+        if len(without := np.flatnonzero(self._row_of < 0)):
             files = {name for name in stored if name.endswith(".pt")}
-            self._row_of[rest] = stored.rows_of(find_labels([names[index] for index in rest.tolist()], files, root))
+            self._row_of[without] = stored.rows_of(find_labels([names[i] for i in without.tolist()], files, root))
         self._row_of[self._done[self._row_of] == NO_LABEL] = -1
         self.missing = set(np.flatnonzero(self._row_of < 0).tolist())
 
@@ -189,10 +189,10 @@ class ArchiveReader:
 
     def read(self, index: int) -> LabelMap:
         row, source = int(self._row_of[index]), self.source(index)
-        found = self._rows.read(row, int(self._crc32[row]), source) if self._done[row] == LABEL else None
-        if found is None:
+        label_map = self._rows.read(row, int(self._crc32[row]), source) if self._done[row] == LABEL else None
+        if label_map is None:
             raise UserError(f"{source}, row {row}, is damaged (crc32 is wrong): {_REMEDY}")
-        return found
+        return label_map
 
     def extra(self) -> list[str]:
         unused = self._done == LABEL

@@ -106,15 +106,15 @@ class ArchiveWriter:
         truth = np.full(len(self.names), -1) if classes is None else np.asarray(classes)
         done, crc32 = self._rows.states()
         for row in range(len(self.names)):
-            found = self._rows.read(row, int(crc32[row]))
-            if found is None or done[row] not in (LABEL, NO_LABEL):
+            label_map = self._rows.read(row, int(crc32[row]))
+            if label_map is None or done[row] not in (LABEL, NO_LABEL):
                 raise UserError(
                     f"OUT {printable(str(self.root))}: row {row} reads other than it was written: is the disk damaged?"
                 )
             if done[row] == LABEL:
-                max_id = max(max_id, int(found.ids.max()))
+                max_id = max(max_id, int(label_map.ids.max()))
                 if truth[row] >= 0:
-                    tally.add(int(truth[row]), found)
+                    tally.add(int(truth[row]), label_map)
         info = replace(self.info, skipped=list(skipped), max_id=max_id)
         # The checksum makes meta.json another one where the labels are others.
         more = {"labels_crc32": zlib.crc32(crc32.tobytes()), "agreement": tally.summary()}

@@ -69,14 +69,14 @@ class LabelInfo:
     def from_json(cls, content: dict[str, Any], path: str | Path) -> LabelInfo:
         """The description in a JSON object of a file `path`; other entries are left out. Raises UserError."""
         with blamed_on(path):
-            info = cls(**{each.name: content[each.name] for each in fields(cls) if each.name in content})
+            info = cls(**{item.name: content[item.name] for item in fields(cls) if item.name in content})
             rows, cols = info.grid
             info = replace(info, grid=(rows, cols), area=_checked_area(info.area), annotator=dict(info.annotator))
-            counts = [*info.shape, *(each for each in (info.num_classes, info.max_id) if each is not None)]
-            if not all(isinstance(each, int) and 0 <= each < 2**31 for each in counts) or 0 in info.shape:
+            counts = [*info.shape, *(item for item in (info.num_classes, info.max_id) if item is not None)]
+            if not all(isinstance(item, int) and 0 <= item < 2**31 for item in counts) or 0 in info.shape:
                 raise ValueError(f"its counts {counts} can't be those of label maps")
             names = [*(() if info.class_names is None else info.class_names), *info.skipped]
-            if not all(isinstance(each, str) for each in names):
+            if not all(isinstance(item, str) for item in names):
                 raise ValueError("a name is no text")
             return info
 
@@ -107,9 +107,9 @@ class Agreement:
         top = np.take_along_axis(ids, values.argmax(axis=0)[None], axis=0)[0]  # (h, w)
         shares = np.exp(values - values.max(axis=0))
         shares /= shares.sum(axis=0)
-        found, position = np.unique(ids, return_inverse=True)
+        classes, position = np.unique(ids, return_inverse=True)
         self.images += 1
-        self.images_agreeing += int(found[np.bincount(position.ravel(), shares.ravel()).argmax()] == truth)
+        self.images_agreeing += int(classes[np.bincount(position.ravel(), shares.ravel()).argmax()] == truth)
         self.cells += top.size
         self.cells_agreeing += int((top == truth).sum())
         self._classes[truth] += 1
@@ -119,7 +119,7 @@ class Agreement:
         """Shares with what they are shares of; {} without images."""
         if not self.images:
             return {}
-        by_chance = sum(count * self._named[each] for each, count in self._classes.items())
+        by_chance = sum(count * self._named[class_id] for class_id, count in self._classes.items())
         return {
             "images": self.images,
             "images_naming_their_class": self.images_agreeing / self.images,

@@ -61,7 +61,7 @@ def open_labels(
     bad_label: str = "stop",
     class_names: Sequence[str] | None = None,
     label_tail: str = "zero",
-    found: Callable[[str, int], None] | None = None,
+    on_progress: Callable[[str, int], None] | None = None,
 ) -> LabelStore:
     """The labels of a list of images: out of an archive (`volo label`), of shards (`tlt pack-images`), or of a tree of
     published files.
@@ -76,7 +76,7 @@ def open_labels(
         class_names: Compared with the recorded class names, if there are any.
         label_tail: The logit of classes that a cell doesn't list. `"zero"`: 0, as published. `"exact"`: such that they
             have the share that the annotator gave them (`relative_to_tail`).
-        found: As in `tlt.data.sources.folder.FolderListing`.
+        on_progress: As in `tlt.data.sources.folder.FolderListing`.
 
     Raises:
         UserError: The labels were made for other classes, all are missing, or there is no log-sum-exp that `"exact"`
@@ -92,7 +92,7 @@ def open_labels(
     elif (shards := shard_folder(path)) is not None:
         reader = ShardReader(shards, packed)
     else:
-        reader = TreeReader(os.fspath(path), packed, num_classes, found)
+        reader = TreeReader(os.fspath(path), packed, num_classes, on_progress)
     root, warnings = printable(reader.root), list[str]()
     if reader.info is not None:
         _check_classes(reader.info, f"token labels {root}", num_classes, class_names)
@@ -173,24 +173,24 @@ class LabelStore:
 
     def load(self, index: int, width: int | None = None, height: int | None = None) -> LabelMap:
         """The map of image `index`, which is not missing, whatever the policy. Raises UserError."""
-        found = self.reader.read(index).validate(self.num_classes)
-        values, lse = found.values, found.log_sum_exp
+        label_map = self.reader.read(index).validate(self.num_classes)
+        values, lse = label_map.values, label_map.log_sum_exp
         if self.exact_tail:
             assert self.num_classes
             if lse is None or not np.isfinite(lse).all():
-                raise UserError(f"{found.source}: a log-sum-exp is missing or not finite; make this label again")
+                raise UserError(f"{label_map.source}: a log-sum-exp is missing or not finite; make this label again")
             values = relative_to_tail(torch.from_numpy(values), torch.from_numpy(lse), self.num_classes).numpy()
         area = FULL_AREA if self.area == "full" else self.area
         if isinstance(area, str):  # the centre
             if not width or not height:
                 raise ValueError("maps of the centred square can only be placed with the size of the source image")
             area = centre_square(width, height)
-        return LabelMap(values, found.ids, area, found.source)
+        return LabelMap(values, label_map.ids, area, label_map.source)
 
     def take_faults(self) -> list[tuple[str, str]]:
         """(image, reason) of the maps replaced by `read` since the last call."""
-        found, self._faults = self._faults, []
-        return found
+        faults, self._faults = self._faults, []
+        return faults
 
 
 def relative_to_tail(values: torch.Tensor, log_sum_exp: torch.Tensor, num_classes: int) -> torch.Tensor:
@@ -245,8 +245,8 @@ def _check_classes(info: LabelInfo, where: str, asked: int | None, class_names: 
         )
     if class_names is None or info.transfer or info.class_names in (None, list(class_names)):
         return
-    told = first_difference(info.class_names or [], class_names)
-    raise UserError(f"{where} was made for other class folders ({told}); make labels for this data set")
+    difference = first_difference(info.class_names or [], class_names)
+    raise UserError(f"{where} was made for other class folders ({difference}); make labels for this data set")
 
 
 def _check_missing(reader: Reader, names: Names, bad_label: str) -> list[str]:
@@ -261,8 +261,8 @@ def _check_missing(reader: Reader, names: Names, bad_label: str) -> list[str]:
     )
     if len(reader.missing) == len(names):
         held = reader.extra()
-        told = f": there are {some_names(held)}{lookalikes(map(usual_label_name, names), map(usual_label_name, held))}"
-        raise UserError(f"{text}; these labels are of another data set, or not complete{told}")
+        hint = f": there are {some_names(held)}{lookalikes(map(usual_label_name, names), map(usual_label_name, held))}"
+        raise UserError(f"{text}; these labels are of another data set, or not complete{hint}")
     if bad_label == "stop":
         raise UserError(f"{text}; make labels with volo label, or use --bad-label skip if some may be missing")
     return [f"{text}; --bad-label {bad_label}"]

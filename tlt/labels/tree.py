@@ -55,7 +55,7 @@ def find_labels(names: Sequence[str], files: Set[str], root: str) -> Names:
     """
     labels, owner = [], dict[str, str]()
     for name in names:
-        label = next((each for each in (f"{name}.pt", usual_label_name(name)) if each in files), "")
+        label = next((candidate for candidate in (f"{name}.pt", usual_label_name(name)) if candidate in files), "")
         if label and (other := owner.setdefault(label, name)) != name:
             raise UserError(
                 f"label {printable(os.path.join(root, label))} fits {printable(other)} and {printable(name)}; make the "
@@ -65,8 +65,8 @@ def find_labels(names: Sequence[str], files: Set[str], root: str) -> Names:
     return Names(labels)
 
 
-def label_files_below(root: str, found: Callable[[str, int], None] | None = None) -> set[str]:
-    """Label files below a folder, relative to it; reports to `found` how many there are so far.
+def label_files_below(root: str, on_progress: Callable[[str, int], None] | None = None) -> set[str]:
+    """Label files below a folder, relative to it; reports to `on_progress` how many there are so far.
 
     Raises:
         UserError: A folder can't be read.
@@ -77,7 +77,7 @@ def label_files_below(root: str, found: Callable[[str, int], None] | None = None
             f"label folder {printable(str(error.filename))} can't be read ({error.strerror}): mend its permissions"
         ) from error
 
-    paths, report = set[str](), found or SearchProgress()
+    paths, report = set[str](), on_progress or SearchProgress()
     for folder, _, files in os.walk(root, onerror=unreadable, followlinks=True):
         prefix = "" if folder == root else os.path.relpath(folder, root).replace(os.sep, "/") + "/"
         # A hidden file was left behind by a killed writer.
@@ -109,26 +109,26 @@ def read_map(path: str | Path, num_classes: int | None = None) -> LabelMap:
             with the file.
         MachineFault: It can't be read because of the machine.
     """
-    shown = f"label {printable(str(path))}"
-    with os_errors_told(lambda error: f"{shown} can't be read: {error.strerror}"):
-        tensor = load_plain(io.BytesIO(read_bytes(path)), shown)
+    name = f"label {printable(str(path))}"
+    with os_errors_told(lambda error: f"{name} can't be read: {error.strerror}"):
+        tensor = load_plain(io.BytesIO(read_bytes(path)), name)
     if not isinstance(tensor, torch.Tensor):
-        raise UserError(f"{shown} holds a {type(tensor).__name__}, not a tensor [2, k, H, W]")
+        raise UserError(f"{name} holds a {type(tensor).__name__}, not a tensor [2, k, H, W]")
     # A small file may say that it is one of gigabytes, every value of which is the same in memory.
     if tensor.nbytes > tensor.untyped_storage().nbytes():
-        raise UserError(f"{shown} is refused: it holds fewer values than its shape {tuple(tensor.shape)} has")
+        raise UserError(f"{name} is refused: it holds fewer values than its shape {tuple(tensor.shape)} has")
     if tensor.ndim == 5 and tensor.shape[0] == 1:
         tensor = tensor[0]
     if tensor.ndim != 4 or tensor.shape[0] != 2 or not tensor.numel():
-        raise UserError(f"{shown}: shape {tuple(tensor.shape)} is not [2, k, H, W] (logits, class ids)")
-    ids = whole_ids(tensor[1].double().numpy(), shown)
+        raise UserError(f"{name}: shape {tuple(tensor.shape)} is not [2, k, H, W] (logits, class ids)")
+    ids = whole_ids(tensor[1].double().numpy(), name)
     limit = _EXACT_IDS.get(tensor.dtype, 2**31 - 1)
     if max(int(ids.max()), (num_classes or 1) - 1) > limit:
         raise UserError(
-            f"{shown}: class ids in {str(tensor.dtype).removeprefix('torch.')} are exact to {limit} only, too few for "
+            f"{name}: class ids in {str(tensor.dtype).removeprefix('torch.')} are exact to {limit} only, too few for "
             f"{num_classes or int(ids.max()) + 1} classes; make the labels again with volo label"
         )
-    return LabelMap(tensor[0].half().numpy(), ids, source=shown)
+    return LabelMap(tensor[0].half().numpy(), ids, source=name)
 
 
 class TreeReader:
@@ -148,13 +148,13 @@ class TreeReader:
         root: str,
         names: Names,
         num_classes: int | None = None,
-        found: Callable[[str, int], None] | None = None,
+        on_progress: Callable[[str, int], None] | None = None,
     ) -> None:
         self.root, self.num_classes, self._names = root, num_classes, names
         if not os.path.isdir(root):
             raise UserError(f"token labels {printable(root)}: this does not exist or is not a folder")
         self.info = LabelInfo.read(os.path.join(root, INFO_NAME))
-        self._files = find_labels(names, label_files_below(root, found), root)
+        self._files = find_labels(names, label_files_below(root, on_progress), root)
         self.missing = set(np.flatnonzero(np.diff(self._files.ends, prepend=0) == 0).tolist())
 
     def path(self, index: int) -> str:

@@ -63,25 +63,26 @@ def fit_state_dict(model: nn.Module, state: dict[str, Tensor], source_size: tupl
         source_size: (H, W) pixels that the weights were trained on, if known. Only position embeddings (1, N, C) of a
             grid that is not square need it.
     """
-    own, left, sized = clean_state_dict(model), dict(state), False
+    expected, left, sized = clean_state_dict(model), dict(state), False
     notes: dict[str, str] = {}  # of every name that is not taken as it is
-    heads = _drop_heads(model, own, left, notes)
-    _adapt_input(model, own, left, notes)
+    heads = _drop_heads(model, expected, left, notes)
+    _adapt_input(model, expected, left, notes)
     if isinstance(target := unwrap(model), TokenLabelModel):
         before = left
         left, names = adapt_state_dict(target, left, source_grid(target, left, source_size))
         notes |= {n: f"{_shape(before[n])} -> {_shape(left[n])}" for n in names}
     elif sized := bool((getattr(target, "pretrained_cfg", None) or {}).get("fixed_input_size")):
-        _resize_as_timm(target, own, left, notes, source_size)
-    for name in [n for n, value in left.items() if n not in own or own[n].shape != value.shape]:
-        shapes = f"the model's is {_shape(own[name])}, not {_shape(left[name])}" if name in own else "not in the model"
-        notes[name] = shapes
+        _resize_as_timm(target, expected, left, notes, source_size)
+    for name in [n for n, value in left.items() if n not in expected or expected[n].shape != value.shape]:
+        notes[name] = "not in the model"
+        if name in expected:
+            notes[name] = f"the model's is {_shape(expected[name])}, not {_shape(left[name])}"
         del left[name]
     kept, resized = [n for n in left if n not in notes], [n for n in notes if n in left]
-    dropped, missing = [n for n in notes if n not in left], [n for n in own if n not in left]
+    dropped, missing = [n for n in notes if n not in left], [n for n in expected if n not in left]
     ends = tuple(f"{layer}." for layer in head_names(model) + input_names(model))
-    changeable, replaced = ({n for n in [*own, *state] if n.startswith(starts)} for starts in (ends, heads))
-    bound = [n for n in dropped if n in own and n not in changeable] if sized else []
+    changeable, replaced = ({n for n in [*expected, *state] if n.startswith(starts)} for starts in (ends, heads))
+    bound = [n for n in dropped if n in expected and n not in changeable] if sized else []
     return Fit(left, kept, resized, dropped, missing, notes, changeable, replaced, bound)
 
 
@@ -104,12 +105,12 @@ def input_names(model: nn.Module) -> tuple[str, ...]:
 
 
 def _drop_heads(
-    model: nn.Module, own: dict[str, Tensor], left: dict[str, Tensor], notes: dict[str, str]
+    model: nn.Module, expected: dict[str, Tensor], left: dict[str, Tensor], notes: dict[str, str]
 ) -> tuple[str, ...]:
     """Take the heads out of `left` if one of them has another class count than the model's; return how they begin."""
     heads = tuple(f"{head}." for head in head_names(model))
     weights = [n for head in heads if (n := f"{head}weight") in left]
-    counts = [(left[n].shape[:1].numel(), own[n].shape[:1].numel() if n in own else 0) for n in weights]
+    counts = [(left[n].shape[:1].numel(), expected[n].shape[:1].numel() if n in expected else 0) for n in weights]
     if not (differing := [pair for pair in counts if pair[0] != pair[1]]):
         return ()
     for name in [n for n in left if n.startswith(heads)]:
@@ -118,12 +119,12 @@ def _drop_heads(
     return heads
 
 
-def _adapt_input(model: nn.Module, own: dict[str, Tensor], left: dict[str, Tensor], notes: dict[str, str]) -> None:
+def _adapt_input(model: nn.Module, expected: dict[str, Tensor], left: dict[str, Tensor], notes: dict[str, str]) -> None:
     """Adapt the input convolution in `left` to the model's channel count, or take it out where there is no rule."""
     for name in [f"{layer}.weight" for layer in input_names(model)]:
-        if name not in left or name not in own or left[name].ndim != own[name].ndim:
+        if name not in left or name not in expected or left[name].ndim != expected[name].ndim:
             continue
-        theirs, ours = left[name].shape[1], own[name].shape[1]
+        theirs, ours = left[name].shape[1], expected[name].shape[1]
         if theirs == ours:
             continue
         try:
@@ -135,31 +136,31 @@ def _adapt_input(model: nn.Module, own: dict[str, Tensor], left: dict[str, Tenso
 
 
 def _resize_as_timm(
-    model: Any, own: dict[str, Tensor], left: dict[str, Tensor], notes: dict[str, str], source_size: Grid | None
+    model: Any, expected: dict[str, Tensor], left: dict[str, Tensor], notes: dict[str, str], source_size: Grid | None
 ) -> None:
     """Resize what `left` has in another shape than a timm model by the function with which timm loads its own files.
 
     That takes all grids for square: a position embedding of a `source_size` is given to timm's resampling with its own.
     """
     modules = [sys.modules[kind.__module__] for kind in type(model).__mro__]
-    family: Any = next((each for each in modules if hasattr(each, "checkpoint_filter_fn")), None)
+    family: Any = next((module for module in modules if hasattr(module, "checkpoint_filter_fn")), None)
     if family is None:
         return
-    found = dict(left)
+    resized = dict(left)
     try:
-        if source_size and "pos_embed" in found and hasattr(family, "resample_abs_pos_embed"):
-            (rows, cols), pos = model.patch_embed.dynamic_feat_size(source_size), found["pos_embed"]
+        if source_size and "pos_embed" in resized and hasattr(family, "resample_abs_pos_embed"):
+            (rows, cols), pos = model.patch_embed.dynamic_feat_size(source_size), resized["pos_embed"]
             prefix = pos.shape[1] - rows * cols
-            found["pos_embed"] = resample_abs_pos_embed(pos, model.patch_embed.grid_size, [rows, cols], prefix)
-        found |= family.checkpoint_filter_fn(dict(found), model)
+            resized["pos_embed"] = resample_abs_pos_embed(pos, model.patch_embed.grid_size, [rows, cols], prefix)
+        resized |= family.checkpoint_filter_fn(dict(resized), model)
     except Exception:  # whatever it raises on weights that it has no rule for
         return
     other = tuple(f"{layer}." for layer in input_names(model))
-    misfits = [n for n in left if n in own and not n.startswith(other) and left[n].shape != own[n].shape]
+    misfits = [n for n in left if n in expected and not n.startswith(other) and left[n].shape != expected[n].shape]
     for name in dict.fromkeys([*misfits, *(n for n in left if n == "pos_embed")]):
-        if found[name] is not left[name] and found[name].shape == own[name].shape:
-            notes[name] = f"{_shape(left[name])} -> {_shape(found[name])}"
-            left[name] = found[name]
+        if resized[name] is not left[name] and resized[name].shape == expected[name].shape:
+            notes[name] = f"{_shape(left[name])} -> {_shape(resized[name])}"
+            left[name] = resized[name]
 
 
 def _shape(tensor: Tensor) -> str:
@@ -185,8 +186,8 @@ def adapt_state_dict(
         UserError: N fits no grid that could be guessed.
     """
     adapted = dict(state_dict)
-    pos, own = adapted.get("pos_embed"), model.pos_embed
-    if pos is None or own is None or pos.ndim != own.ndim or pos.shape[-1] != own.shape[-1]:
+    pos, target = adapted.get("pos_embed"), model.pos_embed
+    if pos is None or target is None or pos.ndim != target.ndim or pos.shape[-1] != target.shape[-1]:
         return adapted, []
     if not (pos if pos.ndim == 4 else pos[:, 1:]).numel():  # of no token
         return adapted, []
@@ -239,21 +240,21 @@ def joined_state_dict(
 
     The weights of a ViT of Hugging Face's Transformers get timm's names.
     """
-    own = clean_state_dict(model)
-    state = from_transformers(state_dict_of(checkpoint, use_ema, path, own))
-    beside = dense_head_of(checkpoint, use_ema, path, own)
+    expected = clean_state_dict(model)
+    state = from_transformers(state_dict_of(checkpoint, use_ema, path, expected))
+    beside = dense_head_of(checkpoint, use_ema, path, expected)
     return state | {name: v for name, v in beside.items() if hasattr(unwrap(model), name.partition(".")[0])}
 
 
 def prefix_of(model: nn.Module, checkpoint: dict[str, Any], use_ema: bool | None, path: Any) -> str:
     """Return what `joined_state_dict` takes off the names in somebody's file, which is told; "" for nothing."""
-    own = clean_state_dict(model)
-    entry = weights_entry(checkpoint, use_ema, path, own)
-    return foreign_prefix(clean_names(list(checkpoint[entry] if entry else checkpoint)), own)
+    expected = clean_state_dict(model)
+    entry = weights_entry(checkpoint, use_ema, path, expected)
+    return foreign_prefix(clean_names(list(checkpoint[entry] if entry else checkpoint)), expected)
 
 
 def dense_head_of(
-    checkpoint: dict[str, Any], use_ema: bool | None = None, path: Any = "the checkpoint", own: Collection[str] = ()
+    checkpoint: dict[str, Any], use_ema: bool | None = None, path: Any = "the checkpoint", wanted: Collection[str] = ()
 ) -> dict[str, Tensor]:
     """The dense head and the projector that a checkpoint holds beside the weights, empty where it holds none.
     Arguments as in `weights_entry`.
@@ -261,7 +262,7 @@ def dense_head_of(
     Raises:
         UserError: There is something else in its place.
     """
-    entry = DENSE_ENTRIES.get(weights_entry(checkpoint, use_ema, path, own), "")
+    entry = DENSE_ENTRIES.get(weights_entry(checkpoint, use_ema, path, wanted), "")
     state = checkpoint.get(entry)
     if state is None:
         return {}

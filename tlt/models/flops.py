@@ -47,4 +47,4 @@ class _Pass(nn.Module):
     def forward(self, images: Tensor, options: dict[str, Any]) -> None:
         outputs = self.model(images, **options)
         if torch.is_grad_enabled():
-            sum(each.sum() for each in (outputs if isinstance(outputs, tuple) else (outputs,))).backward()
+            sum(output.sum() for output in (outputs if isinstance(outputs, tuple) else (outputs,))).backward()

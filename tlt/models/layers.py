@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from timm.layers import trunc_normal_
 from torch import Tensor, nn
 
-from tlt.models.products import attention, check_heads, linear
+from tlt.models.fast_ops import attention, check_heads, linear
 
 torch.fx.wrap("attention")  # it looks at devices and types, which a traced graph does not have
 
@@ -148,8 +148,8 @@ def draw_subsets(shares: Sequence[int], x: Tensor) -> list[Tensor]:
 
 def _spread(rows: Tensor, place: Tensor) -> Tensor:
     """(S, ...) rows -> (B, ...): of each image its row, whose number `place` (B,) has, or zeros where that is S."""
-    found = rows.index_select(0, place.clamp(max=rows.shape[0] - 1))
-    return torch.where((place < rows.shape[0]).reshape((-1,) + (1,) * (rows.ndim - 1)), found, 0)
+    taken = rows.index_select(0, place.clamp(max=rows.shape[0] - 1))
+    return torch.where((place < rows.shape[0]).reshape((-1,) + (1,) * (rows.ndim - 1)), taken, 0)
 
 
 class _Subset(torch.autograd.Function):

@@ -170,8 +170,8 @@ def published_cfgs(
 
     cfgs = {}
     for (name, size), url in weights.items():
-        own = size == variants[name].img_size
-        cfgs[f"{name}.{tag}" if own else f"{name}.{tag}_{size}"] = cfg(name, size, url=url)
+        is_first = size == variants[name].img_size
+        cfgs[f"{name}.{tag}" if is_first else f"{name}.{tag}_{size}"] = cfg(name, size, url=url)
     without = [name for name in variants if f"{name}.{tag}" not in cfgs]
     # The star makes the size of the table the default although only other sizes have weights (lvvit_l).
     return generate_default_cfgs(cfgs | {f"{name}.*": cfg(name, variants[name].img_size) for name in without})

@@ -58,8 +58,8 @@ def feature_map(model: nn.Module, features: Any, img_size: tuple[int, int]) -> T
     if features.ndim == 4:
         return features if is_channels_last(model) else features.permute(0, 2, 3, 1)
     layers: list[Any] = [getattr(model, name, None) for name in ("patch_embed", "stem")]
-    own = getattr(model, "token_grid", None)  # of VOLO and LV-ViT
-    measure = next((layer.dynamic_feat_size for layer in layers if hasattr(layer, "dynamic_feat_size")), own)
+    measured_grid = getattr(model, "token_grid", None)  # of VOLO and LV-ViT
+    measure = next((layer.dynamic_feat_size for layer in layers if hasattr(layer, "dynamic_feat_size")), measured_grid)
     grid, prefix = None if measure is None else tuple(measure(img_size)), prefix_tokens(model)
     if grid is None or features.shape[1] != prefix + grid[0] * grid[1]:
         where = "it doesn't say which patch each shows" if grid is None else f"not {grid[0]} x {grid[1]} patches"
@@ -135,7 +135,7 @@ class TokenGrid(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Shrinking:
+class DownsamplingLayer:
     """A layer that makes maps of `size` of maps of `source`: rows and columns each, as are stride and the centre of the
     first output, in cells of its input."""
 
@@ -149,9 +149,9 @@ class Shrinking:
 
 
 @contextmanager
-def shrinking_layers(model: nn.Module) -> Iterator[list[Shrinking]]:
+def downsampling_layers(model: nn.Module) -> Iterator[list[DownsamplingLayer]]:
     """What the layers do to the size of maps while the block runs the model."""
-    found: list[Shrinking] = []
+    layers: list[DownsamplingLayer] = []
     padded: list[tuple[Tensor, Tensor, Any]] = []  # what a layer has padded in front, that, and the layer
     attention = tuple(name for name, module in model.named_modules() if _ATTENTION.search(type(module).__name__))
     handles = []
@@ -166,20 +166,20 @@ def shrinking_layers(model: nn.Module) -> Iterator[list[Shrinking]]:
                 before, pad = next(((x, pad) for y, x, pad in padded if y is inputs[0]), (inputs[0], None))
                 source, size = before.shape[sides], output.shape[sides]
                 if source != size:
-                    found.append(_shrinking(module, source, size, attends, pad))
+                    layers.append(_downsampling(module, source, size, attends, pad))
 
             handles.append(module.register_forward_hook(note))
         elif isinstance(module, nn.ZeroPad2d) and (module.padding[0] or module.padding[2]):
             handles.append(module.register_forward_hook(lambda pad, x, y: padded.append((y, x[0], pad))))
     try:
-        with _Resizings(found):
-            yield found
+        with _Resizings(layers):
+            yield layers
     finally:
         for handle in handles:
             handle.remove()
 
 
-def positions_of(layers: list[Shrinking], grid: Size, img_size: Size) -> TokenGrid:
+def positions_of(layers: list[DownsamplingLayer], grid: Size, img_size: Size) -> TokenGrid:
     """The positions of `grid` in images of (H, W) pixels, of a network with these layers.
 
     A map that no layer makes (TResNet's first) is the image in equal parts. Of layers side by side those count that
@@ -193,7 +193,7 @@ def positions_of(layers: list[Shrinking], grid: Size, img_size: Size) -> TokenGr
     return TokenGrid((pitch_y, pitch_x), (first_y, first_x))
 
 
-def _along(layers: list[Shrinking], axis: int, size: int, image: int) -> tuple[float, float]:
+def _along(layers: list[DownsamplingLayer], axis: int, size: int, image: int) -> tuple[float, float]:
     """(pitch, centre of the first token) along an axis."""
     resizings = {layer.size[axis]: layer for layer in layers if layer.resizes}
     layers = [layer for layer in layers if layer.source[axis] > layer.size[axis] and not layer.resizes]
@@ -227,22 +227,22 @@ def _along(layers: list[Shrinking], axis: int, size: int, image: int) -> tuple[f
 class _Resizings(TorchFunctionMode):
     """Appends to `found` what interpolation does to the size of maps."""
 
-    def __init__(self, found: list[Shrinking]) -> None:
+    def __init__(self, layers: list[DownsamplingLayer]) -> None:
         super().__init__()
-        self.found = found
+        self.found = layers
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = func(*args, **(kwargs or {}))
         if func is F.interpolate and output.ndim == 4:
             source, size = args[0].shape[2:], output.shape[2:]
             stride = source[0] / size[0], source[1] / size[1]
-            self.found.append(Shrinking(source, size, stride, (stride[0] / 2, stride[1] / 2), resizes=True))
+            self.found.append(DownsamplingLayer(source, size, stride, (stride[0] / 2, stride[1] / 2), resizes=True))
         return output
 
 
-def _shrinking(layer: Any, source: Any, size: Any, attends: bool, pad: nn.ZeroPad2d | None) -> Shrinking:
+def _downsampling(layer: Any, source: Any, size: Any, attends: bool, pad: nn.ZeroPad2d | None) -> DownsamplingLayer:
     if isinstance(layer, _MERGINGS):
-        return Shrinking(tuple(source), tuple(size), (2, 2), (1.0, 1.0))
+        return DownsamplingLayer(tuple(source), tuple(size), (2, 2), (1.0, 1.0))
     kernel = to_2tuple(layer.filt_size if isinstance(layer, BlurPool2d) else layer.kernel_size)
     stride, dilation = to_2tuple(layer.stride), to_2tuple(getattr(layer, "dilation", 1))
     reach = tuple(step * (cells - 1) + 1 for step, cells in zip(dilation, kernel, strict=True))
@@ -254,4 +254,4 @@ def _shrinking(layer: Any, source: Any, size: Any, attends: bool, pad: nn.ZeroPa
     if pad is not None:  # left, right, top, bottom
         before = before[0] + pad.padding[2], before[1] + pad.padding[0]
     first = tuple(wide / 2 - cells for wide, cells in zip(reach, before, strict=True))
-    return Shrinking(tuple(source), tuple(size), stride, first, isinstance(layer, nn.AvgPool2d), attends)
+    return DownsamplingLayer(tuple(source), tuple(size), stride, first, isinstance(layer, nn.AvgPool2d), attends)

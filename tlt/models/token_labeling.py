@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tlt.errors import UserError
 from tlt.mixtoken import Box, mix_tokens, unmix_tokens
+from tlt.models.fast_ops import linear
 from tlt.models.layers import (
     Constants,
     ResidualBlock,
@@ -31,7 +32,6 @@ from tlt.models.layers import (
     kept_share,
     resize_pos_embed,
 )
-from tlt.models.products import linear
 from tlt.models.spatial import TokenGrid
 
 RunBlock = Callable[[nn.Module, Tensor], Tensor]  # runs a block; bound to what was drawn for it
@@ -236,10 +236,10 @@ class TokenLabelModel(Constants):
         for index in range(stages):
             x = self.stage(x, index, run)
             if index in wanted:
-                found, prefix = self.stage_map(x, index, grid, norm)
-                found = found.flatten(1, 2) if output_fmt == "NLC" else found
-                found = found.permute(0, 3, 1, 2) if output_fmt == "NCHW" else found
-                maps.append((found, prefix) if return_prefix_tokens and prefix is not None else found)
+                feature, prefix = self.stage_map(x, index, grid, norm)
+                feature = feature.flatten(1, 2) if output_fmt == "NLC" else feature
+                feature = feature.permute(0, 3, 1, 2) if output_fmt == "NCHW" else feature
+                maps.append((feature, prefix) if return_prefix_tokens and prefix is not None else feature)
         if intermediates_only:
             return maps
         return (self.finish(x, run) if stages == len(self.feature_info) else x), maps

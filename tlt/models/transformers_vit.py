@@ -47,7 +47,7 @@ def from_transformers(state: dict[str, Tensor]) -> dict[str, Tensor]:
     prefix = next((p for p in ("vit.", "") if p + _PATCHES in state), None)
     if prefix is None:
         return state
-    found: dict[str, Tensor] = {}
+    renamed: dict[str, Tensor] = {}
     parts: dict[str, dict[str, Tensor]] = {}
     for name, value in state.items():
         name = name.removeprefix(prefix)
@@ -57,8 +57,8 @@ def from_transformers(state: dict[str, Tensor]) -> dict[str, Tensor]:
             joined = f"{name[: part.start()]}.attn.qkv.{part[2]}"
             parts.setdefault(joined, {})[part[1][0]] = value  # q, k or v
         else:
-            found[name] = value
-    return found | {name: torch.cat([each[key] for key in "qkv"]) for name, each in parts.items() if len(each) == 3}
+            renamed[name] = value
+    return renamed | {name: torch.cat([qkv[key] for key in "qkv"]) for name, qkv in parts.items() if len(qkv) == 3}
 
 
 def describes_vit(config: Mapping[str, Any]) -> bool:

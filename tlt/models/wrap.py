@@ -23,13 +23,13 @@ from torch import Tensor, nn
 from tlt.errors import UserError, in_range
 from tlt.mixtoken import Box, mix_cells, mix_tokens
 from tlt.models.spatial import (
-    Shrinking,
+    DownsamplingLayer,
     Size,
     TokenGrid,
+    downsampling_layers,
     feature_map,
     norm_after_pooling,
     positions_of,
-    shrinking_layers,
 )
 from tlt.models.token_labeling import TokenLabelModel, new_head
 
@@ -40,7 +40,7 @@ _NO_LAYERS = (type(None), nn.Identity, nn.ModuleList)
 _TOLERANCE = 1e-3  # of the largest feature
 
 
-class Tokens(NamedTuple):
+class TokenLayout(NamedTuple):
     """The last map of a model for images of one size.
 
     Attributes:
@@ -114,7 +114,7 @@ class WithDenseHead(Extension):
     aux_norm: nn.Module
     mix_point: MixPoint | None
     mix_refusal: str  # why there is no `mix_point`
-    _seen: dict[Size, Tokens]  # for images of a size
+    _layout_by_size: dict[Size, TokenLayout]  # for images of a size
 
     def forward(self, x: Tensor, dense: bool = False, mix_box: Box | None = None) -> Any:
         """Classify images; arguments and results as of `TokenLabelModel.forward`.
@@ -170,11 +170,11 @@ class WithDenseHead(Extension):
         """Where the tokens lie in images of (H, W) pixels (default: the model's own size). Raises as `token_grid`."""
         return self._tokens(img_size).positions
 
-    def _tokens(self, img_size: int | Size | None) -> Tokens:
+    def _tokens(self, img_size: int | Size | None) -> TokenLayout:
         size: Size = to_2tuple(_own_size(self) if img_size is None else img_size)
-        if size not in self._seen:
-            self._seen[size] = find_tokens(self, size, self.mix_point)
-        return self._seen[size]
+        if size not in self._layout_by_size:
+            self._layout_by_size[size] = find_tokens(self, size, self.mix_point)
+        return self._layout_by_size[size]
 
     def set_dense_head(self, enabled: bool) -> None:
         """Switch the dense head on or off; off, it is kept but takes no gradient.
@@ -188,7 +188,7 @@ class WithDenseHead(Extension):
     def reset_classifier(self, num_classes: int, *args: Any, **kwargs: Any) -> None:
         """timm's, and a fresh dense head of as many classes."""
         super().reset_classifier(num_classes, *args, **kwargs)  # type: ignore[misc]
-        self.aux_head = new_head(self, next(iter(self._seen.values())).channels)
+        self.aux_head = new_head(self, next(iter(self._layout_by_size.values())).channels)
         self.set_dense_head(self.dense_head)
 
 
@@ -220,18 +220,18 @@ def with_dense_head(model: Any, img_size: tuple[int, int] | None = None) -> Any:
     in_range("img_size", img_size or _own_size(model), 1, counts=(2,))
     size = _own_size(model) if img_size is None else (img_size[0], img_size[1])
     try:
-        found = find_tokens(model, size)
+        layout = find_tokens(model, size)
     except UserError as error:
         raise UserError(f"{_name(model)} can't get a dense head: {error}") from error
     extend(model, WithDenseHead)
-    model._seen = {size: found}
-    model.aux_head = new_head(model, found.channels)
-    model.aux_norm = nn.LayerNorm(found.channels) if norm_after_pooling(model) is not None else nn.Identity()
+    model._layout_by_size = {size: layout}
+    model.aux_head = new_head(model, layout.channels)
+    model.aux_norm = nn.LayerNorm(layout.channels) if norm_after_pooling(model) is not None else nn.Identity()
     model.aux_norm.to(model.aux_head.weight)
     model.set_dense_head(True)
     model.mix_point, model.mix_refusal = None, ""
     try:
-        model.mix_point, model._seen[size] = add_mix_point(model, _probe(model, 2, size))
+        model.mix_point, model._layout_by_size[size] = add_mix_point(model, _probe(model, 2, size))
     except UserError as error:
         model.mix_refusal = str(error)
     return model
@@ -244,17 +244,17 @@ def check_interface(model: nn.Module, *names: str) -> None:
             raise UserError(f"{_name(model)} is no model of timm: it has no {name}")
 
 
-def find_tokens(model: Any, size: Size, mix_point: MixPoint | None = None) -> Tokens:
+def find_tokens(model: Any, size: Size, mix_point: MixPoint | None = None) -> TokenLayout:
     """Run a timm model on an image of (H, W) to see what its last map is; VOLO and LV-ViT know it. Raises UserError as
     `with_dense_head`."""
     if isinstance(model, TokenLabelModel):
-        return Tokens(model.token_grid(size), model.token_positions(size), model.num_features)
+        return TokenLayout(model.token_grid(size), model.token_positions(size), model.num_features)
     layer = getattr(model, mix_point.layer) if mix_point else model
-    with shrinking_layers(model) as layers:
-        found, output = _map_and_output(model, layer, _probe(model, 1, size))
-    grid = found.shape[1], found.shape[2]
+    with downsampling_layers(model) as layers:
+        features, output = _map_and_output(model, layer, _probe(model, 1, size))
+    grid = features.shape[1], features.shape[2]
     cells = mix_point.cells_of(output, layers, size) if mix_point else None
-    return Tokens(grid, positions_of(layers, grid, size), found.shape[3], cells)
+    return TokenLayout(grid, positions_of(layers, grid, size), features.shape[3], cells)
 
 
 @torch.no_grad()
@@ -307,9 +307,9 @@ class MixPoint:
 
     def __init__(self, layer: str, layout: str) -> None:
         self.layer, self.layout = layer, layout
-        self.calls: dict[int, tuple[Box, Tokens]] = {}
+        self.calls: dict[int, tuple[Box, TokenLayout]] = {}
 
-    def mixed(self, run: Callable[[Tensor], Tensor], images: Tensor, box: Box, tokens: Tokens) -> Tensor:
+    def mixed(self, run: Callable[[Tensor], Tensor], images: Tensor, box: Box, tokens: TokenLayout) -> Tensor:
         """Return `run(images)`, which runs the layer, with images mixed by `box`."""
         call = _this_call()
         self.calls[call] = box, tokens
@@ -329,7 +329,7 @@ class MixPoint:
         mixed = mix_cells(x, box, rows, cols)
         return mixed if self.layout == "NHWC" else mixed.permute(0, 3, 1, 2)
 
-    def cells_of(self, output: Tensor, layers: list[Shrinking], img_size: Size) -> TokenGrid | None:
+    def cells_of(self, output: Tensor, layers: list[DownsamplingLayer], img_size: Size) -> TokenGrid | None:
         """Where the cells of this `output` lie in a network with these layers; None where they are the tokens."""
         if self.layout == "NLC":
             return None
@@ -342,7 +342,7 @@ def _this_call() -> int:
     return 0 if torch.compiler.is_compiling() else threading.get_ident()
 
 
-def add_mix_point(model: nn.Module, images: Tensor) -> tuple[MixPoint, Tokens]:
+def add_mix_point(model: nn.Module, images: Tensor) -> tuple[MixPoint, TokenLayout]:
     """Hook a `MixPoint` to the embedding of a model and test it: a box of all tokens must show the partner's image.
     Return it, and the tokens for images of this size.
 

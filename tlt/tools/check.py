@@ -46,7 +46,7 @@ def check(data: str, labels: str, split: str = "train", num_classes: int | None 
     progress.close()
     usual = store.shape if info or not shapes else Counter(shapes.values()).most_common(1)[0][0]
     reader = store.reader.table if isinstance(store.reader, ShardReader) else None
-    tables = [each for each in (folder, reader) if isinstance(each, RecordImages)]
+    tables = [source for source in (folder, reader) if isinstance(source, RecordImages)]
     faults = {
         "images without label": {name: "" for row in sorted(missing) if (name := folder.paths[row]) not in skipped},
         "labels of another shape": {name: str(shape) for name, shape in shapes.items() if shape != usual},
@@ -58,9 +58,9 @@ def check(data: str, labels: str, split: str = "train", num_classes: int | None 
         lines.append(f"{len(skipped)} images could not be read when the labels were made, and have none")
     shape = f"(k, h, w) = {usual}" if shapes else "none could be read"
     lines.append(f"{len(folder)} images, {len(shapes)} labels read, {shape}")
-    for what, found in {**faults, "labels without image": dict.fromkeys(store.reader.extra(), "")}.items():
-        lines.append(f"{what}: {len(found)}")
-        lines += [f"  {printable(name)}{': ' + why if why else ''}" for name, why in [*found.items()][:_SHOWN]]
-    own = not store.info.transfer and store.info.class_names in (None, folder.class_names)
-    lines.append(agreement_text(agreement.summary()) if own else "agreement: the labels are of other classes")
+    for what, reasons in {**faults, "labels without image": dict.fromkeys(store.reader.extra(), "")}.items():
+        lines.append(f"{what}: {len(reasons)}")
+        lines += [f"  {printable(name)}{': ' + why if why else ''}" for name, why in [*reasons.items()][:_SHOWN]]
+    same_classes = not store.info.transfer and store.info.class_names in (None, folder.class_names)
+    lines.append(agreement_text(agreement.summary()) if same_classes else "agreement: the labels are of other classes")
     return not any(faults.values()), lines

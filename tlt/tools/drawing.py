@@ -136,11 +136,11 @@ def draw_cells(
     blank = [Rectangle((x0 + c * width, y0 + r * height), width, height) for r, c in np.argwhere(cells.weight == 0)]
     style: dict[str, Any] = {"facecolor": "none", "edgecolor": "#80808080", "linewidth": 0.3, "hatch": "//////"}
     axes.add_collection(PatchCollection(blank, zorder=3, label="blank", **style))
-    found, counts = np.unique(cells.ids[cells.weight > 0], return_counts=True)
-    coloured = np.array([colours.get(class_id) != _OTHERS for class_id in found.tolist()])
-    for class_id in found[np.lexsort((-counts, coloured))][:_NAMED]:
-        own = np.argwhere((cells.ids == class_id) & (cells.weight > 0)) + 0.5
-        row, col = own[((own - own.mean(axis=0)) ** 2).sum(axis=1).argmin()]
+    class_ids, counts = np.unique(cells.ids[cells.weight > 0], return_counts=True)
+    coloured = np.array([colours.get(class_id) != _OTHERS for class_id in class_ids.tolist()])
+    for class_id in class_ids[np.lexsort((-counts, coloured))][:_NAMED]:
+        places = np.argwhere((cells.ids == class_id) & (cells.weight > 0)) + 0.5
+        row, col = places[((places - places.mean(axis=0)) ** 2).sum(axis=1).argmin()]
         x = x0 + col * width
         share = (x - limits[0]) / (limits[1] - limits[0])
         side = "left" if share < _EDGE else "right" if share > 1 - _EDGE else "center"  # inside of the picture
@@ -269,8 +269,8 @@ def draw_page(examples: Sequence[Example], class_names: Sequence[str], title: st
         title: First line of the page.
         note: What the probabilities are, for the legend.
     """
-    cells = [each for example in examples for each in (example.label, example.tokens) if each is not None]
-    counts = Counter(np.concatenate([np.empty(0, int), *(each.ids[each.weight > 0] for each in cells)]).tolist())
+    cells = [cell for example in examples for cell in (example.label, example.tokens) if cell is not None]
+    counts = Counter(np.concatenate([np.empty(0, int), *(cell.ids[cell.weight > 0] for cell in cells)]).tolist())
     colours = class_colours([class_id for class_id, _ in counts.most_common()])
     known = counts.keys() | {example.target[0] for example in examples if example.target is not None}
     names = {i: class_names[i] if i < len(class_names) else f"class {i}" for i in known}
@@ -305,9 +305,9 @@ def _draw_legend(figure: Figure, colours: Colours, names: Mapping[int, str], col
     """The classes with a colour, and above them the names of the others."""
     from matplotlib.patches import Patch
 
-    own = {i: colour for i, colour in colours.items() if colour != _OTHERS}
-    patches = [Patch(facecolor=colour, label=drawable(shorten(names[i], 24))) for i, colour in own.items()]
-    others = [shorten(names[i], 24) for i in colours if i not in own]
+    named = {i: colour for i, colour in colours.items() if colour != _OTHERS}
+    patches = [Patch(facecolor=colour, label=drawable(shorten(names[i], 24))) for i, colour in named.items()]
+    others = [shorten(names[i], 24) for i in colours if i not in named]
     more = f" and {len(others) - _NAMED} more" if len(others) > _NAMED else ""
     title = drawable(f"grey: {', '.join(others[:_NAMED])}{more}") if others else ""
     layout: dict[str, Any] = {"loc": "outside lower center", "ncols": max(_ACROSS, columns), "frameon": False}
@@ -330,8 +330,8 @@ def _draw_key(axes: Axes, panels: Sequence[str], note: str) -> None:
     ]
     labelled = not {"label", "tokens"}.isdisjoint(panels)
     handles, texts = zip(*compress(entries, (True, "label" in panels, labelled, labelled)), strict=True)
-    shown: dict[str, Any] = {"loc": "center", "ncols": 2, "frameon": False, "fontsize": 7}
-    key = axes.legend(handles, texts, handler_map={tuple: HandlerTuple(ndivide=None, pad=0)}, **shown)
+    layout: dict[str, Any] = {"loc": "center", "ncols": 2, "frameon": False, "fontsize": 7}
+    key = axes.legend(handles, texts, handler_map={tuple: HandlerTuple(ndivide=None, pad=0)}, **layout)
     key.set_in_layout(False)  # it fits below all pictures together
     axes.set(gid="key")
     axes.set_axis_off()

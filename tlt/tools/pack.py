@@ -45,10 +45,10 @@ def pack(
     num_classes = recorded.num_classes if recorded else None
 
     def read(row: int) -> LabelMap:
-        found = read_map(os.path.join(tree, labels[row]), num_classes)
+        label_map = read_map(os.path.join(tree, labels[row]), num_classes)
         if not transposed:
-            return found
-        return replace(found, values=found.values.swapaxes(1, 2), ids=found.ids.swapaxes(1, 2))
+            return label_map
+        return replace(label_map, values=label_map.values.swapaxes(1, 2), ids=label_map.ids.swapaxes(1, 2))
 
     k, h, w = read(0).shape
     info = replace(recorded or LabelInfo(k, (h, w)), k=k, grid=(h, w), log_sum_exp=False, skipped=[], max_id=None)
@@ -80,19 +80,19 @@ def find_rows(tree: str, folder: ImageSource | None) -> tuple[list[str], list[st
     if not files:
         raise UserError(f"TREE {printable(tree)} holds no label file (CLASS/IMAGE.pt)")
     paths, numbers = ([], np.empty(0, np.int64)) if folder is None else (folder.paths, folder.classes)
-    found = list(find_labels(paths, files, tree))
-    images, without = [row for row, label in enumerate(found) if label], found.count("")
+    label_files = list(find_labels(paths, files, tree))
+    images, without = [row for row, label in enumerate(label_files) if label], label_files.count("")
     if folder is not None and not images:
         raise UserError(
             f"no image in {printable(folder.root)} has a label in {printable(tree)}: is it another data set?"
         )
-    notes, extra = [], natural_sorted(files.difference(found))
+    notes, extra = [], natural_sorted(files.difference(label_files))
     if without:
-        first = printable(paths[found.index("")])
-        notes.append(f"warning: {without} of {len(found)} images have no label, such as {first}")
+        first = printable(paths[label_files.index("")])
+        notes.append(f"warning: {without} of {len(label_files)} images have no label, such as {first}")
     if folder is not None and extra:
         notes.append(f"warning: {len(extra)} labels belong to no image, such as {printable(extra[0])}; packed too")
-    labels, names = [found[row] for row in images], [paths[row] for row in images]
+    labels, names = [label_files[row] for row in images], [paths[row] for row in images]
     return labels + extra, names + extra, np.append(numbers[images], [-1] * len(extra)), notes
 
 
@@ -108,7 +108,7 @@ def unpack(archive: str, out: str, overwrite: bool = False) -> list[str]:
     root, (info, names) = Path(out), read_description(archive)
     reader = ArchiveReader(archive, names)
     # The label file of the image, or the one that the row is called after.
-    labels = [name if name.endswith(".pt") else own for name, own in zip(names, label_names(names), strict=True)]
+    labels = [name if name.endswith(".pt") else usual for name, usual in zip(names, label_names(names), strict=True)]
     if (outside := next(filter(leads_out, labels), None)) is not None:
         raise UserError(f"the archive names {printable(outside)}, outside of its tree: it is not unpacked")
     with os_errors_told(lambda e: f"OUT {printable(str(e.filename or out))} can't be written ({e.strerror})"):

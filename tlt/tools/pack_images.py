@@ -200,7 +200,7 @@ def make_shard(packing: Packing, shard: tuple[int, range]) -> tuple[FileRecords,
     temporary = os.path.join(packing.folder, f".{number:05d}.tar.tmp")
     written = _write(packing, rows, temporary)
     images, maps = scan_packed(temporary)
-    read = {name: crc for each in (images, maps) for name, crc in zip(each.names, each.rows["crc32"], strict=True)}
+    read = {name: crc for table in (images, maps) for name, crc in zip(table.names, table.rows["crc32"], strict=True)}
     if read != written or (images.rows["class"] != packing.source.classes[rows]).any():
         raise UserError(f"OUT {printable(path)} reads other than it was written: is the disk damaged?")
     os.replace(temporary, path)

@@ -58,17 +58,17 @@ def show(**flags: Any) -> list[str]:
     batch = load_batch(dataset, rows, args.epoch - 1)
     assert batch.labels is not None and batch.plan is not None
     # The window of the images, which is another one than that of the labels with rows of `--compat`.
-    shown = replace(batch, affine=torch.from_numpy(batch.plan.normalised_affine()))
+    unmirrored = replace(batch, affine=torch.from_numpy(batch.plan.normalised_affine()))
     num_classes, names = store.info.num_classes, store.info.class_names or []
     if not num_classes:  # whose labels they are is not recorded
         num_classes = max(int(batch.labels.ids.max()) + 1, len(folder.class_names))
         names = folder.class_names if num_classes == len(folder.class_names) else []
     grid = tuple(args.grid) if args.grid else tuple(max(1, side // _TOKEN_PIXELS) for side in args.size)
     # Without smoothing, so that opacity 1 means certain.
-    given = batch.labels, batch.affine, batch.visible, batch.classes
-    targets = make_targets(*given, grid, num_classes, smoothing=0.0, uncovered=args.uncovered)
+    label_args = batch.labels, batch.affine, batch.visible, batch.classes
+    targets = make_targets(*label_args, grid, num_classes, smoothing=0.0, uncovered=args.uncovered)
     try:
-        examples = read_examples(dataset, shown, targets, IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD)
+        examples = read_examples(dataset, unmirrored, targets, IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD)
     except BadImage as error:
         raise UserError(f"an image in {printable(folder.root)} changed while it was read: {error}") from error
     k, h, w = store.shape
@@ -84,10 +84,10 @@ def find_images(folder: ImageSource, wanted: list[str]) -> list[int]:
     for row, path in enumerate(folder.paths):
         for name in {path, os.path.basename(path)} & rows.keys():
             rows[name].add(row)
-    for name, found in rows.items():
-        if len(found) != 1:
+    for name, matches in rows.items():
+        if len(matches) != 1:
             raise UserError(
-                f"--images {printable(name)} names {len(found)} images in {printable(folder.root)}: give the path of "
+                f"--images {printable(name)} names {len(matches)} images in {printable(folder.root)}: give the path of "
                 "one within it"
             )
     return [min(rows[name]) for name in wanted]

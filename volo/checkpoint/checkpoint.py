@@ -133,9 +133,9 @@ def rank(scores: Mapping[int, Mapping[str, float]], by: str) -> list[RankedCheck
     every other score the highest. Of equal ones the earlier comes first; those without a finite one come last, the
     newest first."""
     sign = 1 if by.startswith("loss") else -1
-    found = {n: each.get(by, math.nan) for n, each in scores.items()}
-    finite = sorted((sign * score, n) for n, score in found.items() if math.isfinite(score))
-    others = sorted((n for n, score in found.items() if not math.isfinite(score)), reverse=True)
+    score_of = {n: metrics.get(by, math.nan) for n, metrics in scores.items()}
+    finite = sorted((sign * score, n) for n, score in score_of.items() if math.isfinite(score))
+    others = sorted((n for n, score in score_of.items() if not math.isfinite(score)), reverse=True)
     ranked = [*((sign * score, n) for score, n in finite), *((None, n) for n in others)]
     return [RankedCheckpoint(metric, n, f"checkpoint-{n}.pth.tar") for metric, n in ranked]
 
@@ -241,7 +241,7 @@ class CheckpointDir:
     def ranking(self, scores: Mapping[int, Mapping[str, float]], newest: int | None = None) -> list[RankedCheckpoint]:
         """Rank the epochs with these scores that have files, and the newest one, whose file is `last`."""
         ranked = rank(scores, self.ranked_by)
-        return [each for each in ranked if each.epoch == newest or (self.directory / each.file).is_file()]
+        return [entry for entry in ranked if entry.epoch == newest or (self.directory / entry.file).is_file()]
 
     def _keep_best(self, scores: Mapping[int, Mapping[str, float]], newest: int | None) -> None:
         """Leave the files of the best epochs, the one of `last` among them if it is as good, and name the best and a

@@ -59,9 +59,9 @@ class FinetuneReport:
         return "\n".join(lines)
 
     def _listed(self, names: list[str], noted: bool = True) -> str:
-        shown = [f"{n} ({self.notes[n]})" if noted and n in self.notes else n for n in names[:_NAMES_SHOWN]]
-        shown += ["..."] if len(names) > _NAMES_SHOWN else []
-        return f"{len(names)}" + (": " + ", ".join(shown) if names else "")
+        listing = [f"{n} ({self.notes[n]})" if noted and n in self.notes else n for n in names[:_NAMES_SHOWN]]
+        listing += ["..."] if len(names) > _NAMES_SHOWN else []
+        return f"{len(names)}" + (": " + ", ".join(listing) if names else "")
 
 
 def load_weights(
@@ -124,13 +124,13 @@ def load_finetune(
 
 def explain_misfit(model: nn.Module, fit: Fit, checkpoint: dict[str, Any], path: str | Path) -> str:
     """Return one line that says why weights don't fit the model, and the remedy."""
-    own = architecture(model)
+    model_name = architecture(model)
     if other := other_architecture(model, checkpoint):
-        return f"checkpoint is {other}, --model is {own}: {path}"
+        return f"checkpoint is {other}, --model is {model_name}: {path}"
     notes = [f"{name}: {fit.notes[name]}" for name in fit.dropped + fit.resized]
     notes += [f"{name} is missing from it" for name in needed(fit.missing)]
     remedy = "the model, --img-size, --num-classes and in_chans have to be the checkpoint's"
-    return f"{path} does not fit --model {own} ({notes[0]}): {remedy}; volo train --finetune takes what fits"
+    return f"{path} does not fit --model {model_name} ({notes[0]}): {remedy}; volo train --finetune takes what fits"
 
 
 def needed(names: Iterable[str]) -> list[str]:
@@ -158,9 +158,9 @@ def _fit(
         config = model_config_of(checkpoint, path) or {}
         trained_size = tuple(config["img_size"]) if "img_size" in config else None
         fit = fit_state_dict(model, joined_state_dict(model, checkpoint, use_ema, path), trained_size)
-    heads, own = tuple(f"{h}." for h in head_names(model)), clean_state_dict(model)
-    backbone = {n: v.numel() for n, v in own.items() if not n.startswith(heads)}
+    heads, expected = tuple(f"{h}." for h in head_names(model)), clean_state_dict(model)
+    backbone = {n: v.numel() for n, v in expected.items() if not n.startswith(heads)}
     share = sum(count for n, count in backbone.items() if n in fit.weights) / max(sum(backbone.values()), 1)
-    entry = weights_entry(checkpoint, use_ema, path, own)
+    entry = weights_entry(checkpoint, use_ema, path, expected)
     lists, prefix = (fit.resized, fit.kept, fit.dropped, fit.missing), prefix_of(model, checkpoint, use_ema, path)
     return fit, FinetuneReport(str(path), entry, *lists, share, fit.notes, prefix)

@@ -59,10 +59,10 @@ def _small(value: Any, depth: int = 4) -> bool:
         return False
     if isinstance(value, dict):
         layers = [value.get(key) or 0 for key in ("layers", "depth", "depths")]
-        totals = [sum(each) if isinstance(each, (list, tuple)) else each for each in layers if _small(each, depth - 1)]
-        return all(_small(each, depth - 1) for each in value.values()) and all(total <= 500 for total in totals)
+        totals = [sum(item) if isinstance(item, (list, tuple)) else item for item in layers if _small(item, depth - 1)]
+        return all(_small(item, depth - 1) for item in value.values()) and all(total <= 500 for total in totals)
     if isinstance(value, (list, tuple)):
-        return all(_small(each, depth - 1) for each in value)
+        return all(_small(item, depth - 1) for item in value)
     return not isinstance(value, (int, float)) or abs(value) <= 8192
 
 

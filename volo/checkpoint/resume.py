@@ -72,7 +72,7 @@ def _verified(path: Path) -> dict[str, Any]:
 
 def _newest_first(directory: Path, messages: list[str]) -> list[Path]:
     """Order the checkpoints of the run by their content, because a copy changes the times of files."""
-    found = []
+    candidates = []
     for path in sorted(directory.iterdir()) if directory.is_dir() else []:
         if not NAMES.fullmatch(path.name):
             continue
@@ -80,15 +80,15 @@ def _newest_first(directory: Path, messages: list[str]) -> list[Path]:
             with blamed_on(path, "does not tell its epoch"):
                 checkpoint = peek_checkpoint(path)
                 position = int(checkpoint.get("epoch", -1)), int(checkpoint.get("update", 0)), path.name == LAST
-            found.append((position, path))
+            candidates.append((position, path))
         except UserError as error:
             messages.append(f"skipped: {error}")
-    return [path for _, path in sorted(found, key=lambda item: item[0], reverse=True)]
+    return [path for _, path in sorted(candidates, key=lambda item: item[0], reverse=True)]
 
 
 def check_behaviour(checkpoint: dict[str, Any], path: Path) -> None:
     """Raise UserError if the run that wrote the checkpoint went by published behaviour that can't be set back now."""
-    args = found if isinstance(found := checkpoint.get("args"), dict) else {}
+    args = recorded if isinstance(recorded := checkpoint.get("args"), dict) else {}
     gone = [f"--compat {row}" for row in args.get("compat") or () if row not in ROWS]
     if gone:
         raise UserError(
@@ -165,7 +165,7 @@ def check_same_data(checkpoint: dict[str, Any], now: dict[str, Any], path: str |
     Raises:
         UserError: The data differ.
     """
-    before = found if isinstance(found := checkpoint.get(DATA_KEY), dict) else {}
+    before = recorded if isinstance(recorded := checkpoint.get(DATA_KEY), dict) else {}
     changed = [text for name, text in _WHAT.items() if name in before and before[name] != now[name]]
     if not changed:
         return []

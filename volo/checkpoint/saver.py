@@ -119,7 +119,7 @@ class Saver:
         Returns the best checkpoint so far; None on other ranks, and if no epoch has a score (`CheckpointDir.plan`).
         """
         self._on_save()
-        self._settle()
+        self._finish_pending()
         save = self._save("epoch", ranked=True)
         if save is None or self.checkpoints is None:
             return None
@@ -139,7 +139,7 @@ class Saver:
         """
         self._on_save()
         self._ending = True
-        self._settle()
+        self._finish_pending()
         # Only rank 0 knows what is on disk, and a save needs all ranks.
         if from_primary(self.saved_at != (self.state.epoch, self.state.update)):
             self._save(reason, in_place=True)
@@ -154,7 +154,7 @@ class Saver:
             self.finish()
         else:
             with suppress(Exception):  # the first failure is the one to tell
-                self._settle()
+                self._finish_pending()
 
     def finish(self) -> None:
         """Return when everything is on disk.
@@ -163,7 +163,7 @@ class Saver:
             NotWrittenError: The last save of the run can't be written, even after the retries.
         """
         self._ending = True
-        self._settle()
+        self._finish_pending()
         for seconds in _FINAL_RETRIES:
             if self._pending is not None:
                 self.logger.line(f"warning: {self._pending.error}; the next attempt is in {seconds:.0f} s")
@@ -176,7 +176,7 @@ class Saver:
     def _poll(self) -> None:
         """Handle a save that has ended, and try a failed one again when it is due."""
         if self._thread is not None and not self._thread.is_alive():
-            self._settle()
+            self._finish_pending()
         elif self._thread is None and self._pending is not None and time.monotonic() >= self._retry_at:
             self._attempt()
 
@@ -228,7 +228,7 @@ class Saver:
             self._pending.blocked += self._pending.seconds
             if self._pending.error is not None and not self._ending:  # later attempts write what the weights are now
                 self._copy(self._pending)
-            self._settle()
+            self._finish_pending()
 
     def _write(self, save: Save) -> None:
         began = time.monotonic()
@@ -243,7 +243,7 @@ class Saver:
             save.error = error
         save.seconds = time.monotonic() - began
 
-    def _settle(self) -> None:
+    def _finish_pending(self) -> None:
         """Wait for the save in progress, report it, and raise its error unless it will be retried."""
         if self._thread is None or self._pending is None:
             return

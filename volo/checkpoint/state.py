@@ -182,8 +182,8 @@ def _position(
         same = int(checkpoint.get("updates_per_epoch", 0)) == updates_per_epoch
         update = int(checkpoint["update"]) if same else epoch * updates_per_epoch
         scores = {
-            int(number): {str(name): float(score) for name, score in found.items()}
-            for number, found in checkpoint.get("scores", {}).items()
+            int(number): {str(name): float(score) for name, score in metrics.items()}
+            for number, metrics in checkpoint.get("scores", {}).items()
         }
         statistics = dict(checkpoint.get(STATISTICS_KEY, {}))
         if min(epoch, update) < 0 or not all(isinstance(rows, Tensor) for rows in statistics.values()):
@@ -217,9 +217,9 @@ def gather_statistics(model: nn.Module) -> Tensor:
     The ranks share them once an epoch (`--dist-bn`); until then each rank has those of the images that it has seen.
     """
     device = next(model.parameters()).device
-    own = torch.cat([torch.empty(0, device=device), *(buffer.flatten().to(device) for buffer in _statistics(model))])
-    rows = [torch.empty_like(own) for _ in range(dist.get_world_size())]
-    dist.all_gather(rows, own)
+    values = torch.cat([torch.empty(0, device=device), *(buffer.flatten().to(device) for buffer in _statistics(model))])
+    rows = [torch.empty_like(values) for _ in range(dist.get_world_size())]
+    dist.all_gather(rows, values)
     return torch.stack(rows)
 
 
@@ -269,12 +269,12 @@ def checked_optimizer_state(
             raise ValueError(f"it is of {saved_class}, --opt gives {own_class}")
         if names is not None:
             saved = _regrouped(saved, names, _names(model, optimizer), groups)
-        sizes, own_sizes = ([len(group["params"]) for group in each] for each in (saved["param_groups"], groups))
+        sizes, own_sizes = ([len(group["params"]) for group in listed] for listed in (saved["param_groups"], groups))
         if sizes != own_sizes:
             raise ValueError(f"its groups have {sizes} parameters, this model's {own_sizes}")
-        own = own_optimizer_state(model, optimizer, saved)
-        _check_state(optimizer, saved, own)
-    return own
+        rank_state = own_optimizer_state(model, optimizer, saved)
+        _check_state(optimizer, saved, rank_state)
+    return rank_state
 
 
 def _names(model: nn.Module, optimizer: Optimizer) -> list[str]:
@@ -284,24 +284,26 @@ def _names(model: nn.Module, optimizer: Optimizer) -> list[str]:
     return [name_of[parameter] for group in optimizer.param_groups for parameter in group["params"]]
 
 
-def _regrouped(saved: dict[str, Any], names: list[str], own: list[str], groups: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return a state whose parameters have `names` as one of the `groups` of an optimizer, whose have the names `own`:
-    a group keeps what that of its first parameter held.
+def _regrouped(
+    saved: dict[str, Any], names: list[str], ours: list[str], groups: list[dict[str, Any]]
+) -> dict[str, Any]:
+    """Return `saved`, whose parameters have `names`, for the `groups` of an optimizer whose parameters are `ours`: each
+    group gets the options of its first parameter's group.
 
     Raises:
         ValueError: These are not the same parameters.
     """
-    if others := sorted({*names} ^ {*own}):
+    if others := sorted({*names} ^ {*ours}):
         raise ValueError(f"it is of other parameters ({len(others)}, such as {others[0]})")
     group_of = {index: group for group in saved["param_groups"] for index in group["params"]}
     index_of = dict(zip(names, group_of, strict=True))
     state = {
-        number: saved["state"][index_of[name]] for number, name in enumerate(own) if index_of[name] in saved["state"]
+        number: saved["state"][index_of[name]] for number, name in enumerate(ours) if index_of[name] in saved["state"]
     }
-    numbers, regrouped = iter(range(len(own))), []
+    numbers, regrouped = iter(range(len(ours))), []
     for group in groups:
         own_numbers = [next(numbers) for _ in group["params"]]
-        regrouped.append({**group_of[index_of[own[own_numbers[0]]]], "params": own_numbers})
+        regrouped.append({**group_of[index_of[ours[own_numbers[0]]]], "params": own_numbers})
     return {"state": state, "param_groups": regrouped}
 
 
@@ -312,9 +314,9 @@ def load_optimizer_state(optimizer: Optimizer, saved: dict[str, Any]) -> None:
     """
     keep = _GROUP_SETTINGS | {name for name in optimizer.defaults if not name.endswith(_COUNTER)}
     groups = []
-    for own, theirs in zip(optimizer.param_groups, saved["param_groups"], strict=True):
-        kept = {k: v for k, v in theirs.items() if k not in keep} | {k: v for k, v in own.items() if k in keep}
-        groups.append(kept | {"params": theirs["params"]})
+    for group, theirs in zip(optimizer.param_groups, saved["param_groups"], strict=True):
+        options = {k: v for k, v in theirs.items() if k not in keep} | {k: v for k, v in group.items() if k in keep}
+        groups.append(options | {"params": theirs["params"]})
     optimizer.load_state_dict({"state": saved["state"], "param_groups": groups})
     # Moments get the strides of their parameters. If they differ (`--channels-last` in only one of the runs), torch's
     # fused step silently uses the wrong elements on a CPU.
@@ -324,7 +326,7 @@ def load_optimizer_state(optimizer: Optimizer, saved: dict[str, Any]) -> None:
                 state[key] = torch.empty_like(parameter).copy_(state[key])
 
 
-def _check_state(optimizer: Optimizer, whole: dict[str, Any], own: dict[str, Any]) -> None:
+def _check_state(optimizer: Optimizer, whole: dict[str, Any], local: dict[str, Any]) -> None:
     """Raise ValueError for moments of another shape than their parameter, which torch's fused steps would read and
     write beyond their end, and for NaN."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
@@ -333,7 +335,9 @@ def _check_state(optimizer: Optimizer, whole: dict[str, Any], own: dict[str, Any
         state = whole["state"].get(index, {})
         tensors = {k: v for k, v in state.items() if isinstance(v, Tensor)}
         for key in _PER_VALUE & state.keys():
-            if own["state"][index][key].shape != parameters[number].shape and not (single and state[key].numel() == 1):
+            if local["state"][index][key].shape != parameters[number].shape and not (
+                single and state[key].numel() == 1
+            ):
                 shapes = f"{tuple(state[key].shape)}, the parameter {tuple(parameters[number].shape)}"
                 raise ValueError(f"{key} of parameter {number} is {shapes}")
         if broken := first_non_finite(tensors):

@@ -99,11 +99,11 @@ def make_plan(machine: Machine, mode: str, device: str | None, ranks: int, env: 
     if visible and None in gpus:
         problem = f"{ranks} ranks, {len(visible)} GPUs"
     # Ranks that don't know each other's GPUs share the CPUs of a node.
-    own, left_out = share_cpus(machine, mode, gpus[:1] if own_gpu else gpus, ranks)
-    own = own * ranks if own_gpu else own
+    homes, left_out = share_cpus(machine, mode, gpus[:1] if own_gpu else gpus, ranks)
+    homes = homes * ranks if own_gpu else homes
     ports, nearest = choose_ports(machine.gpus if any(gpus) else (), machine.ports)
     shares = []
-    for gpu, home in zip(gpus, own, strict=True):
+    for gpu, home in zip(gpus, homes, strict=True):
         memory, port = _MEMORY[mode] if home.node is not None else "off", nearest.get(gpu.name) if gpu else None
         shares.append(replace(home, gpu=gpu, memory=memory, port=port))
     idle = f" ({', '.join(machine.idle_ports)})" if machine.idle_ports else ""
@@ -159,7 +159,7 @@ def choose_ports(gpus: Sequence[Gpu], ports: Sequence[Port]) -> tuple[list[Port]
     """
     steps = [[max(distance(gpu, port), _BRIDGE) for port in ports] for gpu in gpus]
     near = [port for i, port in enumerate(ports) if any(far[i] == min(far) < _FAR for far in steps)]
-    fastest = [port for port in near if all(port.rate >= each.rate for each in ports)]
+    fastest = [port for port in near if all(port.rate >= other.rate for other in ports)]
     layers = Counter(port.layer for port in fastest)
     usable = [port for port in fastest if port.layer == max(layers, key=lambda it: (layers[it], it))]
     nearest: dict[str, Port] = {}
@@ -196,9 +196,9 @@ def variables(
             reasons.append(f"MASTER_ADDR={launch.address} is no address of another machine, or there is no route")
     files = (env.get("NCCL_CONF_FILE") or f"{env.get('HOME', '')}/.nccl.conf", "/etc/nccl.conf")
     lines = [line for file in files for line in read(Path(root) / file.lstrip("/")).splitlines()]
-    own = {*env, *(line.partition("=")[0].strip() for line in lines)}
-    reasons += [f"{name} stays as you have set it" for name in wanted if name in own]
-    return {name: value for name, value in wanted.items() if name not in own}, reasons
+    users = {*env, *(line.partition("=")[0].strip() for line in lines)}
+    reasons += [f"{name} stays as you have set it" for name in wanted if name in users]
+    return {name: value for name, value in wanted.items() if name not in users}, reasons
 
 
 def apply(share: Share) -> list[str]:

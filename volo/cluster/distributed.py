@@ -82,8 +82,8 @@ def restarts() -> int:
 
 def launch_id() -> str | None:
     """Return the launcher's id, None without one; torchrun's is "none" unless the user sets it."""
-    found = os.environ.get("TORCHELASTIC_RUN_ID")
-    return found if found != "none" else None
+    run_id = os.environ.get("TORCHELASTIC_RUN_ID")
+    return run_id if run_id != "none" else None
 
 
 def choose_device(requested: str | None, local_rank: int) -> torch.device:
@@ -115,8 +115,8 @@ def choose_device(requested: str | None, local_rank: int) -> torch.device:
             raise UserError(f"--device {name}: several processes need cuda or cpu")
     if device.type == "cuda":
         count = torch.cuda.device_count()
-        own = 0 if count == 1 else local_rank  # a launcher may show each rank its own GPU alone
-        device = torch.device("cuda", own if device.index is None else device.index)
+        number = 0 if count == 1 else local_rank  # a launcher may show each rank its own GPU alone
+        device = torch.device("cuda", number if device.index is None else device.index)
         if device.index is None or device.index >= count:
             raise UserError(f"--device {name}: needs GPU {device.index}, this machine shows {count}; use --device cpu")
         torch.cuda.set_device(device)
@@ -181,7 +181,7 @@ def _join(world: World, launch: Launch, own_gpu: bool, timeout_s: float, join_s:
     store.set(f"place/{world.rank}", json.dumps([own_address(address), gpu]))
     meet(store, "rank", world.rank, world.size, until)
     places, gpus = zip(*map(json.loads, store.multi_get([f"place/{rank}" for rank in range(world.size)])), strict=True)
-    if shared := [rank for rank, each in enumerate(gpus) if each and gpus.count(each) > 1]:
+    if shared := [rank for rank, gpu_id in enumerate(gpus) if gpu_id and gpus.count(gpu_id) > 1]:
         raise UserError(f"ranks {listed(shared)} would share a GPU: start as many processes as there are GPUs")
     _own_group = True
     # On the first machine its own name often is a loopback address. Without an interface gloo takes the host name's.
@@ -193,8 +193,8 @@ def _join(world: World, launch: Launch, own_gpu: bool, timeout_s: float, join_s:
         ThreadPoolExecutor(1).submit(_connect_all, store, world, timeout_s).result(_MESH_S)
     except (RuntimeError, TimeoutError) as error:
         why = str(error).partition("\n")[0] or f"not within {_MESH_S:g} s"
-        told = f"the ranks have met, but can't connect: one has ended, or a firewall is between them ({why})"
-        raise RankLost(told) from error
+        message = f"the ranks have met, but can't connect: one has ended, or a firewall is between them ({why})"
+        raise RankLost(message) from error
     return replace(launch, local_size=launch.local_size or places.count(places[world.rank]))
 
 
@@ -225,16 +225,16 @@ def serve(address: str, port: int, others: bool = False) -> dist.TCPStore:
         UserError: The port is in use, or this machine has no such address.
     """
     try:
-        own = str(socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)[0][4][0])
-        if others and ipaddress.ip_address(own).is_loopback:
-            own = "::" if ":" in own else "0.0.0.0"
-        family = socket.AF_INET6 if ":" in own else socket.AF_INET
-        listener = socket.create_server((own, port), family=family, backlog=_BACKLOG)
+        host = str(socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)[0][4][0])
+        if others and ipaddress.ip_address(host).is_loopback:
+            host = "::" if ":" in host else "0.0.0.0"
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        listener = socket.create_server((host, port), family=family, backlog=_BACKLOG)
     except OSError as error:
         remedy = "give the IP address of the first node as MASTER_ADDR; where the port is in use, another MASTER_PORT"
         raise UserError(f"can't listen at {address}, port {port} ({error.strerror}): {remedy}") from error
     port = listener.getsockname()[1]
-    return dist.TCPStore(own, port, None, True, _ANSWER, wait_for_workers=False, master_listen_fd=listener.detach())
+    return dist.TCPStore(host, port, None, True, _ANSWER, wait_for_workers=False, master_listen_fd=listener.detach())
 
 
 def connect(address: str, port: int, until: float, what: str) -> dist.TCPStore:
@@ -269,7 +269,7 @@ def meet(store: dist.Store, what: str, number: int, size: int, until: float, nam
         store.add(what, 1)
         while (come := store.add(what, 0)) < size and time.monotonic() < until and not store.check([LEFT]):
             time.sleep(_POLL_S)
-        missing = [each for each in range(size) if come < size and not store.check([f"{what}/{each}"])]
+        missing = [other for other in range(size) if come < size and not store.check([f"{what}/{other}"])]
     except dist.DistError:
         missing = [0]
     if missing:
@@ -285,11 +285,11 @@ def limit_threads(device: torch.device, launch: Launch) -> None:
     """
     if launch.threads_set:
         return
-    own = together = available_cpus()
+    cpus = cpus_of_all = available_cpus()
     with suppress(OSError):  # the launcher has ended
-        together = available_cpus(os.getppid())
+        cpus_of_all = available_cpus(os.getppid())
     free = int(device.type == "cpu")
-    torch.set_num_threads(max(1, min(own - free, (together - free) // (launch.local_size or 1))))
+    torch.set_num_threads(max(1, min(cpus - free, (cpus_of_all - free) // (launch.local_size or 1))))
 
 
 @contextmanager
@@ -362,7 +362,7 @@ def from_all(value: T) -> list[T]:
     padded[: len(text)] = text
     texts = [torch.empty_like(padded) for _ in range(dist.get_world_size())]
     dist.all_gather(texts, padded)
-    return [json.loads(bytes(each.numpy())) for each in texts]
+    return [json.loads(bytes(row.numpy())) for row in texts]
 
 
 def wait_for_hosts() -> None:

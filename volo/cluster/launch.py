@@ -53,19 +53,19 @@ def launch_of(env: Mapping[str, str], local_rank_flag: int = 0) -> Launch:
     Raises:
         UserError: A variable that has to be a number is none.
     """
-    found, *others = (_numbers(env, names) for names in (_TORCHRUN, *_OTHERS))
+    numbers, *others = (_numbers(env, names) for names in (_TORCHRUN, *_OTHERS))
     # The launcher of most ranks counts: it may have been started by another one, with fewer.
     others = sorted((row for row in others if "rank" in row and row.get("size", 1) > 1), key=lambda row: -row["size"])
-    found = found or (others[0] if others else {})
+    numbers = numbers or (others[0] if others else {})
     for row in others:
-        if all(found.get(name, row[name]) == row[name] for name in ("rank", "size")):
-            found = row | found
-    size, address = found.get("size", 1), env.get("MASTER_ADDR") or None
-    rank = found.get("rank", -1) if size > 1 else 0
+        if all(numbers.get(name, row[name]) == row[name] for name in ("rank", "size")):
+            numbers = row | numbers
+    size, address = numbers.get("size", 1), env.get("MASTER_ADDR") or None
+    rank = numbers.get("rank", -1) if size > 1 else 0
     # Kubeflow tells the first pod "localhost", and no pod of how many processes it has.
-    elsewhere = not _is_loopback(address) or ("KUBERNETES_SERVICE_HOST" in env and "local_rank" not in found)
-    local_size = found.get("local_size", None if elsewhere and size > 1 else size)
-    local_rank = found.get("local_rank", local_rank_flag or (rank if local_size == size else 0))
+    elsewhere = not _is_loopback(address) or ("KUBERNETES_SERVICE_HOST" in env and "local_rank" not in numbers)
+    local_size = numbers.get("local_size", None if elsewhere and size > 1 else size)
+    local_rank = numbers.get("local_rank", local_rank_flag or (rank if local_size == size else 0))
     by_slurm = size > 1 and _numbers(env, _OTHERS[1]).items() >= {("rank", rank), ("size", size)}
     if by_slurm and address is None and local_size != size:  # the first of "node[01-04],gpu7"
         hosts = re.match(r"([^,\[]|\[[^\]]*\])+", env.get("SLURM_STEP_NODELIST", ""))
@@ -81,13 +81,13 @@ def launch_of(env: Mapping[str, str], local_rank_flag: int = 0) -> Launch:
 def _numbers(env: Mapping[str, str], names: Sequence[str]) -> dict[str, int]:
     """Return what there is of a launcher that tells the size: RANK alone is somebody else's."""
     named = dict(zip(("rank", "local_rank", "size", "local_size"), names, strict=True))
-    return {each: _number(env, name) for each, name in named.items() if env.get(name) and env.get(named["size"])}
+    return {key: _number(env, name) for key, name in named.items() if env.get(name) and env.get(named["size"])}
 
 
 def _number(env: Mapping[str, str], name: str, default: int = 0) -> int:
     text = env.get(name) or str(default)
     if name == _PER_NODE:  # such as "4(x2),3": four on each of two nodes, three on the next
-        counts = [each for each, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text) for _ in range(int(times or 1))]
+        counts = [count for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text) for _ in range(int(times or 1))]
         text = [*counts[int(env.get("SLURM_NODEID") or 0) :], *counts, text][0]
     try:
         return int(text)

@@ -90,14 +90,14 @@ def examine(args: Namespace, world: World) -> tuple[list[Node], float | None]:
     """Return what all nodes have, in the order of their first ranks, and the bandwidth of the all-reduce over all ranks
     in GB/s per process (None with one rank)."""
     places = from_all(socket.gethostname())
-    own = [rank for rank, place in enumerate(places) if place == places[world.rank]]
+    ranks = [rank for rank, place in enumerate(places) if place == places[world.rank]]
     inside = None
-    if 1 < len(own) < world.size:
-        group: Any = dist.new_group(own, timedelta(seconds=args.timeout), use_local_synchronization=True)
+    if 1 < len(ranks) < world.size:
+        group: Any = dist.new_group(ranks, timedelta(seconds=args.timeout), use_local_synchronization=True)
         inside = all_reduce_bandwidth(world.device, group)
-    found = from_all(asdict(look(args, places[world.rank], own, inside)) if world.rank == own[0] else None)
+    nodes = from_all(asdict(look(args, places[world.rank], ranks, inside)) if world.rank == ranks[0] else None)
     overall = from_primary(all_reduce_bandwidth(world.device)) if world.size > 1 else None
-    return [Node(**each) for each in found if each is not None], overall
+    return [Node(**node) for node in nodes if node is not None], overall
 
 
 def look(args: Namespace, name: str, ranks: list[int], bandwidth: float | None, root: Path = Path("/")) -> Node:
@@ -154,7 +154,7 @@ def _size(path: str) -> int:
 
 def _free_gb(path: str) -> float:
     """Return the free space where `path` is or would be made; a file is written there, and removed."""
-    folder = next(each for each in (Path(path).absolute(), *Path(path).absolute().parents) if each.exists())
+    folder = next(parent for parent in (Path(path).absolute(), *Path(path).absolute().parents) if parent.exists())
     with tempfile.TemporaryFile(dir=folder) as file:
         file.write(b"0")
     return shutil.disk_usage(folder).free / GB
@@ -185,8 +185,8 @@ def find_problems(nodes: Sequence[Node], overall: float | None, least: float | N
             if what in node.equal or kind == "card":  # what has no size can't be read, which is told
                 names.setdefault(node.equal.get(what, "none"), []).append(node.name)
         if len(names) > 1:
-            told = "; ".join(f"{value} on {some_names(same)}" for value, same in names.items())
-            yield f"{what}: {told}: {_REMEDIES.get(kind, _SOFTWARE)}"
+            differences = "; ".join(f"{value} on {some_names(same)}" for value, same in names.items())
+            yield f"{what}: {differences}: {_REMEDIES.get(kind, _SOFTWARE)}"
     for problem in dict.fromkeys(problem for node in nodes for problem in node.problems):
         yield f"{', '.join(node.name for node in nodes if problem in node.problems)}: {problem}"
     if overall is not None and least is not None and overall < least:
@@ -201,8 +201,8 @@ def report(nodes: Sequence[Node], overall: float | None, findings: Sequence[str]
     rows = [["node", "ranks", "GPUs", "CPUs", "shm GB", "memlock GB", "free GB", "GB/s"]]
     for node in nodes:
         sizes = (node.shm_gb, node.memlock_gb, node.free_gb, node.bandwidth)
-        shown = ["-" if value is None else f"{value:.3g}" for value in sizes]
-        rows.append([node.name, str(len(node.ranks)), node.equal["GPUs"], str(node.cpus), *shown])
+        columns = ["-" if value is None else f"{value:.3g}" for value in sizes]
+        rows.append([node.name, str(len(node.ranks)), node.equal["GPUs"], str(node.cpus), *columns])
     yield from table(rows)
     if overall is not None:
         yield f"all-reduce over all ranks: {overall:.3g} GB/s (bus bandwidth per process; in the table: within a node)"

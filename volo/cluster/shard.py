@@ -100,12 +100,12 @@ def units_of(model: nn.Module) -> list[nn.Module]:
     if blocks:
         return blocks
     lists = [m for m in model.modules() if isinstance(m, nn.Sequential | nn.ModuleList)]
-    found = []
-    for each in lists:
-        children = [child for child in each if any(child.children()) and next(child.parameters(), None) is not None]
+    units = []
+    for members in lists:
+        children = [child for child in members if any(child.children()) and next(child.parameters(), None) is not None]
         classes = [type(child) for child in children]
-        found += [child for child in children if classes.count(type(child)) > 1]
-    return [unit for unit in found if not any(inner in found for inner in unit.modules() if inner is not unit)]
+        units += [child for child in children if classes.count(type(child)) > 1]
+    return [unit for unit in units if not any(inner in units for inner in unit.modules() if inner is not unit)]
 
 
 def shard(model: nn.Module, mesh: DeviceMesh, compute: torch.dtype | None = None, compression: str = "none") -> None:
@@ -171,9 +171,9 @@ class ShardedEma(ModelEmaV3):
 
     def apply_update_(self, model: nn.Module, decay: float) -> None:
         states = self.module.state_dict(), model.state_dict()
-        own, new = ([v.to_local() if isinstance(v, DTensor) else v for v in state.values()] for state in states)
-        floating = [pair for pair in zip(own, new, strict=True) if pair[0].is_floating_point()]
+        averages, new = ([v.to_local() if isinstance(v, DTensor) else v for v in state.values()] for state in states)
+        floating = [pair for pair in zip(averages, new, strict=True) if pair[0].is_floating_point()]
         torch._foreach_lerp_([a for a, _ in floating], [b for _, b in floating], weight=1.0 - decay)
-        for average, value in zip(own, new, strict=True):
+        for average, value in zip(averages, new, strict=True):
             if not average.is_floating_point():
                 average.copy_(value)

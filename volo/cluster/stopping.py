@@ -117,8 +117,8 @@ class StopSignal:
         elif self.number is None:
             self.number, self._since = number, time.monotonic()
             with suppress(OSError):  # the terminal may be gone; and print() may be what the signal has interrupted
-                told = "this run stops as soon as it has saved; once more: at once"
-                os.write(2, f"{signal.Signals(number).name}: {told}\n".encode())
+                message = "this run stops as soon as it has saved; once more: at once"
+                os.write(2, f"{signal.Signals(number).name}: {message}\n".encode())
         elif time.monotonic() - self._since > _SAME_WARNING_S:
             os._exit(128 + number)
         if self._raises and number != _ALARM and _ALARM is not None:
@@ -168,7 +168,7 @@ class Watchdog:
             faulthandler.register(signal.SIGUSR2, file=2, all_threads=True)
         self._thread.start()
 
-    def at(self, phase: str, size: int | None = None) -> None:
+    def enter_phase(self, phase: str, size: int | None = None) -> None:
         """Something was done, and `phase` begins: start, data, others (waiting for the data of all ranks), step (with a
         batch of so many images), capture (of a CUDA graph), validation or saving."""
         if phase == "validation":
@@ -224,45 +224,45 @@ class StopGuard:
             Stopped: Between two updates, on all ranks: one of them received a signal, or its data failed (then that
                 UserError is the cause, on that rank).
         """
-        iterator, between = iter(batches), True
+        iterator, at_boundary = iter(batches), True
         while True:
-            batch, failure = self._next(iterator, between)
-            if between:
+            batch, failure = self._next(iterator, at_boundary)
+            if at_boundary:
                 self._agree(failure)
             if batch is None:
                 return
-            self.watchdog.at("step", batch.size)
-            between = batch.key.last
+            self.watchdog.enter_phase("step", batch.size)
+            at_boundary = batch.key.last
             yield batch
 
-    def batches(self, loader: Iterable[T]) -> Iterator[T]:
+    def iterate_validation(self, loader: Iterable[T]) -> Iterator[T]:
         """Yield validation batches; at the end the ranks agree whether each has had all of its own, or stop."""
         iterator = iter(loader)
         while True:
             item, failure = self._next(iterator, True)
             if item is None:
                 break
-            self.watchdog.at("validation")
+            self.watchdog.enter_phase("validation")
             yield item
         self._agree(failure)
 
-    def _next(self, iterator: Iterator[T], between: bool) -> tuple[T | None, UserError | Stopped | None]:
-        self.watchdog.at("data")
+    def _next(self, iterator: Iterator[T], at_boundary: bool) -> tuple[T | None, UserError | Stopped | None]:
+        self.watchdog.enter_phase("data")
         began = time.perf_counter()
         try:
-            with self.stop.raising() if between else nullcontext():
+            with self.stop.raising() if at_boundary else nullcontext():
                 return next(iterator, None), None
         except (UserError, Stopped) as error:
-            if not between:
+            if not at_boundary:
                 raise
             return None, error
         finally:
             self.waited += time.perf_counter() - began
 
     def _agree(self, failure: UserError | Stopped | None) -> None:
-        self.watchdog.at("others")
+        self.watchdog.enter_phase("others")
         code = self._largest(self.stop.exit_code if failure is None else failure.exit_code)
-        self.watchdog.at("step")
+        self.watchdog.enter_phase("step")
         if isinstance(failure, UserError):
             raise Stopped(failure.exit_code, str(failure)) from failure
         if code:

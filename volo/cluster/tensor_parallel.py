@@ -65,12 +65,12 @@ class ShardSpec:
         parts = whole.unflatten(self.dim, (self.pieces, self.mesh.size(), -1))
         return parts.select(self.dim + 1, self.mesh.get_local_rank()).flatten(self.dim, self.dim + 1)
 
-    def whole(self, own: Tensor) -> Tensor:
+    def whole(self, piece: Tensor) -> Tensor:
         """Return the whole tensor; every rank calls this with its part. Counters are whole already."""
-        if own.ndim <= self.dim:
-            return own
-        parts = [torch.empty_like(own) for _ in range(self.mesh.size())]
-        dist.all_gather(parts, own.contiguous(), group=self.mesh.get_group())
+        if piece.ndim <= self.dim:
+            return piece
+        parts = [torch.empty_like(piece) for _ in range(self.mesh.size())]
+        dist.all_gather(parts, piece.contiguous(), group=self.mesh.get_group())
         pieces = [part.unflatten(self.dim, (self.pieces, -1)) for part in parts]
         return torch.stack(pieces, self.dim + 1).flatten(self.dim, self.dim + 2)
 
@@ -128,8 +128,8 @@ def divide_layers(model: nn.Module, mesh: DeviceMesh) -> None:
         if problem := _problem(module, mesh.size()):
             raise UserError(f"--tensor-parallel {mesh.size()} can't divide {name}: {problem}")
         first, last = _LAYERS[type(module)]
-        for each, pieces in first.items():
-            setattr(module, each, FirstLinear(getattr(module, each), pieces, mesh))
+        for key, pieces in first.items():
+            setattr(module, key, FirstLinear(getattr(module, key), pieces, mesh))
         setattr(module, last, LastLinear(getattr(module, last), mesh))
         if "fc1" not in first:
             module.num_heads //= mesh.size()
@@ -236,8 +236,8 @@ def _each_tensor(
     """Return the state of all parameters, with the function of each tensor in it and of its parameter."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]  # torch numbers them in order
     return {
-        number: {key: function(v, parameters[number]) if isinstance(v, Tensor) else v for key, v in each.items()}
-        for number, each in state.items()
+        number: {key: function(v, parameters[number]) if isinstance(v, Tensor) else v for key, v in tensors.items()}
+        for number, tensors in state.items()
     }
 
 
@@ -250,7 +250,7 @@ def _whole(value: Tensor, spec: ShardSpec | None) -> Tensor | None:
 
 
 def _own(whole: Tensor, like: Tensor | None, spec: ShardSpec | None) -> Tensor:
-    own = whole if spec is None else spec.own(whole)
-    if not isinstance(like, DTensor) or own.shape != like.shape:
-        return own
-    return distribute_tensor(own.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
+    part = whole if spec is None else spec.own(whole)
+    if not isinstance(like, DTensor) or part.shape != like.shape:
+        return part
+    return distribute_tensor(part.to(like.device), like.device_mesh, like.placements, src_data_rank=None)

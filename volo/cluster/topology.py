@@ -64,9 +64,9 @@ def read_machine(root: str | Path = "/") -> Machine:
     """Read the machine whose /sys and /proc are below `root`."""
     root = Path(root)
     cores = _node_cores(root)
-    own = _fields(root / "proc/self/status")
-    parent = _fields(root / "proc" / own.get("PPid", "0") / "status")
-    allowed = own.get("Cpus_allowed_list", listed(cpu for node in cores.values() for core in node for cpu in core))
+    process = _fields(root / "proc/self/status")
+    parent = _fields(root / "proc" / process.get("PPid", "0") / "status")
+    allowed = process.get("Cpus_allowed_list", listed(cpu for node in cores.values() for core in node for cpu in core))
     parent_allowed = frozenset(numbers(parent.get("Cpus_allowed_list", allowed)))
     return Machine(cores, frozenset(numbers(allowed)), parent_allowed, _gpus(root, [*cores]), *_ports(root, [*cores]))
 
@@ -79,11 +79,11 @@ def numbers(text: str) -> tuple[int, ...]:
 
 def listed(values: Iterable[int]) -> str:
     """Return the kernel's list of some numbers: (0, 1, 2, 8) is "0-2,8"."""
-    found = []
-    for _, run in groupby(enumerate(sorted(values)), lambda each: each[1] - each[0]):
+    ranges = []
+    for _, run in groupby(enumerate(sorted(values)), lambda pair: pair[1] - pair[0]):
         members = [value for _, value in run]
-        found.append(f"{members[0]}-{members[-1]}" if len(members) > 1 else str(members[0]))
-    return ",".join(found)
+        ranges.append(f"{members[0]}-{members[-1]}" if len(members) > 1 else str(members[0]))
+    return ",".join(ranges)
 
 
 def visible_gpus(gpus: Iterable[Gpu], env: Mapping[str, str]) -> tuple[list[Gpu], str]:
@@ -91,16 +91,16 @@ def visible_gpus(gpus: Iterable[Gpu], env: Mapping[str, str]) -> tuple[list[Gpu]
 
     `CUDA_VISIBLE_DEVICES` is read as CUDA reads it: numbers or beginnings of UUIDs up to the first that doesn't exist.
     """
-    shown = [gpu for gpu in gpus if gpu.shown]
+    usable = [gpu for gpu in gpus if gpu.shown]
     chosen = env.get("CUDA_VISIBLE_DEVICES")
-    if not shown:
+    if not usable:
         return [], "no NVIDIA GPU in /sys"
     if chosen is None:
-        return shown, ""
+        return usable, ""
     visible = []
     for item in map(str.strip, chosen.split(",")):
-        by_uuid = [gpu for gpu in shown if item.startswith("GPU-") and gpu.uuid.startswith(item)]
-        named = by_uuid or [gpu for i, gpu in enumerate(shown) if item == str(i)]
+        by_uuid = [gpu for gpu in usable if item.startswith("GPU-") and gpu.uuid.startswith(item)]
+        named = by_uuid or [gpu for i, gpu in enumerate(usable) if item == str(i)]
         if len(named) != 1:
             break
         visible += named
@@ -122,8 +122,8 @@ def own_address(other: str) -> str | None:
 def interface_to(other: str) -> str | None:
     """Return the network interface on the way to a host or to this one; None for loopback, without a route, and on
     systems other than Linux."""
-    own = own_address(other)
-    return next((name for name, its in _addresses() if its == own and name != "lo"), None) if own else None
+    address = own_address(other)
+    return next((name for name, its in _addresses() if its == address and name != "lo"), None) if address else None
 
 
 def _addresses() -> Iterator[tuple[str, str]]:
@@ -161,12 +161,12 @@ def _node_cores(root: Path) -> dict[int, Cores]:
     """Return the physical cores by NUMA node; all in node 0 where the kernel knows no nodes."""
     system = root / "sys/devices/system"
     lists = {int(node.name[4:]): node / "cpulist" for node in _entries(system / "node", "node[0-9]*")}
-    found = {}
+    cores = {}
     for node, file in (lists or {0: system / "cpu/online"}).items():
         siblings = {cpu: read(system / f"cpu/cpu{cpu}/topology/thread_siblings_list") for cpu in numbers(read(file))}
         if siblings:
-            found[node] = tuple(sorted({numbers(text) or (cpu,) for cpu, text in siblings.items()}))
-    return found
+            cores[node] = tuple(sorted({numbers(text) or (cpu,) for cpu, text in siblings.items()}))
+    return cores
 
 
 def _place(device: Path, nodes: Sequence[int]) -> tuple[tuple[str, ...], int | None]:
@@ -180,14 +180,14 @@ def _gpus(root: Path, nodes: Sequence[int]) -> tuple[Gpu, ...]:
     """Return the machine's GPUs. The driver tells a container of some alone, and a Slurm job of all: CUDA counts those
     whose device file the job's cgroup lets it open."""
     driver = root / "proc/driver/nvidia/gpus"
-    found = []
+    listing = []
     for device in _entries(root / "sys/bus/pci/devices"):
         if read(device / "vendor") == _NVIDIA and read(device / "class").startswith(_GPU_CLASSES):
-            told = _fields(driver / device.name / "information")
-            file = root / f"dev/nvidia{told.get('Device Minor')}"
-            shown = not driver.is_dir() or os.access(file, os.R_OK | os.W_OK)
-            found.append(Gpu(device.name, *_place(device, nodes), told.get("GPU UUID", ""), shown))
-    return tuple(found)
+            about = _fields(driver / device.name / "information")
+            file = root / f"dev/nvidia{about.get('Device Minor')}"
+            usable = not driver.is_dir() or os.access(file, os.R_OK | os.W_OK)
+            listing.append(Gpu(device.name, *_place(device, nodes), about.get("GPU UUID", ""), usable))
+    return tuple(listing)
 
 
 def _ports(root: Path, nodes: Sequence[int]) -> tuple[tuple[Port, ...], tuple[str, ...]]:
@@ -195,7 +195,7 @@ def _ports(root: Path, nodes: Sequence[int]) -> tuple[tuple[Port, ...], tuple[st
 
     Every container sees all cards in sysfs; those whose device file is missing can't be opened there.
     """
-    found, idle = [], []
+    active, idle = [], []
     verbs = _entries(root / "sys/class/infiniband_verbs")
     locked = {read(card / "ibdev") for card in verbs if not (root / "dev/infiniband" / card.name).exists()}
     for port in _entries(root / "sys/class/infiniband", "*/ports/*"):
@@ -205,5 +205,5 @@ def _ports(root: Path, nodes: Sequence[int]) -> tuple[tuple[Port, ...], tuple[st
             idle.append(f"{name} is {state if state != 'ACTIVE' else 'not passed into this container'}")
             continue
         rate, layer = (read(port / "rate") or "0").split()[0], read(port / "link_layer") or "InfiniBand"
-        found.append(Port(name, *_place(card / "device", nodes), float(rate), layer))
-    return tuple(found), tuple(idle)
+        active.append(Port(name, *_place(card / "device", nodes), float(rate), layer))
+    return tuple(active), tuple(idle)

@@ -108,8 +108,8 @@ def attention_layers(model: nn.Module) -> dict[str, nn.Module]:
         UserError: There is none whose weights can be computed here.
     """
     every, kinds = model.named_modules(), tuple(_ROWS)
-    if found := {name.removesuffix(".attn"): module for name, module in every if isinstance(module, kinds)}:
-        return found
+    if matching := {name.removesuffix(".attn"): module for name, module in every if isinstance(module, kinds)}:
+        return matching
     raise UserError(f"--model: {type(model).__name__} has none of the attention layers of VOLO and LV-ViT")
 
 
@@ -178,8 +178,8 @@ def view(model: Any, image: Tensor, query: Sequence[float]) -> View:
     maps = []
     for kind, what in _ROWS.items():
         if layers := [item for item in attention_layers(model).items() if isinstance(item[1], kind)]:
-            shown = sorted({*np.linspace(0, len(layers) - 1, _ACROSS).astype(int).tolist()})
-            maps.append([heat(what, *layers[number]) for number in shown])
+            drawn_layers = sorted({*np.linspace(0, len(layers) - 1, _ACROSS).astype(int).tolist()})
+            maps.append([heat(what, *layers[number]) for number in drawn_layers])
     probabilities = model.forward_head(features)[0].float().softmax(-1)
     best = probabilities.topk(min(TOP, len(probabilities)))
     tokens = None
@@ -227,12 +227,12 @@ def answers_page(
     show_image(picture, image)
     _caption(picture, "image")
     named = dict(enumerate(names))
-    shown = [] if seen.tokens is None else np.unique(seen.tokens.ids).tolist()
-    colours = class_colours([*shown, *(class_id for class_id, _ in seen.top)])
+    label_ids = [] if seen.tokens is None else np.unique(seen.tokens.ids).tolist()
+    colours = class_colours([*label_ids, *(class_id for class_id, _ in seen.top)])
     if seen.tokens is not None:
         show_image(tokens, image, muted=True)
-        own = {class_id: named.get(class_id, f"class {class_id}") for class_id in shown}
-        draw_cells(tokens, seen.tokens, seen.token_box, colours, own)
+        class_texts = {class_id: named.get(class_id, f"class {class_id}") for class_id in label_ids}
+        draw_cells(tokens, seen.tokens, seen.token_box, colours, class_texts)
         _caption(tokens, "dense head: first class of each token")
     _caption(bars, "most probable classes")
     widths, own_colours = [probability for _, probability in seen.top], [colours[class_id] for class_id, _ in seen.top]

@@ -142,22 +142,22 @@ def _tell(text: str, launch: Launch) -> None:
     if launch.size == 1:
         return print(text, file=sys.stderr, flush=True)
     line = f"[rank {launch.rank}] {text}\n"
-    own = f"{launch.rank} {os.environ.get('SLURM_STEP_ID') or os.getppid()} {text!a}\n"
+    entry = f"{launch.rank} {os.environ.get('SLURM_STEP_ID') or os.getppid()} {text!a}\n"
     with suppress(ImportError, OSError):  # Windows, where nothing is launched; no place for files
         import fcntl
 
         where = Path(tempfile.gettempdir(), f"volo-told-{os.getuid()}")
-        with open(os.open(where, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600), "r+") as told:
+        with open(os.open(where, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600), "r+") as log:
             # The lock is held while printing: a rank with the same text that exits first would get this one killed.
-            fcntl.flock(told, fcntl.LOCK_EX)
-            lines = told.readlines()
-            same = [each for each in lines if each.partition(" ")[2] == own.partition(" ")[2]]
-            if not same or own in same:  # a rank that has told it before is of another start
+            fcntl.flock(log, fcntl.LOCK_EX)
+            lines = log.readlines()
+            same = [text_line for text_line in lines if text_line.partition(" ")[2] == entry.partition(" ")[2]]
+            if not same or entry in same:  # a rank that has told it before is of another start
                 print(line, file=sys.stderr, end="", flush=True)
-                lines = [each for each in lines if each not in same]
-            told.seek(0)
-            told.truncate()
-            told.writelines([*lines, own][-1000:])
+                lines = [text_line for text_line in lines if text_line not in same]
+            log.seek(0)
+            log.truncate()
+            log.writelines([*lines, entry][-1000:])
         return
     print(line, file=sys.stderr, end="", flush=True)
 

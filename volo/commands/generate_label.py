@@ -99,11 +99,11 @@ def check(trained: TrainedModel, folder: ImageSource) -> None:
         raise UserError(f"--crop-pct {args.crop_pct:g}: the whole image is labelled: leave it out, or give 1.0")
     if not count:
         raise UserError(f"--model {args.model} has no classes: give --num-classes and weights with a head")
-    names, own = trained.config.get("class_names") or folder.class_names, folder.class_names
-    if not args.transfer and (count != len(own) or list(names) != own):
-        what = f"{count} classes" if count != len(own) else f"other class names ({first_difference(names, own)})"
+    names, ours = trained.config.get("class_names") or folder.class_names, folder.class_names
+    if not args.transfer and (count != len(ours) or list(names) != ours):
+        what = f"{count} classes" if count != len(ours) else f"other class names ({first_difference(names, ours)})"
         raise UserError(
-            f"--model {args.model} has {what}, {printable(folder.root)} {len(own)} class folders: use an annotator "
+            f"--model {args.model} has {what}, {printable(folder.root)} {len(ours)} class folders: use an annotator "
             "trained on these, or --transfer to label with its own classes"
         )
 
@@ -179,8 +179,8 @@ def make_labels(
                     f"the annotator's logits for {source} are NaN or beyond half precision: check its weights, or "
                     "leave out --amp"
                 )
-            found = LabelMap(values[position], ids[position], source=source, log_sum_exp=log_sum_exp[position])
-            writer.write(row, found)
+            label_map = LabelMap(values[position], ids[position], source=source, log_sum_exp=log_sum_exp[position])
+            writer.write(row, label_map)
         if progress is not None:  # the other ranks are about as far
             progress.step(min(batch.size * world.size, len(pending) - progress.done))
     wait_for_hosts()
@@ -203,7 +203,7 @@ def finish(
         UserError: More images are unreadable than `--max-bad-images` allows, or all are, or the disk is full.
     """
     counter = SkipCounter(len(folder), args.max_bad_images)
-    counter.record(Skipped(*each) for of_rank in skips for each in of_rank.items())
+    counter.record(Skipped(*item) for of_rank in skips for item in of_rank.items())
     if len(counter.reasons) == len(folder):
         raise UserError(f"not one of {len(folder)} images in {printable(folder.root)} can be read: check them")
     say(counter.take_lines())

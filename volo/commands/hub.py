@@ -101,8 +101,8 @@ def card(trained: TrainedModel, name: str, checkpoint: str, licence: str, origin
     lines += [needs.partition(" first")[0]] if needs else []
     lines += ["import timm", "", 'model = timm.create_model("hf-hub:ORG/NAME", pretrained=True).eval()', "```", ""]
     settings = (peek_checkpoint(checkpoint).get("args") or {}) if checkpoint else {}
-    if told := {dest: words for dest, words in changed_flags(settings).items() if dest not in _PLACES}:
-        command = shlex.join(["volo", "train", "DATA", "--model", model, *chain(*map(_public, told.values()))])
+    if changed := {dest: words for dest, words in changed_flags(settings).items() if dest not in _PLACES}:
+        command = shlex.join(["volo", "train", "DATA", "--model", model, *chain(*map(_public, changed.values()))])
         lines += ["## Training", "", "```bash", command, "```", ""]
     return f"---\n{yaml.safe_dump(head, sort_keys=False)}---\n\n" + "\n".join(lines) + "\n"
 
@@ -110,7 +110,7 @@ def card(trained: TrainedModel, name: str, checkpoint: str, licence: str, origin
 def _public(words: list[str]) -> list[str]:
     """Return a flag and its values with words in place of files and folders of whoever trained."""
     flag, *values = words
-    is_name = [not each.endswith(ENDINGS) and ("/" not in each or each.startswith("hf-hub:")) for each in values]
+    is_name = [not value.endswith(ENDINGS) and ("/" not in value or value.startswith("hf-hub:")) for value in values]
     if flag == "--token-label-data" or not (all(is_name) or flag == "--dataset"):
         return [flag, "LABELS" if flag == "--token-label-data" else "PATH"]
     return words

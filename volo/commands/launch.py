@@ -28,8 +28,8 @@ _LEAST = {"MAX_RESTARTS": 0, "SHUTDOWN_TIMEOUT": 0, "NNODES": 1, "NODE_RANK": 0,
 def run(args: Namespace) -> int:
     """`volo launch`: what `distributed_train.sh` does in a checkout."""
     # Not a file of the package where that can be avoided: its folder would stand in sys.path.
-    own, script = Path(__file__).resolve().parents[1] / "__main__.py", Path(sys.argv[0])
-    program = script if script.name == "volo" and script.is_file() else own
+    main_file, script = Path(__file__).resolve().parents[1] / "__main__.py", Path(sys.argv[0])
+    program = script if script.name == "volo" and script.is_file() else main_file
     return main([str(args.processes), str(program), args.command, *args.flags])
 
 
@@ -55,32 +55,32 @@ def described(env: Mapping[str, str]) -> dict[str, Any]:
     Raises:
         UserError: A variable is missing or out of range, or names something that other nodes cannot use.
     """
-    found: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     for name, least in _LEAST.items():
         if text := env.get(name):
             if not text.isdecimal() or int(text) < least:
                 raise UserError(f"{name}={text}: a whole number from {least} on is needed")
-            found[name.lower()] = int(text)
-    nodes, rank = found.get("nnodes", 1), found.get("node_rank")
+            settings[name.lower()] = int(text)
+    nodes, rank = settings.get("nnodes", 1), settings.get("node_rank")
     if (rank or 0) >= nodes or (nodes > 1 and rank is None):
         numbers = f"from 0 to {nodes - 1}, 0 on the node that has MASTER_ADDR"
         raise UserError(f"NODE_RANK={'' if rank is None else rank}: NNODES={nodes} needs a number {numbers}")
-    if nodes > 1 and "max_restarts" in found:
+    if nodes > 1 and "max_restarts" in settings:
         raise UserError(
             "MAX_RESTARTS: started by hand, several nodes do not start again together; Slurm's requeue (slurm/) and "
             "torchrun --max-restarts do that"
         )
     if nodes > 1:
-        found = {"master_port": 29500, **found, "master_addr": _address(env.get("MASTER_ADDR", ""))}
+        settings = {"master_port": 29500, **settings, "master_addr": _address(env.get("MASTER_ADDR", ""))}
     else:
-        found["master_port"] = 0  # any that is free
+        settings["master_port"] = 0  # any that is free
     if log_dir := env.get("LOG_DIR"):
         try:
             Path(log_dir).mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UserError(f"LOG_DIR={log_dir}: {error.strerror}") from None
-        found["log_dir"] = log_dir
-    return found
+        settings["log_dir"] = log_dir
+    return settings
 
 
 def _address(name: str) -> str:
@@ -89,8 +89,8 @@ def _address(name: str) -> str:
     with suppress(OSError):
         address = str(socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)[0][4][0])
     if not address or ipaddress.ip_address(address).is_loopback:  # as Debian maps a machine's own name to
-        found = f"is {address or 'no address'} on {socket.gethostname()}"
-        raise UserError(f"MASTER_ADDR={name} {found}: give the IP address of node 0 that the other nodes reach it by")
+        state = f"is {address or 'no address'} on {socket.gethostname()}"
+        raise UserError(f"MASTER_ADDR={name} {state}: give the IP address of node 0 that the other nodes reach it by")
     return address
 
 

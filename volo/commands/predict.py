@@ -53,7 +53,7 @@ _WIDTH = 60  # characters of a class name on the terminal
 FEW = 20  # images whose predictions are shown on the terminal even if they are written to a file
 
 
-class Found(NamedTuple):
+class InputImages(NamedTuple):
     """The images to predict."""
 
     paths: list[str]
@@ -64,9 +64,9 @@ class Found(NamedTuple):
 def run(args: Namespace) -> int:
     """Entry point, after the arguments are parsed."""
     say(args.notes)
-    found = find_images(args.paths)
-    say(f"warning: {line}" for line in found.warnings)
-    check_outputs(args, found)
+    inputs = find_images(args.paths)
+    say(f"warning: {line}" for line in inputs.warnings)
+    check_outputs(args, inputs)
     trained = load_model(args, args.checkpoint or None, dense=bool(args.token_maps))
     say(trained.notes)
     check_model(args, trained)
@@ -79,43 +79,43 @@ def run(args: Namespace) -> int:
     dtype = compute_dtype(args, world.device)
     say(check_convolutions(model, trained.settings["input_size"], dtype, world.device))
     # As validation loads them; any number of them may be unreadable.
-    count = len(found.paths)
+    count = len(inputs.paths)
     wanted = {"max_bad_images": count, "workers": min(args.workers, -(-count // args.batch_size))}
-    folder = ImageFolder("", found.paths, np.zeros(count, np.int64), [])
+    folder = ImageFolder("", inputs.paths, np.zeros(count, np.int64), [])
     flags = Namespace(**vars(args) | wanted)
     loader = validation_loader(flags, folder, args.batch_size, trained.settings, world)
-    read, rows = predict(args, trained, loader, Precision(world.device, dtype), found.names, names)
+    read, rows = predict(args, trained, loader, Precision(world.device, dtype), inputs.names, names)
     print(f"{len(read)} images predicted, {len(loader.skips.reasons)} could not be read", flush=True)
-    report(args, [found.paths[index] for index in read], names, rows)
+    report(args, [inputs.paths[index] for index in read], names, rows)
     return 0
 
 
-def find_images(paths: list[str]) -> Found:
+def find_images(paths: list[str]) -> InputImages:
     """Return the images given, and those in the folders given, at any depth and in natural order.
 
     Raises:
         UserError: There is no such file or folder, or a folder can't be read or holds no image.
     """
-    found = Found([], [], [])
+    inputs = InputImages([], [], [])
     for path in paths:
         if os.path.isdir(path):
             listing = FolderListing(path, classes=False)
             if not listing.names:
                 notes = "".join(f"; {line}" for line in listing.warnings)
                 raise UserError(f"no images in {printable(path)}, by their suffixes{notes}")
-            own = os.path.basename(os.path.abspath(path)) if len(paths) > 1 else ""
-            found.paths.extend(os.path.join(path, name) for name in listing.names)
-            found.names.extend(os.path.join(own, name) for name in listing.names)
-            found.warnings.extend(listing.warnings)
+            folder_name = os.path.basename(os.path.abspath(path)) if len(paths) > 1 else ""
+            inputs.paths.extend(os.path.join(path, name) for name in listing.names)
+            inputs.names.extend(os.path.join(folder_name, name) for name in listing.names)
+            inputs.warnings.extend(listing.warnings)
         elif os.path.exists(path):
-            found.paths.append(path)
-            found.names.append(os.path.basename(path))
+            inputs.paths.append(path)
+            inputs.names.append(os.path.basename(path))
         else:
             raise UserError(f"PATH {printable(path)}: no such file or folder")
-    return found
+    return inputs
 
 
-def check_outputs(args: Namespace, found: Found) -> None:
+def check_outputs(args: Namespace, inputs: InputImages) -> None:
     """Check before the work that its results can be written.
 
     Raises:
@@ -131,10 +131,10 @@ def check_outputs(args: Namespace, found: Found) -> None:
     if args.token_maps:
         check_format("map.png")
         check_writable(Path(args.token_maps), "--token-maps")
-        name, count = Counter(found.names).most_common(1)[0]
+        name, count = Counter(inputs.names).most_common(1)[0]
         if count > 1:
             raise UserError(f"--token-maps: {count} images share the picture {printable(name)}.png: take them apart")
-        for name in found.names:
+        for name in inputs.names:
             refuse_existing(os.path.join(args.token_maps, f"{name}.png"), "--token-maps:")
 
 
@@ -215,21 +215,21 @@ def look(model: TimmModel, images: Tensor, args: Namespace, precision: Precision
     Raises:
         UserError: Features are asked for that the model doesn't have.
     """
-    found: dict[str, Tensor] = {}
+    outputs: dict[str, Tensor] = {}
     with precision.autocast():
         if args.embeddings:
             last = model.forward_features(images)
             logits = model.forward_head(last)
-            found = embed(model, last, images, args.embeddings_pooled_only)
+            outputs = embed(model, last, images, args.embeddings_pooled_only)
         else:
             logits = model(images)
         if args.token_maps:
             best = model(images, dense=True)[1].float().softmax(-1).max(-1)
-            found |= {"token_probability": best.values, "token_class": best.indices}
+            outputs |= {"token_probability": best.values, "token_class": best.indices}
     if model.num_classes:
         first = logits.float().softmax(-1).topk(min(max(args.topk, TOP), model.num_classes))
-        found |= {"probability": first.values, "class_id": first.indices}
-    return {name: (rows.float() if rows.is_floating_point() else rows).cpu() for name, rows in found.items()}
+        outputs |= {"probability": first.values, "class_id": first.indices}
+    return {name: (rows.float() if rows.is_floating_point() else rows).cpu() for name, rows in outputs.items()}
 
 
 def embed(model: TimmModel, last: Any, images: Tensor, pooled_only: bool) -> dict[str, Tensor]:
@@ -242,13 +242,13 @@ def embed(model: TimmModel, last: Any, images: Tensor, pooled_only: bool) -> dic
     Raises:
         UserError: The model doesn't pool its features, or they are not spatial.
     """
-    found = {"pooled": model.forward_head(last, pre_logits=True)}
-    if found["pooled"].ndim != 2:
+    rows = {"pooled": model.forward_head(last, pre_logits=True)}
+    if rows["pooled"].ndim != 2:
         raise UserError(f"--embeddings: {type(model).__name__} doesn't pool its features here: choose a --gp")
     if pooled_only:
-        return found
+        return rows
     try:
-        return found | {"tokens": feature_map(model, last, (images.shape[-2], images.shape[-1])).flatten(1, 2)}
+        return rows | {"tokens": feature_map(model, last, (images.shape[-2], images.shape[-1])).flatten(1, 2)}
     except UserError as error:
         raise UserError(f"--embeddings: {error}; --embeddings-pooled-only leaves tokens out") from error
 
@@ -263,8 +263,8 @@ def draw_token_maps(
     area, grid = labelled_area(model, (height, width)), model.token_grid((height, width))
     box = (area[0] * width, area[1] * height, area[2] * width, area[3] * height)
     std, mean = (torch.tensor(settings[name]).view(-1, 1, 1) for name in ("std", "mean"))
-    shown = (images.cpu() * std + mean).expand(-1, 3, -1, -1)  # grey ones as RGB
-    pixels = shown.mul(255).round().clamp(0, 255).byte().permute(0, 2, 3, 1).numpy()
+    pictures = (images.cpu() * std + mean).expand(-1, 3, -1, -1)  # grey ones as RGB
+    pixels = pictures.mul(255).round().clamp(0, 255).byte().permute(0, 2, 3, 1).numpy()
     best = (answer[name][:, :TOP].tolist() for name in ("class_id", "probability"))
     for row, (file, ids, probabilities) in enumerate(zip(files, *best, strict=True)):
         classes, probability = (answer[name][row].view(grid) for name in TOKEN_CLASSES)
@@ -287,15 +287,15 @@ def report(args: Namespace, paths: list[str], names: list[str], rows: dict[str, 
     """
     if "class_id" in rows:
         ids, probabilities = (rows.pop(name)[:, : args.topk] for name in ("class_id", "probability"))
-        found = prediction_rows(paths, ids, probabilities, names)
+        predictions = prediction_rows(paths, ids, probabilities, names)
         if len(paths) <= FEW or not (args.output or args.embeddings or args.token_maps):
-            shown = [
+            rows_of_text = [
                 (path if rank == 1 else "", str(class_id), shorten(name, _WIDTH), f"{100 * value:5.1f} %")
-                for path, rank, class_id, name, value in found
+                for path, rank, class_id, name, value in predictions
             ]
-            print(*table([("image", "id", "class", "probability"), *shown]), sep="\n")
+            print(*table([("image", "id", "class", "probability"), *rows_of_text]), sep="\n")
         if args.output:
-            write_predictions(Path(args.output), found)
+            write_predictions(Path(args.output), predictions)
             print(f"wrote {printable(args.output)}")
     if args.embeddings:
         write_embeddings(Path(args.embeddings), paths, rows)
@@ -349,13 +349,13 @@ def write_embeddings(path: Path, paths: Sequence[str], embeddings: dict[str, Ten
     Raises:
         NotWrittenError: The old file is unchanged.
     """
-    shown = list(map(in_text, paths))
+    texts = list(map(in_text, paths))
 
     def fill(staged: Path) -> None:
         if path.suffix == ".safetensors":
-            return save_file(embeddings, staged, metadata={"paths": json.dumps(shown)})
+            return save_file(embeddings, staged, metadata={"paths": json.dumps(texts)})
         with staged.open("wb") as file:
-            np.savez(file, **{"paths": np.array(shown)}, **{name: rows.numpy() for name, rows in embeddings.items()})  # type: ignore[arg-type]
+            np.savez(file, **{"paths": np.array(texts)}, **{name: rows.numpy() for name, rows in embeddings.items()})  # type: ignore[arg-type]
 
     _replace(path, fill, sum(tensor.numel() * tensor.element_size() for tensor in embeddings.values()))
 

@@ -128,9 +128,9 @@ def starts_of(events: Sequence[Record]) -> list[Start]:
 
 def faults(events: Sequence[Record]) -> Counter[str]:
     """Count the recorded faults by kind, and the damaged checkpoints that resuming has skipped."""
-    found = Counter(kind for event in events if (kind := str(event.get("kind"))) not in _ORDINARY)
+    counts = Counter(kind for event in events if (kind := str(event.get("kind"))) not in _ORDINARY)
     skipped = sum(len(event["skipped"]) for event in events if isinstance(event.get("skipped"), list))
-    return found + Counter({"damaged checkpoint skipped": skipped})
+    return counts + Counter({"damaged checkpoint skipped": skipped})
 
 
 def _head(folder: Path, records: Records) -> dict[str, str]:
@@ -140,24 +140,24 @@ def _head(folder: Path, records: Records) -> dict[str, str]:
     loss = f", loss {_number(last, 'loss', math.nan):.4f}" if last else ""
     run = [f"{int(_number(last, 'update'))} updates reported, {len(records.epochs)} epochs finished{loss}"]
     run += [f"{count} damaged lines of {name} are left out" for name, count in records.damaged.items() if count]
-    found = {"top-1": _accuracy(records.epochs), "run": "; ".join(run)}
+    summary = {"top-1": _accuracy(records.epochs), "run": "; ".join(run)}
     begun = [event for event in records.events if event.get("kind") in ("start", "resume")][:2]
     if begun and begun[-1]["kind"] == "resume" and begun[-1].get("path"):
-        found["branch"] = f"of {begun[-1]['path']}, with {int(_number(begun[-1], 'update'))} updates done"
+        summary["branch"] = f"of {begun[-1]['path']}, with {int(_number(begun[-1], 'update'))} updates done"
     with suppress(OSError):
         for line in (folder / "log.txt").read_text("utf-8", "replace").splitlines():
-            word, _, rest = line[20:].partition(" ")  # after the time
+            word, _, text_after = line[20:].partition(" ")  # after the time
             if word.rstrip(":") in _OF_LOG:
-                found[word.rstrip(":")] = rest
+                summary[word.rstrip(":")] = text_after
     if times := [time for record in (*records.events, *records.reports) if (time := _time(record))]:
         span = duration((max(times) - min(times)).total_seconds())
-        found["time"] = f"from the first start to the last record {span}"
+        summary["time"] = f"from the first start to the last record {span}"
     commands = [event["command"] for event in records.events if isinstance(event.get("command"), list)]
     if words := [str(word) for word in commands[-1]] if commands else []:
         script = Path(words[0]).name
         program = "volo" if script == "__main__.py" else f"python {script}" if script.endswith(".py") else script
-        found["command"] = f"{program} {shlex.join(words[1:])}"
-    return {term: text for term, text in found.items() if text}
+        summary["command"] = f"{program} {shlex.join(words[1:])}"
+    return {term: text for term, text in summary.items() if text}
 
 
 def _accuracy(epochs: list[Record]) -> str:

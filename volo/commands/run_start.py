@@ -44,7 +44,7 @@ from volo.record.profile import WARM_UP
 from volo.record.records import RunRecords, settings_of, versions
 from volo.record.run_directory import DEFAULT_ROOT, RunLock, changed_settings, choose_directory
 from volo.train.criterion import Criterion, TokenLabelCriterion
-from volo.train.data import LIST, as_list
+from volo.train.data import HELD_OUT_FILE, as_list
 from volo.train.loop import best_so_far, set_train_mode
 from volo.train.model import image_size_by_name
 from volo.train.precision import compute_dtype
@@ -59,8 +59,8 @@ def note_start(args: Namespace, world: World, logger: Logger) -> None:
     """Record the start as an event: the command, the arguments and the machines."""
     hosts = Counter(from_all(socket.gethostname()))
     if world.is_primary:
-        told = {"command": sys.argv, "args": settings_of(args), "versions": versions()}
-        logger.event("start", **told, world_size=world.size, hosts=hosts, device=str(world.device))
+        about = {"command": sys.argv, "args": settings_of(args), "versions": versions()}
+        logger.event("start", **about, world_size=world.size, hosts=hosts, device=str(world.device))
 
 
 @contextmanager
@@ -100,11 +100,11 @@ def _find_checkpoint(spec: str, lock: RunLock, world: World, dry_run: bool) -> R
             if directory.is_dir() and not dry_run:
                 lock.acquire()
             resume = find_resume(spec, directory)
-    found = from_primary(str(resume.path or ""))
-    return replace(find_resume(found, directory), spec=spec) if found and not world.is_primary else resume
+    path = from_primary(str(resume.path or ""))
+    return replace(find_resume(path, directory), spec=spec) if path and not world.is_primary else resume
 
 
-def go_on_from(resume: Resume, run: Run, training: Training) -> None:
+def restore_state(resume: Resume, run: Run, training: Training) -> None:
     """Restore the state from the checkpoint, whose memory is freed then, and apply `--start-epoch`.
 
     Raises:
@@ -127,7 +127,7 @@ def go_on_from(resume: Resume, run: Run, training: Training) -> None:
         _start_epoch(run, training, resume)
     if resume.path is not None:
         _check_way(resume.path, run, training)
-    logger.at(state.epoch, state.update)
+    logger.set_position(state.epoch, state.update)
     if run.world.is_primary and (resume.spec or args.start_epoch is not None):
         passed_over = [m.removeprefix("skipped: ") for m in resume.messages if m.startswith("skipped: ")]
         logger.event("resume", path=resume.path, skipped=passed_over)
@@ -172,9 +172,9 @@ def _start_epoch(run: Run, training: Training, resume: Resume) -> None:
 
 def check_same_position(state: TrainState, path: Path | None) -> None:
     """Raise UserError unless all ranks stand at the same update: otherwise they would wait for each other for ever."""
-    found = sorted({(epoch, update) for epoch, update in from_all([state.epoch, state.update])})
-    if len(found) > 1:
-        updates = " and ".join(str(update) for _, update in found)
+    positions = sorted({(epoch, update) for epoch, update in from_all([state.epoch, state.update])})
+    if len(positions) > 1:
+        updates = " and ".join(str(update) for _, update in positions)
         raise UserError(
             f"{path}: ranks read it at updates {updates}: it is being written to; end the job that does so, then start "
             "again"
@@ -190,7 +190,7 @@ def open_run(run: Run, training: Training) -> Saver:
             records = RunRecords(run.directory)
             logger.open_events(run.directory)  # where the run that has the lock tells of this one, too
             run.lock.acquire()
-            more = {LIST: as_list(training.validation.dataset.source)} if args.val_fraction else {}
+            more = {HELD_OUT_FILE: as_list(training.validation.dataset.source)} if args.val_fraction else {}
             records.record_start(args, run.world.size, str(run.world.device), more)
             logger.open(records, training.schedule.total_updates, training.arithmetic)
             if dropped := records.rewind(state.epoch, state.update):
@@ -207,7 +207,7 @@ def open_run(run: Run, training: Training) -> Saver:
     policy = SavePolicy(
         args.recovery_interval, args.checkpoint_minutes, args.log_interval, args.checkpoint_sync, args.max_failed_saves
     )
-    return Saver(state, checkpoints, logger, policy, run.lock.check, partial(run.guard.watchdog.at, "saving"))
+    return Saver(state, checkpoints, logger, policy, run.lock.check, partial(run.guard.watchdog.enter_phase, "saving"))
 
 
 def describe(run: Run, training: Training) -> None:
@@ -278,15 +278,16 @@ def surprises(args: Namespace, schedule: LrSchedule, classes: np.ndarray) -> lis
 
 def outcome(run: Run, training: Training) -> list[str]:
     """Return the lines about the best epoch of a run that has ended, and a warning where it may have learnt nothing."""
-    by, classes = ranked_by(vars(run.args)), training.validation.dataset.classes
-    best, _ = best_so_far(training.state, by)
+    metric, classes = ranked_by(vars(run.args)), training.validation.dataset.classes
+    best, _ = best_so_far(training.state, metric)
     if best is None:
         return []
-    epoch, scores = next((n, each) for n, each in training.state.scores.items() if each.get(by) == best)
+    epoch, scores = next((n, metrics) for n, metrics in training.state.scores.items() if metrics.get(metric) == best)
     lines = [
-        f"best {by}: {best:.2f}{'' if by.startswith('loss') else ' %'} (epoch {epoch + 1}, {run.directory / BEST})"
+        f"best {metric}: {best:.2f}{'' if metric.startswith('loss') else ' %'} "
+        f"(epoch {epoch + 1}, {run.directory / BEST})"
     ]
-    top1 = scores["top1_ema" if by.endswith("_ema") else "top1"] / 100
+    top1 = scores["top1_ema" if metric.endswith("_ema") else "top1"] / 100
     largest = np.unique(classes, return_counts=True)[1].max() / len(classes)
     if interval(top1, len(classes))[0] <= largest < 1 and run.args.data_backend != "synthetic":
         lines.append(
@@ -320,7 +321,9 @@ def check_smallest_batch(args: Namespace, model: nn.Module, size: tuple[int, int
         ) from error
 
 
-def arithmetic(run: Run, model: nn.Module, criterion: Criterion, input_size: tuple[int, int, int]) -> Arithmetic | None:
+def step_arithmetic(
+    run: Run, model: nn.Module, criterion: Criterion, input_size: tuple[int, int, int]
+) -> Arithmetic | None:
     """Count the arithmetic of a step without computing or drawing anything; None where torch can't, and where no record
     is written.
 

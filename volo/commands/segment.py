@@ -75,9 +75,9 @@ def features_of(
     read = 0
     for batch in loader:
         with torch.no_grad(), precision.autocast():
-            found = run(batch.images)
+            features = run(batch.images)
         read += batch.size
-        yield found.float(), batch
+        yield features.float(), batch
     say(f"warning: {line}" for line in loader.skips.take_lines())
     if not max_over_ranks(read):
         where = printable(loader.dataset.root)
@@ -92,25 +92,25 @@ def _examples(args: Namespace, split: str, model: TimmModel, settings: dict[str,
     if missing := [row for row, mask in enumerate(masks) if not os.path.isfile(mask)]:
         first = f"{printable(images.path(missing[0]))} (looked for {printable(masks[missing[0]])})"
         raise UserError(f"--probe seg: {len(missing)} of {len(masks)} images have no mask, the first is {first}")
-    loader, found = validation_loader(args, images, args.batch_size, settings, world), Examples()
+    loader, examples = validation_loader(args, images, args.batch_size, settings, world), Examples()
     precision = Precision(world.device, compute_dtype(args, world.device))
     maps = features_of(lambda x: feature_map(model, model.forward_features(x), size), loader, precision, "--probe seg")
     for features, batch in maps:
         for index, tokens in zip(batch.indices.tolist(), features.cpu(), strict=True):
             try:
-                found[index] = tokens, _read_mask(masks[index], images.path(index), args.max_pixels)
+                examples[index] = tokens, _read_mask(masks[index], images.path(index), args.max_pixels)
             except BadImage as error:
                 loader.skips.record([Skipped(masks[index], str(error))])
-    if not max_over_ranks(len(found)):
+    if not max_over_ranks(len(examples)):
         raise UserError(f"--probe seg: not one of {len(masks)} masks in {printable(folder)} can be read")
-    return found
+    return examples
 
 
 def _read_mask(path: str, image: str, max_pixels: int) -> np.ndarray:
     """The mask of an image, (H, W) uint8. Raises BadImage: it is damaged; UserError: it is something else."""
     with pillow_errors(max_pixels):
-        with Image.open(image) as shown:  # reads no pixels
-            size = shown.size
+        with Image.open(image) as picture:  # reads no pixels
+            size = picture.size
         with Image.open(io.BytesIO(read_file(path, max_pixels)), formats=("PNG",)) as mask:
             layout = mask.tile[0][3]
             numbers, mode = np.asarray(mask), mask.mode
@@ -133,7 +133,7 @@ def _trained(
     sums = sum((torch.stack([torch.ones_like(x), x, x * x]).sum(1) for x in flat), torch.zeros(3, channels).double())
     count, total, squares = sum_over_ranks(sums)
     variance = (squares / count - (total / count) ** 2).clamp(min=0)
-    shift, scale = (each.float().to(world.device) for each in (total / count, (variance + 1e-5).rsqrt()))
+    shift, scale = (values.float().to(world.device) for values in (total / count, (variance + 1e-5).rsqrt()))
     largest = (int((mask + 1).max()) for _, mask in train.values())  # with 8 bits 255 + 1 is 0
     classes = max_over_ranks(max(largest, default=0))
     if not classes:

@@ -41,17 +41,17 @@ from volo.cluster.shard import ShardedEma
 from volo.cluster.stopping import STOP, StopGuard, Stopped, Watchdog, ask_for_requeue, tell_batch_script
 from volo.cluster.tensor_parallel import TensorParallelParams, in_groups
 from volo.commands.run_start import (
-    arithmetic,
     check_smallest_batch,
     chosen_directory,
     describe,
-    go_on_from,
     note_start,
     open_run,
     outcome,
+    restore_state,
+    step_arithmetic,
 )
 from volo.config.args import TrainArgs
-from volo.config.flag_rules import divides_weights
+from volo.config.flag_rules import sharding_flag
 from volo.record.logger import Logger
 from volo.record.records import duration, settings_of
 from volo.record.run_directory import check_writable
@@ -84,7 +84,7 @@ from volo.train.model import (
 )
 from volo.train.optim import create_optimizer
 from volo.train.precision import Clipping, Precision, WorkingCopy, check_convolutions, compute_dtype
-from volo.train.run import BATCH_KEY, Run, Training, settle
+from volo.train.run import BATCH_KEY, Run, Training, resolve_args
 from volo.train.schedule import LrSchedule, resolve_lr
 from volo.train.step_graph import use_own_stream
 
@@ -115,7 +115,7 @@ def run(args: TrainArgs) -> int:
 
 
 def start(args: TrainArgs, world: World, logger: Logger, guard: StopGuard) -> None:
-    """Find data and checkpoint, settle the arguments by them, build everything, then train."""
+    """Find data and checkpoint, resolve_args the arguments by them, build everything, then train."""
     # The logger's, too: sums over ranks count the images of a group once.
     logger.world = world = in_groups(world, 1 if args.dry_run else args.tensor_parallel)
     note_start(args, world, logger)
@@ -123,25 +123,25 @@ def start(args: TrainArgs, world: World, logger: Logger, guard: StopGuard) -> No
         logger.line(note)
     with primary_first():  # it may be fetched
         architecture_of(args.model)  # a misspelt name is told before a long search
-    found = SearchProgress(logger.line, partial(guard.watchdog.at, "start"))
-    folders = open_folders(args, world.data_size, found)
+    on_progress = SearchProgress(logger.line, partial(guard.watchdog.enter_phase, "start"))
+    folders = open_folders(args, world.data_size, on_progress)
     with chosen_directory(args, world, logger) as (directory, lock, resume):
         folders = hold_out(args, folders, *([resume.path.parent] if resume.path else []), directory)
         images, classes = len(folders.train), len(folders.train.class_names)
-        settled, batch, messages = settle(args, resume.checkpoint, images, classes, world.data_size)
+        settled, batch, messages = resolve_args(args, resume.checkpoint, images, classes, world.data_size)
         for message in messages:
             logger.line(message)
         run = Run(settled, world, logger, guard, directory, lock, resume.path)
         torch.manual_seed(run.args.seed)  # the same initial weights on every rank
         model = build_model(run.args)
-        labels, warnings = open_labels(run.args, folders.train, model.num_classes, found)
+        labels, warnings = open_labels(run.args, folders.train, model.num_classes, on_progress)
         beyond = [] if run.args.kd_only else check_num_classes(folders.train, model.num_classes)
         for warning in folders.warnings + beyond + warnings:
             logger.line(f"warning: {warning}")
         if world.is_primary and (agreement := label_agreement(labels, folders.train)):
             logger.line(agreement)
         training = build(run, folders, labels, model, batch)
-        go_on_from(resume, run, training)
+        restore_state(resume, run, training)
         describe(run, training)
         (report_dry_run if run.args.dry_run else train)(run, training)
 
@@ -176,16 +176,16 @@ def build(run: Run, folders: Folders, labels: LabelReader | None, model: TimmMod
     score = DenseScore(args, maps, model, settings, images, world) if maps else None
     validation = validation_loader(args, images, validation_batch, settings, world, score.labels if score else None)
     check_smallest_batch(args, model, input_size, loader.index_stream)
-    work = arithmetic(run, model, criterion, input_size)  # before SyncBatchNorm, which refuses meta tensors
+    work = step_arithmetic(run, model, criterion, input_size)  # before SyncBatchNorm, which refuses meta tensors
     model = prepare_model(model, args, world)
-    for each in (model,) if teacher is None else (model, teacher.annotator.model):
-        for line in check_convolutions(each, input_size, dtype, world.device):
+    for network in (model,) if teacher is None else (model, teacher.annotator.model):
+        for line in check_convolutions(network, input_size, dtype, world.device):
             logger.line(line)
 
     meshes = meshes_of(args, world)
     working_copy = WorkingCopy(model) if args.model_dtype == "bfloat16" and meshes is None else None
     ema = create_ema(model, args)
-    called = wrap_model(model if working_copy is None else working_copy.module, args, world, meshes)
+    forward_model = wrap_model(model if working_copy is None else working_copy.module, args, world, meshes)
     average = None if ema is None or args.model_ema_force_cpu else ema.module
     if average is not None:  # it sends no gradients
         average = compile_model(average, args) if meshes is None else wrap_model(average, args, world, meshes)
@@ -203,7 +203,7 @@ def build(run: Run, folders: Folders, labels: LabelReader | None, model: TimmMod
     lr, formula = resolve_lr(args, loader.index_stream.global_batch)
     schedule = LrSchedule(args, lr, updates)
     rest = (criterion, precision, schedule, formula, work, distillation, score)
-    return Training(state, called, average, loader, validation, *rest)
+    return Training(state, forward_model, average, loader, validation, *rest)
 
 
 def load_start(model: TimmModel, args: Namespace, logger: Logger) -> None:
@@ -223,7 +223,7 @@ def create_ema(model: nn.Module, args: Namespace) -> ModelEmaV3 | None:
     if not args.model_ema:
         return None
     device = "cpu" if args.model_ema_force_cpu else None
-    kind = ShardedEma if divides_weights(args) else ModelEmaV3
+    kind = ShardedEma if sharding_flag(args) else ModelEmaV3
     return kind(model, args.model_ema_decay, use_warmup=args.model_ema_warmup, device=device)
 
 
@@ -267,7 +267,7 @@ def train(run: Run, training: Training) -> None:
                 train_epochs(run, training, saver)
         except Stopped as stop:
             logger.event("fault" if stop.__cause__ else "signal", reason=str(stop), exit_code=stop.exit_code)
-            guard.watchdog.at("saving")
+            guard.watchdog.enter_phase("saving")
             failure: NotWrittenError | None = None
             try:
                 saver.save_now(str(stop))

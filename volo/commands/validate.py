@@ -69,8 +69,8 @@ def validate(args: Namespace, world: World) -> None:
         check_writable(Path(args.results_file).parent, "--results-file")
     rows: list[dict[str, Any]] = []
     seen: dict[tuple[int, int], dict[str, Any]] = {}
-    given = Path(args.checkpoint) if args.checkpoint else None  # None stands for pretrained weights
-    for path in checkpoints_in(args.checkpoint, "--checkpoint") if args.all else [given]:
+    named = Path(args.checkpoint) if args.checkpoint else None  # None stands for pretrained weights
+    for path in checkpoints_in(args.checkpoint, "--checkpoint") if args.all else [named]:
         inode = (path.stat().st_dev, path.stat().st_ino) if path and path.exists() else (0, len(seen))
         if inode not in seen:  # several names of one epoch may share one file
             seen[inode] = evaluate_with_retry(args, path, world)
@@ -220,7 +220,7 @@ class RealLabels:
     def __init__(self, path: str, dataset: EvalDataset, world: World) -> None:
         try:
             entries = json.loads(read_bytes(path))
-            self.labels = {f"ILSVRC2012_val_{i:08d}": set(map(int, each)) for i, each in enumerate(entries, start=1)}
+            self.labels = {f"ILSVRC2012_val_{i:08d}": set(map(int, ids)) for i, ids in enumerate(entries, start=1)}
         except (OSError, ValueError, TypeError) as error:
             raise UserError(f"--real-labels {path}: a JSON list of class lists is needed ({error})") from error
         self.dataset = dataset
@@ -277,8 +277,8 @@ def knn_row(
     voters = open_images(args.knn, "train", "", images.class_names, allow_root=True, split_flag="--knn")
     precision = Precision(world.device, compute_dtype(args, world.device))
     (bank, classes), (features, truth) = (
-        _features(model, validation_loader(args, each, args.batch_size, settings, world), precision)
-        for each in (voters, images)
+        _features(model, validation_loader(args, source, args.batch_size, settings, world), precision)
+        for source in (voters, images)
     )
     row = {"model": args.model, "images": len(truth), "train_images": len(classes)}
     return row | {f"knn{k}": round(100 * knn_accuracy(bank, classes, features, truth, k), 4) for k in (10, 20)}
@@ -297,11 +297,11 @@ def knn_accuracy(bank: Tensor, classes: Tensor, features: Tensor, truth: Tensor,
 
 
 def _features(model: TimmModel, loader: EvalLoader, precision: Precision) -> tuple[Tensor, Tensor]:
-    found = []
+    rows = []
     pooled = partial(model.forward_head, pre_logits=True)
     for features, batch in features_of(lambda x: pooled(model.forward_features(x)), loader, precision, "--knn"):
         if features.ndim != 2:
             raise UserError(f"--knn: {type(model).__name__} doesn't pool its features here: choose a --gp")
-        found.append((features, batch.classes))
-    features, classes = (torch.cat(parts) for parts in zip(*found, strict=True))
+        rows.append((features, batch.classes))
+    features, classes = (torch.cat(parts) for parts in zip(*rows, strict=True))
     return features, classes

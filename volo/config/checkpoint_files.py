@@ -31,7 +31,7 @@ def checkpoints_in(folder: str, flag: str) -> list[Path]:
     return sorted(files, key=lambda path: natural_key(path.name))
 
 
-def the_checkpoint(folder: str, flag: str) -> Path:
+def single_checkpoint(folder: str, flag: str) -> Path:
     """Return the checkpoint that stands for a folder: `best_or_last`, or the only one in it.
 
     Raises:

@@ -130,7 +130,7 @@ def check_train(args: Namespace, flags: Mapping[str, Flag]) -> list[str]:
     notes = _settle_token_labels(args) + _settle_compat(args) + check_flags(args, flags)
     check_rules(args, (*PIXELS, *COMPILE, *TRAIN))
     check_drop_path(args)
-    if flag := divides_weights(args):
+    if flag := sharding_flag(args):
         check_rules(args, tuple((is_broken, f"{flag} and {message}") for is_broken, message in DIVIDED))
     _check_trackers(args)
     return notes + _remarks(args)
@@ -177,7 +177,7 @@ def check_drop_path(args: Namespace) -> None:
         )
 
 
-def divides_weights(args: Namespace) -> str:
+def sharding_flag(args: Namespace) -> str:
     """Return the flag that divides weights among ranks, as one types it; "" where they are whole on every rank."""
     flags = {"--tensor-parallel": args.tensor_parallel, "--shard": args.shard}
     return next((f"{flag} {ranks}" for flag, ranks in flags.items() if ranks > 1), "")

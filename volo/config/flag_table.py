@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, NoReturn
 from tlt import __version__
 from tlt.errors import UserError
 from tlt.io.text import leads_out
-from volo.config.checkpoint_files import the_checkpoint
+from volo.config.checkpoint_files import single_checkpoint
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ SEED = Number(int, low=0, high=2**63 - 1)
 SHARE = Number(float, low=0, high=1)
 NAME, TEXT = map(Text, ("NAME", "TEXT"))
 PATH, FILE, DIR, SOURCE = map(Place, ("PATH", "FILE", "DIR", "NAME"))
-WEIGHTS = Place("PATH")  # of a checkpoint; a folder stands for `the_checkpoint` in it
+WEIGHTS = Place("PATH")  # of a checkpoint; a folder stands for `single_checkpoint` in it
 
 
 def name_below(text: str) -> str:
@@ -227,7 +227,7 @@ def check_flags(args: Namespace, flags: Mapping[str, Flag]) -> list[str]:
     for row in changed:
         folder = getattr(args, row.dest)
         if row.type is WEIGHTS and os.path.isdir(folder) and not getattr(args, "all", False):
-            file = the_checkpoint(folder, row.label)
+            file = single_checkpoint(folder, row.label)
             setattr(args, row.dest, str(file))
             notes.append(f"{row.shown(folder)}: {file.name}")
     return notes

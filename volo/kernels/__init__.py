@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tlt.errors import UserError
-from tlt.models.products import own_operators_fit, transformed
+from tlt.models.fast_ops import own_operators_fit, transformed
 from volo.kernels import triton_outlook, windows
 
 
@@ -104,7 +104,7 @@ def choose_kernel(kernel: str, v: Tensor, logits: Tensor, dropout: float) -> Out
     if v.is_meta or (kernel == "auto" and not own_operators_fit()):
         return KERNELS["reference"]
     if kernel == "auto":
-        return next(each for each in KERNELS.values() if each.why_unsupported(v, logits, dropout) is None)
+        return next(row for row in KERNELS.values() if row.why_unsupported(v, logits, dropout) is None)
     chosen = KERNELS[kernel]
     reason = chosen.why_unsupported(v, logits, dropout)
     if kernel != "reference" and transformed():

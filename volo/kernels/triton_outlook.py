@@ -110,9 +110,9 @@ def _launch(
     except Exception as error:  # Triton's own derive from nothing narrower; without a C compiler subprocess raises
         if "Triton Error [CUDA]" in str(error):  # the driver's, also for what any program did before
             raise
-        found = " ".join(f"{type(error).__name__}: {error}".split())[:_LONGEST]
+        message = " ".join(f"{type(error).__name__}: {error}".split())[:_LONGEST]
         raise UserError(
-            f"Triton can't make the program {program} of outlook attention for this device ({found}): "
+            f"Triton can't make the program {program} of outlook attention for this device ({message}): "
             "--outlook-kernel windows (or reference) does without Triton"
         ) from error
 

@@ -44,9 +44,9 @@ def cells_of_program(cells, heads, BLOCK: tl.constexpr):
 def position(number, rows, columns):
     """Image of cells (or windows), and their row and column in it; with two divisions, which are slow."""
     image = number // (rows * columns)
-    rest = number - image * (rows * columns)
-    row = rest // columns
-    return image, row, rest - row * columns
+    in_image = number - image * (rows * columns)
+    row = in_image // columns
+    return image, row, in_image - row * columns
 
 
 @triton.jit

@@ -66,11 +66,11 @@ def step_peak(model: nn.Module, shape: StepShape, batch: int, trained: bool = Tr
         images = torch.empty(batch, *shape.input_size, device=kind)
         for weight in model.parameters():
             if weight.requires_grad:  # `fixed_memory` counts the gradients
-                weight.register_post_accumulate_grad_hook(lambda own: setattr(own, "grad", None))
+                weight.register_post_accumulate_grad_hook(lambda parameter: setattr(parameter, "grad", None))
         with _PeakMemory(*model.parameters(), *model.buffers(), images) as memory, torch.set_grad_enabled(trained):
             with torch.autocast(kind, dtype=dtype, enabled=dtype is not None):
                 outputs = model(images, dense=True) if shape.dense else model(images)
-                loss = sum(each.float().logsumexp(-1).mean() for each in tree_leaves(outputs))
+                loss = sum(output.float().logsumexp(-1).mean() for output in tree_leaves(outputs))
             del outputs
             if trained:
                 loss.backward()
@@ -106,9 +106,9 @@ def fixed_memory(args: Namespace, model: nn.Module, device: torch.device) -> dic
     shards, parts, half = args.shard, args.tensor_parallel, args.model_dtype == "bfloat16"
     whole = _bytes(model.parameters())
     divided = _bytes(p for _, module in divisible(model) for p in module.parameters()) if parts > 1 else 0
-    own = 1 - divided / max(1, whole) * (1 - 1 / parts)  # share of the weights that tensor parallelism leaves a rank
-    trained = round(own * _bytes(p for p in model.parameters() if p.requires_grad))
-    weights = round(own * _bytes([*model.parameters(), *model.buffers()]))
+    held = 1 - divided / max(1, whole) * (1 - 1 / parts)  # share of the weights that tensor parallelism leaves a rank
+    trained = round(held * _bytes(p for p in model.parameters() if p.requires_grad))
+    weights = round(held * _bytes([*model.parameters(), *model.buffers()]))
     # Bytes of optimizer state per byte of weights, measured on one small layer, which draws no random numbers.
     layer = nn.utils.skip_init(nn.Linear, 64, 64, bias=False, device=device)
     nn.init.zeros_(layer.weight)
@@ -117,18 +117,18 @@ def fixed_memory(args: Namespace, model: nn.Module, device: torch.device) -> dic
     optimizer.step()
     states = [value for state in optimizer.state.values() for value in state.values()]
     share = _bytes(value for value in states if isinstance(value, Tensor) and value.ndim) / _bytes([layer.weight])
-    kept = {"weights": weights // shards, "optimizer": round(trained * share) // shards}
+    memory = {"weights": weights // shards, "optimizer": round(trained * share) // shards}
     # With shards every rank adds up its own gradients of all weights until the last of several micro-batches.
-    kept["gradients"] = trained if args.grad_accum_steps > 1 else trained // shards
+    memory["gradients"] = trained if args.grad_accum_steps > 1 else trained // shards
     if args.model_ema and not args.model_ema_force_cpu:
-        kept["EMA"] = weights // shards
+        memory["EMA"] = weights // shards
     if shards > 1 or parts > 1:
         # Weights of two blocks, because the next one is gathered while one computes, and the gradients of one.
         units = [_bytes(unit.parameters()) for unit in units_of(model)]
-        kept["gathered"] = round(own * (3 * max(units, default=0) // (1 + half))) + 2 * (whole - sum(units))
+        memory["gathered"] = round(held * (3 * max(units, default=0) // (1 + half))) + 2 * (whole - sum(units))
     elif half:
-        kept["bfloat16 copy"] = (weights + trained) // 2
-    return kept
+        memory["bfloat16 copy"] = (weights + trained) // 2
+    return memory
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:
@@ -145,27 +145,27 @@ def memory_report(
         model: The module that computes: the model or its bfloat16 copy. It is put in training mode.
     """
     set_train_mode(model, args.freeze_bn or args.freeze)
-    kept = fixed_memory(args, master, device)
-    total = sum(kept.values())
-    shown = " + ".join(f"{name} {size / GIB:.2f}" for name, size in kept.items())
-    lines = [f"memory without activations: {shown} = {total / GIB:.2f} GiB a rank"]
+    fixed_parts = fixed_memory(args, master, device)
+    total = sum(fixed_parts.values())
+    listing = " + ".join(f"{name} {size / GIB:.2f}" for name, size in fixed_parts.items())
+    lines = [f"memory without activations: {listing} = {total / GIB:.2f} GiB a rank"]
     try:
         gmacs = flops_per_image(master, shape.input_size) / 2e9
-        fixed, each = activations_of(model, shape)
+        fixed, per_image = activations_of(model, shape)
     except (NotImplementedError, RuntimeError, UserError) as error:  # the model depends on values of tensors
         return [*lines, "operations and activations can't be predicted: " + str(error).strip().partition("\n")[0]]
     dtype = str(shape.amp_dtype or torch.float32).removeprefix("torch.")
     lines += [
         f"operations: {gmacs:.2f} GMACs an image in a forward pass",
-        f"activations ({dtype}, eager, kernels of {shape.device_type}): {each / MIB:.1f} MiB an image, "
-        f"{(fixed + each * args.batch_size) / GIB:.2f} GiB for this run's batches of {args.batch_size}",
+        f"activations ({dtype}, eager, kernels of {shape.device_type}): {per_image / MIB:.1f} MiB an image, "
+        f"{(fixed + per_image * args.batch_size) / GIB:.2f} GiB for this run's batches of {args.batch_size}",
     ]
     cards = {f"a card of {name} GB": gib * GIB for name, gib in _CARDS.items()}
     if device.type == "cuda":
         cards = {"this GPU": float(torch.cuda.get_device_properties(device).total_memory)}
     for name, size in cards.items():
         room = (size - _CONTEXT) * (1 - _MARGIN) - total
-        lines.append(f"largest batch on {name}: {max(0, int((room - fixed) // each))}")
+        lines.append(f"largest batch on {name}: {max(0, int((room - fixed) // per_image))}")
     return lines
 
 

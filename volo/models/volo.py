@@ -19,9 +19,9 @@ from timm.layers import trunc_normal_
 from timm.models._features import feature_take_indices
 from torch import Tensor, nn
 
+from tlt.models.fast_ops import attention, check_heads, linear
 from tlt.models.layers import Mlp, ResidualBlock, Stage, TransformerBlock, channels_last, init_linear
 from tlt.models.pretrained import Entrypoint, create, published_cfgs, register
-from tlt.models.products import attention, check_heads, linear
 from tlt.models.token_labeling import RunBlock, TokenLabelModel
 from volo.kernels import outlook_attention
 

@@ -85,7 +85,7 @@ class Logger:
         where = {"rank": self.world.rank, "node": socket.gethostname(), "pid": os.getpid()}
         self._events.append(strict_json({"time": utc_now(), "kind": kind, **where, **self._at, **fields}))
 
-    def at(self, epoch: int, update: int) -> None:
+    def set_position(self, epoch: int, update: int) -> None:
         """Set the position of the run: epochs and updates done."""
         self._at = {"epoch": epoch, "update": update}
 
@@ -147,7 +147,7 @@ class Logger:
 
     def update(self, epoch: int, update: int) -> None:
         """Count an optimizer step, the `update`-th of the run."""
-        self.at(epoch, update)
+        self.set_position(epoch, update)
         if self._bar is not None:
             self._bar.update()
 

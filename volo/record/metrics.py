@@ -171,7 +171,7 @@ def gpu_use(device: torch.device) -> dict[str, float]:
     `gpu_share`, how busy it was in the last moment, in [0, 1] (needs nvidia-ml-py). Nothing on other devices."""
     if device.type != "cuda":
         return {}
-    found = {"gpu_memory_bytes": float(torch.cuda.max_memory_allocated(device))}
+    values = {"gpu_memory_bytes": float(torch.cuda.max_memory_allocated(device))}
     with suppress(Exception):  # the library is missing or older than the driver: no run may end because of it
-        found["gpu_share"] = torch.cuda.utilization(device) / 100
-    return found
+        values["gpu_share"] = torch.cuda.utilization(device) / 100
+    return values

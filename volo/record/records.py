@@ -230,10 +230,10 @@ class RunRecords:
         figure, epochs = new_figure(6, 7, layout="constrained"), epochs_of(self.path)
         figure.suptitle(drawable(shorten(self.path.resolve().name, 44)), fontsize=9, parse_math=False)
         for axes, label, names in zip(figure.subplots(2), (self._loss_text(), "accuracy (%)"), _CURVES, strict=True):
-            for (name, shown), (colour, line, marker) in zip(names.items(), _LINES, strict=False):
+            for (name, legend), (colour, line, marker) in zip(names.items(), _LINES, strict=False):
                 points = [(record["epoch"] + 1, record[name]) for record in epochs if record.get(name) is not None]
                 if any(value for _, value in points):
-                    axes.plot(*zip(*points, strict=True), line, label=shown, color=colour, marker=marker, markersize=4)
+                    axes.plot(*zip(*points, strict=True), line, label=legend, color=colour, marker=marker, markersize=4)
             axes.set(xlabel="epoch", ylabel=label)
             axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
             axes.grid(alpha=0.3)
@@ -243,10 +243,10 @@ class RunRecords:
 
     def _loss_text(self) -> str:
         """What the training loss is the sum of, where that is the two losses of token labels."""
-        given = yaml.safe_load(self._started.get("args.yaml", b"{}"))
-        if not given.get("token_label") or given["token_label_size"] == 1 or given["kd_model_name"]:
+        settings = yaml.safe_load(self._started.get("args.yaml", b"{}"))
+        if not settings.get("token_label") or settings["token_label_size"] == 1 or settings["kd_model_name"]:
             return "loss"
-        weights = {"class": given["cls_weight"], "dense": given["dense_weight"]}
+        weights = {"class": settings["cls_weight"], "dense": settings["dense_weight"]}
         return "loss = " + " + ".join(n if w == 1 else f"{w:g} {n}" for n, w in weights.items() if w)
 
 
@@ -257,11 +257,11 @@ def epochs_of(folder: Path) -> list[dict[str, Any]]:
 
 def versions() -> dict[str, str]:
     """Return the versions of the packages that a run depends on; torch's with its build (+cu130)."""
-    found = {"volo-tlt": __version__, "torch": torch.__version__}
+    installed = {"volo-tlt": __version__, "torch": torch.__version__}
     for name in ("torchvision", "timm", "numpy", "simplejpeg"):
         with suppress(PackageNotFoundError):
-            found[name] = version(name)
-    return found
+            installed[name] = version(name)
+    return installed
 
 
 def settings_of(args: Namespace) -> dict[str, Any]:

@@ -111,10 +111,10 @@ def _newest_alike(root: Path, suffix: str, args: Namespace, report: Callable[[st
 
 def _starts(run: Path) -> list[dict[str, Any]]:
     """Return the records of a run's starts (run.json), an empty one where there is none that can be read."""
-    found: Any = None
+    content: Any = None
     with suppress(OSError, ValueError, RecursionError):
-        found = json.loads((run / "run.json").read_bytes())
-    return [start for start in found if isinstance(start, dict)] or [{}] if isinstance(found, list) else [{}]
+        content = json.loads((run / "run.json").read_bytes())
+    return [start for start in content if isinstance(start, dict)] or [{}] if isinstance(content, list) else [{}]
 
 
 def _begun(run: Path) -> tuple[float, int, str]:
@@ -137,9 +137,9 @@ def changed_settings(recorded: Any, now: dict[str, Any]) -> list[str]:
     if not isinstance(recorded, dict):
         return []
     differing = [k for k in sorted(now) if k in recorded and recorded[k] != plain(now[k])]
-    shown = reprlib.Repr()
-    shown.maxstring = 1000
-    return [f"{k}: {shown.repr(recorded[k])} before, {now[k]!r} now" for k in differing]
+    shortener = reprlib.Repr()
+    shortener.maxstring = 1000
+    return [f"{k}: {shortener.repr(recorded[k])} before, {now[k]!r} now" for k in differing]
 
 
 def _is_named(directory: Path, args: Namespace) -> bool:

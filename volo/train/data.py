@@ -29,7 +29,7 @@ from tlt.io.jobs import SearchProgress
 from tlt.io.text import lookalikes, printable, some_names
 from volo.cluster.distributed import World
 
-LIST = "validation_images.txt"  # in the run directory: the images that `--val-fraction` holds out
+HELD_OUT_FILE = "validation_images.txt"  # in the run directory: the images that `--val-fraction` holds out
 Mask: TypeAlias = npt.NDArray[np.bool_]  # (N,) of a list of images
 # Global batches in an epoch of --data-backend synthetic, and in its validation.
 SYNTHETIC_UPDATES, SYNTHETIC_VALIDATION_BATCHES = 100, 10
@@ -69,7 +69,7 @@ def open_folders(args: Namespace, world_size: int, found: SearchProgress | None 
     if whole:
         return Folders(train, train, train.warnings)
     validation = open_images(
-        args.data_dir, args.val_split, args.dataset, train.class_names, found=found, split_flag="--val-split"
+        args.data_dir, args.val_split, args.dataset, train.class_names, on_progress=found, split_flag="--val-split"
     )
     compare_classes(train, validation)
     return Folders(train, validation, train.warnings + validation.warnings)
@@ -83,7 +83,7 @@ def hold_out(args: Namespace, folders: Folders, *directories: Path) -> Folders:
     """
     if not args.val_fraction:
         return folders
-    lists = [directory / LIST for directory in directories if (directory / LIST).is_file()]
+    lists = [directory / HELD_OUT_FILE for directory in directories if (directory / HELD_OUT_FILE).is_file()]
     if lists:
         held = listed_images(folders.train, str(lists[0]), missing_allowed=True)
     else:
@@ -171,7 +171,7 @@ def open_labels(
         bad_label=args.bad_label,
         class_names=folder.class_names,
         label_tail=args.label_tail,
-        found=found,
+        on_progress=found,
     )
     return labels, labels.warnings
 

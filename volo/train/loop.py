@@ -43,11 +43,12 @@ def train_epochs(run: Run, training: Training, saver: Saver) -> None:
     """
     args, logger, state, schedule = run.args, run.logger, training.state, training.schedule
     last, epochs = schedule.last_epoch, schedule.total_epochs
-    by, meter, step = ranked_by(vars(args)), Meter(run, training), step_of(run, training)
+    ranking_metric = ranked_by(vars(args))
+    meter, step = Meter(run, training), step_of(run, training)
     if args.finetune and state.update == 0 and not args.kd_only:
         logger.line(f"before fine-tuning: {_evaluated(run, training, state.model)}")
     for epoch in range(state.epoch, last):
-        if args.patience and best_so_far(state, by)[1] >= args.patience:
+        if args.patience and best_so_far(state, ranking_metric)[1] >= args.patience:
             logger.line(f"--patience {args.patience}: no epoch was better than one so long ago; the run ends here")
             break
         if args.mixup_off_epoch and epoch >= args.mixup_off_epoch and training.criterion.mix is not None:
@@ -61,10 +62,10 @@ def train_epochs(run: Run, training: Training, saver: Saver) -> None:
         evaluations = validate_epoch(run, training, epoch)
         state.scores[epoch] = scores_of(evaluations)
         state.epoch += 1
-        logger.at(state.epoch, state.update)
-        logger.epoch(epoch, totals, evaluations, best_so_far(state, by)[0])
+        logger.set_position(state.epoch, state.update)
+        logger.epoch(epoch, totals, evaluations, best_so_far(state, ranking_metric)[0])
         if best := saver.after_epoch():
-            logger.line(f"best {by} {best.metric:.4f} (epoch {best.epoch + 1}, {best.file})")
+            logger.line(f"best {ranking_metric} {best.metric:.4f} (epoch {best.epoch + 1}, {best.file})")
         logger.curve()
     if last < epochs and state.epoch >= last:
         logger.line(f"--stop-epoch {last} of {epochs}: --resume auto without it goes on with the same schedule")
@@ -146,8 +147,8 @@ def validate_epoch(run: Run, training: Training, epoch: int) -> dict[str, Evalua
     if run.args.kd_only or ((epoch + 1) % run.args.val_interval and epoch + 1 not in always):
         return {}
     evaluations = {}
-    for name, (_, called) in models.items():
-        evaluations[name] = _evaluated(run, training, called)
+    for name, (_, forward_model) in models.items():
+        evaluations[name] = _evaluated(run, training, forward_model)
         run.logger.skipped("skipped-image", training.validation.skips.take_new())
         run.logger.skipped("bad-label", training.validation.bad_labels.take_new())
         run.logger.line(f"epoch {epoch + 1} {'validation' if name == 'model' else name.upper()}: {evaluations[name]}")
@@ -156,7 +157,9 @@ def validate_epoch(run: Run, training: Training, epoch: int) -> dict[str, Evalua
 
 def _evaluated(run: Run, training: Training, model: nn.Module) -> Evaluation:
     dense = training.dense_score
-    return evaluate(model, training.validation, training.precision, run.world, guard=run.guard.batches, dense=dense)
+    return evaluate(
+        model, training.validation, training.precision, run.world, guard=run.guard.iterate_validation, dense=dense
+    )
 
 
 def evaluate(
@@ -214,10 +217,11 @@ def scores_of(evaluations: dict[str, Evaluation]) -> dict[str, float]:
     }
 
 
-def best_so_far(state: TrainState, by: str) -> tuple[float | None, int]:
+def best_so_far(state: TrainState, ranking_metric: str) -> tuple[float | None, int]:
     """Return the best score of the epochs done, None where none is finite, and by how many epochs the last one that was
     validated is later than the first with that score."""
-    ranked = rank({n: found for n, found in state.scores.items() if n < state.epoch and by in found}, by)
+    scores = {n: row for n, row in state.scores.items() if n < state.epoch and ranking_metric in row}
+    ranked = rank(scores, ranking_metric)
     if not ranked:
         return None, 0
     first = best_of(ranked) or ranked[-1]  # of those that are not finite the newest comes first

@@ -122,7 +122,7 @@ class Meter:
             self._update_end = torch.cuda.current_stream().record_event()
         if self.done % self.log_interval and self.done != self.state.updates_per_epoch:
             return
-        for ago, in_loss in self.precision.take_broken().items():
+        for ago, in_loss in self.precision.pop_nonfinite_steps().items():
             self._record_skipped(self.state.update + ago, in_loss)
         skipped = self.precision.check()  # host synchronisation, once per interval
         totals = self.sums.totals()

@@ -37,7 +37,7 @@ from tlt.models.wrap import TOKEN_LABEL_MODELS, WithDenseHead, with_dense_head
 from volo.cluster.distributed import World
 from volo.cluster.shard import Meshes, distribute, shard, shard_meshes, units_of
 from volo.cluster.tensor_parallel import divide_layers
-from volo.config.flag_rules import divides_weights
+from volo.config.flag_rules import sharding_flag
 from volo.config.flags_train import BATCH_NORM
 from volo.models import VOLO
 from volo.train.compilation import compile_model, compile_modules
@@ -340,7 +340,7 @@ def meshes_of(args: Namespace, world: World) -> Meshes | None:
     Raises:
         UserError: The ranks can't be divided so, or float16 is asked for.
     """
-    divides = divides_weights(args)
+    divides = sharding_flag(args)
     if divides and compute_dtype(args, world.device) is torch.float16:
         raise UserError(f"{divides}: a loss scale for float16 is not supported: --amp-dtype bfloat16")
     return shard_meshes(args.shard, world) if divides and not args.dry_run else None

@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from tlt.errors import UserError
-from volo.config.flag_rules import divides_weights
+from volo.config.flag_rules import sharding_flag
 from volo.config.flag_table import nearest
 
 # Whose fused steps can be skipped on the device (`volo.train.precision`). On a CPU torch's kernels assume that
@@ -88,7 +88,7 @@ def _check_optimizer(args: Namespace, device: torch.device) -> str:
         raise UserError(f"--opt {args.opt} needs {package}, which is not installed ({how}); --opt adamw needs nothing")
     if package and device.type != "cuda":
         raise UserError(f"--opt {args.opt} runs on GPUs alone, this run is on the {device.type}: --opt adamw")
-    if (flag := divides_weights(args)) and name not in _SHARDED:
+    if (flag := sharding_flag(args)) and name not in _SHARDED:
         raise UserError(f"{flag}: --opt {args.opt} can't be divided among ranks, as adamw or sgd can")
     if args.tensor_parallel > 1 and name.startswith(_BY_NORMS):
         raise UserError(f"{flag}: --opt {args.opt} needs the norm of each whole weight: --opt adamw, or --shard alone")

@@ -260,7 +260,7 @@ class Precision:
             self.working_copy.refresh_copy()
         return norm, told
 
-    def take_broken(self) -> dict[int, bool]:
+    def pop_nonfinite_steps(self) -> dict[int, bool]:
         """The steps with non-finite gradients since the last call; True where this rank's own loss was not finite.
 
         Keys count back from the newest step: -1, -2, ... Synchronises with the device, as `counts` and `check`.

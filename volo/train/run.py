@@ -90,7 +90,7 @@ class Training:
     dense_score: DenseScore | None = None
 
 
-def settle(
+def resolve_args(
     args: TrainArgs, checkpoint: dict[str, Any], images: int, classes: int, world_size: int
 ) -> tuple[FrozenArgs, dict[str, int], list[str]]:
     """Return the arguments with what data and checkpoint decide, `batch_record`, and lines for the user.
@@ -119,7 +119,7 @@ def settle(
 
 
 def dataset_defaults(args: TrainArgs, images: int, classes: int, world_size: int) -> tuple[dict[str, Any], str]:
-    """Return the values that replace defaults, and a line that tells of them, "" without any. See `settle`."""
+    """Return the values that replace defaults, and a line that tells of them, "" without any. See `resolve_args`."""
     fitted: dict[str, Any] = {
         "warmup_epochs": min(20, args.epochs // 5),
         "cooldown_epochs": 10 if args.epochs >= 30 and args.sched in CYCLIC_SCHEDULES else 0,

@@ -17,7 +17,7 @@ from volo.train.criterion import Drawn
 from volo.train.run import Run, Training
 
 
-class Found(NamedTuple):
+class StepResult(NamedTuple):
     """What a micro-batch tells, on the device: its losses, without a gradient; the last one of an update what
     `Precision.update` returns."""
 
@@ -38,7 +38,7 @@ class Step:
         # Whether `compute` updates the moving average: not one by a number that grows, nor one on the CPU.
         self.averages = ema is not None and not ema.use_warmup and ema.device is None
 
-    def __call__(self, batch: Batch, key: StepKey) -> Found:
+    def __call__(self, batch: Batch, key: StepKey) -> StepResult:
         key.seed_torch()
         if key.micro_batch == 0:
             begin_step()
@@ -46,7 +46,7 @@ class Step:
         share = batch.size / batch.key.update_samples
         return self.done(self.compute(batch, self.criterion.draw(batch, key), share, batch.key.last))
 
-    def compute(self, batch: Batch, drawn: Drawn, share: float | Tensor, last: bool) -> Found:
+    def compute(self, batch: Batch, drawn: Drawn, share: float | Tensor, last: bool) -> StepResult:
         """Do all that the device does. Numbers that change from step to step are tensors: a graph repeats the others.
 
         Args:
@@ -59,15 +59,15 @@ class Step:
             precision.backward(loss.total * share, reduced=last and self.several_ranks)
         terms = LossTerms(*(term.detach() for term in loss))
         if not last:
-            return Found(terms)
+            return StepResult(terms)
         with optimizer_state_of(state.unproven):
             norm, broken = precision.update(state.optimizer, self.parameters)
         if self.averages and state.ema is not None:
             # Without a step the decay is constant from the first update on, as published.
             state.ema.update(state.model)
-        return Found(terms, norm, broken)
+        return StepResult(terms, norm, broken)
 
-    def done(self, found: Found) -> Found:
+    def done(self, found: StepResult) -> StepResult:
         """Do what `compute` leaves, after it."""
         ema = self.state.ema
         if found.broken is not None:

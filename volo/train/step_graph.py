@@ -31,12 +31,12 @@ from tlt.loss import LossTerms
 from tlt.mix import MixRatios
 from tlt.models.wrap import MixPoint
 from volo.cluster.distributed import max_over_ranks
-from volo.config.flag_rules import divides_weights
+from volo.config.flag_rules import sharding_flag
 from volo.config.flags_train import CUDA_GRAPH_MODES
 from volo.train.criterion import Drawn
 from volo.train.precision import skips_on_device
 from volo.train.run import Run, Training
-from volo.train.step import Found, Step
+from volo.train.step import Step, StepResult
 
 # Updates that are launched before: the first makes the optimizer's state, and libraries choose their kernels.
 # DistributedDataParallel looks at the times of its first ten.
@@ -70,7 +70,7 @@ def why_launched(run: Run, training: Training) -> str:
     whole = isinstance(model, DistributedDataParallel) and not model.find_unused_parameters
     reasons = {
         "--no-cuda-graph": args.no_cuda_graph,
-        divides_weights(args): bool(divides_weights(args)),
+        sharding_flag(args): bool(sharding_flag(args)),
         f"--torchcompile-mode {args.torchcompile_mode} makes graphs": args.torchcompile_mode in CUDA_GRAPH_MODES,
         "the teacher": bool(args.token_label_teacher or args.kd_model_name),
         "the loss scale of float16": training.precision.scaler is not None,
@@ -101,12 +101,12 @@ class StepGraph(Step):
         self._groups = self.state.optimizer.param_groups
         self._kinds = (False, True) if run.args.grad_accum_steps > 1 else (True,)  # of micro-batches: last or not
         self._left = _WARM_UP_OF_RANKS if self.several_ranks else WARM_UP  # updates to launch; -1: all
-        self._graphs: dict[bool, tuple[torch.cuda.CUDAGraph, Found]] = {}
+        self._graphs: dict[bool, tuple[torch.cuda.CUDAGraph, StepResult]] = {}
         self.numbers = torch.zeros(1 + len(self._groups), device=run.world.device)
         if isinstance(self.model, DistributedDataParallel):  # it would wait for the device to measure a step in 100
             self.model._set_ddp_runtime_logging_sample_rate(1 << 30)
 
-    def __call__(self, batch: Batch, key: StepKey) -> Found:
+    def __call__(self, batch: Batch, key: StepKey) -> StepResult:
         for group in self._groups:  # as graphs have it: a run that is resumed launches other steps
             group["lr"] = float(np.float32(group["lr"]))
         if batch.size != self._size:
@@ -138,15 +138,15 @@ class StepGraph(Step):
         numbers = torch.tensor([batch.size / batch.key.update_samples, *(group["lr"] for group in self._groups)])
         self.numbers.copy_(numbers.pin_memory(), non_blocking=True)
 
-    def _repeat(self, last: bool) -> Found:
+    def _repeat(self, last: bool) -> StepResult:
         graph, (terms, norm, broken) = self._graphs[last]
         graph.replay()
         own = LossTerms(*(term.clone() for term in terms))  # the next replay overwrites them
-        return Found(own) if norm is None or broken is None else Found(own, norm.clone(), broken.clone())
+        return StepResult(own) if norm is None or broken is None else StepResult(own, norm.clone(), broken.clone())
 
     def _begin(self, batch: Batch, key: StepKey) -> None:
         """Capture the graphs. What can't be captured, or computes something else, is launched from now on."""
-        self._watchdog.at("capture")
+        self._watchdog.enter_phase("capture")
         failure = self._tried(batch, key) if self.inputs is None else self._captured()
         if not max_over_ranks(bool(failure)):
             return
@@ -231,7 +231,7 @@ class StepGraph(Step):
                 value.copy_(old)
         self.precision.begin(self.model)
 
-    def _outcome(self, run: Callable[[bool], Found], key: StepKey) -> tuple[Tensor, list[Tensor]]:
+    def _outcome(self, run: Callable[[bool], StepResult], key: StepKey) -> tuple[Tensor, list[Tensor]]:
         """Do an update, of a micro-batch of each kind; return its losses and norm, and the weights, on the CPU."""
         told = []
         for last in self._kinds:

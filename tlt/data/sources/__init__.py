@@ -34,7 +34,7 @@ def open_images(
     dataset: str | None = "",
     class_names: Sequence[str] | None = None,
     allow_root: bool = False,
-    found: Callable[[str, int], None] | None = None,
+    on_progress: Callable[[str, int], None] | None = None,
     split_flag: str = "--split",
     classes: bool = True,
 ) -> ImageSource:
@@ -48,7 +48,7 @@ def open_images(
             the program has no such flag.
         class_names: Imposed class list; None: the data set's own.
         allow_root: Take `data` itself where no split of any name is in it.
-        found: Called often, with what is done and how many images or files were found; None: lines are printed.
+        on_progress: Called often, with what is done and how many images or files were found; None: lines are printed.
         split_flag: The program's flag that names the split.
         classes: False: images of folders may lie anywhere, and are of one class.
 
@@ -64,13 +64,15 @@ def open_images(
     try:
         if kind:
             module, function, _ = OPENERS[kind]
-            images: ImageSource = getattr(import_module(f"{__name__}.{module}"), function)(name, data, split, found)
+            images: ImageSource = getattr(import_module(f"{__name__}.{module}"), function)(
+                name, data, split, on_progress
+            )
         elif holds_shards(folder := find_split(data or "", split, allow_root)):
             from tlt.data.sources.tar_shards import open_shards
 
-            images = open_shards(folder, found)
+            images = open_shards(folder, on_progress)
         else:
-            images = scan_folder(folder, found, classes)
+            images = scan_folder(folder, on_progress, classes)
     except MissingSplit as error:
         # Of a folder without splits it makes both.
         held_out = split_flag == "--val-split" or (split_flag == "--train-split" and not kind)

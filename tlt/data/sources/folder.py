@@ -17,7 +17,7 @@ from pathlib import PurePath
 import numpy as np
 
 from tlt.data.sources.image_file import DEFAULT_MAX_PIXELS, image_extensions, read_file
-from tlt.data.sources.source import Found, ImageSource, left_out_lines
+from tlt.data.sources.source import ImageSource, ProgressCallback, left_out_lines
 from tlt.errors import MissingSplit, UserError
 from tlt.io.files import os_errors_told, regular_only
 from tlt.io.jobs import SearchProgress
@@ -50,8 +50,10 @@ class FolderListing:
         UserError: A missing or unreadable folder.
     """
 
-    def __init__(self, root: str | os.PathLike[str], found: Found | None = None, classes: bool = True) -> None:
-        self.root, self._found, self._classes = os.fspath(root), found or SearchProgress(), classes
+    def __init__(
+        self, root: str | os.PathLike[str], on_progress: ProgressCallback | None = None, classes: bool = True
+    ) -> None:
+        self.root, self._found, self._classes = os.fspath(root), on_progress or SearchProgress(), classes
         self.names, self.leaves, self.leaf = list[str](), list[str](), list[int]()
         self._left_out = defaultdict[str, list[str]](list)
         self._linked: set[str] = set()  # real paths of the folders that were reached through links
@@ -95,8 +97,8 @@ class FolderListing:
         path, images, folders = os.path.join(self.root, folder), list[str](), dict[str, bool]()
         remedy = "mend its permissions or the link"
         remedy += "; leaving it out would change the class numbers" if self._classes else ""
-        told = os_errors_told(lambda e: f"{printable(e.filename or path)} can't be read ({e.strerror}): {remedy}")
-        with told, os.scandir(path) as entries:
+        explained = os_errors_told(lambda e: f"{printable(e.filename or path)} can't be read ({e.strerror}): {remedy}")
+        with explained, os.scandir(path) as entries:
             for entry in entries:
                 name = entry.name
                 by_suffix = name[name.rfind(".") :].lower() in self._suffixes
@@ -113,10 +115,10 @@ class FolderListing:
         the link."""
         path = os.path.join(self.root, link)
         real, here = map(os.path.realpath, (path, os.path.dirname(path)))
-        if any(os.path.commonpath([real, each]) == real for each in (self._real_root, here)):
+        if any(os.path.commonpath([real, folder]) == real for folder in (self._real_root, here)):
             return True
         around = {real, *map(str, PurePath(real).parents)} & {self._real_root, *self._linked}
-        if any(not _HIDDEN.search(real[len(each) :]) for each in around):
+        if any(not _HIDDEN.search(real[len(folder) :]) for folder in around):
             return True
         self._linked.add(real)
         return False
@@ -141,23 +143,25 @@ class ImageFolder(ImageSource):
         return read_file(self.path(index), max_pixels)
 
 
-def scan_folder(root: str | os.PathLike[str], found: Found | None = None, in_classes: bool = True) -> ImageFolder:
+def scan_folder(
+    root: str | os.PathLike[str], on_progress: ProgressCallback | None = None, in_classes: bool = True
+) -> ImageFolder:
     """Find all images under `root`, a folder of class folders, at any depth. The classes are the folders found, in
     natural order, those without images included. Without `in_classes` images lie anywhere, and all are of one class.
 
     Raises:
         UserError: Missing or unreadable folder, no images, two class folders of one name.
     """
-    listing = FolderListing(root, found, in_classes)
+    listing = FolderListing(root, on_progress, in_classes)
     if not in_classes:
         same = np.zeros(len(listing.names), np.int64)
         return ImageFolder(listing.root, Names(listing.names), same, ["unlabelled"], [], listing.warnings)
-    shown, folders = printable(listing.root), dict[str, str]()
+    what, folders = printable(listing.root), dict[str, str]()
     for folder in listing.leaves:
         first = folders.setdefault(os.path.basename(folder), folder)
         if first != folder:
             raise UserError(
-                f"two class folders named {printable(os.path.basename(folder))!r} in {shown}: {printable(first)} and "
+                f"two class folders named {printable(os.path.basename(folder))!r} in {what}: {printable(first)} and "
                 f"{printable(folder)}; the folder's own name is the class, so give each its own"
             )
     names = natural_sorted(folders)
@@ -165,13 +169,13 @@ def scan_folder(root: str | os.PathLike[str], found: Found | None = None, in_cla
     if not listing.names:
         notes = "".join(f"; {line}" for line in listing.warnings)
         raise UserError(
-            f"no images in the class folders of {shown} (expected {shown}/CLASS/IMAGE.jpg or another format that "
+            f"no images in the class folders of {what} (expected {what}/CLASS/IMAGE.jpg or another format that "
             f"Pillow reads){notes}{other_kinds(listing.root)}"
         )
     classes = np.array([index[os.path.basename(folder)] for folder in listing.leaves], np.int64)[listing.leaf]
     warnings = [*listing.warnings]
     if empty := [names[number] for number in np.flatnonzero(np.bincount(classes, minlength=len(names)) == 0)]:
-        warnings.append(f"{shown}: {len(empty)} classes without images keep their number: {some_names(empty)}")
+        warnings.append(f"{what}: {len(empty)} classes without images keep their number: {some_names(empty)}")
     return ImageFolder(listing.root, Names(listing.names), classes, names, list(folders), warnings)
 
 
@@ -189,35 +193,35 @@ def open_csv(name: str, data: str, split: str, _found: object) -> ImageFolder:
         MissingSplit: No row is of the split, or the table doesn't tell the validation images from the others.
     """
     file, searched = os.path.join(data, name), split_names(split)
-    rows, shown = _rows(file), printable(file)
+    rows, csv_name = _rows(file), printable(file)
     mine = [row for row in rows if row.get("split", "train") in searched]
     if not mine:
         there = some_names(sorted({row["split"] for row in rows if "split" in row}))
-        raise MissingSplit(f"{shown} has no row whose column 'split' says {split}: it has {there}")
+        raise MissingSplit(f"{csv_name} has no row whose column 'split' says {split}: it has {there}")
     paths = [row["path"] for row in mine]
     gone = [path for path in paths if not os.path.isfile(os.path.join(data, path))]
     if gone or len(set(paths)) < len(paths):
         what = f"{len(gone)} images that are not there ({some_names(gone)})" if gone else "an image more than once"
-        raise UserError(f"{shown} names {what}: paths count from {printable(data)}")
-    own = natural_sorted({row["class"] for row in rows})
-    number = {name: row for row, name in enumerate(own)}
-    return ImageFolder(data, Names(paths), np.array([number[row["class"]] for row in mine]), own, own)
+        raise UserError(f"{csv_name} names {what}: paths count from {printable(data)}")
+    class_names = natural_sorted({row["class"] for row in rows})
+    number = {name: row for row, name in enumerate(class_names)}
+    return ImageFolder(data, Names(paths), np.array([number[row["class"]] for row in mine]), class_names, class_names)
 
 
 def _rows(file: str) -> list[dict[str, str]]:
     """The rows, with their paths in the usual form (`a.jpg` for `./a.jpg`)."""
-    shown, rows = printable(file), list[dict[str, str]]()
+    what, rows = printable(file), list[dict[str, str]]()
     try:
         with open(file, newline="", encoding="utf-8-sig", opener=regular_only) as lines:
             reader = csv.DictReader(lines, skipinitialspace=True)
             reader.fieldnames = [name.strip() for name in reader.fieldnames or ()]
             if not {"path", "class"} <= {*reader.fieldnames}:
-                raise UserError(f"{shown} is no table, with commas, of columns 'path' and 'class' in its first line")
+                raise UserError(f"{what} is no table, with commas, of columns 'path' and 'class' in its first line")
             for read in reader:
                 row = {
                     name: text.strip() if name in ("class", "split") and text else text for name, text in read.items()
                 }
-                where = f"{shown}, line {reader.line_num}"
+                where = f"{what}, line {reader.line_num}"
                 if any(row.get(None, ())) or None in row.values() or "" in (row["path"], row["class"]):
                     raise UserError(
                         f"{where}: a row needs a path and a class, and a field for each column and no more; write "
@@ -228,7 +232,7 @@ def _rows(file: str) -> list[dict[str, str]]:
                     raise UserError(f"{where}: {printable(row['path'])} is not below DATA: paths count from there")
                 rows.append(row)
     except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise UserError(f"--dataset csv: {shown} can't be read as a table: {error}") from error
+        raise UserError(f"--dataset csv: {what} can't be read as a table: {error}") from error
     return rows
 
 
@@ -268,7 +272,7 @@ def other_kinds(path: str) -> str:
     """A remark for a file that is no image, and for a folder that holds one; "" for others."""
     inside = os.listdir(path) if os.path.isdir(path) else []
     paths = [os.path.join(path, name) for name in inside if name[0] != "."] or [path]
-    if all(os.path.splitext(each)[1].lower() in image_extensions() or not os.path.isfile(each) for each in paths):
+    if all(os.path.splitext(file)[1].lower() in image_extensions() or not os.path.isfile(file) for file in paths):
         return ""
     return "; unpack archives first, and name another kind of data set by --dataset (docs/data.md)"
 
@@ -308,13 +312,13 @@ def compare_classes(train: ImageSource, val: ImageSource) -> None:
 def check_num_classes(folder: ImageSource, num_classes: int) -> list[str]:
     """Compare `--num-classes` with the folders: more than there are is a warning, which is returned. Raises UserError:
     fewer, so that labels would be out of range."""
-    found = len(folder.class_names)
-    if num_classes < found:
+    count = len(folder.class_names)
+    if num_classes < count:
         raise UserError(
-            f"--num-classes {num_classes}, but {printable(folder.root)} has {found} class folders: give {found}"
+            f"--num-classes {num_classes}, but {printable(folder.root)} has {count} class folders: give {count}"
         )
-    if num_classes > found:
-        return [f"--num-classes {num_classes}, but {printable(folder.root)} has {found} class folders only"]
+    if num_classes > count:
+        return [f"--num-classes {num_classes}, but {printable(folder.root)} has {count} class folders only"]
     return []
 
 

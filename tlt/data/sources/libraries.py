@@ -44,37 +44,37 @@ def open_hub_dataset(name: str, data: str | None, split: str, _found: object) ->
         UserError: It can't be had, has no such split, or not the columns.
     """
     datasets = require("datasets", "hf")
-    shown = f"--dataset hfds/{printable(name)}"
+    what = f"--dataset hfds/{printable(name)}"
     try:
         table = datasets.load_dataset(name, split=split, cache_dir=data)
     # Whatever its builders, file systems and the hub raise.
     except Exception as error:
         reason = printable(str(error).strip().split("\n")[0])
-        raise MissingSplit(f"{shown}, split {printable(split)}, can't be loaded: {reason}") from error
-    image = _column(table.features, datasets.Image, "image", shown)
-    label = _column(table.features, datasets.ClassLabel, "label", shown)
-    own = list(table.features[label].names)
+        raise MissingSplit(f"{what}, split {printable(split)}, can't be loaded: {reason}") from error
+    image = _column(table.features, datasets.Image, "image", what)
+    label = _column(table.features, datasets.ClassLabel, "label", what)
+    class_names = list(table.features[label].names)
     labels = table.select_columns(label).with_format("arrow")[:].column(0)
     if labels.null_count:
         raise UserError(
-            f"{shown}, split {printable(split)}: {labels.null_count} of {len(labels)} images have no {label}: take a "
+            f"{what}, split {printable(split)}: {labels.null_count} of {len(labels)} images have no {label}: take a "
             "labelled split, or filter the data set"
         )
     classes = labels.to_numpy().astype(np.int64)
     # As Arrow's values, which are views of the mapped file: a length is known before anything is copied.
     table = table.select_columns(image).cast_column(image, datasets.Image(decode=False)).with_format("arrow")
-    paths = numbered_names(own[number] for number in classes)
-    return HubImages(f"{name}/{split}", paths, classes, own, own, table=table)
+    paths = numbered_names(class_names[number] for number in classes)
+    return HubImages(f"{name}/{split}", paths, classes, class_names, class_names, table=table)
 
 
-def _column(features: Any, kind: type, preferred: str, shown: str) -> str:
+def _column(features: Any, kind: type, preferred: str, what: str) -> str:
     """The column of a kind: the one that has the usual name, or the only one."""
-    found = [column for column, feature in features.items() if isinstance(feature, kind)]
-    if preferred in found or len(found) == 1:
-        return preferred if preferred in found else found[0]
+    columns = [column for column, feature in features.items() if isinstance(feature, kind)]
+    if preferred in columns or len(columns) == 1:
+        return preferred if preferred in columns else columns[0]
     raise UserError(
-        f"{shown} has {len(found) or 'no'} {kind.__name__} column{'s' * (len(found) > 1)} among {', '.join(features)}: "
-        f"one of them must be named {preferred!r}, with cast_column and rename_column of `datasets`"
+        f"{what} has {len(columns) or 'no'} {kind.__name__} column{'s' * (len(columns) > 1)} among "
+        f"{', '.join(features)}: name one of them {preferred!r}, by cast_column and rename_column of `datasets`"
     )
 
 
@@ -103,14 +103,14 @@ def open_torch_dataset(name: str, data: str, split: str, _found: object) -> Arra
     """
     from torchvision import datasets
 
-    shown = f"--dataset torch/{name} in {printable(data)}"
+    what = f"--dataset torch/{name} in {printable(data)}"
     if split not in (*TRAIN_SPLITS, *VALIDATION_SPLITS, "test"):
-        raise UserError(f"{shown}: no split {printable(split)!r}; it has train and validation")
+        raise UserError(f"{what}: no split {printable(split)!r}; it has train and validation")
     reader = {"cifar10": datasets.CIFAR10, "cifar100": datasets.CIFAR100}[name]
     try:
         dataset = reader(data, train=split in TRAIN_SPLITS)
     except RuntimeError as error:
-        raise UserError(f"{shown}: {reader.base_folder} is missing or damaged: unpack {reader.url} there") from error
-    own, classes = list(dataset.classes), np.asarray(dataset.targets, np.int64)
-    paths = numbered_names((own[number] for number in classes), ".ppm")
-    return ArrayImages(data, paths, classes, own, own, pixels=np.asarray(dataset.data))
+        raise UserError(f"{what}: {reader.base_folder} is missing or damaged: unpack {reader.url} there") from error
+    class_names, classes = list(dataset.classes), np.asarray(dataset.targets, np.int64)
+    paths = numbered_names((class_names[number] for number in classes), ".ppm")
+    return ArrayImages(data, paths, classes, class_names, class_names, pixels=np.asarray(dataset.data))

@@ -28,7 +28,7 @@ import numpy as np
 from filelock import FileLock, Timeout
 
 from tlt.data.sources.image_file import DEFAULT_MAX_PIXELS, BadImage, check_length
-from tlt.data.sources.source import Found, ImageSource, left_out_lines
+from tlt.data.sources.source import ImageSource, ProgressCallback, left_out_lines
 from tlt.errors import UserError
 from tlt.io.files import blamed_on, os_errors_told, read_into, regular_only, with_retries, write_whole
 from tlt.io.jobs import SearchProgress, available_cpus, in_processes
@@ -66,7 +66,7 @@ def open_records(
     table: str,
     scan: Callable[[str], FileRecords],
     write: Callable[[str, list[FileRecords]], None],
-    found: Found | None = None,
+    on_progress: ProgressCallback | None = None,
 ) -> RecordImages:
     """The images in large files; their table is made first where there is none, by one process at a time.
 
@@ -74,13 +74,14 @@ def open_records(
         table: Path of their table, without an ending.
         scan: Reads a file, every byte of it. Raises UserError: it is cut, damaged or something else.
         write: Writes the table of the scanned files (`write_table`).
-        found: Called often, with what is done and how many files were read; None: lines are printed.
+        on_progress: Called often, with what is done and how many files were read; None: lines are printed.
 
     Raises:
         UserError: A file is missing, cut, damaged, or not the one of the table.
     """
-    shown, lock, found = f"{printable(table)}.json", FileLock(f"{table}.lock"), found or SearchProgress()
-    what = f"reading every byte of {len(paths)} files for {shown}"
+    name, lock = f"{printable(table)}.json", FileLock(f"{table}.lock")
+    on_progress = on_progress or SearchProgress()
+    what = f"reading every byte of {len(paths)} files for {name}"
     try:
         while not os.path.isfile(f"{table}.json"):
             try:
@@ -90,20 +91,20 @@ def open_records(
                     files = []
                     for file in in_processes(_scan, scan, paths, min(available_cpus(), len(paths)), "reading files"):
                         files.append(file)
-                        found(what, len(files))
+                        on_progress(what, len(files))
                     write(table, files)
             except Timeout:  # another process makes it
-                found(what, 0)
+                on_progress(what, 0)
     except (OSError, NotImplementedError) as error:
         raise UserError(
-            f"{shown} can't be written ({error}): where the data set is read-only, make a folder with links to its "
+            f"{name} can't be written ({error}): where the data set is read-only, make a folder with links to its "
             "files, and give that as DATA"
         ) from error
     images = RecordImages(table)
     if other := {*map(os.path.abspath, images.files)} ^ {*map(os.path.abspath, paths)}:
         raise UserError(
-            f"{shown} is of {len(images.files)} files, not of the {len(paths)} that are there "
-            f"({some_names(sorted(map(os.path.basename, other)))}): put it back, or remove {shown}: the table is then "
+            f"{name} is of {len(images.files)} files, not of the {len(paths)} that are there "
+            f"({some_names(sorted(map(os.path.basename, other)))}): put it back, or remove {name}: the table is then "
             "made anew"
         )
     return images
@@ -159,8 +160,8 @@ def write_table(
         raise UserError(f"table {printable(table)}: {printable(outside[0])} is not beside it or below")
     left_out = defaultdict[str, list[str]](list)
     for file in files:
-        for kind, each in file.left_out.items():
-            left_out[kind] += each
+        for kind, times in file.left_out.items():
+            left_out[kind] += times
     packed = Names(names)
     rows["name_end"] = packed.ends
     description = {
@@ -197,9 +198,9 @@ class RecordImages(ImageSource):
     paths: Names
 
     def __init__(self, table: str) -> None:
-        shown = f"{printable(table)}.json"
+        table_name = f"{printable(table)}.json"
         remedy = "copy the files again, or remove it: it is then made anew"
-        with blamed_on(f"{shown} and what belongs to it", "can't be read", remedy):
+        with blamed_on(f"{table_name} and what belongs to it", "can't be read", remedy):
             with open(f"{table}.json", "rb") as file:
                 content = json.load(file)
             self.rows: np.ndarray = np.load(f"{table}.npy", mmap_mode="r")
@@ -211,14 +212,14 @@ class RecordImages(ImageSource):
             most = {"file": len(files), "class": len(description["class_names"]), "name_end": len(block) + 1}
             sound = sound and all(self.rows[key].max() < count for key, count in most.items())
             steps = (self.rows[key] for key in ("offset", "length", "class"))
-            sound = sound and all((each >= 0).all() for each in (*steps, np.diff(self.rows["name_end"], prepend=0)))
+            sound = sound and all((step >= 0).all() for step in (*steps, np.diff(self.rows["name_end"], prepend=0)))
             texts = [*files, *description["class_names"], *description["folder_names"], *description["warnings"]]
             sound = sound and all(isinstance(text, str) for text in texts)
             self.about = description["about"]
         if not sound:
-            raise UserError(f"{shown} and what belongs to it are damaged or something else: {remedy}")
+            raise UserError(f"{table_name} and what belongs to it are damaged or something else: {remedy}")
         if outside := next(filter(leads_out, files), None):
-            raise UserError(f"{shown} names {printable(outside)}, outside of its folder: {remedy}")
+            raise UserError(f"{table_name} names {printable(outside)}, outside of its folder: {remedy}")
         folder = os.path.dirname(table) or "."
         self.files = [os.path.join(folder, name) for name in files]
         for path, length in zip(self.files, files.values(), strict=True):
@@ -226,7 +227,7 @@ class RecordImages(ImageSource):
             if there != length:
                 what = "is missing or no regular file" if there is None else f"has {there} bytes instead of {length}"
                 raise UserError(
-                    f"{printable(path)} {what}: copy it again, or remove {shown}: the table is then made anew"
+                    f"{printable(path)} {what}: copy it again, or remove {table_name}: the table is then made anew"
                 )
         paths, classes = Names.packed(block.data, self.rows["name_end"]), self.rows["class"].astype(np.int64)
         warnings = [f"{printable(table)}: {text}" for text in description["warnings"]]

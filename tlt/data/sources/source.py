@@ -19,7 +19,7 @@ from tlt.io.names import Names
 from tlt.io.text import look_of, lookalikes, printable, some_names
 
 # Called often, with what is done and how many images or files were found by then.
-Found = Callable[[str, int], None]
+ProgressCallback = Callable[[str, int], None]
 MAX_CLASS = 999_999  # by number, where others wrote it
 SYNTHETIC = "synthetic"  # the root of images that are computed (`tlt.data.backends.synthetic`)
 
@@ -63,17 +63,17 @@ class ImageSource:
         """Number the classes as in another class list: the training set's, or a class map. A class is the one of its
         name. Where the list has no name of them all, 0 to n - 1 stand for its first n. Raises UserError: it lacks a
         class."""
-        own, numbers = self.class_names, {name: number for number, name in enumerate(class_names)}
-        if numbers.keys().isdisjoint(own) and own == [str(number) for number in range(min(len(own), len(numbers)))]:
+        names, numbers = self.class_names, {name: number for number, name in enumerate(class_names)}
+        if numbers.keys().isdisjoint(names) and names == [str(n) for n in range(min(len(names), len(numbers)))]:
             self.folder_names = [class_names[int(name)] for name in self.folder_names]
         else:
-            if unknown := [own[number] for number in np.unique(self.classes) if own[number] not in numbers]:
+            if unknown := [names[number] for number in np.unique(self.classes) if names[number] not in numbers]:
                 raise UserError(
                     f"{printable(self.root)} has {len(unknown)} classes that are not in the class list (a class map's, "
                     f"a checkpoint's or other images'): {some_names(unknown)}; the list holds {some_names(class_names)}"
                     + lookalikes(unknown, class_names)
                 )
-            self.classes = np.array([numbers.get(name, -1) for name in own], np.int64)[self.classes]
+            self.classes = np.array([numbers.get(name, -1) for name in names], np.int64)[self.classes]
         self.class_names = list(class_names)
 
     def select(self, rows: Sequence[int] | np.ndarray) -> ImageSource:
@@ -102,7 +102,7 @@ def check_classes(classes: np.ndarray, class_names: Sequence[str], where: str) -
     """Raise UserError, which names `where`: no images, a number without a name, or two classes of one name."""
     if len(classes) == 0:
         raise UserError(f"{where} holds no images")
-    if outside := [int(each) for each in (classes.min(), classes.max()) if not 0 <= each < len(class_names)]:
+    if outside := [int(number) for number in (classes.min(), classes.max()) if not 0 <= number < len(class_names)]:
         known = len(class_names)
         raise UserError(
             f"{where}: an image is of class {outside[0]}, but there are {known} classes: take a labelled split"

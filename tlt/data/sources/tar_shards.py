@@ -31,7 +31,7 @@ from tlt.data.sources import records
 from tlt.data.sources.folder import TABLE, split_names
 from tlt.data.sources.image_file import image_extensions
 from tlt.data.sources.records import ROW, FileRecords, RecordImages
-from tlt.data.sources.source import MAX_CLASS, Found
+from tlt.data.sources.source import MAX_CLASS, ProgressCallback
 from tlt.errors import MissingSplit, UserError
 from tlt.io.files import blamed_on, read_at, regular_only
 from tlt.io.text import leads_out, printable, some_names
@@ -57,14 +57,14 @@ class Member(NamedTuple):
 Samples = dict[str, dict[str, Member]]  # key -> extension -> file
 
 
-def open_shards(folder: str, found: Found | None = None) -> RecordImages:
+def open_shards(folder: str, on_progress: ProgressCallback | None = None) -> RecordImages:
     """The images in the tar files of a folder, but the hidden ones that a killed writer left."""
     names = sorted(name for name in os.listdir(folder) if name.endswith(".tar") and not name.startswith("."))
     paths = [os.path.join(folder, name) for name in names]
-    return records.open_records(paths, os.path.join(folder, TABLE), scan_tar, write_tar_table, found)
+    return records.open_records(paths, os.path.join(folder, TABLE), scan_tar, write_tar_table, on_progress)
 
 
-def open_webdataset(_name: str, data: str, split: str, found: Found | None) -> RecordImages:
+def open_webdataset(_name: str, data: str, split: str, on_progress: ProgressCallback | None) -> RecordImages:
     """The images in the shards of a split.
 
     Raises:
@@ -75,18 +75,18 @@ def open_webdataset(_name: str, data: str, split: str, found: Found | None) -> R
         name, files, label_key = re.sub(r"[^\w.,-]+", "_", pattern), expand_braces(pattern), LABEL_KEY
     else:
         name, files, label_key = _listed(data, split)
-    for each in files:
-        if ":" in each or leads_out(each) or not each.endswith(".tar"):
+    for file in files:
+        if ":" in file or leads_out(file) or not file.endswith(".tar"):
             raise UserError(
-                f"shard {printable(each)}: tar files below {printable(data)} alone are read, by relative names; copy "
+                f"shard {printable(file)}: tar files below {printable(data)} alone are read, by relative names; copy "
                 "it there, uncompressed"
             )
-    paths = [os.path.join(data, each) for each in files]
+    paths = [os.path.join(data, file) for file in files]
     missing = [path for path in paths if not os.path.isfile(path)]
     if missing or not files:
         raise UserError(f"{len(missing)} of {len(files)} shards are missing: {some_names(missing)}")
     table, scan = os.path.join(data, f"{name}.shards"), partial(scan_tar, label_key=label_key)
-    return records.open_records(paths, table, scan, write_tar_table, found)
+    return records.open_records(paths, table, scan, write_tar_table, on_progress)
 
 
 def expand_braces(pattern: str) -> list[str]:
@@ -124,11 +124,11 @@ def _listed(data: str, split: str) -> tuple[str, list[str], str]:
     with blamed_on(path, "lists no shards as timm does", "mend it, or give a pattern"):
         with open(path, encoding="utf-8") as file:
             splits = json.load(file)["splits"]
-        name = next((each for each in split_names(split) if each in splits), None)
+        name = next((item for item in split_names(split) if item in splits), None)
         if name is None:
             raise MissingSplit(f"{printable(path)} has no split {printable(split)}; it has {some_names(list(splits))}")
         files, label_key = [*splits[name]["filenames"]], splits[name].get("alt_label") or LABEL_KEY
-        if not all(isinstance(each, str) for each in [*files, label_key]):
+        if not all(isinstance(item, str) for item in [*files, label_key]):
             raise TypeError("names that are none")
     return name, files, label_key
 
@@ -150,16 +150,16 @@ def scan_packed(path: str, label_key: str = LABEL_KEY) -> tuple[FileRecords, Fil
     with open(path, "rb") as file:
         descriptor = file.fileno()
         for key, files in samples.items():
-            shown = f"tar {printable(path)}: sample {printable(key)}"
-            if extension := _image_of(files, shown):
-                label = _class_of(files, descriptor, label_key, shown)
+            what = f"tar {printable(path)}: sample {printable(key)}"
+            if extension := _image_of(files, what):
+                label = _class_of(files, descriptor, label_key, what)
                 images.append(files[extension]._replace(name=f"{key}.{extension}", label=label))
             else:
                 left_out.setdefault("samples without an image", []).append(key)
             if LABEL_EXTENSION in files:
                 maps.append(files[LABEL_EXTENSION]._replace(name=f"{key}.{LABEL_EXTENSION}"))
-        found = [_file_records(path, descriptor, each) for each in (images, maps)]
-    return replace(found[0], left_out=left_out), found[1]
+        tables = [_file_records(path, descriptor, members) for members in (images, maps)]
+    return replace(tables[0], left_out=left_out), tables[1]
 
 
 def _file_records(path: str, descriptor: int, members: list[Member]) -> FileRecords:
@@ -200,7 +200,7 @@ def list_members(path: str, left_out: dict[str, list[str]]) -> Samples:
         UserError: Not readable, compressed, cut or damaged; a name that is absolute or leads out of the tar; two files
             of one name; a link.
     """
-    shown, samples = f"tar {printable(path)}", Samples()
+    what, samples = f"tar {printable(path)}", Samples()
     try:
         for info in _infos(path):
             name = info.name.removeprefix("./")
@@ -208,10 +208,10 @@ def list_members(path: str, left_out: dict[str, list[str]]) -> Samples:
             stem, _, extension = base.partition(".")
             if leads_out(name):
                 raise UserError(
-                    f"{shown} names {printable(info.name)}, which is absolute or leads out of it: do not use this file"
+                    f"{what} names {printable(info.name)}, which is absolute or leads out of it: do not use this file"
                 )
             if info.issym() or info.islnk():
-                raise UserError(f"{shown} holds a link, {printable(info.name)}: make it of files (tar --dereference)")
+                raise UserError(f"{what} holds a link, {printable(info.name)}: make it of files (tar --dereference)")
             if info.isdir():
                 continue
             if not info.isreg() or info.issparse():
@@ -221,12 +221,12 @@ def list_members(path: str, left_out: dict[str, list[str]]) -> Samples:
             else:
                 files = samples.setdefault(os.path.join(folder, stem), {})
                 if extension.lower() in files:
-                    raise UserError(f"{shown} holds two files named {printable(name)}: make it again")
+                    raise UserError(f"{what} holds two files named {printable(name)}: make it again")
                 files[extension.lower()] = Member(name, info.offset_data, info.size)
     except (UserError, OSError):
         raise
     except Exception as error:  # damaged headers make tarfile raise OverflowError, RecursionError and others, too
-        raise UserError(f"{shown} is cut, damaged, or no uncompressed tar ({error}): copy it again") from error
+        raise UserError(f"{what} is cut, damaged, or no uncompressed tar ({error}): copy it again") from error
     return samples
 
 
@@ -259,22 +259,22 @@ def _infos(path: str) -> Iterator[tarfile.TarInfo]:
             raise tarfile.ReadError(f"no end marker at byte {tar.offset}")
 
 
-def _image_of(files: dict[str, Member], shown: str) -> str:
+def _image_of(files: dict[str, Member], what: str) -> str:
     """Extension of a sample's image; "": it has none. `jpg` goes before `mask.png`."""
-    images = [each for each in files if f".{each.rpartition('.')[2]}" in image_extensions()]
-    found = [each for each in images if "." not in each] or images
-    if len(found) > 1:
+    images = [file for file in files if f".{file.rpartition('.')[2]}" in image_extensions()]
+    named = [file for file in images if "." not in file] or images
+    if len(named) > 1:
         raise UserError(
-            f"{shown} has several images ({', '.join(map(printable, found))}); its name up to the first dot must be "
+            f"{what} has several images ({', '.join(map(printable, named))}); its name up to the first dot must be "
             "its own, as `tlt pack-images` makes it"
         )
-    return found[0] if found else ""
+    return named[0] if named else ""
 
 
-def _class_of(files: dict[str, Member], descriptor: int, label_key: str, shown: str) -> int:
+def _class_of(files: dict[str, Member], descriptor: int, label_key: str, what: str) -> int:
     extension = "cls" if label_key == LABEL_KEY and "cls" in files else "json"
     if extension not in files:
-        raise UserError(f"{shown} has no class: no .json is there" + ", nor .cls" * (label_key == LABEL_KEY))
+        raise UserError(f"{what} has no class: no .json is there" + ", nor .cls" * (label_key == LABEL_KEY))
     _, offset, length, _ = files[extension]
     text = read_at(descriptor, min(length, _LONGEST_TEXT), offset)
     try:
@@ -283,5 +283,5 @@ def _class_of(files: dict[str, Member], descriptor: int, label_key: str, shown: 
         number = None
     if type(number) is not int or not 0 <= number <= MAX_CLASS:
         where = f"{label_key!r} in .json" if extension == "json" else ".cls"
-        raise UserError(f"{shown}: {where} is not a class number (0 to {MAX_CLASS})")
+        raise UserError(f"{what}: {where} is not a class number (0 to {MAX_CLASS})")
     return number

@@ -24,7 +24,7 @@ from tlt.data.sources import records
 from tlt.data.sources.folder import split_names
 from tlt.data.sources.image_file import most_bytes
 from tlt.data.sources.records import ROW, FileRecords, RecordImages
-from tlt.data.sources.source import MAX_CLASS, Found, check_classes, class_folder, numbered_names
+from tlt.data.sources.source import MAX_CLASS, ProgressCallback, check_classes, class_folder, numbered_names
 from tlt.errors import MissingSplit, UserError, require
 from tlt.io.files import os_errors_told, regular_only
 from tlt.io.text import leads_out, natural_key, natural_sorted, printable, some_names
@@ -58,7 +58,7 @@ message_type { name: "Example"
 Features = dict[str, list[bytes | int]]
 
 
-def open_tfrecords(_name: str, data: str, split: str, found: Found | None) -> RecordImages:
+def open_tfrecords(_name: str, data: str, split: str, on_progress: ProgressCallback | None) -> RecordImages:
     """The images in the TFRecord files of a split: those in its folder, or those whose names hold its name. Classes are
     named by `label.labels.txt` beside the files, where it is there.
 
@@ -73,7 +73,9 @@ def open_tfrecords(_name: str, data: str, split: str, found: Found | None) -> Re
             files = [file for file in _record_names(data) if re.search(rf"(^|-){re.escape(name)}[-._]", file)]
         if files:
             paths = _whole(folder, files)
-            return records.open_records(paths, os.path.join(folder, table), scan_records, _write_record_table, found)
+            return records.open_records(
+                paths, os.path.join(folder, table), scan_records, _write_record_table, on_progress
+            )
     searched = ", ".join(map(printable, split_names(split)))
     raise MissingSplit(
         f"no TFRecord files of the split {printable(split)} in {printable(data)} (searched folders and files that are "
@@ -81,7 +83,7 @@ def open_tfrecords(_name: str, data: str, split: str, found: Found | None) -> Re
     )
 
 
-def open_tfds(name: str, data: str, split: str, found: Found | None) -> RecordImages:
+def open_tfds(name: str, data: str, split: str, on_progress: ProgressCallback | None) -> RecordImages:
     """The images of a split that tensorflow_datasets prepared.
 
     Args:
@@ -95,13 +97,13 @@ def open_tfds(name: str, data: str, split: str, found: Found | None) -> RecordIm
             f"--dataset tfds/{name}: there is no folder {printable(folder)}; prepare it with tensorflow_datasets, and "
             "give its data_dir as DATA"
         )
-    versions = [each for each in natural_sorted(os.listdir(folder)) if _VERSION.fullmatch(each)]
+    versions = [version_name for version_name in natural_sorted(os.listdir(folder)) if _VERSION.fullmatch(version_name)]
     if not versions or version not in ("", *versions):
         raise UserError(
             f"--dataset tfds/{name}: no version {printable(version)} in {printable(folder)}, which holds "
             f"{some_names(sorted(os.listdir(folder)))}: give NAME[/CONFIG][:VERSION]"
         )
-    return open_tfrecords("", os.path.join(folder, version or versions[-1]), split, found)
+    return open_tfrecords("", os.path.join(folder, version or versions[-1]), split, on_progress)
 
 
 def _record_names(folder: str) -> list[str]:
@@ -123,31 +125,31 @@ def _whole(folder: str, names: Sequence[str]) -> list[str]:
     return [os.path.join(folder, name) for name in names]
 
 
-def _write_record_table(table: str, found: list[FileRecords]) -> None:
+def _write_record_table(table: str, read: list[FileRecords]) -> None:
     """Write the table of TFRecord files.
 
     Where the records name their classes, these are numbered in natural order, as in a folder; else as in the records.
     Images with names of their own are in natural order, as in a folder; else they are numbered in the files' order.
     """
-    rows, folder, class_names = records.concatenated(found), Path(found[0].path).parent, None
-    classes, texts = rows["class"].tolist(), [text for file in found for text in file.class_texts]
+    rows, folder, class_names = records.concatenated(read), Path(read[0].path).parent, None
+    classes, texts = rows["class"].tolist(), [text for file in read for text in file.class_texts]
     if (listed := folder / "label.labels.txt").is_file():
-        own = class_names = listed.read_text("utf-8").splitlines()
+        named = class_names = listed.read_text("utf-8").splitlines()
     elif all(texts) and len({*zip(texts, classes, strict=True)}) == len({*texts}) == len({*classes}):
-        own = natural_sorted({*texts})
-        numbers = {text: number for number, text in enumerate(own)}
+        named = natural_sorted({*texts})
+        numbers = {text: number for number, text in enumerate(named)}
         rows["class"] = [numbers[text] for text in texts]
     else:
-        own = [str(number) for number in range(max(classes, default=-1) + 1)]
-    check_classes(rows["class"], own, printable(str(folder)))
-    files = [name for file in found for name in file.names]
-    names = [f"{class_folder(own[number])}/{file}" for number, file in zip(rows["class"], files, strict=True)]
+        named = [str(number) for number in range(max(classes, default=-1) + 1)]
+    check_classes(rows["class"], named, printable(str(folder)))
+    files = [name for file in read for name in file.names]
+    names = [f"{class_folder(named[number])}/{file}" for number, file in zip(rows["class"], files, strict=True)]
     if all(files) and len({*names}) == len(names):
-        records.write_table(table, found, *records.in_natural_order(rows, names), own, class_names)
+        records.write_table(table, read, *records.in_natural_order(rows, names), named, class_names)
     else:
         note = "the records don't name their images, which are numbered: labels of another copy will not be found"
         records.write_table(
-            table, found, rows, numbered_names(own[number] for number in rows["class"]), own, class_names, [note]
+            table, read, rows, numbered_names(named[number] for number in rows["class"]), named, class_names, [note]
         )
 
 
@@ -161,28 +163,28 @@ def scan_records(path: str) -> FileRecords:
     with open(path, "rb", opener=regular_only) as file:
         length = os.fstat(file.fileno()).st_size
         for number, (offset, record) in enumerate(_records(file, path, length)):
-            shown = f"record {number} of {printable(path)}"
-            features = _parsed(record, shown)
+            where = f"record {number} of {printable(path)}"
+            features = _parsed(record, where)
             image, label = _single(features, _IMAGE, bytes), _single(features, _LABEL, int)
             for what, names_of, value in (("image", _IMAGE, image), ("class number", _LABEL, label)):
                 if value is None:
                     there = ", ".join(map(printable, sorted(features))) or "nothing"
-                    raise UserError(f"{shown} has no single {what} named {' or '.join(names_of)}: it has {there}")
+                    raise UserError(f"{where} has no single {what} named {' or '.join(names_of)}: it has {there}")
             if not 0 <= label <= MAX_CLASS:
-                raise UserError(f"{shown}: {label} is no class number (0 to {MAX_CLASS})")
+                raise UserError(f"{where}: {label} is no class number (0 to {MAX_CLASS})")
             rows.append((0, offset + record.index(image), len(image), zlib.crc32(image), label, 0))
             names.append(os.path.basename(os.fsdecode(_single(features, _FILE_NAME, bytes, b""))))
             class_texts.append(os.fsdecode(_single(features, _CLASS_NAME, bytes, b"")))
     return FileRecords(path, length, np.array(rows, ROW), names, class_texts)
 
 
-def _parsed(record: bytes, shown: str) -> Features:
+def _parsed(record: bytes, what: str) -> Features:
     """The features of an Example by name. Raises UserError: it is damaged or something else."""
     try:
         entries = _example().FromString(record).features.entries
     except require("google.protobuf.message", "tfrecord").DecodeError as error:
-        raise UserError(f"{shown} is no Example of TensorFlow ({error})") from error
-    return {each.name: [*each.feature.texts.value, *each.feature.numbers.value] for each in entries}
+        raise UserError(f"{what} is no Example of TensorFlow ({error})") from error
+    return {entry.name: [*entry.feature.texts.value, *entry.feature.numbers.value] for entry in entries}
 
 
 @functools.cache
@@ -206,26 +208,26 @@ def _single(features: Features, names: Sequence[str], kind: type, otherwise: Any
 def _records(file: BinaryIO, path: str, size: int) -> Iterator[tuple[int, bytes]]:
     """Where the data of each record begin, and the data. Raises UserError."""
     crc32c = require("google_crc32c", "tfrecord").value
-    shown = f"TFRecord file {printable(path)}"
+    what = f"TFRecord file {printable(path)}"
     at = 0
     while at < size:
         head = file.read(12)
         if at == 0 and head.startswith(_GZIP):
-            raise UserError(f"{shown} is compressed, and can't be read by index: write it uncompressed")
+            raise UserError(f"{what} is compressed, and can't be read by index: write it uncompressed")
         if len(head) == 12 and _masked(crc32c(head[:8])) != int.from_bytes(head[8:], "little"):
-            raise UserError(f"{shown} is damaged at byte {at}, or no TFRecord file: copy it again")
+            raise UserError(f"{what} is damaged at byte {at}, or no TFRecord file: copy it again")
         length = int.from_bytes(head[:8], "little")
         if len(head) < 12 or at + length + 16 > size:
-            raise UserError(f"{shown} is cut: its last record begins at byte {at} of {size}; copy it again")
+            raise UserError(f"{what} is cut: its last record begins at byte {at} of {size}; copy it again")
         if length > most_bytes():
-            raise UserError(f"{shown}: the record at byte {at} has {length} bytes, more than an image takes")
+            raise UserError(f"{what}: the record at byte {at} has {length} bytes, more than an image takes")
         data, checksum = file.read(length), int.from_bytes(file.read(4), "little")
         if _masked(crc32c(data)) != checksum:
-            raise UserError(f"{shown} is damaged in the record at byte {at} (crc32c is wrong): copy it again")
+            raise UserError(f"{what} is damaged in the record at byte {at} (crc32c is wrong): copy it again")
         yield at + 12, data
         at += length + 16
     if size == 0:
-        raise UserError(f"{shown} is empty: copy it again, or remove it")
+        raise UserError(f"{what} is empty: copy it again, or remove it")
 
 
 def _masked(crc: int) -> int:

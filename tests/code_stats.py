@@ -9,7 +9,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from tests.test_layout import MODULES, ROOMS, imported_by, room_of  # noqa: E402
+from tests.test_layout import LAYERS, MODULES, imported_by, room_of  # noqa: E402
 
 
 def lines_of(*patterns: str) -> int:
@@ -22,8 +22,8 @@ def main() -> None:
     """Print the lines of each room, and what else tells how easily the code is read."""
     rooms, importers = Counter[str](), Counter(other for module in MODULES for other in imported_by(module))
     for module, path in MODULES.items():
-        rooms[ROOMS[room_of(module)]] += len(path.read_text().splitlines())
-    rows = {f"lines of {room}": rooms[room] for room in ROOMS} | {
+        rooms[LAYERS[room_of(module)]] += len(path.read_text().splitlines())
+    rows = {f"lines of {room}": rooms[room] for room in LAYERS} | {
         "lines of slurm": lines_of("slurm/*"),
         "lines of all code": sum(rooms.values()) + lines_of("slurm/*", "*.py", "*.sh", "demo/*.py", "examples/**/*.py"),
         "lines of tests": lines_of("tests/**/*.py", "tests/**/*.sh"),

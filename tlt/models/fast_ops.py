@@ -84,8 +84,8 @@ def _takes_onednn(x: Tensor, layer: nn.Linear) -> bool:
 
 def _is_called_by_torch(layer: nn.Linear) -> bool:
     """Whether `layer(x)` ends in torch's own `forward`, which others may replace on an instance and on the class."""
-    own = layer.forward  # in this form torch.compile compiles again where it has been replaced since
-    is_own = isinstance(own, MethodType) and own.__func__ is _FORWARD and own.__self__ is layer
+    forward = layer.forward  # in this form torch.compile compiles again where it has been replaced since
+    is_own = isinstance(forward, MethodType) and forward.__func__ is _FORWARD and forward.__self__ is layer
     return is_own and type(layer).__call__ is _CALL
 
 
