@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import threading
+from concurrent.futures import wait
 from pathlib import Path
 from typing import Any
 
@@ -77,8 +78,8 @@ def an_epoch(saver: Saver, top1: float) -> RankedCheckpoint | None:
 
 def ended(saver: Saver) -> None:
     """Let the write that is under way end, and let the training loop notice."""
-    assert saver._thread is not None
-    saver._thread.join(60)
+    assert saver._writing is not None
+    wait([saver._writing], 60)
     saver._poll()
 
 
@@ -115,7 +116,7 @@ def test_intervals_by_updates_and_minutes_and_a_save_that_is_still_under_way(tmp
     for update, now in ((1, 0), (3, 0), (4, 119), (5, 190), (6, 190), (7, 308), (8, 309), (10, 311)):
         state.update, world.now = update, now
         saver.after_update()
-        if saver._thread is not None:
+        if saver._writing is not None:
             ended(saver)
     # 3 and 6 by count; the clock is looked at after even updates, and runs from the save before.
     saved = [(fields["update"], fields["reason"]) for _, fields in told.events]
@@ -154,7 +155,7 @@ def test_fault_14_a_failed_save_is_told_borne_and_tried_again(
         world.now += seconds
         world.error = code if writes < 4 else None
         saver.after_update()
-        if saver._thread is not None:
+        if saver._writing is not None:
             ended(saver)
         assert world.writes == writes
     assert told.events[-1][0] == "checkpoint" and told.events[-1][1]["attempts"] == 3

@@ -16,7 +16,8 @@ import torch
 from tests.commands.conftest import ROOT
 from tests.conftest import LIMIT
 from tlt.data.batch import Batch, BatchKey
-from volo.cluster.stopping import StopGuard, Stopped, StopSignal, Watchdog
+from volo.cluster.stopping import Stopped, StopSignal
+from volo.cluster.watchdog import StopGuard, Watchdog
 
 
 def watchdog(timeout: float = 3.0, loader_timeout: float = 50.0) -> Watchdog:

@@ -26,7 +26,7 @@ from tlt.models.flops import flops_per_image
 from tlt.tools.cli import main as tlt_command
 from volo import cli
 from volo.cluster.distributed import init_world
-from volo.cluster.stopping import Watchdog
+from volo.cluster.watchdog import Watchdog
 from volo.commands import train
 from volo.record.records import epochs_of, read_json_lines
 from volo.train.loop import scores_of

@@ -165,7 +165,7 @@ class Save:
     blocked: float = 0.0
     attempts: int = 0
     seconds: float = 0.0
-    error: BaseException | None = None
+    error: NotWrittenError | None = None  # of the newest attempt
 
 
 class CheckpointDir:

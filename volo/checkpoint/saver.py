@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass
-from threading import Thread
 from typing import Any
 
 import torch
@@ -87,9 +87,10 @@ class Saver:
     ) -> None:
         self.state, self.checkpoints, self.logger, self.policy = state, checkpoints, logger, policy
         self._before_write, self._on_save = before_write, on_save
+        self._writer = ThreadPoolExecutor(1, "checkpoint")
+        self._pending: Save | None = None  # being written, or failed and waiting for another attempt
+        self._writing: Future[None] | None = None  # the attempt in progress
         self._copied: torch.cuda.Event | None = None  # when the copy of what is to be written is complete
-        self._pending: Save | None = None  # in progress, or failed and waiting for another attempt
-        self._thread: Thread | None = None
         self._retry_at = 0.0
         self._ending = False  # nothing is trained after the save in progress
         self._failures = 0  # in a row
@@ -107,7 +108,7 @@ class Saver:
         if not (reason := self._due()):
             return
         self._on_save()
-        if from_primary(self._thread is not None):
+        if from_primary(self._writing is not None):
             self.logger.line(f"update {self.state.update} is not saved: the save before it is still being written")
             self.logger.event("checkpoint-skipped", file=LAST, reason=reason)
         else:
@@ -168,16 +169,17 @@ class Saver:
             if self._pending is not None:
                 self.logger.line(f"warning: {self._pending.error}; the next attempt is in {seconds:.0f} s")
                 time.sleep(seconds)
-                self._attempt(wait=True)
+                self._attempt(synchronous=True)
         self._ending = False
         if self._pending is not None and self._pending.error is not None:
             raise self._pending.error
 
     def _poll(self) -> None:
         """Handle a save that has ended, and try a failed one again when it is due."""
-        if self._thread is not None and not self._thread.is_alive():
-            self._finish_pending()
-        elif self._thread is None and self._pending is not None and time.monotonic() >= self._retry_at:
+        if self._writing is not None:
+            if self._writing.done():
+                self._finish_pending()
+        elif self._pending is not None and time.monotonic() >= self._retry_at:
             self._attempt()
 
     def _due(self) -> str | None:
@@ -210,24 +212,24 @@ class Saver:
         self._last_save = began
         save.reason, save.blocked = reason, time.monotonic() - began
         self._pending = save
-        self._attempt(wait=in_place)
+        self._attempt(synchronous=in_place)
         return save
 
     def _copy(self, save: Save) -> None:
         if not is_sharded(self.state.model):  # else the payload is a copy
             save.payload, self._copied = host_copy(save.payload)
 
-    def _attempt(self, wait: bool = False) -> None:
+    def _attempt(self, synchronous: bool = False) -> None:
         assert self._pending is not None
+        save = self._pending
         self._before_write()
-        self._pending.attempts += 1
-        self._thread = Thread(target=self._write, args=(self._pending,), name="checkpoint")
-        self._thread.start()
-        if wait:
-            self._thread.join()
-            self._pending.blocked += self._pending.seconds
-            if self._pending.error is not None and not self._ending:  # later attempts write what the weights are now
-                self._copy(self._pending)
+        save.attempts += 1
+        self._writing = self._writer.submit(self._write, save)
+        if synchronous:
+            wait([self._writing])
+            save.blocked += save.seconds
+            if self._writing.exception() is not None and not self._ending:
+                self._copy(save)  # later attempts write what the weights are now
             self._finish_pending()
 
     def _write(self, save: Save) -> None:
@@ -238,26 +240,23 @@ class Saver:
                 self._copied.synchronize()
             assert self.checkpoints is not None
             self.checkpoints.write(save)
-            save.error = None
-        except BaseException as error:  # raised again in the training thread
-            save.error = error
-        save.seconds = time.monotonic() - began
+        finally:
+            save.seconds = time.monotonic() - began
 
     def _finish_pending(self) -> None:
-        """Wait for the save in progress, report it, and raise its error unless it will be retried."""
-        if self._thread is None or self._pending is None:
+        """Wait for the attempt in progress, report it, and raise its error unless it will be retried."""
+        if self._writing is None or self._pending is None:
             return
-        self._thread.join()
-        save, self._thread = self._pending, None
-        if save.error is None:
-            self._pending, self._failures = None, 0
-            self.saved_at = save.payload["epoch"] + 1, save.payload["update"]
-            self._report(save)
-        elif isinstance(save.error, NotWrittenError):
-            self._retry_later(save, save.error)
-        else:
-            self._pending = None
-            raise save.error
+        save, error, self._writing = self._pending, self._writing.exception(), None
+        if isinstance(error, NotWrittenError):
+            self._retry_later(save, error)
+            return
+        self._pending = None
+        if error is not None:
+            raise error
+        self._failures = 0
+        self.saved_at = save.payload["epoch"] + 1, save.payload["update"]
+        self._report(save)
 
     def _report(self, save: Save) -> None:
         update = save.payload["update"]
@@ -271,6 +270,7 @@ class Saver:
         self.logger.event("checkpoint", file=LAST, **about)
 
     def _retry_later(self, save: Save, error: NotWrittenError) -> None:
+        save.error = error
         about = {"reason": str(error), "update": save.payload["update"], "attempt": save.attempts}
         self.logger.event("checkpoint-failed", file=LAST, **about)
         if self._ending:

@@ -26,8 +26,8 @@ import torch.distributed as dist
 from tlt.errors import UserError
 from tlt.io.jobs import available_cpus
 from volo.cluster.launch import Launch, launch_of
-from volo.cluster.stopping import Watchdog
 from volo.cluster.topology import interface_to, listed, own_address
+from volo.cluster.watchdog import Watchdog
 
 T = TypeVar("T")
 _POLL_S = 0.1

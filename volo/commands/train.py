@@ -38,8 +38,9 @@ from volo.cluster.distributed import (
 )
 from volo.cluster.launch import launch_of
 from volo.cluster.shard import ShardedEma
-from volo.cluster.stopping import STOP, StopGuard, Stopped, Watchdog, ask_for_requeue, tell_batch_script
+from volo.cluster.stopping import STOP, Stopped, ask_for_requeue, tell_batch_script
 from volo.cluster.tensor_parallel import TensorParallelParams, in_groups
+from volo.cluster.watchdog import StopGuard, Watchdog
 from volo.commands.run_start import (
     check_smallest_batch,
     chosen_directory,

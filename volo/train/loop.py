@@ -175,7 +175,7 @@ def evaluate(
 
     Args:
         on_outputs: Called with the logits (B, C) and the batch, for further metrics.
-        guard: Wraps the iteration over batches (`volo.cluster.stopping`).
+        guard: Wraps the iteration over batches (`volo.cluster.watchdog`).
         dense: Compares the tokens with the label maps of the batches.
 
     Raises:

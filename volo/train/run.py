@@ -19,7 +19,7 @@ from tlt.api import Loader
 from tlt.data.loader import EvalLoader
 from volo.checkpoint.state import TrainState
 from volo.cluster.distributed import World
-from volo.cluster.stopping import StopGuard
+from volo.cluster.watchdog import StopGuard
 from volo.config.args import FrozenArgs, TrainArgs, checked_settings
 from volo.config.flag_rules import check_drop_path
 from volo.config.flags_train import CYCLIC_SCHEDULES
