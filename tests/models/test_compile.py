@@ -6,7 +6,7 @@ import pytest
 import timm
 import torch
 
-from tlt.models import products
+from tlt.models import fast_ops
 from tlt.models.fast_ops import linear
 from volo.kernels import outlook_attention
 
@@ -18,7 +18,7 @@ EXPECTED = {"volo_test": {"volo.outlook_windows.default", *ONEDNN}, "lvvit_test"
 
 @pytest.fixture(autouse=True)
 def linear_layers_by_onednn(monkeypatch):
-    monkeypatch.setattr(products, "MKL_IS_SLOW", bool(ONEDNN))
+    monkeypatch.setattr(fast_ops, "MKL_IS_SLOW", bool(ONEDNN))
     torch.compiler.reset()
     yield
     torch.compiler.reset()

@@ -10,7 +10,7 @@ from timm.optim import create_optimizer_v2
 
 from tlt.errors import UserError
 from tlt.mixtoken import mixed_share
-from tlt.models import TokenLabelModel, adapt_state_dict, products, resize_pos_embed
+from tlt.models import TokenLabelModel, adapt_state_dict, fast_ops, resize_pos_embed
 from tlt.models.layers import SelfAttention
 from volo.models.volo import ClassAttention
 
@@ -176,7 +176,7 @@ def test_device_and_type_of_the_factory(name):
 
 
 def test_functional_transformations(name, make_images, monkeypatch):
-    monkeypatch.setattr(products, "MKL_IS_SLOW", True)
+    monkeypatch.setattr(fast_ops, "MKL_IS_SLOW", True)
     model = build(name).double()
     model.set_dense_head(False)  # whose maximum has corners
     x, tangent = make_images(2, 64).double(), make_images(2, 64, 64).double().flip(0)

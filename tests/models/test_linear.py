@@ -20,7 +20,7 @@ from torch.nn.modules.module import (
 from torch.utils.flop_counter import FlopCounterMode
 from torch.utils.hooks import RemovableHandle
 
-from tlt.models import products as products_module
+from tlt.models import fast_ops
 from tlt.models.fast_ops import linear, onednn_linear
 
 pytestmark = pytest.mark.skipif(
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.fixture(autouse=True)
 def slow_mkl(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(products_module, "MKL_IS_SLOW", True)
+    monkeypatch.setattr(fast_ops, "MKL_IS_SLOW", True)
 
 
 class Wrapped(nn.Module):
@@ -144,10 +144,10 @@ def test_the_processor_and_nothing_else_decides(
     vendor: str, family: int, capability: str, asked: str, slow: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "cpuinfo").write_text(f"processor\t: 0\nvendor_id\t: {vendor}\ncpu family\t: {family}\nmodel\t\t: 17\n")
-    monkeypatch.setattr(products_module, "_PROCESSOR", tmp_path / "cpuinfo")
+    monkeypatch.setattr(fast_ops, "_PROCESSOR", tmp_path / "cpuinfo")
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
-    monkeypatch.setenv(products_module.CHOICE, asked)
-    assert products_module.mkl_is_slow() is slow
+    monkeypatch.setenv(fast_ops.CHOICE, asked)
+    assert fast_ops.mkl_is_slow() is slow
 
 
 def test_the_operator_as_torch_checks_it_and_its_flops() -> None:
