@@ -6,6 +6,9 @@ size, another crop or the whole image. What it says of a token is the mean over 
 linearly (beyond the centres of the outermost on the line through two, which moves no point). Points that either of the
 two does not see, because they are outside of its crop, fill, or dropped at an edge, do not count.
 
+Instead of a teacher a list of them may be given: each has a layer to its features, and a loss that is normalised by the
+size of its features (`TeacherScale`).
+
 Shapes: B images, N tokens of the student, T = h * w cells of the teacher's map, C channels of the teacher.
 """
 
@@ -17,6 +20,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from torch import Tensor, nn
@@ -69,6 +73,12 @@ class FeatureTeacher:
         """Rows and columns of its last map, what of the image it covers, and C. Raises UserError: it has none."""
         return _tokens(self.model, self.img_size)
 
+    def channels(self, kind: str) -> int:
+        """How many numbers it says of an image, or of a cell ("token")."""
+        if kind == "token":
+            return self.tokens[2]
+        return int(self.model.num_classes if kind == "logit" else self.model.head_hidden_size)
+
     def __call__(self, images: Tensor, kind: str = "token") -> Tensor:
         """Return what it says of images (B, 3, H, W), in float32: its logits ("logit", (B, K)), its features after
         pooling ("feature", (B, C)), or its last map ("token", (B, T, C))."""
@@ -94,12 +104,63 @@ def _tokens(model: Any, img_size: Size) -> tuple[Size, Area, int]:
     return grid, positions.window(grid, img_size), channels
 
 
-class Student(Extension):
-    """What `with_projector` makes of a model. With `taught=True` it also returns what is compared with the teacher's
-    features: its tokens (B, N, C), un-mixed, or its pooled features (B, C)."""
+class TeacherScale(nn.Module):
+    """The mean (C,) and variance of a teacher's features, by which the losses of several teachers are comparable: the
+    mean squared error of a student that knows the mean alone is 1.
 
-    kd_projector: nn.Module
-    kd_kind: str
+    UNIC (arXiv:2408.05088) standardises features by running means and deviations. Here all channels have one size, the
+    root of their mean variance, as in PHI-S (arXiv:2410.01680): a channel that varies little counts little. Running is
+    the mean over all that was said: a frozen teacher does not change. With several ranks of torch.distributed all have
+    to call `update` at once, and have the same values then. What is not finite changes nothing.
+    """
+
+    mean: Tensor
+    variance: Tensor
+    count: Tensor
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        for name, shape in (("mean", (channels,)), ("variance", ()), ("count", ())):
+            self.register_buffer(name, torch.zeros(shape))
+
+    @torch.no_grad()
+    def update(self, features: Tensor) -> None:
+        """Count (..., C) features. The host waits for nothing."""
+        off = (features - self.mean).flatten(0, -2)  # from the mean so far: no digits are lost
+        sums = torch.cat([off.sum(0), off.square().mean(1).sum()[None], off.new_full((1,), len(off))])
+        if dist.is_initialized():
+            dist.all_reduce(sums)
+        count, finite = self.count + sums[-1], sums.isfinite().all()
+        step = sums[:-2] / count
+        variance = (self.variance * self.count + sums[-2]) / count - step.square().mean()
+        new = self.mean + step, variance.clamp(min=1e-12), count  # constant features have a size, too
+        for value, changed in zip((self.mean, self.variance, self.count), new, strict=True):
+            value.copy_(torch.where(finite, changed, value))
+
+    def forward(self, features: Tensor) -> Tensor:
+        """Return (..., C) features without the mean, divided by their size."""
+        return (features - self.mean) / self.variance.sqrt()
+
+
+def _numbered(name: str, number: int) -> str:
+    """The attribute of a student that belongs to a teacher; that of the first is called as that of an only one."""
+    return name if number == 0 else f"{name}_{number + 1}"
+
+
+def _for_each(name: str, given: Any, count: int) -> list[Any]:
+    """A list of one value for each teacher, of such a list or a value for all."""
+    values = list(given) if isinstance(given, list | tuple) else [given] * count
+    if len(values) != count or not values:
+        raise UserError(f"{name}: {len(values)} values for {count} teachers: give one for all, or one for each")
+    return values
+
+
+class Student(Extension):
+    """What `with_projector` makes of a model. With `taught=True` it also returns what is compared with the teacher: its
+    tokens (B, N, C), un-mixed, its pooled features (B, C), or its logits; for a list of teachers a list."""
+
+    kd_kinds: list[str]
+    kd_listed: bool  # several teachers, or a list of one
 
     def forward(self, x: Tensor, taught: bool = False, mix_box: Box | None = None, **options: Any) -> Any:
         """Return the model's own result, and with `taught` the pair of that and the features."""
@@ -112,35 +173,56 @@ class Student(Extension):
         else:
             features = model.forward_features(x)
             outputs = model.forward_head(features)
-        if self.kd_kind == "feature":
-            return outputs, self.kd_projector(model.forward_head(features, pre_logits=True))
-        tokens = feature_map(self, features, size)
-        tokens = tokens if mix_box is None else mix_tokens(tokens, mix_box)  # mixing twice changes nothing
-        return outputs, self.kd_projector(tokens.flatten(1, 2))
+        own: dict[str, Tensor] = {}
+        if "logit" in self.kd_kinds:
+            own["logit"] = outputs[0] if isinstance(outputs, tuple) else outputs
+        if "feature" in self.kd_kinds:
+            own["feature"] = model.forward_head(features, pre_logits=True)
+        if "token" in self.kd_kinds:
+            tokens = feature_map(self, features, size)
+            tokens = tokens if mix_box is None else mix_tokens(tokens, mix_box)  # mixing twice changes nothing
+            own["token"] = tokens.flatten(1, 2)
+        projectors = (getattr(self, _numbered("kd_projector", n)) for n in range(len(self.kd_kinds)))
+        compared = [project(own[kind]) for project, kind in zip(projectors, self.kd_kinds, strict=True)]
+        return outputs, compared if self.kd_listed else compared[0]
 
 
 def with_projector(
-    model: Any, teacher: FeatureTeacher, img_size: Size, kind: str = "token", dense_loss: str = "cosine"
+    model: Any,
+    teacher: FeatureTeacher | Sequence[FeatureTeacher],
+    img_size: Size,
+    kind: str | Sequence[str] = "token",
+    dense_loss: str | Sequence[str] = "cosine",
 ) -> Any:
     """Give a model a layer norm and a linear layer from its features to the teacher's, in place, and return it, now a
-    Student as well. Call it before the model is compiled or distributed.
+    Student as well; of several teachers to each one's, and a `TeacherScale`. Call it before the model is compiled or
+    distributed.
 
     Args:
         img_size: (H, W) of the student's images.
-        kind, dense_loss: As of `DistillLoss`; "gram" compares the tokens of one network and needs no layers.
+        kind, dense_loss: As of `DistillLoss`, for all teachers or a list; "gram" compares the tokens of one network and
+            "logit" the classes of both, which need no layers.
 
     Raises:
         UserError: One of the two has no tokens, or does not take its size, or there is no such kind or loss.
     """
-    _check_kind(kind, dense_loss)
+    teachers = [teacher] if isinstance(teacher, FeatureTeacher) else list(teacher)
+    kinds, losses = (_for_each(*each, len(teachers)) for each in (("kind", kind), ("dense_loss", dense_loss)))
+    for each in zip(kinds, losses, strict=True):
+        _check_kind(*each)
     check_interface(model, "forward_features", "forward_head")
-    pooled, like = kind == "feature", next(model.parameters())
-    own = model.head_hidden_size if pooled else _tokens(model, img_size)[2]
-    wanted = teacher.model.head_hidden_size if pooled else teacher.tokens[2]
+    like = next(model.parameters())
+    own = {"feature": model.head_hidden_size} if "feature" in kinds else {}
+    own |= {"token": _tokens(model, img_size)[2]} if "token" in kinds else {}
+    wanted = [each.channels(kind) for each, kind in zip(teachers, kinds, strict=True)]
     extend(model, Student, outermost=True)
-    model.kd_kind = kind
-    layers = [nn.LayerNorm(own), nn.Linear(own, wanted)] if pooled or dense_loss != "gram" else []
-    model.kd_projector = nn.Sequential(*layers).to(like)
+    model.kd_kinds, model.kd_listed = kinds, not isinstance(teacher, FeatureTeacher)
+    for number, (each, dense, width) in enumerate(zip(kinds, losses, wanted, strict=True)):
+        of_one_network = each == "token" and dense == "gram"
+        layers = [] if each == "logit" or of_one_network else [nn.LayerNorm(own[each]), nn.Linear(own[each], width)]
+        setattr(model, _numbered("kd_projector", number), nn.Sequential(*layers).to(like))
+        if len(teachers) > 1 and not of_one_network:  # whose cosines have no size
+            setattr(model, _numbered("kd_scale", number), TeacherScale(width).to(like.device))
     return model
 
 
@@ -162,6 +244,7 @@ class DistillLoss:
             tokens of an image (DINOv3).
         temperature: Logits are divided by it, their loss is multiplied by its square.
         grid, window: Of the student's tokens, as of `tlt.TokenLabelLoss`.
+        scale: Normalises the teacher's features, or the loss of its logits; None: neither.
     """
 
     teacher: FeatureTeacher
@@ -170,18 +253,35 @@ class DistillLoss:
     temperature: float = 4.0
     grid: Size = (1, 1)
     window: Area = FULL_AREA
+    scale: TeacherScale | None = None
 
     def __post_init__(self) -> None:
         _check_kind(self.kind, self.dense_loss)
         in_range("temperature", self.temperature, 1e-6)
 
     @classmethod
-    def of(cls, model: Any, img_size: Size, teacher: FeatureTeacher, **settings: Any) -> DistillLoss:
-        """Return the loss for a student and images of (H, W), with other arguments of the class. Raises UserError: the
-        student has no tokens."""
-        if settings.get("kind", "token") == "token":
-            settings["grid"], settings["window"], _ = _tokens(model, img_size)
-        return cls(teacher, **settings)
+    def of(cls, model: Any, img_size: Size, teacher: FeatureTeacher | Sequence[FeatureTeacher], **settings: Any) -> Any:
+        """Return the loss for a student and images of (H, W), with other arguments of the class; for a list of teachers
+        a `DistillLosses`, with arguments for all or lists, its `weight` and `drop`. Call `with_projector` before.
+
+        Raises:
+            UserError: The student has no tokens, or there are more or fewer values than teachers.
+        """
+        count = 1 if isinstance(teacher, FeatureTeacher) else len(teacher)
+        kinds, fitted = _for_each("kind", settings.get("kind", "token"), count), dict[str, Any]()
+        if "token" in kinds:
+            fitted["grid"], fitted["window"], _ = _tokens(model, img_size)
+        if isinstance(teacher, FeatureTeacher):
+            return cls(teacher, **settings, **fitted)
+        if count > 1 and getattr(model, "kd_kinds", None) != kinds:
+            raise UserError(f"give `with_projector` these {count} teachers and their kinds before: it normalises them")
+        drop, weight = settings.pop("drop", 0.0), _for_each("weight", settings.pop("weight", 1.0), count)
+        lists = {name: _for_each(name, given, count) for name, given in settings.items()}
+        lists["scale"] = [getattr(model, _numbered("kd_scale", number), None) for number in range(count)]
+        rows = ({name: values[number] for name, values in lists.items()} for number in range(count))
+        return DistillLosses(
+            [cls(each, **row, **fitted) for each, row in zip(teacher, rows, strict=True)], weight, drop
+        )
 
     def lesson(self, batch: Batch, seen: Batch | None = None, images: Tensor | None = None) -> TeacherTargets:
         """Return what the teacher says of a batch.
@@ -195,12 +295,17 @@ class DistillLoss:
         """
         if seen is not None and (images is not None or seen.size != batch.size):
             raise UserError("a lesson: `seen` has to show the images of the batch, and none that are mixed (`images`)")
-        found = self.teacher((batch if seen is None else seen).images if images is None else images, self.kind)
+        said = self.teacher((batch if seen is None else seen).images if images is None else images, self.kind)
+        if self.scale is not None and self.kind == "logit":
+            self.scale.update(said - said.mean(-1, keepdim=True))  # softmax does not see what is added to all
+        elif self.scale is not None:
+            self.scale.update(said)
+            said = self.scale(said)
         if self.kind != "token":
-            return TeacherTargets(found, None)
-        with torch.autocast(found.device.type, enabled=False):
+            return TeacherTargets(said, None)
+        with torch.autocast(said.device.type, enabled=False):
             shares, weight = self.place_shares(batch, batch if seen is None else seen)
-            return TeacherTargets(shares @ found, weight)
+            return TeacherTargets(shares @ said, weight)
 
     def place_shares(self, batch: Batch, seen: Batch) -> tuple[Tensor, Tensor]:
         """Return (B, N, T) shares of the teacher's cells in what it says of the place of a token, and (B, N) the share
@@ -221,14 +326,18 @@ class DistillLoss:
         across = linear_weights((x - x0) / (x1 - x0) * col_count - 0.5, col_count)
         return torch.einsum("bnpr,bnpc->bnrc", down, across).flatten(2), total / n**2
 
-    def __call__(self, own: Tensor, lesson: TeacherTargets, mixed: float | Tensor = 0.0) -> Tensor:
+    def __call__(self, own: Tensor, targets: TeacherTargets, mixed: float | Tensor = 0.0) -> Tensor:
         """Return the loss, a scalar: the mean over images, and over tokens by their weight.
 
         Args:
             own: What `model(images, taught=True)` returns beside its result; the student's logits for "logit".
             mixed: So much of logits and pooled features is the partner's: MixToken's share of tokens.
         """
-        own, target, weight = own.float(), *lesson
+        return self.distances(own, targets, mixed).mean()
+
+    def distances(self, own: Tensor, targets: TeacherTargets, mixed: float | Tensor = 0.0) -> Tensor:
+        """Return that of which the loss is the mean: (B,), (B, N) of tokens, or (B, N, N) of pairs of them."""
+        own, target, weight = own.float(), *targets
         axes = 2 if weight is not None and self.dense_loss == "gram" else 3  # gram compares tokens of any width
         if own.shape[:axes] != target.shape[:axes]:
             raise UserError(
@@ -237,9 +346,9 @@ class DistillLoss:
             )
         with torch.autocast(own.device.type, enabled=False):
             if weight is not None:
-                return self._token_distance(own, target, weight).mean()
+                return self._token_distance(own, target, weight)
             own_image, partner = self._pooled_distance(own, target), self._pooled_distance(own, target.flip(0))
-            return (own_image * (1 - mixed) + partner * mixed).mean()
+            return own_image * (1 - mixed) + partner * mixed
 
     def _token_distance(self, own: Tensor, target: Tensor, weight: Tensor) -> Tensor:
         if self.dense_loss == "cosine":
@@ -253,7 +362,49 @@ class DistillLoss:
         if self.kind == "feature":
             return (own - target).square().mean(-1)
         log_own, log_target = ((each / self.temperature).log_softmax(-1) for each in (own, target))
-        return F.kl_div(log_own, log_target, reduction="none", log_target=True).sum(-1) * self.temperature**2
+        apart = F.kl_div(log_own, log_target, reduction="none", log_target=True).sum(-1) * self.temperature**2
+        return apart if self.scale is None else apart / self.scale.variance
+
+
+@dataclass(frozen=True)
+class DistillLosses:
+    """The losses of several teachers, which `DistillLoss.of(model, img_size, teachers)` fits to a model.
+
+    Args:
+        parts: The loss of each teacher.
+        weight: Of each in their sum.
+        drop: The probability with which an image leaves out a teacher, but never the one of its greatest loss, as in
+            UNIC: the student learns most from whom it is farthest from. It is drawn by torch's generator on the device
+            (`tlt.StepKey.seed_torch`), and all teachers are asked. The sum is divided by the share of losses that is
+            kept on average, so that teachers weigh as much beside labels.
+    """
+
+    parts: Sequence[DistillLoss]
+    weight: Sequence[float]
+    drop: float = 0.0
+
+    def __post_init__(self) -> None:
+        in_range("drop", self.drop, 0, 1)
+
+    def lesson(self, batch: Batch, seen: Any = None, images: Tensor | None = None) -> list[TeacherTargets]:
+        """Return what each teacher says of a batch, as `DistillLoss.lesson`; `seen` may be a list."""
+        views = _for_each("seen", seen, len(self.parts))
+        return [part.lesson(batch, view, images) for part, view in zip(self.parts, views, strict=True)]
+
+    def __call__(self, own: Any, targets: Any, mixed: float | Tensor = 0.0) -> Tensor:
+        """Return the sum of the weighted losses, a scalar; arguments as of `DistillLoss`, in lists."""
+        return self.terms(own, targets, mixed)[0]
+
+    def terms(self, own: Any, targets: Any, mixed: float | Tensor = 0.0) -> tuple[Tensor, list[Tensor]]:
+        """Return that sum, and the loss of each teacher, not weighted, of all images."""
+        rows = zip(self.parts, own, targets, strict=True)
+        distances = [part.distances(features, wanted, mixed) for part, features, wanted in rows]
+        losses = counted = [each.mean() for each in distances]
+        if self.drop:
+            of_images = torch.stack([each.reshape(len(each), -1).mean(1) for each in distances])  # (teachers, B)
+            kept = (torch.rand_like(of_images) >= self.drop) | (of_images == of_images.amax(0))
+            counted = [*(of_images * kept).mean(1) / (1 - self.drop * (1 - 1 / len(losses)))]
+        return cast(Tensor, sum(w * loss for w, loss in zip(self.weight, counted, strict=True))), losses
 
 
 def _places_in_view(source: Tensor, affine: Tensor) -> tuple[Tensor, Tensor]:

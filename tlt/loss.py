@@ -6,7 +6,9 @@ Shapes: B images, N tokens, C classes.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -27,11 +29,18 @@ if TYPE_CHECKING:
 
 
 class LossTerms(NamedTuple):
-    """Scalars: `total = cls_weight * cls + dense_weight * dense`."""
+    """Scalars: `total = cls_weight * cls + dense_weight * dense`, and the weighted losses of teachers, which stand
+    unweighted beside it by the teachers' names."""
 
     total: Tensor
     cls: Tensor
     dense: Tensor
+    teachers: Mapping[str, Tensor] = MappingProxyType({})
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> LossTerms:
+        """Return these with each of them changed."""
+        teachers = {name: change(loss) for name, loss in self.teachers.items()}
+        return LossTerms(change(self.total), change(self.cls), change(self.dense), teachers)
 
 
 @dataclass(frozen=True)

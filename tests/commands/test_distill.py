@@ -233,8 +233,9 @@ def test_a_run_that_was_stopped_goes_on_to_the_same_weights(
 def test_the_teacher_sees_other_views_of_the_same_images(taught: Path) -> None:
     images = tlt.open_images(f"{taught}/data", "train")
     student, views = (tlt.Loader(images, None, tlt.AugmentConfig((side, side)), 4, 3, workers=0) for side in (32, 48))
-    distillation = Distillation("", DistillLoss(None), 1.0, views, False)  # type: ignore[arg-type]
-    indices = [(batch.indices, distillation._seen.indices) for batch in distillation.paired(student.epoch(2, 1), 2, 1)]
+    distillation = Distillation("", Mock(), ["a", "b", "c"], [views, None, views], False)
+    batches = distillation.paired(student.epoch(2, 1), 2, 1)
+    indices = [(batch.indices, distillation._seen[views].indices) for batch in batches]
     assert len(indices) == 3 and all(torch.equal(own, seen) for own, seen in indices)
 
 
@@ -259,8 +260,8 @@ def test_a_teachers_laps_are_added_up_as_the_device_ends_them(monkeypatch: pytes
             return 250.0
 
     monkeypatch.setattr("volo.train.distillation._now", Event)
-    distance = Mock(kind="logit", return_value=torch.zeros(()))
-    distillation = Distillation("", distance, 1.0, None, True)
+    losses = Mock(parts=[Mock(kind="logit")], terms=Mock(return_value=(torch.zeros(()), [torch.zeros(())])))
+    distillation = Distillation("", losses, ["a"], [None], True)
     for _ in range(40):
         distillation.loss(Mock(amp_dtype=None), Mock(return_value=torch.zeros(1)), Mock(images=torch.zeros(1)), Mock())
         assert len(distillation._laps) <= 4
@@ -303,7 +304,7 @@ def test_without_labels_and_then_with_them(call: Callable[..., Ended], taught: P
         ("--kd-model-name resnet10x", "timm knows no such model; did you mean"),
         ("--kd-model-name nowhere/last.pth.tar", "nowhere/last.pth.tar: no such checkpoint"),
         ("--model crossvit_9_240 --img-size 240", "--model crossvit_9_240 can't learn tokens: CrossVit has no spatial"),
-        ("--kd-size 32 32 32", "--kd-size takes one side, or height and width"),
+        ("--kd-size 32 32 32", "--kd-size has 3 values for 1 teacher"),
         ("--in-chans 1", "channels"),
         ("--kd-distill-type logit --kd-model-name resnet10t", "has 1000 classes, --model volo_test has 4"),
         ("--kd-only --token-label", "--kd-only has no labels"),

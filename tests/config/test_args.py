@@ -97,6 +97,7 @@ LABELS | --token-label | --val-label-data v
 LABELS --ground-truth | LABELS | --gt-weight-agree 0.3; --gt-weight-disagree 0.3
 --kd-model-name k | | --kd-distill-type token; --kd-loss-weight 2; --kd-size 48; --kd-only
 --kd-model-name k | --kd-model-name k --kd-distill-type token | --kd-temperature 2
+--kd-model-name k l | --kd-model-name k | --kd-drop 0.5
 --kd-model-name k --kd-distill-type token | --kd-model-name k | --kd-dense-loss gram; --kd-view whole
 --kd-model-name k | --kd-model-name k --kd-only | --smoothing 0; --val-split v; --validation-batch-size 4
 --kd-model-name k | --kd-model-name k --kd-only | --validation-batch-size-multiplier 2; --eval-metric loss
@@ -204,10 +205,12 @@ def test_a_runs_directory_is_its_best_checkpoint_in_every_program(tmp_path: Path
                 continue
             (run / "model_best.pth.tar").touch()
             args, tried = program.parse([*line.split(), row.label, str(run)]), [*tried, row.label]
-            assert getattr(args, row.dest) == str(run / "model_best.pth.tar"), (name, row.label)
+            listed = list if row.nargs == "+" else lambda each: each[0]
+            assert getattr(args, row.dest) == listed([str(run / "model_best.pth.tar")]), (name, row.label)
             assert f"{row.label} {run}: model_best.pth.tar" in args.notes
             (run / "model_best.pth.tar").unlink()
-            assert getattr(program.parse([*line.split(), row.label, str(run)]), row.dest) == str(run / "last.pth.tar")
+            args = program.parse([*line.split(), row.label, str(run)])
+            assert getattr(args, row.dest) == listed([str(run / "last.pth.tar")])
             if name != "validate":
                 with pytest.raises(UserError, match="foreign holds 2 checkpoints: name one of them, such as b.pth.tar"):
                     program.parse([*line.split(), row.label, str(foreign)])

@@ -58,7 +58,7 @@ def test_a_gpus_kernels_are_added_up_by_kind() -> None:
 def test_a_gpu_that_waits_for_its_host_is_told_once(late: int, waited: float, told: int) -> None:
     logger = Mock()
     run = Mock(logger=logger, args=Mock(profile=None), world=World(0, 0, 1, torch.device("cpu")))
-    counting = meter.Meter(run, Mock())
+    counting = meter.Meter(run, Mock(distillation=None))
     for _ in range(2):
         counting._late = late
         counting._tell_of_slow_host(Mock(updates=50, seconds=10.0, wait_seconds=waited))

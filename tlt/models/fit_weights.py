@@ -33,7 +33,7 @@ from tlt.models.transformers_vit import from_transformers
 from tlt.models.wrap import DENSE_LAYERS, WithDenseHead
 
 DENSE_ENTRIES = {WEIGHT_KEYS[0]: "dense_head", EMA_KEYS[0]: "dense_head_ema"}  # beside the weights in its entries
-PROJECTOR = "kd_projector"
+LEARNER = ("kd_projector", "kd_scale")  # how names begin of what `tlt.distill.with_projector` adds
 
 
 @dataclass
@@ -228,8 +228,8 @@ def _guess_grid(tokens: int, target: Grid) -> Grid:
 def split_state_dict(model: nn.Module, state: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """(weights under the names of the plain model, those of the dense head and the projector) of a model's clean state
     dict; the second is empty but for a WithDenseHead and a student."""
-    layers = (*(DENSE_LAYERS if isinstance(unwrap(model), WithDenseHead) else ()), PROJECTOR)
-    dense = {name: value for name, value in state.items() if name.partition(".")[0] in layers}
+    layers = DENSE_LAYERS if isinstance(unwrap(model), WithDenseHead) else ()
+    dense = {n: value for n, value in state.items() if n.partition(".")[0] in layers or n.startswith(LEARNER)}
     return {name: value for name, value in state.items() if name not in dense}, dense
 
 
@@ -273,4 +273,4 @@ def dense_head_of(
 
 def is_dense_head(name: Any) -> bool:
     """Whether a parameter of this name belongs to the dense head of a WithDenseHead, or to a projector."""
-    return str(name).partition(".")[0] in (*DENSE_LAYERS, PROJECTOR)
+    return str(name).partition(".")[0] in DENSE_LAYERS or str(name).startswith(LEARNER)

@@ -230,7 +230,7 @@ def create_ema(model: nn.Module, args: Namespace) -> ModelEmaV3 | None:
 
 def report_dry_run(run: Run, training: Training) -> None:
     """Print how much work and memory the run takes, and which batch sizes would fit (`--dry-run`)."""
-    from volo.memory.prediction import StepShape, memory_report, teacher_memory
+    from volo.memory.prediction import StepShape, memory_report, teachers_report
 
     with primary_first():
         if run.world.is_primary:
@@ -246,9 +246,12 @@ def report_dry_run(run: Run, training: Training) -> None:
         for line in memory_report(run.args, model, computing, shape, run.world.device):
             run.logger.line(line)
         if training.distillation is not None:
-            teacher = training.distillation.distance.teacher
-            seen = StepShape((config["in_chans"], *teacher.img_size), device_type, teacher.amp_dtype)
-            run.logger.line(teacher_memory(teacher.model, seen, run.args.batch_size))
+            teachers = [part.teacher for part in training.distillation.losses.parts]
+            shapes = [StepShape((size[0], *each.img_size), device_type, each.amp_dtype) for each in teachers]
+            pairs = zip((each.model for each in teachers), shapes, strict=True)
+            named = dict(zip(training.distillation.names, pairs, strict=True))
+            for line in teachers_report(named, model, shape, run.args.batch_size):
+                run.logger.line(line)
     run.logger.line("--dry-run: flags, data and model are fine; nothing was trained or written")
 
 

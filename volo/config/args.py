@@ -114,7 +114,7 @@ def changed_flags(settings: Mapping[str, Any]) -> dict[str, list[str]]:
     found = {}
     for dest, row in TRAIN.parser().flags.items():
         value = settings.get(dest)
-        if row.label.startswith("--") and value is not None and value != row.default:
+        if row.label.startswith("--") and value is not None and row.default not in (value, [value]):
             pairs = [f"{key}={each}" for key, each in value.items()] if isinstance(value, dict) else value
             words = [] if row.switch else pairs if isinstance(pairs, list) else [pairs]
             found[dest] = [row.label, *map(str, words)]

@@ -11,7 +11,7 @@ from tlt.data.sources import needs_folder
 from tlt.errors import UserError, install_command
 from tlt.upstream import resolve
 from volo.config.flag_table import Flag, check_flags
-from volo.config.flags_data import DENSE, LABELS
+from volo.config.flags_data import DENSE, LABELS, PER_TEACHER
 from volo.config.flags_train import CUDA_GRAPH_MODES, ENDING_SCHEDULES, TRACKERS, mixes
 
 # A rule: when it is broken, and the message, in which {flag} stands for its value.
@@ -80,20 +80,16 @@ TRAIN: tuple[Rule, ...] = (
         "--kd-only has no labels: no --token-label, --bce-loss, --mixup, --cutmix, --val-fraction",
     ),
     (
-        lambda a: a.kd_only and bool(a.num_classes) and a.kd_distill_type != "logit",
-        "--kd-only with --kd-distill-type {kd_distill_type} trains no heads: leave out --num-classes",
+        lambda a: a.kd_only and bool(a.num_classes) and "logit" not in a.kd_distill_type,
+        "--kd-only with --kd-distill-type {kd_distill_type[0]} trains no heads: leave out --num-classes",
     ),
     (
-        lambda a: a.freeze and bool(a.kd_model_name) and a.kd_distill_type != "logit",
-        "--freeze and --kd-distill-type {kd_distill_type}: frozen features learn nothing; leave out one of them",
+        lambda a: a.freeze and bool(a.kd_model_name) and bool({*a.kd_distill_type} - {"logit"}),
+        "--freeze and --kd-distill-type other than logit: frozen features learn nothing; leave out one of them",
     ),
     (
-        lambda a: (mixes(a) or bool(a.compat)) and (a.kd_size is not None or a.kd_view == "whole"),
+        lambda a: (mixes(a) or bool(a.compat)) and (a.kd_size is not None or "whole" in a.kd_view),
         "--mixup, --cutmix and --compat: the teacher must see what the student sees; leave out --kd-size and --kd-view",
-    ),
-    (
-        lambda a: len(a.kd_size or ()) > 2,
-        "--kd-size takes one side, or height and width",
     ),
     (
         lambda a: a.freeze and a.grad_checkpointing,
@@ -127,8 +123,11 @@ def check_train(args: Namespace, flags: Mapping[str, Flag]) -> list[str]:
         UserError: A contradiction, or a flag without effect.
     """
     _check_folder(args, args.data_dir, "DATA_DIR")
+    args.kd_model_name = "" if args.kd_model_name == [""] else args.kd_model_name  # as it is written down
     notes = _settle_token_labels(args) + _settle_compat(args) + check_flags(args, flags)
     check_rules(args, (*PIXELS, *COMPILE, *TRAIN))
+    if args.kd_model_name:
+        teachers_of(args)
     check_drop_path(args)
     if flag := sharding_flag(args):
         check_rules(args, tuple((is_broken, f"{flag} and {message}") for is_broken, message in DIVIDED))
@@ -163,6 +162,28 @@ def check_weights(args: Namespace, flags: Mapping[str, Flag]) -> list[str]:
         return notes
     args.pretrained = True
     return [*notes, f"no --checkpoint: the published weights of {args.model}, as --pretrained"]
+
+
+def teachers_of(args: Namespace) -> Namespace:
+    """Return the flags of `PER_TEACHER` with a value for each teacher, `kd_size` with a height and a width, or None.
+
+    Raises:
+        UserError: A flag has neither one value for all nor one for each teacher, or a whole image no tokens.
+    """
+    count, flags = len(args.kd_model_name), Namespace()
+    for row in PER_TEACHER:
+        values, sides = getattr(args, row.dest) or [None], ""
+        if row.dest == "kd_size" and args.kd_size:
+            both, sides = len(values) == 2 * count, ", or a height and a width,"
+            values = [*zip(values[::2], values[1::2], strict=True)] if both else [(side, side) for side in values]
+        if len(values) not in (1, count):
+            told = f"{row.label} has {len(values)} values for {count} teacher{'s' * (count > 1)}"
+            raise UserError(f"{told}: give one{sides} for all or for each")
+        setattr(flags, row.dest, values * count if len(values) == 1 else values)
+    for model, kind, view in zip(flags.kd_model_name, flags.kd_distill_type, flags.kd_view, strict=True):
+        if view == "whole" and kind != "token":
+            raise UserError(f"--kd-view whole: {model} gives no tokens (--kd-distill-type {kind})")
+    return flags
 
 
 def check_drop_path(args: Namespace) -> None:

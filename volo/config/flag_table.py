@@ -225,11 +225,14 @@ def check_flags(args: Namespace, flags: Mapping[str, Flag]) -> list[str]:
                 raise UserError(f"{row.shown(getattr(args, row.dest))} has no effect without {need.of}")
     notes = []
     for row in changed:
-        folder = getattr(args, row.dest)
-        if row.type is WEIGHTS and os.path.isdir(folder) and not getattr(args, "all", False):
-            file = single_checkpoint(folder, row.label)
-            setattr(args, row.dest, str(file))
-            notes.append(f"{row.shown(folder)}: {file.name}")
+        given = getattr(args, row.dest)
+        places = given if isinstance(given, list) else [given]
+        for number, folder in enumerate(places if row.type is WEIGHTS and not getattr(args, "all", False) else ()):
+            if os.path.isdir(folder):
+                file = single_checkpoint(folder, row.label)
+                places[number] = str(file)
+                setattr(args, row.dest, places if places is given else places[0])
+                notes.append(f"{row.shown(folder)}: {file.name}")
     return notes
 
 

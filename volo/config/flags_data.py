@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from tlt.data.sources import KINDS
 from volo.config.flag_table import (
     ABOVE_ZERO,
@@ -171,22 +173,35 @@ TOKEN_LABELS = Group(
 )
 
 TAUGHT = Need("--kd-model-name", lambda a: bool(a.kd_model_name))
-LOGITS = Need("--kd-distill-type logit", lambda a: a.kd_distill_type == "logit")
-TOKENS = Need("--kd-distill-type token", lambda a: a.kd_distill_type == "token")
+SEVERAL = Need("several teachers (--kd-model-name A B)", lambda a: len(a.kd_model_name) > 1)
+LOGITS = Need("--kd-distill-type logit", lambda a: "logit" in a.kd_distill_type)
+TOKENS = Need("--kd-distill-type token", lambda a: "token" in a.kd_distill_type)
+
+_OF_A_TEACHER = (
+    flag("--kd-model-name", WEIGHTS, "", "frozen teachers: a timm model, hf-hub:..., local-dir:..., a run"),
+    *needing(
+        TAUGHT,
+        flag("--kd-distill-type", ("logit", "feature", "token"), ["logit"], "logits, pooled features, or tokens"),
+        flag("--kd-loss-weight --distill-loss-weight", ABOVE_ZERO, [1.0], "weight of its loss beside the labels'"),
+        flag("--kd-temperature", ABOVE_ZERO, [4.0], "by which logits are divided", needs=(LOGITS,)),
+        flag("--kd-dense-loss", ("cosine", "smooth-l1", "gram"), ["cosine"], "loss of the tokens", needs=(TOKENS,)),
+        flag("--kd-size", POSITIVE, None, "side, or height and width, in px that it sees (the student's)"),
+        flag(
+            "--kd-view", ("crop", "whole"), ["crop"], "it sees the student's crop, or the whole image", needs=(TOKENS,)
+        ),
+    ),
+)
+PER_TEACHER = tuple(replace(row, nargs="+") for row in _OF_A_TEACHER)
 
 DISTILLATION = Group(
     "Distillation",
-    flag("--kd-model-name", WEIGHTS, "", "frozen teacher: a timm model, hf-hub:..., local-dir:..., a run"),
+    *PER_TEACHER,
     *needing(
         TAUGHT,
-        flag("--kd-distill-type", ("logit", "feature", "token"), "logit", "logits, pooled features, or tokens"),
-        flag("--kd-loss-weight --distill-loss-weight", ABOVE_ZERO, 1.0, "weight of its loss beside the labels'"),
-        flag("--kd-temperature", ABOVE_ZERO, 4.0, "by which logits are divided", needs=(LOGITS,)),
-        flag("--kd-dense-loss", ("cosine", "smooth-l1", "gram"), "cosine", "loss of the tokens", needs=(TOKENS,)),
-        flag("--kd-size", POSITIVE, None, "side, or height and width, in px that it sees (the student's)", nargs="+"),
-        flag("--kd-view", ("crop", "whole"), "crop", "it sees the student's crop, or the whole image", needs=(TOKENS,)),
-        switch("--kd-only", "learn from it alone: no labels, heads or validation; images may lie anywhere"),
+        flag("--kd-drop", SHARE, 0.0, "share of images that leave a teacher out, as UNIC", needs=(SEVERAL,)),
+        switch("--kd-only", "learn from them alone: no labels, heads or validation; images may lie anywhere"),
     ),
+    note="One value of --kd-... is for all teachers, else there is one for each.",
 )
 
 AUGMENTATION = Group(

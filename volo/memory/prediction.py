@@ -9,7 +9,8 @@ from __future__ import annotations
 import copy
 import weakref
 from argparse import Namespace
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -169,9 +170,20 @@ def memory_report(
     return lines
 
 
-def teacher_memory(teacher: nn.Module, shape: StepShape, batch: int) -> str:
-    """Return the line of `--dry-run` about a teacher, which sees images of this shape and is not trained."""
-    weights = _bytes([*teacher.parameters(), *teacher.buffers()]) / GIB
-    most, gmacs = step_peak(teacher, shape, batch, False) / GIB, flops_per_image(teacher, shape.input_size) / 2e9
-    passed = f"a forward pass of {batch} images {most:.2f} GiB, {gmacs:.2f} GMACs an image"
-    return f"teacher: weights {weights:.2f} GiB, {passed}"
+def teachers_report(
+    teachers: Mapping[str, tuple[nn.Module, StepShape]], student: nn.Module, shape: StepShape, batch: int
+) -> list[str]:
+    """Return a line of `--dry-run` about each teacher, by name, which sees images of its shape and is not trained. Its
+    share of a step's operations is told beside a forward and a backward pass of the student."""
+    work = {name: flops_per_image(model, seen.input_size) for name, (model, seen) in teachers.items()}
+    of_step = None
+    with suppress(NotImplementedError, RuntimeError, UserError):  # the model depends on values of tensors
+        of_step = 3 * flops_per_image(student, shape.input_size) + sum(work.values())
+    lines = []
+    for name, (model, seen) in teachers.items():
+        weights = _bytes([*model.parameters(), *model.buffers()]) / GIB
+        most, gmacs = step_peak(model, seen, batch, False) / GIB, work[name] / 2e9
+        share = f", {100 * work[name] / of_step:.0f} % of a step's operations" if of_step else ""
+        passed = f"a forward pass of {batch} images {most:.2f} GiB, {gmacs:.2f} GMACs an image{share}"
+        lines.append(f"teacher{f' {name}' * (len(teachers) > 1)}: weights {weights:.2f} GiB, {passed}")
+    return lines

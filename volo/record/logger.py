@@ -19,7 +19,7 @@ from tlt.data.batch import Skipped
 from tlt.io.text import printable, safe_text
 from volo.cluster.distributed import World
 from volo.record.metrics import Arithmetic, EpochTotals, Evaluation, Interval, gpu_use
-from volo.record.records import EVENTS, LineFile, RunRecords, duration, strict_json, utc_now
+from volo.record.records import EVENTS, KD_LOSS, LineFile, RunRecords, duration, strict_json, utc_now
 
 if TYPE_CHECKING:
     from volo.record.trackers import Trackers
@@ -162,9 +162,11 @@ class Logger:
         per_device = interval.images_per_second / self.world.size
         wait_share = interval.wait_seconds / max(interval.seconds, 1e-9)
         skipped = f" | skipped steps {interval.skipped_steps}" if interval.skipped_steps else ""
+        parts = {"class": interval.cls_loss, "dense": interval.dense_loss} if interval.dense_loss else {}
+        if interval.teacher_losses:
+            parts = (parts or ({"class": interval.cls_loss} if interval.cls_loss else {})) | interval.teacher_losses
         losses = f"loss {interval.loss:.4f}"
-        if interval.dense_loss:
-            losses += f" (class {interval.cls_loss:.4f}, dense {interval.dense_loss:.4f})"
+        losses += f" ({', '.join(f'{name} {loss:.4f}' for name, loss in parts.items())})" if parts else ""
         rate = f"{interval.images_per_second:.0f} images/s"
         of_device = f" ({per_device:.0f} per device)" if self.world.size > 1 else ""
         text = (
@@ -181,7 +183,9 @@ class Logger:
             self._log(text)
         use = gpu_use(self.world.device) | (self._arithmetic.use(per_device) if self._arithmetic else {})
         more = {"images_per_second": interval.images_per_second, **use, "time": utc_now()}
-        self.records.metrics({"event": "train", **asdict(interval), **more})
+        record = asdict(interval)
+        record |= {f"{KD_LOSS}{name}": loss for name, loss in record.pop("teacher_losses").items()}
+        self.records.metrics({"event": "train", **record, **more})
         if self.trackers is not None:
             self.trackers.check()
         if not self._advised and self._waited > max(WAIT_SHARE * self._seconds, WAIT_SECONDS):
@@ -204,6 +208,7 @@ class Logger:
             "train_loss": totals.loss,
             "train_cls_loss": totals.cls_loss,
             "train_dense_loss": totals.dense_loss,
+            **{f"train_{KD_LOSS}{name}": loss for name, loss in totals.teacher_losses.items()},
             "lr": totals.lr,
             "images": totals.images,
             "unreadable_images": totals.unreadable,

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -89,6 +89,7 @@ class Interval:
     seconds: float
     wait_seconds: float  # of them, waiting for data
     skipped_steps: int  # in the whole run
+    teacher_losses: dict[str, float] = field(default_factory=dict)  # by teacher, not weighted
 
     @property
     def images_per_second(self) -> float:
@@ -107,6 +108,7 @@ class EpochTotals:
     cls_loss: float
     dense_loss: float
     lr: float
+    teacher_losses: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

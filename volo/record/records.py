@@ -20,6 +20,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,11 @@ _CURVES = (
     {"eval_top1": "top-1", "eval_top5": "top-5", "eval_top1_ema": "top-1 of the average"}
     | {"dense_top1": "dense top-1", "dense_top1_ema": "dense top-1 of the average"},
 )
-_LINES = (("#0072b2", "-", "o"), ("#d55e00", "--", "s"), ("#009e73", ":", "^"), (INK, "-.", "D"), ("#cc79a7", "-", "v"))
+KD_LOSS = "kd_loss_"  # begins the name of a teacher's loss
+_LINES = (
+    *(("#0072b2", "-", "o"), ("#d55e00", "--", "s"), ("#009e73", ":", "^"), (INK, "-.", "D"), ("#cc79a7", "-", "v")),
+    *(("#e69f00", "--", "P"), ("#56b4e9", ":", "X"), ("#999999", "-.", "*")),
+)
 # Arguments that only say how a run was started.
 _NOT_SETTINGS = {"config", "notes", "local_rank", "debug", "dry_run", "resume", "no_resume_opt", "start_epoch"}
 _NOT_SETTINGS |= {"allow_changed_data"}
@@ -228,9 +233,11 @@ class RunRecords:
         from matplotlib.ticker import MaxNLocator
 
         figure, epochs = new_figure(6, 7, layout="constrained"), epochs_of(self.path)
+        teachers = {name: name.partition(KD_LOSS)[2] for row in epochs for name in row if f"_{KD_LOSS}" in name}
+        curves = (_CURVES[0] | teachers, _CURVES[1])
         figure.suptitle(drawable(shorten(self.path.resolve().name, 44)), fontsize=9, parse_math=False)
-        for axes, label, names in zip(figure.subplots(2), (self._loss_text(), "accuracy (%)"), _CURVES, strict=True):
-            for (name, legend), (colour, line, marker) in zip(names.items(), _LINES, strict=False):
+        for axes, label, names in zip(figure.subplots(2), (self._loss_text(), "accuracy (%)"), curves, strict=True):
+            for (name, legend), (colour, line, marker) in zip(names.items(), cycle(_LINES), strict=False):
                 points = [(record["epoch"] + 1, record[name]) for record in epochs if record.get(name) is not None]
                 if any(value for _, value in points):
                     axes.plot(*zip(*points, strict=True), line, label=legend, color=colour, marker=marker, markersize=4)

@@ -136,7 +136,8 @@ def changed_settings(recorded: Any, now: dict[str, Any]) -> list[str]:
     `now` that differs. What is recorded is not walked: in a hostile file it may never end."""
     if not isinstance(recorded, dict):
         return []
-    differing = [k for k in sorted(now) if k in recorded and recorded[k] != plain(now[k])]
+    # A flag that takes several values now has the same one as when it took one.
+    differing = [k for k in sorted(now) if k in recorded and plain(now[k]) not in (recorded[k], [recorded[k]])]
     shortener = reprlib.Repr()
     shortener.maxstring = 1000
     return [f"{k}: {shortener.repr(recorded[k])} before, {now[k]!r} now" for k in differing]

@@ -1,6 +1,6 @@
-"""`--kd-model-name`: a frozen teacher whose logits or features the student learns (`tlt.distill`).
+"""`--kd-model-name`: frozen teachers whose logits or features the student learns (`tlt.distill`).
 
-The teacher sees the batch; for another size (`--kd-size`) or the whole image (`--kd-view whole`) a second loader makes
+A teacher sees the batch; for another size (`--kd-size`) or the whole image (`--kd-view whole`) another loader makes
 what it sees: data are a function of (seed, epoch, index), so that its batches hold the same images.
 """
 
@@ -10,8 +10,10 @@ import hashlib
 import time
 from argparse import Namespace
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import timm
@@ -21,12 +23,13 @@ from torch import Tensor, nn
 from tlt.api import Loader
 from tlt.data.batch import Batch
 from tlt.data.sources.source import ImageSource
-from tlt.distill import DistillLoss, FeatureTeacher, with_projector
+from tlt.distill import DistillLoss, DistillLosses, FeatureTeacher, with_projector
 from tlt.errors import UserError
 from tlt.loss import LossTerms
 from tlt.mixtoken import mixed_share
 from volo.cluster.distributed import World
-from volo.config.checkpoint_files import ENDINGS
+from volo.config.checkpoint_files import BEST, ENDINGS, LAST
+from volo.config.flag_rules import teachers_of
 from volo.record.logger import Logger
 from volo.train.compilation import feature_compiler
 from volo.train.criterion import Drawn
@@ -38,57 +41,61 @@ from volo.train.trained_model import load_model
 
 @dataclass
 class Distillation:
-    """What a teacher adds to the loss of a step.
+    """What teachers add to the loss of a step.
 
     Attributes:
-        checksum: Of its weights.
-        views: Loads what it sees; None: that is what the student sees.
+        checksum: Of their weights.
+        names: Of the teachers, in the records: no two are the same.
+        views: Loads what each sees; None: that is what the student sees.
         only: There is no other loss.
     """
 
     checksum: str
-    distance: DistillLoss
-    weight: float
-    views: Loader | None
+    losses: DistillLosses
+    names: Sequence[str]
+    views: Sequence[Loader | None]
     only: bool
-    _seen: Batch | None = None  # by the teacher, of the present batch
-    _laps: deque[tuple[Any, Any]] = field(default_factory=deque)  # of the teacher, that the device has not ended
+    _seen: dict[Loader | None, Batch] = field(default_factory=dict)  # of the present batch, by what has loaded it
+    _laps: deque[tuple[Any, Any]] = field(default_factory=deque)  # of the teachers, that the device has not ended
     _seconds: float = 0.0  # of those before
 
     def paired(self, batches: Iterator[Batch], epoch: int, update: int) -> Iterator[Batch]:
-        """Yield the batches of an epoch from update `update` on, and load what the teacher sees of each."""
-        if self.views is None:
-            yield from batches
-            return
-        for batch, seen in zip(batches, self.views.epoch(epoch, update), strict=True):
-            self._seen = seen
+        """Yield the batches of an epoch from update `update` on, and load what the teachers see of each."""
+        loaders = [loader for loader in dict.fromkeys(self.views) if loader is not None]
+        for batch, *seen in zip(batches, *(loader.epoch(epoch, update) for loader in loaders), strict=True):
+            self._seen = dict(zip(loaders, seen, strict=True))
             yield batch
 
     def loss(self, criterion: Any, model: Callable[..., Any], batch: Batch, drawn: Drawn) -> LossTerms:
-        """Return the losses of a step: those of `criterion`, and the teacher's in their total."""
+        """Return the losses of a step: those of `criterion`, and in their total those of the teachers."""
         images, options, terms = (batch.images, {}, _no_losses) if self.only else criterion.prepare(batch, drawn)
-        box = options.get("mix_box")
+        box, parts = options.get("mix_box"), self.losses.parts
         mixed = 0.0 if box is None else mixed_share(box, criterion.grid)
         with autocast(images.device, criterion.amp_dtype):
-            began = _now(images.device)
-            targets = self.distance.lesson(batch, self._seen, images if self._seen is None else None)
+            began, seen = _now(images.device), [self._seen.get(view) for view in self.views]
+            targets = [
+                part.lesson(batch, view, images if view is None else None)
+                for part, view in zip(parts, seen, strict=True)
+            ]
             self._laps.append((began, _now(images.device)))
             self._add_up()
-            if self.distance.kind == "logit":
+            if all(part.kind == "logit" for part in parts):
                 outputs = model(images, **options)
-                features = outputs[0] if isinstance(outputs, tuple) else outputs
+                features = [outputs[0] if isinstance(outputs, tuple) else outputs] * len(parts)
             else:
                 outputs, features = model(images, taught=True, **options)
-            distance, losses = self.distance(features, targets, mixed), terms(outputs)
-        return losses._replace(total=losses.total + self.weight * distance)
+            total, of_teachers = self.losses.terms(features, targets, mixed)
+            losses = terms(outputs)
+        return losses._replace(total=losses.total + total, teachers=dict(zip(self.names, of_teachers, strict=True)))
 
     def summary_line(self, seconds: float) -> str:
-        """Return a line about the teacher's part of the `seconds` since the last call. Waits for the device."""
+        """Return a line about the teachers' part of the `seconds` since the last call. Waits for the device."""
         if self._laps:
             self._laps[-1][1].synchronize()
         self._add_up()
         own, self._seconds = self._seconds, 0.0
-        return f"teacher: {own:.1f} s, {100 * own / max(seconds, 1e-9):.0f} % of the epoch's training"
+        who = "teachers" if len(self.names) > 1 else "teacher"
+        return f"{who}: {own:.1f} s, {100 * own / max(seconds, 1e-9):.0f} % of the epoch's training"
 
     def _add_up(self) -> None:
         """Add up the laps that the device has ended, in their order. Waits for nothing."""
@@ -118,46 +125,80 @@ def _now(device: torch.device) -> Any:
 def load_distillation(
     args: Namespace, student: TimmModel, settings: dict[str, Any], images: ImageSource, world: World, logger: Logger
 ) -> Distillation:
-    """Load the teacher that the flags name, tell of it, and give the student, on the CPU, a projector.
+    """Load the teachers that the flags name, tell of them, and give the student, on the CPU, projectors.
 
     Args:
         settings: input_size, mean and std of the student's images.
         images: Training images.
 
     Raises:
-        UserError: The teacher does not exist, its weights can't be fetched, it doesn't take such images, or it or the
+        UserError: A teacher does not exist, its weights can't be fetched, it doesn't take such images, or it or the
             student has no tokens, or other classes.
     """
-    name, (channels, *size), kind = args.kd_model_name, settings["input_size"], args.kd_distill_type
-    seen, how = (args.kd_size * 2)[:2] if args.kd_size else size, {"kind": kind, "dense_loss": args.kd_dense_loss}
+    flags, (channels, *size) = teachers_of(args), settings["input_size"]
+    kinds, names = flags.kd_distill_type, _names_in_records(flags.kd_model_name)
+    loaded, views, loaders = [], list[Loader | None](), dict[Any, Loader]()
+    for number, (model, kind, view) in enumerate(zip(flags.kd_model_name, kinds, flags.kd_view, strict=True)):
+        seen, whole = list(flags.kd_size[number] or size), view == "whole"
+        with _blamed(f"--kd-model-name {model}"):
+            teacher, digest = _load_teacher(
+                args, model, kind, settings | {"input_size": (channels, *seen)}, world, logger
+            )
+            if kind == "logit" and teacher.model.num_classes != student.num_classes:
+                classes = f"{teacher.model.num_classes} classes, --model {args.model} has {student.num_classes}"
+                raise UserError(f"it has {classes}")
+        millions = sum(p.numel() for p in teacher.model.parameters()) / 1e6
+        one_of = f", {kind}s, weight {flags.kd_loss_weight[number]:g}: {names[number]}" if len(kinds) > 1 else ""
+        logger.line(f"teacher {model} ({digest[:12]}): {millions:.2f} M parameters, {seen[0]} x {seen[1]} px{one_of}")
+        key = (whole, *seen)
+        if (whole or seen != size) and key not in loaders:
+            asked = Namespace(**{**vars(args), "no_aug": whole or args.no_aug, "compat": None})
+            sized = settings | {"input_size": (channels, *seen)}
+            loaders[key] = train_loader(asked, images, None, sized, world)
+        views.append(loaders.get(key))
+        loaded.append((teacher, digest))
+    teachers, digests = zip(*loaded, strict=True)
+    with _blamed(f"--model {args.model} can't learn {' and '.join(f'{kind}s' for kind in dict.fromkeys(kinds))}"):
+        if kinds != ["logit"]:
+            with_projector(student, teachers, (size[0], size[1]), kinds, flags.kd_dense_loss)
+        how = {"kind": kinds, "dense_loss": flags.kd_dense_loss, "temperature": flags.kd_temperature}
+        how |= {"weight": flags.kd_loss_weight, "drop": args.kd_drop}
+        losses = DistillLoss.of(student, (size[0], size[1]), teachers, **how)
+    return Distillation(" ".join(digests), losses, names, views, args.kd_only)
+
+
+@contextmanager
+def _blamed(what: str) -> Iterator[None]:
+    """Turn what layers raise for a size, and a UserError, into one that begins with `what`."""
     try:
-        model = _load(name, tuple(seen), channels)
-        digest, model = checksum(model), place_model(model, args, world)
-        dtype = None if compute_dtype(args, world.device) is None else torch.bfloat16
-        for line in check_convolutions(model, (channels, seen[0], seen[1]), dtype, world.device):
-            logger.line(line)
-        pixels = settings["mean"], settings["std"]
-        teacher = FeatureTeacher(model, (seen[0], seen[1]), *pixels, dtype, feature_compiler(model, args))
-        found = teacher(torch.zeros(2, channels, *seen, device=world.device), kind)
-        if kind == "logit" and found.shape[1] != student.num_classes:
-            raise UserError(f"it has {model.num_classes} classes, --model {args.model} has {student.num_classes}")
-        if kind == "token":
-            _ = teacher.tokens  # where it has none, that is its fault and not the student's
-    except (UserError, AssertionError, RuntimeError, ValueError) as error:  # layers raise for a size
-        raise UserError(f"--kd-model-name {name}: {str(error).splitlines()[0]}") from error
-    try:
-        distance = DistillLoss.of(student, (size[0], size[1]), teacher, temperature=args.kd_temperature, **how)
-        if kind != "logit":
-            with_projector(student, teacher, (size[0], size[1]), **how)
+        yield
     except (UserError, AssertionError, RuntimeError, ValueError) as error:
-        raise UserError(f"--model {args.model} can't learn {kind}s: {str(error).splitlines()[0]}") from error
-    millions = sum(p.numel() for p in model.parameters()) / 1e6
-    logger.line(f"teacher {name} ({digest[:12]}): {millions:.2f} M parameters, {seen[0]} x {seen[1]} px")
-    views, whole = None, args.kd_view == "whole"
-    if whole or seen != size:
-        asked = Namespace(**{**vars(args), "no_aug": whole or args.no_aug, "compat": None})
-        views = train_loader(asked, images, None, settings | {"input_size": (channels, *seen)}, world)
-    return Distillation(digest, distance, args.kd_loss_weight, views, args.kd_only)
+        raise UserError(f"{what}: {str(error).splitlines()[0]}") from error
+
+
+def _load_teacher(
+    args: Namespace, name: str, kind: str, settings: dict[str, Any], world: World, logger: Logger
+) -> tuple[FeatureTeacher, str]:
+    """Return a teacher of images of such an input_size, and the checksum of its weights."""
+    channels, height, width = settings["input_size"]
+    model = _load(name, (height, width), channels)
+    digest, model = checksum(model), place_model(model, args, world)
+    dtype = None if compute_dtype(args, world.device) is None else torch.bfloat16
+    for line in check_convolutions(model, settings["input_size"], dtype, world.device):
+        logger.line(line)
+    pixels = settings["mean"], settings["std"]
+    teacher = FeatureTeacher(model, (height, width), *pixels, dtype, feature_compiler(model, args))
+    teacher(torch.zeros(2, *settings["input_size"], device=world.device), kind)
+    if kind == "token":
+        _ = teacher.tokens  # where it has none, that is its fault and not the student's
+    return teacher, digest
+
+
+def _names_in_records(models: Sequence[str]) -> list[str]:
+    """Return the names of models, or of the runs or files that have their weights: numbered, if two were the same."""
+    paths = [Path(name) for name in models]
+    names = [path.absolute().parent.name if path.name in (LAST, BEST) else path.name for path in paths]
+    return names if len({*names}) == len(names) else [f"{number}-{name}" for number, name in enumerate(names, 1)]
 
 
 def _load(name: str, size: tuple[int, ...], channels: int) -> TimmModel:

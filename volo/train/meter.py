@@ -14,6 +14,7 @@ from tlt.io.files import blamed_on
 from tlt.loss import LossTerms
 from volo.record.metrics import EpochTotals, Interval, Sums
 from volo.record.profile import StepProfiler
+from volo.record.records import KD_LOSS
 from volo.train.criterion import TokenLabelCriterion
 from volo.train.run import Run, Training
 
@@ -33,7 +34,10 @@ class Meter:
         self.logger, self.guard, self.log_interval = run.logger, run.guard, run.args.log_interval
         self._bad_labels: set[str] = set()  # which have been told
         self._draws = self.logger.records is not None and importlib.util.find_spec("matplotlib") is not None
-        self.sums = Sums(("images", "unreadable", "loss", "cls", "dense"), run.world)
+        self._teachers = () if training.distillation is None else training.distillation.names
+        self.sums = Sums(
+            ("images", "unreadable", "loss", "cls", "dense", *(KD_LOSS + name for name in self._teachers)), run.world
+        )
         self.state.sums = self.progress
         self._profiler: StepProfiler | None = None
         if run.args.profile and self.logger.records is not None:
@@ -78,7 +82,8 @@ class Meter:
     def _restore(self, progress: dict[str, Any]) -> None:
         """Continue from `progress`; if it belongs to another update of the epoch, restore only the skipped steps."""
         self.precision.restore_counts(*map(int, progress["skipped_steps"]))
-        if not self.done or progress["done"] != self.done:
+        other_losses = len(progress["epoch"]) != len(self.sums.names)  # of a version that did not tell a teacher's
+        if not self.done or progress["done"] != self.done or other_losses:
             return
         self.sums.restore(progress["interval"])
         self.epoch = dict(zip(self.sums.names, map(float, progress["epoch"]), strict=True))
@@ -108,8 +113,8 @@ class Meter:
 
     def add(self, terms: LossTerms, batch: Batch) -> None:
         """Count a micro-batch without synchronising."""
-        losses = (term.detach() * batch.size for term in (terms.total, terms.cls, terms.dense))
-        self.sums.add(batch.size, len(batch.skipped), *losses)
+        losses = (*terms[:3], *(terms.teachers[name] for name in self._teachers))
+        self.sums.add(batch.size, len(batch.skipped), *(loss.detach() * batch.size for loss in losses))
 
     def update_done(self, lr: float, grad_norm: Tensor) -> None:
         """Count an optimizer step, and report if it is the last of an interval."""
@@ -176,9 +181,11 @@ class Meter:
         return EpochTotals(images, unreadable, self.epoch_seconds, **_mean_losses(self.epoch), lr=self.lr)
 
 
-def _mean_losses(totals: dict[str, float]) -> dict[str, float]:
-    images = max(totals["images"], 1.0)
-    return {"loss": totals["loss"] / images, "cls_loss": totals["cls"] / images, "dense_loss": totals["dense"] / images}
+def _mean_losses(totals: dict[str, float]) -> dict[str, Any]:
+    """Return the means over the images, as `Interval` and `EpochTotals` have them."""
+    means = {name: total / max(totals["images"], 1.0) for name, total in totals.items()}
+    teachers = {name.removeprefix(KD_LOSS): mean for name, mean in means.items() if name.startswith(KD_LOSS)}
+    return {"loss": means["loss"], "cls_loss": means["cls"], "dense_loss": means["dense"], "teacher_losses": teachers}
 
 
 def _draw(run: Run, training: Training, update: int, few: Batch) -> None:

@@ -72,7 +72,7 @@ class Training:
         average: The module that validation calls for the moving average; None without a moving average.
         lr_formula: How the peak learning rate was computed, for the log.
         arithmetic: The arithmetic of a step; None where it can't be counted, and on ranks that write no records.
-        distillation: What a teacher adds to the loss; None without one.
+        distillation: What teachers add to the loss; None without one.
         dense_score: Compares tokens with labels in validation; None without `--val-label-data`.
     """
 
@@ -126,7 +126,7 @@ def dataset_defaults(args: TrainArgs, images: int, classes: int, world_size: int
         "checkpoint_hist": min(10, max(3, args.epochs // 10)),
     }
     if args.kd_only:  # heads learn logits alone
-        fitted |= {} if args.kd_distill_type == "logit" else {"num_classes": 0}
+        fitted |= {} if "logit" in args.kd_distill_type else {"num_classes": 0}
     elif classes != known_config(args.model).get("num_classes"):
         fitted["num_classes"] = classes
     # The largest power of two with which an epoch has so many updates.

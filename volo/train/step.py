@@ -57,7 +57,7 @@ class Step:
         with synchronised(self.model, last):
             loss = self.loss_of(self.model, batch, drawn)  # targets, both heads with MixToken, loss
             precision.backward(loss.total * share, reduced=last and self.several_ranks)
-        terms = LossTerms(*(term.detach() for term in loss))
+        terms = loss.map(Tensor.detach)
         if not last:
             return StepResult(terms)
         with optimizer_state_of(state.unproven):

@@ -27,7 +27,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tlt.api import StepKey
 from tlt.data.batch import Batch
-from tlt.loss import LossTerms
 from tlt.mix import MixRatios
 from tlt.models.wrap import MixPoint
 from volo.cluster.distributed import max_over_ranks
@@ -141,7 +140,7 @@ class StepGraph(Step):
     def _repeat(self, last: bool) -> StepResult:
         graph, (terms, norm, broken) = self._graphs[last]
         graph.replay()
-        own = LossTerms(*(term.clone() for term in terms))  # the next replay overwrites them
+        own = terms.map(Tensor.clone)  # the next replay overwrites them
         return StepResult(own) if norm is None or broken is None else StepResult(own, norm.clone(), broken.clone())
 
     def _begin(self, batch: Batch, key: StepKey) -> None:
