@@ -42,13 +42,7 @@ FLAGS = (
         flag("--cells", POSITIVE, 28, "rows and columns; 28 at 224 px, 64 at 512"),
         flag("--dtypes", DTYPES, ["float32", "bfloat16"], "of values and logits", nargs="+"),
     ),
-    Group(
-        "Measuring",
-        switch("--no-compile", "without the compiled arms"),
-        DEVICE,
-        rounds_flag(15),
-        *OUTPUT,
-    ),
+    Group("Measuring", switch("--no-compile", "without the compiled arms"), DEVICE, rounds_flag(15), *OUTPUT),
 )
 
 

@@ -272,12 +272,7 @@ def test_cpus_are_those_that_control_groups_leave(
     ],
 )
 def test_ranks_on_the_cpu_share_the_cores_whoever_started_them(
-    env: dict[str, str],
-    own: int,
-    launchers: int,
-    threads: int | None,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    env: dict[str, str], own: int, launchers: int, threads: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(jobs, "_ROOT", tmp_path)  # without control groups
     masks = {0: own, os.getppid(): launchers}

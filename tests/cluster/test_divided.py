@@ -24,15 +24,7 @@ from tests.train.small_run import tensors
 from tlt.errors import UserError
 from volo.checkpoint.state import STATISTICS_KEY, TrainState
 from volo.cluster.distributed import World
-from volo.cluster.shard import (
-    ShardedEma,
-    distribute,
-    shard,
-    shard_meshes,
-    synchronised,
-    units_of,
-    whole_weights,
-)
+from volo.cluster.shard import ShardedEma, distribute, shard, shard_meshes, synchronised, units_of, whole_weights
 from volo.cluster.tensor_parallel import TensorParallelParams, divide_layers, in_groups
 from volo.config.args import TRAIN
 from volo.train.optim import create_optimizer

@@ -101,15 +101,9 @@ def milestone(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("--epochs 1", "--epochs 1: {} is of 2 epochs, the run has 1: nothing is left to train"),
         ("--epochs 2", "--epochs 2: {} is of 2 epochs, the run has 2: nothing is left to train"),
         ("--epochs 4 --model lvvit_t", "checkpoint is volo_test, --model is lvvit_t: {}"),
-        (
-            "--epochs 4 --sched wsd --decay-epochs 5",
-            "--decay-epochs 5: the decay takes at least one epoch",
-        ),
+        ("--epochs 4 --sched wsd --decay-epochs 5", "--decay-epochs 5: the decay takes at least one epoch"),
         ("--epochs 4 --warmup-epochs 4 --sched wsd", "--warmup-epochs 4, --decay-epochs 0.2: the decay takes"),
-        (
-            "--epochs 2 --sched wsd",
-            "--sched wsd with --epochs 2, --warmup-epochs 0, --decay-epochs 0.2: the decay",
-        ),
+        ("--epochs 2 --sched wsd", "--sched wsd with --epochs 2, --warmup-epochs 0, --decay-epochs 0.2: the decay"),
         ("--epochs 4 --sched rsqrt --decay-epochs 1", "--decay-epochs 1: --lr-stable-timescale is missing"),
         ("--epochs 4 --stop-epoch 5", "--stop-epoch 5: the run has 4 epochs"),
     ],

@@ -126,11 +126,7 @@ def test_embeddings_are_the_models_features(
 
 
 def test_token_maps_show_what_the_dense_head_says(
-    call: Call,
-    photos: Path,
-    described: Described,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    call: Call, photos: Path, described: Described, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, checkpoint = described("volo_test", img_size=(64, 96))
     model.aux_head.weight.data *= 20  # type: ignore[operator,union-attr]

@@ -51,13 +51,7 @@ def busy_machine() -> Iterator[None]:
     ],
 )
 def test_fault_01_killed_runs_end_in_the_bits_of_one_that_was_not(
-    digits: Path,
-    make_labels: Callable[..., Path],
-    tmp_path: Path,
-    ranks: int,
-    kills: int,
-    more: str,
-    busy: bool,
+    digits: Path, make_labels: Callable[..., Path], tmp_path: Path, ranks: int, kills: int, more: str, busy: bool
 ) -> None:
     """FAULT_SEED chooses other instants."""
     seed = os.environ.get("FAULT_SEED", "0")

@@ -142,11 +142,7 @@ def test_fault_42_43_44_tars_and_shards(call: Call, digits: Path, tmp_path: Path
 @linux
 @pytest.mark.parametrize("micro_batches", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_fault_22_a_data_worker_is_killed_in_the_middle_of_a_step(
-    call: Call,
-    digits: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    micro_batches: int,
+    call: Call, digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, micro_batches: int
 ) -> None:
     """The step is completed. Where its next micro-batch never comes, the newest checkpoint counts."""
     size = f"-b {8 // micro_batches} --grad-accum-steps {micro_batches}"

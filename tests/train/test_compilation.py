@@ -23,10 +23,7 @@ from volo.train.compilation import compile_errors_told, compile_model, compile_m
 from volo.train.model import wrap_model
 
 # Three transformer blocks, with stochastic depth of another rate each.
-SMALL: dict[str, dict[str, Any]] = {
-    "volo_test": {"layers": (1, 2, 1, 0)},
-    "lvvit_test": {"depth": 3},
-}
+SMALL: dict[str, dict[str, Any]] = {"volo_test": {"layers": (1, 2, 1, 0)}, "lvvit_test": {"depth": 3}}
 # LV-ViT's first block has no stochastic depth, so it is a kind of its own in training.
 KINDS = {"volo_test": (3, 3), "lvvit_test": (2, 1)}  # in training, in evaluation
 
@@ -87,8 +84,7 @@ def test_stems_are_compiled_on_a_gpu_but_for_statistics_of_several() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "drop_path_mode", "checkpointing"),
-    [("volo_test", "mask", False), ("lvvit_test", "subset", True)],
+    ("name", "drop_path_mode", "checkpointing"), [("volo_test", "mask", False), ("lvvit_test", "subset", True)]
 )
 def test_a_kind_of_block_is_one_graph_and_computes_what_eager_mode_does(
     name: str, drop_path_mode: str, checkpointing: bool

@@ -12,14 +12,7 @@ from torch import nn
 
 from tlt.errors import UserError
 from tlt.io.files import blamed_on
-from tlt.io.weights import (
-    check_finite,
-    clean_state_dict,
-    load_clean,
-    read_checkpoint,
-    unwrap,
-    weights_entry,
-)
+from tlt.io.weights import check_finite, clean_state_dict, load_clean, read_checkpoint, unwrap, weights_entry
 from tlt.models.fit_weights import Fit, fit_state_dict, head_names, is_dense_head, joined_state_dict, prefix_of
 from tlt.models.wrap import WithDenseHead
 from volo import models as models  # registers them with timm

@@ -20,15 +20,7 @@ from torch.optim import Optimizer
 
 from tlt.errors import UserError
 from tlt.io.files import blamed_on
-from tlt.io.weights import (
-    EMA_KEYS,
-    check_finite,
-    clean_names,
-    clean_state_dict,
-    first_non_finite,
-    load_clean,
-    unwrap,
-)
+from tlt.io.weights import EMA_KEYS, check_finite, clean_names, clean_state_dict, first_non_finite, load_clean, unwrap
 from tlt.models.fit_weights import DENSE_ENTRIES, fit_state_dict, joined_state_dict, prefix_of, split_state_dict
 from volo.checkpoint.finetune import explain_misfit, needed
 from volo.cluster.tensor_parallel import own_model_state, own_optimizer_state, whole_model_state, whole_optimizer_state

@@ -24,14 +24,7 @@ from tlt.errors import UserError, install_command
 from tlt.io.files import blamed_on
 from tlt.models.flops import flops_per_image, run_on_meta
 from volo.checkpoint.checkpoint import CheckpointDir
-from volo.checkpoint.resume import (
-    DATA_KEY,
-    Resume,
-    check_behaviour,
-    check_same_data,
-    find_resume,
-    restarted_run,
-)
+from volo.checkpoint.resume import DATA_KEY, Resume, check_behaviour, check_same_data, find_resume, restarted_run
 from volo.checkpoint.saver import SavePolicy, Saver
 from volo.checkpoint.state import TrainState, ranked_by
 from volo.cluster.distributed import World, from_all, from_primary, primary_first, wait_for_hosts

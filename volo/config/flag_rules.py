@@ -71,10 +71,7 @@ TRAIN: tuple[Rule, ...] = (
         lambda a: a.token_label and a.cls_weight == 0 and (a.dense_weight == 0 or a.token_label_size == 1),
         f"--cls-weight 0 leaves nothing to train without {DENSE} and a --dense-weight above 0",
     ),
-    (
-        lambda a: a.in_chans == 2,
-        "--in-chans {in_chans}: 3 (RGB) or 1 (grey)",
-    ),
+    (lambda a: a.in_chans == 2, "--in-chans {in_chans}: 3 (RGB) or 1 (grey)"),
     (
         lambda a: a.kd_only and (a.token_label or a.bce_loss or mixes(a) or a.val_fraction > 0),
         "--kd-only has no labels: no --token-label, --bce-loss, --mixup, --cutmix, --val-fraction",
@@ -91,10 +88,7 @@ TRAIN: tuple[Rule, ...] = (
         lambda a: (mixes(a) or bool(a.compat)) and (a.kd_size is not None or "whole" in a.kd_view),
         "--mixup, --cutmix and --compat: the teacher must see what the student sees; leave out --kd-size and --kd-view",
     ),
-    (
-        lambda a: a.freeze and a.grad_checkpointing,
-        "--freeze stores no activations: remove --grad-checkpointing",
-    ),
+    (lambda a: a.freeze and a.grad_checkpointing, "--freeze stores no activations: remove --grad-checkpointing"),
     (
         lambda a: a.amp and a.model_dtype != "float32",
         "--amp and --model-dtype {model_dtype} both set the precision: keep one of them",

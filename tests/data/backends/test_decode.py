@@ -18,15 +18,7 @@ from PIL import Image
 
 from tests.data.conftest import encoded, picture, refuses
 from tlt.data.backends import create_backend, decode
-from tlt.data.backends.decode import (
-    INTERPOLATIONS,
-    Crop,
-    Encoded,
-    PilBackend,
-    Request,
-    Size,
-    TorchvisionBackend,
-)
+from tlt.data.backends.decode import INTERPOLATIONS, Crop, Encoded, PilBackend, Request, Size, TorchvisionBackend
 from tlt.data.sources.image_file import BadImage, image_extensions, read_size
 from tlt.errors import UserError
 from volo.cluster.distributed import World

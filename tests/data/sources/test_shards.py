@@ -210,10 +210,7 @@ def described(**changes: object) -> Callable[[Path], None]:
 
 
 BAD_FOLDERS: dict[str, tuple[Callable[[Path], object], str]] = {
-    "cut": (
-        lambda split: os.truncate(split / "a-01.tar", 512),
-        "has 512 bytes instead of .*: copy it again, or",
-    ),
+    "cut": (lambda split: os.truncate(split / "a-01.tar", 512), "has 512 bytes instead of .*: copy it again, or"),
     "missing": (lambda split: (split / "a-01.tar").unlink(), "a-01.tar is missing or no regular file"),
     "more": (lambda split: tar(split / "b.tar", samples(20, 1)), "is of 2 files, not of the 3 that are there .b.tar."),
     "packing": (lambda split: (split / "shards.json").rename(split / "packing.json"), "run `tlt pack-images` again"),

@@ -24,16 +24,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from tlt.data.backends.decode import (
-    Backend,
-    Decoded,
-    Encoded,
-    Request,
-    Size,
-    TorchvisionBackend,
-    cut,
-    resized_crop,
-)
+from tlt.data.backends.decode import Backend, Decoded, Encoded, Request, Size, TorchvisionBackend, cut, resized_crop
 from tlt.data.sources.image_file import DEFAULT_MAX_PIXELS, JPEG_MAGIC, BadImage, pillow_errors
 from tlt.errors import UserError, require
 
