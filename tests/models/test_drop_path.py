@@ -251,20 +251,6 @@ def test_a_block_that_others_wrap_or_copy_keeps_its_stochastic_depth(put: Callab
     assert not torch.equal(results[0], plain(x))
 
 
-def test_a_model_whose_memory_is_made_anew_gets_its_rates_again() -> None:
-    """As FSDP2's users build one: on the meta device, then `to_empty`, then the weights."""
-    plain = model_of("volo_test", mode="mask")
-    with torch.device("meta"):
-        model = model_of("volo_test", mode="mask")
-    for made in (model.to_empty(device="cpu"), copy.deepcopy(plain).to_empty(device="cpu")):
-        made.load_state_dict(plain.state_dict())
-        assert all(map(torch.equal, made.buffers(), plain.buffers()))
-        torch.manual_seed(1)
-        expected = plain(torch.ones(4, 3, 64, 64))
-        torch.manual_seed(1)
-        torch.testing.assert_close(made(torch.ones(4, 3, 64, 64)), expected)
-
-
 @pytest.mark.parametrize(
     "make",
     [

@@ -14,23 +14,14 @@ with np.load(Path(__file__).parents[1] / "golden" / "upstream.npz") as file:
 TOLERANCE = 1e-4
 
 
-@pytest.mark.parametrize("key", [key for key in GOLDEN if key.startswith("eval/")])
-def test_eval_logits(key, fill, make_images, deviation):
-    _, name, size = key.split("/")
-    model = fill(timm.create_model(name, img_size=int(size))).eval()
-    with torch.no_grad():
-        logits = model(make_images(2, int(size)))
-    assert deviation(logits, GOLDEN[key]) < TOLERANCE
-
-
-@pytest.mark.parametrize("key", [key for key in GOLDEN if key.startswith("finetune/")])
-def test_finetune_logits(key, fill, make_images, deviation):
-    """Of images of another size than the model's; test_interface.py shows that other ways to a size are this one."""
+@pytest.mark.parametrize("key", [key for key in GOLDEN if key.startswith(("eval/", "finetune/"))])
+def test_logits(key, fill, make_images, deviation):
+    """At the model's size or another; test_interface.py shows that other ways to a size are this one."""
     _, name, sizes = key.split("/")
-    small, large = map(int, sizes.split("-"))
-    source = fill(timm.create_model(name, img_size=small)).eval()
+    built, *_, shown = map(int, sizes.split("-") * 2)
+    model = fill(timm.create_model(name, img_size=built)).eval()
     with torch.no_grad():
-        assert deviation(source(make_images(2, large)), GOLDEN[key]) < TOLERANCE
+        assert deviation(model(make_images(2, shown)), GOLDEN[key]) < TOLERANCE
 
 
 @pytest.mark.parametrize("name", ["volo_d1", "lvvit_t"])

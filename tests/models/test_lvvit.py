@@ -10,41 +10,28 @@ from timm.models.vision_transformer import Block
 from tlt.models.layers import TransformerBlock
 from tlt.models.lvvit import WEIGHTS
 
-# Millions of parameters in the table of the published weights.
+# Blocks, channels, heads and residual scale (skip_lam) of the published models, crop ratio; sizes, with the millions of
+# parameters in the table of the published weights.
 PUBLISHED = {
-    ("lvvit_t", 224): 8.53,
-    ("lvvit_s", 224): 26.15,
-    ("lvvit_s", 384): 26.30,
-    ("lvvit_m", 224): 55.83,
-    ("lvvit_m", 384): 56.03,
-    ("lvvit_m", 448): 56.13,
-    ("lvvit_l", 448): 150.47,
-    ("lvvit_l", 512): 150.66,
+    "lvvit_t": ((12, 240, 4, 1.0), 0.9, {224: 8.53}),
+    "lvvit_s": ((16, 384, 6, 2.0), 0.9, {224: 26.15, 384: 26.30}),
+    "lvvit_m": ((20, 512, 8, 2.0), 1.0, {224: 55.83, 384: 56.03, 448: 56.13}),
+    "lvvit_l": ((24, 768, 12, 3.0), 1.0, {448: 150.47, 512: 150.66}),
 }
 
 
-# Blocks, channels, heads and residual scale (skip_lam) of the published models.
-PUBLISHED_SHAPES = {
-    "lvvit_t": (12, 240, 4, 1.0),
-    "lvvit_s": (16, 384, 6, 2.0),
-    "lvvit_m": (20, 512, 8, 2.0),
-    "lvvit_l": (24, 768, 12, 3.0),
-}
-
-
-@pytest.mark.parametrize("key", PUBLISHED)
-def test_every_published_weight_has_a_tag_with_its_size_shape_and_parameters(key):
-    name, size = key
-    tag = "in1k" if size == 224 else f"in1k_{size}"
-    with torch.device("meta"):
-        model = timm.create_model(f"{name}.{tag}")
-    block = model.blocks[0]
-    built = len(model.blocks), model.num_features, block.attn.num_heads, block.residual_scale
-    assert built == PUBLISHED_SHAPES[name] and model.img_size == (size, size)
-    assert sum(p.numel() for p in model.parameters()) / 1e6 == pytest.approx(PUBLISHED[key], abs=0.006)
-    assert model.pretrained_cfg["crop_pct"] == (0.9 if name in ("lvvit_t", "lvvit_s") else 1.0)
-    assert model.pretrained_cfg["url"] == WEIGHTS[key]
-    assert PUBLISHED.keys() == WEIGHTS.keys()
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_every_published_weight_has_a_tag_with_its_size_shape_and_parameters(name):
+    shape, crop_pct, sizes = PUBLISHED[name]
+    assert {size for model, size in WEIGHTS if model == name} == {*sizes}
+    for size, millions in sizes.items():
+        with torch.device("meta"):
+            model = timm.create_model(f"{name}.in1k" if size == 224 else f"{name}.in1k_{size}")
+        block = model.blocks[0]
+        assert (len(model.blocks), model.num_features, block.attn.num_heads, block.residual_scale) == shape
+        assert model.img_size == (size, size) and model.pretrained_cfg["crop_pct"] == crop_pct
+        assert sum(p.numel() for p in model.parameters()) / 1e6 == pytest.approx(millions, abs=0.006)
+        assert model.pretrained_cfg["url"] == WEIGHTS[name, size]
 
 
 def test_a_model_without_weights_at_the_size_of_the_table_has_that_size():

@@ -19,7 +19,7 @@ import volo  # noqa: F401
 from tests.labels.brute_force import brute_force
 from tlt.label_map import FULL_AREA, LabelBatch
 from tlt.mix import MixRatios
-from tlt.models.spatial import TokenGrid, downsampling_layers, feature_map, positions_of
+from tlt.models.spatial import downsampling_layers, feature_map, positions_of
 from tlt.models.token_labeling import TokenLabelModel
 from tlt.models.wrap import find_tokens
 from tlt.targets import make_targets
@@ -184,13 +184,6 @@ def test_positions_are_the_middle_of_what_a_token_sees(seed: int) -> None:
     found = middle_of_what_is_seen(output[0, :, token[0], token[1]].sum(), images)
     assert found == [positions.first[axis] + token[axis] * positions.pitch[axis] for axis in (0, 1)]
     assert not layers[0]._forward_hooks
-
-
-def test_volo_drops_six_of_230_pixels() -> None:
-    model = timm.create_model("volo_test", img_size=224)
-    assert model.token_positions() == TokenGrid((16, 16), (7.5, 7.5))
-    window = model.token_positions((230, 300)).window(model.token_grid((230, 300)), (230, 300))
-    assert window == pytest.approx((-0.5 / 300, -0.5 / 230, 287.5 / 300, 223.5 / 230))
 
 
 def _labels(batch: int, cells: int, classes: int) -> LabelBatch:

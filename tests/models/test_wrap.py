@@ -255,19 +255,6 @@ def test_a_model_that_is_not_timm_s_is_told_so(make: Callable[[Any], Any]) -> No
         make(nn.Sequential(nn.Conv2d(3, 8, 3), nn.Flatten()))
 
 
-def test_a_copy_mixes_on_its_own() -> None:
-    """As the moving average of the weights is one."""
-    model = with_dense_head(plain("test_vit"), SIZE)
-    twin = copy.deepcopy(model)
-    assert twin.mix_point is not model.mix_point
-    with torch.no_grad():
-        twin.patch_embed.proj.weight.mul_(2)
-        mixed = twin(images(), mix_box=(0, 0, 2, 2))
-        assert torch.equal(twin(images()), twin(images(), mix_box=(0, 0, 0, 0)))
-    assert not torch.allclose(mixed, twin(images()))
-    assert not torch.allclose(mixed, model(images(), mix_box=(0, 0, 2, 2)))
-
-
 def test_compiles_once_for_all_boxes() -> None:
     torch.compiler.reset()
     from torch._dynamo.testing import CompileCounterWithBackend  # takes a second
