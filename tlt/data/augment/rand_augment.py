@@ -85,9 +85,7 @@ OPS: dict[str, Op] = {
     "TranslateYRel": Op(Kernel.TRANSLATE_Y, 0.45, sign=0),
 }
 NAMES = tuple(OPS)
-_KERNEL, _SIGN = (np.array([op[field] for op in OPS.values()], np.int64) for field in (0, 3))
-_SCALE, _OFFSET, _LOW, _HIGH = (np.array([op[field] for op in OPS.values()]) for field in (1, 2, 5, 6))
-_WHOLE = np.array([op.whole for op in OPS.values()])
+_KERNEL, _SCALE, _OFFSET, _SIGN, _WHOLE, _LOW, _HIGH = map(np.array, zip(*OPS.values(), strict=True))
 
 _GEOMETRIC = ("ShearX", "ShearY", "TranslateXRel", "TranslateYRel")
 _COLOURS = ("Posterize", "Solarize", "SolarizeAdd", "Color", "Contrast", "Brightness", "Sharpness")
@@ -132,11 +130,11 @@ def parse(policy: str) -> RandAugmentPolicy:
         raise _reject(policy, f"'{head}' is not available: RandAugment (rand-...) is the one policy of this loader")
     found: dict[str, str] = {}
     for section in sections:
-        match = re.fullmatch(r"(t)(weights)|(mstd|mmax|inc|m|n|p)(\d.*)", section)
-        if match is None:
+        match = re.fullmatch(r"(mstd|mmax|inc|[mnpt])(\d.*|weights)", section)
+        if match is None or (match[1] == "t") != (match[2] == "weights"):
             known = "m, n, p, mstd, mmax and inc with a number, and tweights"
             raise _reject(policy, f"'{section}' is not a section of a RandAugment policy; there are {known}")
-        name, value = match[1] or match[3], match[2] or match[4]
+        name, value = match.groups()
         if name in found:
             raise _reject(policy, f"'{name}' is given twice")
         found[name] = value
@@ -175,17 +173,16 @@ def sample_layers(policy: RandAugmentPolicy, draws: Floats) -> tuple[Ints, Float
     """Uniform numbers (B, policy.uniforms) -> `Kernel` codes (B, n), NONE for skipped layers, and arguments (B, n)."""
     n = policy.layers
     # The fifth n of the draws are not used: leaving them out would give other augmentation to runs that go on.
-    skip, first, second, sign = (draws[:, k * n : (k + 1) * n] for k in range(4))
-    choice = draws[:, 5 * n :]
+    skip, radius, angle, sign, _, choice = np.split(draws, n * np.arange(1, 6), axis=1)
     if policy.weights is None:
         chosen = np.minimum((choice * len(policy.ops)).astype(np.int64), len(policy.ops) - 1)
     else:  # an exponential race: the order of arrival is that of weighted draws without replacement
         arrival = -np.log1p(-choice) / (np.asarray(policy.weights) / math.fsum(policy.weights))
         chosen = np.argsort(arrival, axis=1, kind="stable")[:, :n]
     if math.isinf(policy.magnitude_std):
-        levels = policy.magnitude * first
+        levels = policy.magnitude * radius
     else:  # Box-Muller
-        gauss = np.sqrt(-2.0 * np.log1p(-first)) * np.cos(2.0 * np.pi * second)
+        gauss = np.sqrt(-2.0 * np.log1p(-radius)) * np.cos(2.0 * np.pi * angle)
         levels = policy.magnitude + policy.magnitude_std * gauss
     ops = np.array([NAMES.index(name) for name in policy.ops], np.int64)[chosen]
     values = arguments(ops, np.clip(levels, 0.0, policy.magnitude_max), sign)
