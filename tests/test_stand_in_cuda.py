@@ -172,12 +172,18 @@ def test_a_graph_that_uses_memory_which_was_given_back_is_seen() -> None:
     assert "given back" in str(device.races)
 
 
-def test_the_device_stage_starts_no_more_kernels_than_it_did(stand_in: StandIn) -> None:
-    config = AugmentConfig((32, 32), auto_augment="rand-m9-mstd0.5-inc1", reprob=0.25)
-    stage, images = DeviceStage(config, (0.5,) * 3, (0.5,) * 3).cuda(), torch.zeros(256, 3, 32, 32, dtype=torch.uint8)
+@pytest.mark.parametrize(("count", "most"), [(256, 300), (16, 175)])
+def test_the_device_stage_takes_few_launches_and_gives_the_cpus_bits(stand_in: StandIn, count: int, most: int) -> None:
+    config = AugmentConfig((32, 32), auto_augment="rand-m9-mstd0.5-inc1", vflip=0.2, reprob=0.25)
+    stage, images = DeviceStage(config, (0.5,) * 3, (0.5,) * 3), torch.randint(256, (count, 3, 32, 32)).byte()
+    plan = make_plan(config, 0, 0, range(count), 500, 375)
+    expected, crops = stage(images, plan), images.cuda()
+    stage.cuda()
     stand_in.launches.clear()
-    stage(images.cuda(), make_plan(config, 0, 0, range(256), 500, 375))
-    assert 0 < stand_in.launches.total() < 1000  # an H100 counted 965
+    stand_in.waits.clear()
+    finished = stage(crops, plan)
+    assert 0 < stand_in.launches.total() < most and not stand_in.waits
+    assert torch.equal(finished.cpu(), expected) and torch.equal(crops.cpu(), images)
 
 
 def test_a_step_starts_no_more_kernels_than_it_did(

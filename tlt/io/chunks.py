@@ -8,13 +8,15 @@ import torch
 _CPU_NUMBERS, _DEVICE_NUMBERS = 2**18, 2**23
 
 
-def image_chunks(images: int, numbers_per_image: int, device: torch.device) -> list[slice]:
+def image_chunks(
+    images: int, numbers_per_image: int, device: torch.device, device_numbers: int = _DEVICE_NUMBERS
+) -> list[slice]:
     """Slices that together cover `images` images, each with about as many numbers of scratch as suits the device.
 
     Under `torch.compile` there is one slice: the compiler fuses what the groups are there to keep small.
     """
     if torch.compiler.is_compiling():
         return [slice(0, images)]
-    numbers = _CPU_NUMBERS if device.type == "cpu" else _DEVICE_NUMBERS
+    numbers = _CPU_NUMBERS if device.type == "cpu" else device_numbers
     step = max(1, numbers // max(1, numbers_per_image))
     return [slice(start, start + step) for start in range(0, images, step)]

@@ -11,7 +11,7 @@ from tests.data.augment.timm_layers import COLOURS, as_batch, picture, run_timm
 from tlt import geometry
 from tlt.data.augment.counter import uniform
 from tlt.data.augment.device_stage import DeviceStage, EvalStage
-from tlt.data.augment.operations import OPERATIONS, warp
+from tlt.data.augment.operations import DEGENERATES, TABLES, blend, fixed_tables, remap, warp
 from tlt.data.augment.plan import BICUBIC, BILINEAR, AugmentConfig, Stream, make_plan
 from tlt.data.augment.rand_augment import Kernel, sample_layers
 from tlt.io import chunks
@@ -42,12 +42,18 @@ def odd_pictures(height: int, width: int) -> np.ndarray:
 def test_colours_are_within_one_grey_level_of_timms(kernel, size):
     images = odd_pictures(*size)
     for argument in ARGUMENTS.get(kernel, FACTORS):
-        mine = OPERATIONS[kernel](as_batch(images), torch.full((6,), float(argument)))
+        mine = recoloured(as_batch(images), np.full(6, kernel), np.full(6, float(argument)))
         theirs = np.stack([np.asarray(run_timm(kernel, argument, Image.fromarray(image))) for image in images])
         difference = abs(mine.permute(0, 2, 3, 1).numpy().astype(int) - theirs.astype(int))
         assert difference.max() <= 1, argument
         assert (difference > 0).mean() < 1e-3, argument
-    assert set(OPERATIONS) == {k for k in Kernel if Kernel.NONE < k < Kernel.ROTATE} == set(COLOURS)
+    assert [*TABLES, *DEGENERATES] == [k for k in Kernel if Kernel.NONE < k < Kernel.ROTATE] == [*COLOURS]
+
+
+def recoloured(images: torch.Tensor, kernels: np.ndarray, arguments: np.ndarray) -> torch.Tensor:
+    if kernels[0] in TABLES:
+        return remap(images, kernels, torch.from_numpy(fixed_tables(kernels, arguments)))
+    return blend(images, kernels, torch.from_numpy(arguments))
 
 
 def maps_of(width: int, height: int) -> list[tuple[Kernel, float, geometry.Affine]]:
@@ -71,7 +77,7 @@ def test_warp_is_within_one_grey_level_of_pil(resample, size, how):
         theirs = np.asarray(run_timm(kernel, value, image, resample, FILL)).astype(int)
         affine = torch.from_numpy(geometry.compose(moves, geometry.hflip([how == "mirrored"], width)))
         affine = affine.float() if how == "without doubles" else affine  # as on Apple's GPUs
-        mine = warp(as_batch(source[None]), affine, FILL, cubic=resample == BICUBIC)[0].permute(1, 2, 0).numpy()
+        mine = warp(as_batch(source[None]), np.array([resample]), affine, FILL)[0].permute(1, 2, 0).numpy()
         # Elsewhere a sampling point on a pixel's exact edge may fall on its other side.
         allowed = {"plain": 1e-9, "mirrored": 1e-3, "without doubles": 0.02}[how]
         assert (abs(mine.astype(int) - theirs) > 1).mean() < allowed, (kernel, value)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from itertools import product
 from typing import NamedTuple
 
 import numpy as np
@@ -20,8 +19,9 @@ from torch import Tensor
 
 from tlt import geometry
 from tlt.data.augment.counter import normal_noise
-from tlt.data.augment.operations import OPERATIONS, luma, to_device, warp
-from tlt.data.augment.plan import BICUBIC, BILINEAR, AugmentConfig, Plan
+from tlt.data.augment.operations import DEGENERATES, TABLES, blend, fixed_tables, luma, remap, to_device, warp
+from tlt.data.augment.plan import AugmentConfig, Plan
+from tlt.data.augment.rand_augment import Kernel
 from tlt.errors import in_range
 from tlt.io.chunks import image_chunks
 from tlt.models.layers import Constants
@@ -30,50 +30,39 @@ Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
 Floats = npt.NDArray[np.float64]
 
+_GPU_NUMBERS = 2**24  # of scratch: a batch of 256 images of 224 px then takes few launches
+
 
 class Work(NamedTuple):
-    """One operation on some rows of the batch."""
+    """A step of the augmentation, on some rows of the batch."""
 
-    run: Callable[[Tensor, Tensor], Tensor]  # images (b, 3, H, W) uint8, arguments (b, 2, 3) -> new images
+    run: Callable[[Tensor, Ints, Tensor], Tensor]  # images (b, 3, H, W) uint8, kinds, arguments -> new images
     rows: Ints  # (b,)
-    arguments: Floats  # (b, 2, 3) the map of a warp; of a colour operation the first is used, of a flip none
+    kinds: Ints  # (b,) of operations, filters or flips, ascending; they stay on the host
+    arguments: Floats  # (b, ...), sent to the device
+    scratch: int = 1  # numbers of it per value of an image
 
 
-def _colour_work(plan: Plan, when: Bools) -> Iterator[Work]:
-    """The layers that `when` (B, L) marks, one after the other."""
-    for layer, code in product(range(plan.op.shape[1]), OPERATIONS):
-        rows = np.flatnonzero(when[:, layer] & (plan.op[:, layer] == code))
-        arguments = np.broadcast_to(plan.argument[rows, layer, None, None], (len(rows), 2, 3))
-        yield Work(partial(_colour, code=code), rows, arguments)
+class Geometry(NamedTuple):
+    """The flips and warps of B images. Flips alone are exact and cheap; every other map that isn't the identity is a
+    warp. Where lines are moved, a mirrored image is flipped first, as PIL's is, and moved as if it had not been."""
+
+    flipped: Bools  # (B, 2) left and right, top and bottom
+    warped: Bools  # (B,)
+    maps: Floats  # (B, 2, 3) of the warps
+    along: Ints  # (B,) see `moved_along`
 
 
-def _warp_work(plan: Plan, fill: Sequence[int]) -> Iterator[Work]:
-    """Flips alone are exact and cheap; every other map that isn't the identity is a warp.
-
-    Where lines are moved, a mirrored image is flipped first, as PIL's is, and moved as if it had not been mirrored.
-    """
+def _geometry(plan: Plan) -> Geometry:
     height, width = plan.size
     mirrored = plan.warp[:, [0, 1], [0, 1]] < 0  # (B, 2) left and right, top and bottom
     flips = geometry.compose(geometry.vflip(mirrored[:, 1], height), geometry.hflip(mirrored[:, 0], width))
     # Operations that cancel out leave rounding behind, in pixels.
-    only_flipped = np.all(np.abs(plan.warp - flips) < 1e-9, axis=(1, 2))
+    warped = np.any(np.abs(plan.warp - flips) >= 1e-9, axis=(1, 2))
     along = moved_along(plan.warp)
-    flipped = mirrored & (only_flipped | (along >= 0))[:, None]
+    flipped = mirrored & (~warped | (along >= 0))[:, None]
     maps = np.where(flipped.any(1)[:, None, None], geometry.compose(plan.warp, flips), plan.warp)
-    for side, dimension in enumerate((3, 2)):
-        rows = np.flatnonzero(flipped[:, side])
-        yield Work(partial(_flip, dimension=dimension), rows, maps[rows])
-    for filter_, axis in product((BILINEAR, BICUBIC), (0, 1, -1)):
-        rows = np.flatnonzero(~only_flipped & (plan.warp_interpolation == filter_) & (along == axis))
-        yield Work(partial(warp, fill=fill, cubic=filter_ == BICUBIC, along=axis), rows, maps[rows])
-
-
-def _colour(images: Tensor, arguments: Tensor, code: int) -> Tensor:
-    return OPERATIONS[code](images, arguments[:, 0, 0].float())
-
-
-def _flip(images: Tensor, _: Tensor, dimension: int) -> Tensor:
-    return images.flip(dimension)
+    return Geometry(flipped, warped, maps, along)
 
 
 def moved_along(maps: Floats) -> Ints:
@@ -84,52 +73,101 @@ def moved_along(maps: Floats) -> Ints:
     return np.where(stays[:, 1], 0, np.where(stays[:, 0], 1, -1))
 
 
+def _colour_work(plan: Plan, warped: Bools) -> tuple[list[Work], list[Work]]:
+    """The colour layers before the warp and after it, in waves: each image has one layer of a wave at most, and goes
+    through the first waves. Where it is warped, its later layers wait for those after the warp."""
+    used = plan.op != Kernel.NONE
+    layers_before = (used & plan.before_warp & warped[:, None]).sum(1, keepdims=True)  # (B, 1)
+    waves_before = int(layers_before.max(initial=0))
+    waits = np.where(warped[:, None] & ~plan.before_warp, waves_before - layers_before, 0)
+    wave = used.cumsum(1) - 1 + waits  # (B, L)
+    waves = [list(_wave(plan, used & (wave == number))) for number in range(wave.max(initial=-1) + 1)]
+    return sum(waves[:waves_before], []), sum(waves[waves_before:], [])
+
+
+def _wave(plan: Plan, chosen: Bools) -> Iterator[Work]:
+    """The colour layers that `chosen` (B, L) marks, one of an image at most."""
+    for run, makers in ((remap, TABLES), (blend, DEGENERATES)):
+        rows, layers = np.nonzero(chosen & np.isin(plan.op, list(makers)))
+        ascending = np.argsort(plan.op[rows, layers], kind="stable")
+        rows, layers = rows[ascending], layers[ascending]
+        kernels, arguments = plan.op[rows, layers], plan.argument[rows, layers]
+        yield Work(run, rows, kernels, fixed_tables(kernels, arguments) if run is remap else arguments)
+
+
+def _geometric_work(plan: Plan, moves: Geometry, fill: Sequence[int], on_cpu: bool) -> Iterator[Work]:
+    for dimension, flipped in zip((3, 2), moves.flipped.T, strict=True):
+        rows = np.flatnonzero(flipped)
+        yield Work(_flip, rows, np.full(len(rows), dimension), np.empty((len(rows), 0)))
+    # Moving lines alone saves a CPU time; a GPU would lose some by more launches.
+    along = moves.along if on_cpu else np.full(len(plan), -1)
+    for axis in (0, 1, -1):
+        rows = np.flatnonzero(moves.warped & (along == axis))
+        rows = rows[np.argsort(plan.warp_interpolation[rows], kind="stable")]
+        filters, maps = plan.warp_interpolation[rows], moves.maps[rows]
+        yield Work(partial(warp, fill=fill, along=axis), rows, filters, maps, scratch=2)
+
+
+def _flip(images: Tensor, dimensions: Ints, _: Tensor) -> Tensor:
+    return images.flip(int(dimensions[0]))
+
+
 def _augmented(images: Tensor, plan: Plan, fill: Sequence[int]) -> Tensor:
     """A copy of the images (B, 3, H, W) uint8, each with its layers and its warp in the plan's order."""
-    work = [*_colour_work(plan, plan.before_warp), *_warp_work(plan, fill), *_colour_work(plan, ~plan.before_warp)]
-    work = [step for step in work if len(step.rows)]
-    if not work:
+    moves, device = _geometry(plan), images.device
+    before, after = _colour_work(plan, moves.warped)
+    works = [*before, *_geometric_work(plan, moves, fill, device.type == "cpu"), *after]
+    works = [work for work in works if len(work.rows)]
+    if not works:
         return images
-    images, lengths = images.clone(), [len(step.rows) for step in work]
-    # Two arrays go to the device, whatever the number of operations.
-    all_rows = to_device(np.concatenate([step.rows for step in work]), images.device).split(lengths)
-    arguments = to_device(np.concatenate([step.arguments for step in work]), images.device).split(lengths)
-    for step, rows, values in zip(work, all_rows, arguments, strict=True):
-        for part in image_chunks(len(rows), images[0].numel(), images.device):
-            first, *others = step.rows[part].tolist()
+    images = images.clone()
+    all_rows = _sent([work.rows for work in works], device)
+    all_arguments = _sent([work.arguments for work in works], device)
+    for work, rows, arguments in zip(works, all_rows, all_arguments, strict=True):
+        for part in image_chunks(len(rows), work.scratch * images[0].numel(), device, _GPU_NUMBERS):
+            first, *others = work.rows[part].tolist()
             where = rows[part] if others else slice(first, first + 1)  # one image alone needs no copy
-            images[where] = step.run(images[where], values[part])
+            images[where] = work.run(images[where], work.kinds[part], arguments[part])
     return images
+
+
+def _sent(arrays: Sequence[npt.NDArray[np.generic]], device: torch.device) -> list[Tensor]:
+    """Arrays of one type on the device, in one copy."""
+    parts = to_device(np.concatenate([array.ravel() for array in arrays]), device).split([a.size for a in arrays])
+    return [part.view(array.shape) for part, array in zip(parts, arrays, strict=True)]
 
 
 def _erase(images: Tensor, plan: Plan, mode: str) -> Tensor:
     """Random erasing (arXiv:1708.04896) in timm's three modes: fill the boxes of the plan in normalised images
     (B, C, H, W) float32, in place; later boxes win. The noise is a function of (key, pixel) alone."""
-    (channels, height, width), device = images.shape[1:], images.device
-    channel = torch.arange(channels, device=device)[:, None, None]
-    for number in range(plan.erase.shape[1]):  # a box of each image at a time, some images in one pass
-        rows = np.flatnonzero(plan.erase[:, number, 2:].all(1))
-        boxes, keys = plan.erase[rows, number], plan.erase_key[rows].view(np.int64)
-        last = boxes[:, :2] + boxes[:, 2:] - 1
-        for part in image_chunks(len(rows), images[0].numel(), device):
-            tall, wide = boxes[part, 2:].max(0).tolist()
-            box_table = np.stack([rows[part], *boxes[part, :2].T, *last[part].T, keys[part]])
-            columns = to_device(box_table, device)[..., None, None, None]  # (b, 1, 1, 1) each
-            row, top, left, bottom, right, key = columns
-            # Smaller boxes fill their last row and column several times, with the same.
-            y = torch.minimum(top + torch.arange(tall, device=device)[:, None], bottom)
-            x = torch.minimum(left + torch.arange(wide, device=device), right)
-            area: tuple[Tensor | slice, ...] = (row, channel, y, x)
-            if len(rows[part]) == 1:  # cheaper on CPUs
-                (i, y0, x0), every = box_table[:3, 0].tolist(), slice(None)
-                area = (slice(i, i + 1), every, slice(y0, y0 + tall), slice(x0, x0 + wide))
-            if mode == "pixel":
-                images[area] = normal_noise(key, (channel * height + y) * width + x)
-            elif mode == "rand":  # one colour a box
-                images[area] = normal_noise(key, channel + channels * number)
-            else:
-                images[area] = 0.0
+    for number, boxes in enumerate(plan.erase.swapaxes(0, 1)):  # one of each image: (B, 4) top, left, height, width
+        rows = np.flatnonzero(boxes[:, 2:].all(1))
+        for part in image_chunks(len(rows), images[0].numel(), images.device, _GPU_NUMBERS):
+            chosen = rows[part]
+            _fill(images, chosen, boxes[chosen], plan.erase_key[chosen].view(np.int64), number, mode)
     return images
+
+
+def _fill(images: Tensor, rows: Ints, boxes: Ints, keys: Ints, number: int, mode: str) -> None:
+    """Fill a box in each of some rows of the images in place, by the keys of the noise; all arrays are (b, ...)."""
+    (channels, height, width), device = images.shape[1:], images.device
+    columns = to_device(np.column_stack([rows, boxes, keys]).T, device)[..., None, None, None]  # (b, 1, 1, 1) each
+    row, top, left, box_height, box_width, key = columns
+    tallest, widest = boxes[:, 2:].max(0).tolist()
+    channel = torch.arange(channels, device=device)[:, None, None]
+    # Smaller boxes fill their last row and column several times, with the same.
+    y = top + torch.minimum(torch.arange(tallest, device=device)[:, None], box_height - 1)
+    x = left + torch.minimum(torch.arange(widest, device=device), box_width - 1)
+    area: tuple[Tensor | slice, ...] = (row, channel, y, x)
+    if len(rows) == 1:  # cheaper on CPUs
+        starts, sizes = (rows[0], 0, *boxes[0, :2]), (1, channels, tallest, widest)
+        area = tuple(slice(start, start + size) for start, size in zip(starts, sizes, strict=True))
+    if mode == "pixel":
+        images[area] = normal_noise(key, (channel * height + y) * width + x)
+    elif mode == "rand":  # one colour a box
+        images[area] = normal_noise(key, channel + channels * number)
+    else:
+        images[area] = 0.0
 
 
 def check_normalisation(mean: Sequence[float], std: Sequence[float]) -> None:

@@ -1,15 +1,15 @@
 """Colour operations and affine warps of batches of uint8 images, on any device, as PIL does them on one image.
 
-A colour operation takes images (B, 3, H, W) uint8 and an argument per sample (B,) float32 and returns new images; rows
-don't touch each other. The results are within one grey level of Pillow's (ImageOps, ImageEnhance, Image.transform) as
-timm calls them. Nothing here synchronises with the host.
+The results are within one grey level of Pillow's (ImageOps, ImageEnhance, Image.transform) as timm calls them, and rows
+don't touch each other. A GPU computes an operation of torch sooner than the host starts it: so images with different
+operations share what these have in common. Nothing here synchronises with the host.
 
-Legend: B images of H x W pixels.
+Legend: b images of H x W pixels.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -17,7 +17,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tlt.data.augment.plan import BICUBIC
 from tlt.data.augment.rand_augment import Kernel
+
+Ints = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float64]
+PerKernel = Mapping[Kernel, Callable[[Tensor, Tensor], Tensor]]
 
 _FRAME = 2  # pixels around an image that bicubic sampling can reach
 
@@ -35,174 +40,206 @@ def to_device(array: npt.NDArray[np.generic], device: torch.device) -> Tensor:
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
-def _per_sample(argument: Tensor) -> Tensor:
-    """(B,) -> (B, 1, 1, 1)."""
-    return argument.view(-1, 1, 1, 1)
-
-
 def _truncated(values: Tensor) -> Tensor:
     """Floats, which are overwritten, to grey levels: clipped and truncated as PIL's blend does."""
     return values.clamp_(0, 255).short().to(torch.uint8)  # CPUs convert in two quick steps or in one slow one
 
 
-def _blend(degenerate: Tensor, images: Tensor, factor: Tensor) -> Tensor:
-    """`PIL.Image.blend(degenerate, image, factor)`: 0 gives the degenerate image, 1 the image, more exaggerates."""
-    return _truncated((images - degenerate).mul_(_per_sample(factor)).add_(degenerate))
-
-
 def luma(images: Tensor) -> Tensor:
-    """PIL's conversion to "L" in its fixed-point arithmetic -> (B, 1, H, W) int32."""
+    """PIL's conversion to "L" in its fixed-point arithmetic -> (b, 1, H, W) int32."""
     red, green, blue = images.int().split(1, dim=1)
-    return (red * 19595 + green * 38470 + blue * 7471 + 0x8000) >> 16
-
-
-def _look_up(images: Tensor, tables: Tensor) -> Tensor:
-    """Replace each value by its entry in its channel's table (B, 3, 256) int."""
-    table = tables.clamp(0, 255).to(torch.uint8)
-    return table.gather(2, images.flatten(2).long()).view_as(images)
+    return (red * 19595).add_(green, alpha=38470).add_(blue, alpha=7471).add_(0x8000) >> 16
 
 
 def _levels(images: Tensor) -> Tensor:
     return torch.arange(256, dtype=torch.int32, device=images.device)
 
 
-def auto_contrast(images: Tensor, _: Tensor) -> Tensor:
+def _auto_contrast(images: Tensor, _: Tensor) -> Tensor:
     """`ImageOps.autocontrast`: each channel's range is stretched to 0..255."""
     low, high = (levels[..., None].int() for levels in (images.amin((2, 3)), images.amax((2, 3))))
     span = (high - low).clamp(min=1).to(precise_dtype(images.device))
     scale = torch.full_like(span, 255.0) / span  # 255.0 / span would multiply by a rounded reciprocal
     # Whole numbers can come out one lower, as in PIL, which rounds the two products apart.
     stretched = (_levels(images) * scale - low * scale).int()
-    return _look_up(images, torch.where(high > low, stretched, _levels(images)))
+    return torch.where(high > low, stretched, _levels(images))
 
 
-def equalize(images: Tensor, _: Tensor) -> Tensor:
+def _equalize(images: Tensor, _: Tensor) -> Tensor:
     """`ImageOps.equalize`: each channel's histogram is flattened; channels too uniform for it stay."""
     values = images.flatten(2).long()
-    ones = torch.ones((), dtype=torch.int32, device=images.device).expand_as(values)
-    counts = ones.new_zeros(*values.shape[:2], 256).scatter_add_(2, values, ones)  # (B, 3, 256)
-    last = 255 - (counts.flip(2) > 0).int().argmax(2, keepdim=True)  # the largest value that occurs
-    step = (counts.sum(2, keepdim=True) - counts.gather(2, last)) // 255
-    below = counts.cumsum(2) - counts
+    one = torch.ones((), dtype=torch.int32, device=images.device)
+    counts = one.new_zeros(*values.shape[:2], 256).scatter_add_(2, values, one.expand_as(values))  # (b, 3, 256)
+    highest = images.amax((2, 3))[..., None].long()
+    step = (values.shape[2] - counts.gather(2, highest)) // 255
+    below = counts.cumsum(2, dtype=torch.int32) - counts
     flat = (step // 2 + below) // step.clamp(min=1)
-    return _look_up(images, torch.where(step > 0, flat, _levels(images)))
+    return torch.where(step > 0, flat, _levels(images))
 
 
-def invert(images: Tensor, _: Tensor) -> Tensor:
-    """`ImageOps.invert`."""
-    return 255 - images
-
-
-def posterize(images: Tensor, bits: Tensor) -> Tensor:
-    """`ImageOps.posterize`: keep the upper `bits` bits. 8 and more keep the image, 0 and less give black."""
-    mask = 256 - (1 << (8 - bits.int()).clamp(0, 8))
-    return images & _per_sample(mask).to(torch.uint8)
-
-
-def solarize(images: Tensor, threshold: Tensor) -> Tensor:
-    """`ImageOps.solarize`: invert the values from `threshold` on (256: none)."""
-    # All bits where an image is below: on a CPU a comparison takes ten times as long as the sign of a difference.
-    below = (images.short() - _per_sample(threshold.ceil().short())) >> 15
-    return ~(images ^ below.to(torch.uint8))
-
-
-def solarize_add(images: Tensor, add: Tensor) -> Tensor:
-    """timm's SolarizeAdd: add `add`, 0 to 128, to the values below 128."""
-    return images + (~images >> 7) * _per_sample(add.to(torch.uint8))  # the highest bit says which are below
-
-
-def color(images: Tensor, factor: Tensor) -> Tensor:
-    """`ImageEnhance.Color`: blend with the grey image."""
-    return _blend(luma(images).float(), images.float(), factor)
-
-
-def contrast(images: Tensor, factor: Tensor) -> Tensor:
-    """`ImageEnhance.Contrast`: blend with the mean of the grey image, rounded."""
-    grey = luma(images)
-    pixels = grey[0].numel()
-    mean = (2 * grey.sum((1, 2, 3), dtype=torch.int64) + pixels) // (2 * pixels)
-    return _blend(_per_sample(mean).float(), images.float(), factor)
-
-
-def brightness(images: Tensor, factor: Tensor) -> Tensor:
-    """`ImageEnhance.Brightness`: blend with black."""
-    return _truncated(images.float() * _per_sample(factor))
-
-
-def sharpness(images: Tensor, factor: Tensor) -> Tensor:
-    """`ImageEnhance.Sharpness`: blend with `ImageFilter.SMOOTH`, which leaves the border pixels as they are."""
-    values, levels = images.float(), images.short()
-    smooth = values.clone()
-    rows = levels[:, :, :-2] + levels[:, :, 1:-1] + levels[:, :, 2:]
-    box = rows[..., :-2] + rows[..., 1:-1] + rows[..., 2:]
-    weighted = box + 4 * levels[:, :, 1:-1, 1:-1]  # 1 1 1 / 1 5 1 / 1 1 1
-    smooth[:, :, 1:-1, 1:-1] = (weighted.float() / 13 + 0.5).floor()
-    return _blend(smooth, values, factor)
-
-
-OPERATIONS: dict[int, Callable[[Tensor, Tensor], Tensor]] = {
-    Kernel.AUTO_CONTRAST: auto_contrast,
-    Kernel.EQUALIZE: equalize,
-    Kernel.INVERT: invert,
-    Kernel.POSTERIZE: posterize,
-    Kernel.SOLARIZE: solarize,
-    Kernel.SOLARIZE_ADD: solarize_add,
-    Kernel.COLOR: color,
-    Kernel.CONTRAST: contrast,
-    Kernel.BRIGHTNESS: brightness,
-    Kernel.SHARPNESS: sharpness,
+# What replaces the grey levels (256,) whatever the image: levels, arguments (b, 1) -> (b, 256)
+_FIXED_TABLES: dict[Kernel, Callable[[Ints, Floats], npt.NDArray[np.generic]]] = {
+    Kernel.INVERT: lambda levels, _: 255 - levels,
+    # `ImageOps.posterize`: keep the upper bits. 8 and more keep the image, 0 and less give black.
+    Kernel.POSTERIZE: lambda levels, bits: levels & (256 - (1 << (8 - bits.astype(np.int64)).clip(0, 8))),
+    # `ImageOps.solarize`: invert the values from the threshold on (256: none).
+    Kernel.SOLARIZE: lambda levels, threshold: np.where(levels < threshold, levels, 255 - levels),
+    # timm's SolarizeAdd: add 0 to 128 to the values below 128.
+    Kernel.SOLARIZE_ADD: lambda levels, add: np.where(levels < 128, levels + np.trunc(add), levels),
 }
 
 
-def warp(images: Tensor, maps: Tensor, fill: Sequence[int], *, cubic: bool, along: int = -1) -> Tensor:
-    """`PIL.Image.transform(size, AFFINE, map, resample, fillcolor)` for images (B, 3, H, W) uint8, size kept.
+def fixed_tables(kernels: Ints, arguments: Floats) -> Floats:
+    """The tables (b, 256) of operations that don't look at the image; 0 for others."""
+    tables = np.zeros((len(kernels), 256))
+    for kernel, table in _FIXED_TABLES.items():
+        rows = np.flatnonzero(kernels == kernel)
+        tables[rows] = table(np.arange(256), arguments[rows, None])
+    return tables
+
+
+# What replaces the grey levels: images, fixed tables (b, 1, 256) -> (b, 3 or 1, 256) int32
+TABLES: PerKernel = {
+    Kernel.AUTO_CONTRAST: _auto_contrast,
+    Kernel.EQUALIZE: _equalize,
+    **dict.fromkeys(_FIXED_TABLES, lambda _, tables: tables),
+}
+
+
+def _mean_luma(images: Tensor, _: Tensor) -> Tensor:
+    """For `ImageEnhance.Contrast`: the mean of the grey image, rounded."""
+    grey = luma(images)
+    pixels = grey[0].numel()
+    return (grey.sum((1, 2, 3), keepdim=True) + pixels // 2).div_(pixels, rounding_mode="floor").float()
+
+
+def _smooth(images: Tensor, _: Tensor) -> Tensor:
+    """For `ImageEnhance.Sharpness`: `ImageFilter.SMOOTH`, which leaves the border pixels as they are."""
+    smooth, levels = images.float(), images.short()
+    rows = (levels[:, :, :-2] + levels[:, :, 1:-1]).add_(levels[:, :, 2:])
+    box = (rows[..., :-2] + rows[..., 1:-1]).add_(rows[..., 2:])
+    weighted = box.add_(levels[:, :, 1:-1, 1:-1], alpha=4)  # 1 1 1 / 1 5 1 / 1 1 1
+    smooth[:, :, 1:-1, 1:-1] = weighted.float().div_(13).add_(0.5).floor_()
+    return smooth
+
+
+# ImageEnhance's degenerate images: images, arguments -> (b, 3 or 1, H or 1, W or 1) float32
+DEGENERATES: PerKernel = {
+    Kernel.COLOR: lambda images, _: luma(images).float(),
+    Kernel.CONTRAST: _mean_luma,
+    Kernel.BRIGHTNESS: lambda images, _: torch.zeros(len(images), 1, 1, 1, device=images.device),
+    Kernel.SHARPNESS: _smooth,
+}
+
+
+def remap(images: Tensor, kernels: Ints, fixed: Tensor) -> Tensor:
+    """The operations of `TABLES`: images (b, 3, H, W) uint8, kernels (b,) on the host, ascending, and their
+    `fixed_tables` (b, 256) -> new images."""
+    tables = _joined(TABLES, images, kernels, fixed[:, None].int()).clamp(0, 255).to(torch.uint8)
+    return tables.expand(-1, 3, -1).gather(2, images.flatten(2).long()).view_as(images)
+
+
+def blend(images: Tensor, kernels: Ints, factors: Tensor) -> Tensor:
+    """The operations of `DEGENERATES`, as `remap`: `PIL.Image.blend(degenerate, image, factor)`. Factor 0 gives the
+    degenerate image, 1 the image, more exaggerates."""
+    degenerate = _joined(DEGENERATES, images, kernels, factors)
+    differences = images.float().sub_(degenerate)
+    return _truncated(differences.mul_(factors.float().view(-1, 1, 1, 1)).add_(degenerate))
+
+
+def _joined(makers: PerKernel, images: Tensor, kernels: Ints, arguments: Tensor) -> Tensor:
+    """What each maker makes of the images of its kernel, in one tensor. Makers and kernels ascend."""
+    made = []
+    for kernel, make in makers.items():
+        start, stop = np.searchsorted(kernels, [kernel, kernel + 1]).tolist()
+        if start < stop:
+            made.append(make(images[start:stop], arguments[start:stop]))
+    if len(made) == 1:  # always so on CPUs, which take large images one by one
+        return made[0]
+    shape = torch.broadcast_shapes(*(part.shape[1:] for part in made))
+    return torch.cat([part.expand(-1, *shape) for part in made])
+
+
+def warp(images: Tensor, filters: Ints, maps: Tensor, fill: Sequence[int], along: int = -1) -> Tensor:
+    """`PIL.Image.transform(size, AFFINE, map, resample, fillcolor)` for images (b, 3, H, W) uint8, size kept.
 
     Args:
-        maps: (B, 2, 3), output px -> input px, float64 where the device has it.
+        filters: (b,) on the host, ascending: BILINEAR, or BICUBIC, which is PIL's and samples 4 x 4 pixels.
+        maps: (b, 2, 3), output px -> input px, float64 where the device has it.
         fill: Red, green, blue, shown where the mapped centre of a pixel lies outside the image.
-        cubic: Bicubic (PIL's, 4 x 4 pixels), else bilinear.
         along: 0 (x) or 1 (y) where every map moves lines of pixels along this axis, and by whole pixels along the other
             one: nothing is interpolated there, in half the time or a quarter, with the same result.
     """
-    height, width = images.shape[2:]
-    m = maps[..., None, None]
-    columns, rows = (torch.arange(side, dtype=maps.dtype, device=maps.device) + 0.5 for side in (width, height))
-    x, y = (m[:, axis, 0] * columns + m[:, axis, 1] * rows[:, None] + m[:, axis, 2] for axis in (0, 1))  # (B, H, W)
-    outside = (x < 0) | (x >= width) | (y < 0) | (y >= height)
-    x, y = x - 0.5, y - 0.5
-    left, top = x.floor(), y.floor()
-    # With a frame of repeated edges only the first of the 4 x 4 pixels around has to be clamped.
-    row_length = width + 2 * _FRAME
-    first = (top.int().clamp_(-1, height - 1) + 1) * row_length + (left.int().clamp_(-1, width - 1) + 1)
-    index = first.long().flatten(1)[:, None].expand(-1, 3, -1)  # the same pixel of every channel
-    table = F.pad(images.float(), (_FRAME,) * 4, mode="replicate").flatten(2)
-    reach = range(4) if cubic else range(1, 3)
-    reach_x, reach_y = (range(1, 2) if along == other else reach for other in (1, 0))
-    weights_x, weights_y = _weights(x - left, cubic), _weights(y - top, cubic)
-
-    def row(number: int) -> Tensor:
-        start = number * row_length
-        return _between([table[:, :, start + i :].gather(2, index).view(images.shape) for i in reach_x], weights_x)
-
-    levels = _truncated(_between([row(number) for number in reach_y], weights_y))
-    for channel, level in zip(levels.unbind(1), fill, strict=True):
+    first, fraction, outside = _places(maps, *images.shape[2:])
+    # Floats that hold the differences of grey levels: quick ones on a CPU, small ones elsewhere.
+    pixels = images.float() if images.device.type == "cpu" else images.half()
+    framed = F.pad(pixels, (_FRAME,) * 4, mode="replicate")
+    bilinear = int(np.searchsorted(filters, BICUBIC))
+    levels = [
+        _interpolated(framed[part], first[part], fraction[part], cubic, along)
+        for part, cubic in ((slice(0, bilinear), False), (slice(bilinear, len(images)), True))
+        if part.start < part.stop
+    ]
+    warped = (levels[0] if len(levels) == 1 else torch.cat(levels)).view(images.shape)
+    for channel, level in zip(warped.unbind(1), fill, strict=True):
         channel.masked_fill_(outside, level)
-    return levels
+    return warped
 
 
-def _weights(fraction: Tensor, cubic: bool) -> tuple[Tensor, ...]:
-    """By what `_between` multiplies differences of pixels, at points (B, H, W) in 0..1 between them."""
-    t = fraction[:, None]
+def _places(maps: Tensor, height: int, width: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Where the centres of the output's pixels lie in the input.
+
+    Returns:
+        (b, 3, H * W) the first of the 4 x 4 pixels around, as a position in an image with a frame; int64.
+        (b, 2, H * W) x and y, 0..1, from the pixel left above towards the next.
+        (b, H, W) which lie outside.
+    """
+    m = maps[..., None, None]
+    columns, rows = (torch.arange(0.5, side, dtype=maps.dtype, device=maps.device) for side in (width, height))
+    points = (m[:, :, 0] * columns + m[:, :, 1] * rows[:, None]).add_(m[:, :, 2])  # (b, 2, H, W) x, y
+    inside = points.clone()
+    for axis, side in enumerate((width, height)):
+        inside[:, axis].clamp_(0, side * (1 - torch.finfo(maps.dtype).eps / 2))  # the largest number below the side
+    outside_x, outside_y = (inside != points).unbind(1)
+    centred = inside.sub_(0.5)  # in places of pixels
+    corner = centred.floor()  # the pixel left above, from -1 on: in the frame there
+    left, top = corner.int().unbind(1)
+    line = width + 2 * _FRAME
+    first = top.mul_(line).add_(left).add_((_FRAME - 1) * (line + 1))
+    return first.long().flatten(1)[:, None].expand(-1, 3, -1), centred.sub_(corner).flatten(2), outside_x | outside_y
+
+
+def _interpolated(framed: Tensor, first: Tensor, fraction: Tensor, cubic: bool, along: int) -> Tensor:
+    """Grey levels (b, 3, H * W) at `_places` of the images in frames."""
+    reach = range(4) if cubic else range(1, 3)
+    weights = _weights(fraction, cubic)
+    weights_x, weights_y = ([weight[:, axis : axis + 1] for weight in weights] for axis in (0, 1))
+    pixels, line = framed.flatten(2), framed.shape[3]
+    if framed.device.type == "cpu":  # a plane at a time, which its caches hold
+        reach_x, reach_y = (range(1, 2) if along == other else reach for other in (1, 0))
+        lines: Sequence[Tensor] = [
+            _between([pixels[..., line * i + j :].gather(2, first) for j in reach_x], weights_x) for i in reach_y
+        ]
+    else:  # all at once: (b, 3, rows, columns, positions)
+        windows = pixels.unfold(2, 3 * line + 4, 1).unfold(3, 4, line).permute(0, 1, 3, 4, 2)
+        windows = windows[:, :, reach[0] : reach[-1] + 1, reach[0] : reach[-1] + 1]
+        around = windows.gather(4, first[:, :, None, None].expand(*windows.shape[:4], -1))
+        lines = _between(around.unbind(3), [weight[:, None] for weight in weights_x]).unbind(2)
+    return _truncated(_between(lines, weights_y))
+
+
+def _weights(fraction: Tensor, cubic: bool) -> Sequence[Tensor]:
+    """By what `_between` multiplies differences of pixels, at fractions 0..1 of the way between them."""
     if not cubic:
         # The result is often a whole number, where a float32 just below would lose a level: keep the doubles.
-        return (t,)
-    t = t.float()
+        return [fraction]
+    t = fraction.float()
     rest = 1 - t
     far = t * rest
     return -far * rest, t + t * far, -far * t
 
 
-def _between(pixels: Sequence[Tensor], weights: tuple[Tensor, ...]) -> Tensor:
+def _between(pixels: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
     """One pixel as it is, or a value between two, or between the middle two of four: cubic convolution with a = -1,
     which is PIL's for transforms.
 
@@ -214,5 +251,5 @@ def _between(pixels: Sequence[Tensor], weights: tuple[Tensor, ...]) -> Tensor:
         first, second = pixels
         return (second - first).to(weights[0].dtype).mul_(weights[0]).add_(first)
     before, first, second, after = pixels
-    total = (before - first).mul_(weights[0]).addcmul_(second - first, weights[1])
+    total = (before - first).to(weights[0].dtype).mul_(weights[0]).addcmul_(second - first, weights[1])
     return total.addcmul_(after - first, weights[2]).add_(first)
