@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 import tlt
 import volo  # noqa: F401 (registers its models)
 from tests.stand_in_cuda import StandIn, stand_in_cuda
+from tlt.data.augment import device_stage
 from tlt.data.augment.device_stage import DeviceStage
 from tlt.data.augment.plan import AugmentConfig, make_plan
 from tlt.data.backends import create_backend, dali
@@ -184,6 +186,26 @@ def test_the_device_stage_takes_few_launches_and_gives_the_cpus_bits(stand_in: S
     finished = stage(crops, plan)
     assert 0 < stand_in.launches.total() < most and not stand_in.waits
     assert torch.equal(finished.cpu(), expected) and torch.equal(crops.cpu(), images)
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+def test_the_first_batch_on_a_gpu_is_compared_with_the_cpus(
+    stand_in: StandIn, monkeypatch: pytest.MonkeyPatch, make_dataset: Callable[..., Path], wrong: bool
+) -> None:
+    def brighter(images: Tensor, *arguments: Any, **options: Any) -> Tensor:
+        return warp(images, *arguments, **options) + 2 * images.is_cuda
+
+    warp, config = device_stage.warp, AugmentConfig((32, 32), auto_augment="rand-n1-p1")
+    if wrong:
+        monkeypatch.setattr(device_stage, "warp", brighter)
+    images = tlt.open_images(make_dataset(train=8), "train")
+    batches = tlt.Loader(images, None, config, batch_size=4, workers=0, device="cuda").epoch(0)
+    with warnings.catch_warnings(record=True) as told:
+        next(batches)
+        stand_in.waits.clear()
+        next(batches)
+    assert ["% of the values of the first batch differ" in str(line.message) for line in told] == [True] * wrong
+    assert not stand_in.waits
 
 
 def test_a_step_starts_no_more_kernels_than_it_did(

@@ -17,7 +17,7 @@ from timm.data import IMAGENET_DEFAULT_STD
 from torch import Tensor
 
 from tlt.data.augment.counter import key
-from tlt.data.augment.device_stage import DeviceStage
+from tlt.data.augment.device_stage import DeviceStage, check_first_batch
 from tlt.data.augment.plan import AugmentConfig, Plan
 from tlt.data.backends import create_backend
 from tlt.data.backends.decode import Backend
@@ -133,8 +133,10 @@ class Loader(DeviceLoader):
             len(images), global_batch, seed, world_size, rank, micro_batches, drop_last, repeats, sizes
         )
         self.dataset = TrainDataset(images, augment, seed, labels, backend, label_view)
-        stage = DeviceStage(augment, augment.mean if mean is None else mean, std).to(device)
-        self.device_stage: Callable[[Tensor, Plan], Tensor] = stage
+        stage = DeviceStage(augment, augment.mean if mean is None else mean, std)
+        if torch.device(device).type == "cuda":
+            check_first_batch(stage)
+        self.device_stage: Callable[[Tensor, Plan], Tensor] = stage.to(device)
         super().__init__(self.dataset, device, workers, skips=SkipCounter(len(images), max_bad_images), **loading)
         self._next = 0
 

@@ -8,6 +8,8 @@ Legend: B images of H x W pixels, b rows of them.
 
 from __future__ import annotations
 
+import copy
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import NamedTuple
@@ -15,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from tlt import geometry
 from tlt.data.augment.counter import normal_noise
@@ -218,3 +220,25 @@ class DeviceStage(EvalStage):
         if images.shape != (len(plan), 3, *plan.size) or images.dtype != torch.uint8:
             raise ValueError(f"{len(plan)} planned images of 3 x {plan.size} uint8, got {images.shape} {images.dtype}")
         return _erase(super().forward(_augmented(images, plan, self.fill)), plan, self.remode)
+
+
+def check_first_batch(stage: DeviceStage) -> None:
+    """Compute the first batch of a stage that goes to a GPU on the CPU as well, and warn where they are not the same.
+
+    No GPU has confirmed yet that it agrees with the CPU. This waits once for the device.
+    """
+    on_cpu = copy.deepcopy(stage)
+
+    def compare(_: nn.Module, arguments: tuple[Tensor, Plan], images: Tensor) -> None:
+        hook.remove()
+        crops, plan = arguments
+        levels = (images.cpu() - on_cpu(crops.cpu(), plan)).abs_() / on_cpu.scale
+        different = (levels > 1.01).float().mean().item()
+        if different > 0.002:  # a place on the exact edge of a pixel may be rounded to its other side
+            warnings.warn(
+                f"{different:.1%} of the values of the first batch differ by more than a grey level from what the CPU "
+                "makes of it: this GPU augments wrongly; report it with its name and torch's version",
+                stacklevel=2,
+            )
+
+    hook = stage.register_forward_hook(compare)
