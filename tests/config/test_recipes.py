@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+import timm
 
 from volo.config.args import TRAIN
+from volo.config.flag_rules import teachers_of
 from volo.train.schedule import LrSchedule, resolve_lr
 
 ROOT = Path(__file__).parents[2]
@@ -85,7 +87,7 @@ def header_command(name: str) -> tuple[int, list[str], str]:
 
 
 def test_every_recipe_is_in_the_tables() -> None:
-    own = {*FROM_SCRATCH, *FINE_TUNED, "finetune_small"}
+    own = {*FROM_SCRATCH, *FINE_TUNED, "finetune_small", "vit_s16_224_two_teachers"}
     assert {path.stem for path in (ROOT / "configs").iterdir()} == own | OF_OTHERS.keys()
 
 
@@ -157,6 +159,17 @@ def test_a_trunk_and_its_branches_have_one_rate_until_the_first_decay(monkeypatc
         assert branch.decay_begins == 2 * epochs and f"milestone-{epochs}.pth.tar" in header
         assert [branch(t) for t in range(2 * epochs)] == [trunk(t) for t in range(2 * epochs)]
         assert branch.total_epochs == epochs * 5 / 4 and branch(2 * branch.total_epochs - 1) < 0.03
+
+
+def test_a_student_has_two_unlike_teachers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    gpus, argv, header = header_command("vit_s16_224_two_teachers")
+    args = TRAIN.parse(argv)
+    assert args.notes == [] and gpus * args.batch_size == 1024 and resolve_lr(args, 1024)[0] == 1e-3
+    assert header.count("not run at this size") == 1 and "Source:" in header
+    teachers = teachers_of(args)
+    assert all(timm.is_model(name) for name in teachers.kd_model_name)
+    assert list(zip(teachers.kd_distill_type, teachers.kd_loss_weight, strict=True)) == [("token", 1.0), ("logit", 0.5)]
 
 
 def test_lv_vit_differs_from_the_defaults_as_published() -> None:
