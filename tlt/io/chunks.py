@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import torch
 
-# Numbers of scratch per group: on a CPU what its caches hold, elsewhere enough to fill the device (32 MiB of float32).
-_CPU_NUMBERS, _DEVICE_NUMBERS = 2**18, 2**23
+_CPU_NUMBERS = 2**18  # of scratch per group: what a CPU's caches hold
 
 
-def image_chunks(
-    images: int, numbers_per_image: int, device: torch.device, device_numbers: int = _DEVICE_NUMBERS
-) -> list[slice]:
-    """Slices that together cover `images` images, each with about as many numbers of scratch as suits the device.
+def image_chunks(images: int, numbers_per_image: int, device: torch.device, gpu_numbers: int = 2**23) -> list[slice]:
+    """Slices that together cover `images` images, each with about as many numbers of scratch as suits the device:
+    `gpu_numbers` fill a GPU (32 MiB of float32).
 
     Under `torch.compile` there is one slice: the compiler fuses what the groups are there to keep small.
     """
     if torch.compiler.is_compiling():
         return [slice(0, images)]
-    numbers = _CPU_NUMBERS if device.type == "cpu" else device_numbers
+    numbers = _CPU_NUMBERS if device.type == "cpu" else gpu_numbers
     step = max(1, numbers // max(1, numbers_per_image))
     return [slice(start, start + step) for start in range(0, images, step)]
