@@ -135,7 +135,7 @@ def agreement_text(summary: Mapping[str, Any]) -> str:
     if not summary:
         return "agreement with the folders' classes: not measured"
     return (
-        "the mean of the cells' shares names the folder's class for "
+        "labels, averaged over their cells, name the folder's class for "
         f"{100 * summary['images_naming_their_class']:.2f} % of {summary['images']} images, a single cell for "
         f"{100 * summary['cells_naming_their_class']:.2f} % of {summary['cells']} cells "
         f"({100 * summary['cells_by_chance']:.2f} % by chance)"
