@@ -116,7 +116,7 @@ def test_it_sees_the_images_before_they_are_mixed() -> None:
             return Annotation(values, torch.zeros_like(values).int(), values[:, 0].float())
 
     pixels = ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5)), ((0.1, 0.2, 0.3), (0.2, 0.2, 0.2))
-    teacher = Teacher("it", cast(Annotator, Look()), *pixels, FULL_AREA)
+    teacher = Teacher("it", cast(Annotator, Look()), *pixels, {(32, 32): FULL_AREA})
     whole = torch.tensor([[0.0, 0.0, 0.5, 0.5]] * 3)
     images = torch.rand(3, 3, 32, 32)
     classes, affine, sizes = torch.tensor([0, 1, 2]), torch.zeros(3, 2, 3), torch.ones(3, 2)

@@ -33,6 +33,7 @@ ON_A_GPU = torch.cuda.is_available()
 CUDA = torch.device("cuda", 0)
 EPOCHS, UPDATES = (5, 7) if ON_A_GPU else (2, 3)  # the last of an epoch is a smaller batch
 ACCUMULATING = f"{LABELLED} --model-ema --grad-accum-steps 2 --drop-path-mode subset --model-dtype bfloat16"
+SIZES = f"{LABELLED} --train-img-sizes 48 64 --train-batch-sizes 3 4"
 Trained = tuple[list[float], list[Tensor], str]  # losses and norms, the weights in the end, and what was told
 
 
@@ -60,13 +61,15 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(step_graph, "WARM_UP", 1)
 
 
-@pytest.mark.parametrize(("flags", "resumed"), [(f"{LABELLED} --model-ema", False), (ACCUMULATING, True)])
+@pytest.mark.parametrize(
+    ("flags", "resumed"), [(f"{LABELLED} --model-ema", False), (SIZES, False), (ACCUMULATING, True)]
+)
 def test_graphs_compute_what_launched_steps_do(flags: str, resumed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The last batch of an epoch is smaller, and launched; a step is not finite, and skipped; in between a run is
     resumed, or gives its memory back."""
-    if not resumed:
+    if not resumed and flags != SIZES:
         monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: torch.cuda.mem_get_info()[1])
-    images = (4 * UPDATES - 1) * (2 if resumed else 1)
+    images = (4 * UPDATES - 1) * (2 if resumed or flags == SIZES else 1)
     told, found, lines = trained(flags, EPOCHS, images)
     expected = trained(f"{flags} --no-cuda-graph", EPOCHS, images)
     if resumed:  # where steps are launched again that were repeated
@@ -219,6 +222,7 @@ def test_a_number_that_changes_is_seen(kept: str, stand_in: StandIn, monkeypatch
         ("--grad-checkpointing --model-kwargs attn_drop_rate=0.1", "--grad-checkpointing"),
         ("--grad-checkpointing --model test_vit --drop-path 0", "--grad-checkpointing"),
         ("--no-cuda-graph", "--no-cuda-graph"),
+        ("--train-img-sizes 48 64 --grad-accum-steps 2", "--grad-accum-steps with --train-img-sizes"),
     ],
 )
 def test_what_is_launched_is_told_with_the_reason(flags: str, reason: str) -> None:

@@ -17,8 +17,8 @@ from tlt.errors import UserError
 def model_config_of(checkpoint: dict[str, Any], path: str | Path = "the checkpoint") -> dict[str, Any] | None:
     """Return the checked `model_config` of a checkpoint, None where it has none (published files, timm's).
 
-    Keys, all optional: name, kwargs, num_classes, img_size (H, W), in_chans, dense_head, crop_pct, crop_mode, mean,
-    std, interpolation, class_names, labels. Others, of later versions, are left out.
+    Keys, all optional: name, kwargs, num_classes, img_size (H, W), val_img_size (H, W), in_chans, dense_head, crop_pct,
+    crop_mode, mean, std, interpolation, class_names, labels. Others, of later versions, are left out.
 
     Raises:
         UserError: A value has the wrong type or range.
@@ -76,7 +76,9 @@ _CHECKS = {
     "name": lambda v: isinstance(v, str),
     "kwargs": lambda v: isinstance(v, dict) and all(isinstance(k, str) and k not in _SOURCES for k in v) and _small(v),
     "num_classes": lambda v: _whole(v, 0, 200_000),
-    "img_size": lambda v: isinstance(v, (list, tuple)) and len(v) == 2 and all(map(_whole, v)),
+    **dict.fromkeys(
+        ("img_size", "val_img_size"), lambda v: isinstance(v, (list, tuple)) and len(v) == 2 and all(map(_whole, v))
+    ),
     "in_chans": _whole,
     "dense_head": lambda v: isinstance(v, bool),
     "crop_pct": lambda v: _positive(v) and 0.1 <= v <= 10,

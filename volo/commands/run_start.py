@@ -220,11 +220,20 @@ def describe(run: Run, training: Training) -> None:
         + f", {len(training.validation.dataset)} validation images, {len(config['class_names'])} class folders"
     )
     logger.line(
-        f"global batch {stream.global_batch} = {args.batch_size} per "
+        f"global batch {stream.global_batch} = {stream.global_batch / (world.data_size * args.grad_accum_steps):g} per "
         f"{'device' if world.tensor_parallel == 1 else f'{world.tensor_parallel} devices'} x {world.data_size} x "
         f"{args.grad_accum_steps} accumulation steps; {stream.updates_per_epoch} updates an epoch, "
         f"{training.schedule.total_epochs} epochs"
     )
+    if stream.sizes is not None:
+        each = zip(stream.sizes.batch_sizes, stream.sizes.sizes, strict=True)
+        shown = ", ".join(f"{batch} images of {side} px" for batch, (side, _) in each)
+        scale = args.variable_batch_loss_scale
+        rate = "the same" if scale == "none" else f"{scale} in its images"
+        logger.line(
+            f"image sizes ({args.train_size_schedule}), per device: {shown}; {stream.global_batch} is the mean global "
+            f"batch, by which the learning rate is computed; that of an update is {rate}"
+        )
     criterion = training.criterion
     if isinstance(criterion, TokenLabelCriterion):
         size, (rows, columns) = args.token_label_size, criterion.grid
@@ -294,7 +303,7 @@ def check_smallest_batch(args: Namespace, model: nn.Module, size: tuple[int, int
     """Check that the model, in training mode, takes batches of one image where an epoch has one.
 
     Args:
-        size: (channels, H, W).
+        size: (channels, H, W); the smallest one of a schedule is taken in its place.
 
     Raises:
         UserError: Its BatchNorm would normalise single values, which torch refuses in the middle of the epoch.
@@ -302,6 +311,7 @@ def check_smallest_batch(args: Namespace, model: nn.Module, size: tuple[int, int
     if stream.smallest_batch > 1 or (args.sync_bn and stream.world_size > 1):  # ranks normalise together
         return
     set_train_mode(model, args.freeze_bn or args.freeze)
+    size = size if stream.sizes is None else (size[0], *min(stream.sizes.sizes))
     try:
         run_on_meta(model, size, images=1)
     except (NotImplementedError, RuntimeError, ValueError) as error:
@@ -317,14 +327,14 @@ def check_smallest_batch(args: Namespace, model: nn.Module, size: tuple[int, int
 def step_arithmetic(
     run: Run, model: nn.Module, criterion: Criterion, input_size: tuple[int, int, int]
 ) -> Arithmetic | None:
-    """Count the arithmetic of a step without computing or drawing anything; None where torch can't, and where no record
-    is written.
+    """Count the arithmetic of a step without computing or drawing anything; None where torch can't, where steps have
+    images of several sizes, and where no record is written.
 
     Args:
         input_size: (channels, H, W).
     """
     args, device = run.args, run.world.device
-    if args.dry_run or not run.world.is_primary:
+    if args.dry_run or args.train_img_sizes or not run.world.is_primary:
         return None
     options = {"dense": True} if isinstance(criterion, TokenLabelCriterion) and criterion.dense else {}
     # In training mode, which `--drop-path-mode subset` needs to leave out what it drops.

@@ -10,6 +10,7 @@ directory, goes on from a checkpoint and opens its records is in volo/commands/r
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from argparse import Namespace
@@ -51,8 +52,8 @@ from volo.commands.run_start import (
     restore_state,
     step_arithmetic,
 )
-from volo.config.args import TrainArgs
-from volo.config.flag_rules import sharding_flag
+from volo.config.args import FrozenArgs, TrainArgs
+from volo.config.flag_rules import other_sizes, sharding_flag
 from volo.record.logger import Logger
 from volo.record.records import duration, settings_of
 from volo.record.run_directory import check_writable
@@ -156,6 +157,8 @@ def build(run: Run, folders: Folders, labels: LabelReader | None, model: TimmMod
     args, world, logger = run.args, run.world, run.logger
     settings = eval_settings(args, model)
     input_size, dtype = settings["input_size"], compute_dtype(args, world.device)
+    sizes, val_side = other_sizes(args), args.val_img_size
+    val_settings = settings | ({"input_size": (input_size[0], val_side, val_side)} if val_side else {})
     model = add_dense_head(model, args, input_size[1:])
     load_start(model, args, logger)
     teacher = None
@@ -174,14 +177,15 @@ def build(run: Run, folders: Folders, labels: LabelReader | None, model: TimmMod
     loader = train_loader(args, folders.train, labels, settings, world)
     validation_batch = args.validation_batch_size or args.batch_size * args.validation_batch_size_multiplier
     maps, images = args.val_label_data, folders.validation
-    score = DenseScore(args, maps, model, settings, images, world) if maps else None
-    validation = validation_loader(args, images, validation_batch, settings, world, score.labels if score else None)
+    score = DenseScore(args, maps, model, val_settings, images, world) if maps else None
+    validation = validation_loader(args, images, validation_batch, val_settings, world, score.labels if score else None)
     check_smallest_batch(args, model, input_size, loader.index_stream)
     work = step_arithmetic(run, model, criterion, input_size)  # before SyncBatchNorm, which refuses meta tensors
     model = prepare_model(model, args, world)
     for network in (model,) if teacher is None else (model, teacher.annotator.model):
-        for line in check_convolutions(network, input_size, dtype, world.device):
-            logger.line(line)
+        for size in (input_size[1:], *sizes):
+            for line in check_convolutions(network, (input_size[0], *size), dtype, world.device):
+                logger.line(line)
 
     meshes = meshes_of(args, world)
     working_copy = WorkingCopy(model) if args.model_dtype == "bfloat16" and meshes is None else None
@@ -240,17 +244,23 @@ def report_dry_run(run: Run, training: Training) -> None:
         size = (config["in_chans"], *config["img_size"])
         dense = isinstance(training.criterion, TokenLabelCriterion) and training.criterion.dense
         device_type = "cuda" if run.world.device.type == "cuda" else "cpu"
+        largest, args = training.loader.index_stream.sizes, run.args
+        if largest is not None:
+            batches = zip(largest.batch_sizes, largest.sizes, strict=True)
+            _, side, batch = max((batch * math.prod(side), side, batch) for batch, side in batches)
+            size, args = (size[0], *side), FrozenArgs(args, batch_size=batch)
+            run.logger.line(f"of the batches, those of {args.batch_size} images of {size[1]} px have the most pixels:")
         shape = StepShape(size, device_type, precision.amp_dtype, dense)
         model = training.state.model
         computing = model if precision.working_copy is None else precision.working_copy.module
-        for line in memory_report(run.args, model, computing, shape, run.world.device):
+        for line in memory_report(args, model, computing, shape, run.world.device):
             run.logger.line(line)
         if training.distillation is not None:
             teachers = [part.teacher for part in training.distillation.losses.parts]
             shapes = [StepShape((size[0], *each.img_size), device_type, each.amp_dtype) for each in teachers]
             pairs = zip((each.model for each in teachers), shapes, strict=True)
             named = dict(zip(training.distillation.names, pairs, strict=True))
-            for line in teachers_report(named, model, shape, run.args.batch_size):
+            for line in teachers_report(named, model, shape, args.batch_size):
                 run.logger.line(line)
     run.logger.line("--dry-run: flags, data and model are fine; nothing was trained or written")
 

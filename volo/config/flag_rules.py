@@ -71,6 +71,10 @@ TRAIN: tuple[Rule, ...] = (
         lambda a: a.token_label and a.cls_weight == 0 and (a.dense_weight == 0 or a.token_label_size == 1),
         f"--cls-weight 0 leaves nothing to train without {DENSE} and a --dense-weight above 0",
     ),
+    (
+        lambda a: "auto" in (a.train_batch_sizes or []) and len(a.train_batch_sizes) > 1,
+        "--train-batch-sizes takes auto alone, or a batch for each of --train-img-sizes",
+    ),
     (lambda a: a.in_chans == 2, "--in-chans {in_chans}: 3 (RGB) or 1 (grey)"),
     (
         lambda a: a.kd_only and (a.token_label or a.bce_loss or mixes(a) or a.val_fraction > 0),
@@ -85,8 +89,12 @@ TRAIN: tuple[Rule, ...] = (
         "--freeze and --kd-distill-type other than logit: frozen features learn nothing; leave out one of them",
     ),
     (
-        lambda a: (mixes(a) or bool(a.compat)) and (a.kd_size is not None or "whole" in a.kd_view),
-        "--mixup, --cutmix and --compat: the teacher must see what the student sees; leave out --kd-size and --kd-view",
+        lambda a: (
+            (mixes(a) or bool(a.compat))
+            and (a.kd_size is not None or "whole" in a.kd_view or bool(a.kd_model_name and a.train_img_sizes))
+        ),
+        "--mixup, --cutmix and --compat: the teacher must see what the student sees; leave out --kd-size, --kd-view "
+        "and --train-img-sizes",
     ),
     (lambda a: a.freeze and a.grad_checkpointing, "--freeze stores no activations: remove --grad-checkpointing"),
     (
@@ -196,6 +204,12 @@ def sharding_flag(args: Namespace) -> str:
     """Return the flag that divides weights among ranks, as one types it; "" where they are whole on every rank."""
     flags = {"--tensor-parallel": args.tensor_parallel, "--shard": args.shard}
     return next((f"{flag} {ranks}" for flag, ranks in flags.items() if ranks > 1), "")
+
+
+def other_sizes(args: Namespace) -> list[tuple[int, int]]:
+    """Return (H, W) of the images that a run shows to its model beside those of the model's own size."""
+    sizes = [*(getattr(args, "train_img_sizes", None) or []), getattr(args, "val_img_size", None)]
+    return [(side, side) for side in dict.fromkeys(sizes) if side]
 
 
 def trackers_of(args: Namespace) -> list[str]:

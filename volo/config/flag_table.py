@@ -129,6 +129,11 @@ def key_value(text: str) -> tuple[str, Any]:
         return key, value
 
 
+def count_or_auto(text: str) -> int | str:
+    """A type of values: a whole number from 1 on, or `auto`. Raises argparse.ArgumentTypeError: it is neither."""
+    return text if text == "auto" else int(POSITIVE(text))
+
+
 class Need(NamedTuple):
     """A condition without which a flag has no effect: its name, and whether the arguments meet it."""
 

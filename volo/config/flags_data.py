@@ -20,6 +20,7 @@ from volo.config.flag_table import (
     WEIGHTS,
     Group,
     Need,
+    count_or_auto,
     flag,
     key_value,
     needing,
@@ -129,6 +130,39 @@ DATA = Group(
     switch("--full-decode", "decode JPEGs of over 8 million px at full size", needs=(JPEG_BACKEND,)),
     *LIMITS,
     switch("--save-images", "write the input batch as a picture at every --log-interval"),
+)
+
+SIZES = Need("--train-img-sizes", lambda a: bool(a.train_img_sizes))
+PROGRESSIVE = Need("--train-size-schedule progressive", lambda a: a.train_size_schedule == "progressive")
+
+IMAGE_SIZES = Group(
+    "Image sizes",
+    flag("--train-img-sizes", POSITIVE, None, "sides in px: train each batch on images of one of them", nargs="+"),
+    *needing(
+        SIZES,
+        flag(
+            "--train-batch-sizes",
+            count_or_auto,
+            None,
+            "batch at each (--batch-size); auto: as many pixels as --batch-size at --img-size, in steps of 8 images",
+            nargs="+",
+            metavar="N",
+        ),
+        flag("--train-size-probs", AMOUNT, None, "weight of each (equal)", nargs="+"),
+        flag("--train-size-schedule", ("constant", "progressive"), "constant", "weights stay, or move to the last one"),
+        *needing(
+            PROGRESSIVE,
+            flag("--train-size-schedule-spread", AMOUNT, 0.65, "how many sizes beside the present one come, too"),
+            flag("--train-size-random-mix", SHARE, 0.1, "part of the batches that may have any of the sizes"),
+        ),
+        flag(
+            "--variable-batch-loss-scale",
+            ("none", "sqrt", "linear"),
+            "none",
+            "the learning rate of an update follows its images in proportion to their mean, or not",
+        ),
+    ),
+    flag("--val-img-size", POSITIVE, None, "side in px of validation images (--img-size)", needs=(LABELLED,)),
 )
 
 TOKEN_LABELS = Group(

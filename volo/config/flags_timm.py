@@ -13,10 +13,8 @@ ROWS = {
     "--input-key --target-key": "not needed: found by the types of columns",
     "--epoch-repeats --train-batches-per-epoch --train-steps-per-epoch": "not wanted: an epoch has each image once",
     "--worker-seeding": "not needed: --seed gives each image its augmentation",
-    "--train-img-sizes --train-batch-sizes --train-size-probs --train-size-schedule --train-size-schedule-spread "
-    "--train-size-random-mix --variable-batch-loss-scale": "missing: train small, then --finetune larger",
     "--naflex-loader --naflex-train-seq-lens --naflex-max-seq-len --naflex-patch-sizes --naflex-patch-size-probs "
-    "--naflex-loss-scale --naflex-patchify-channels-first": "missing: a run has one --img-size",
+    "--naflex-loss-scale --naflex-patchify-channels-first": "missing: --train-img-sizes, of square images",
     "--layer-decay-min-scale --layer-decay-no-opt-scale": "missing: --layer-decay alone, or --freeze",
     "--lr-cycle-decay": "--decay-rate, as published",
     "--kd-loss-type": "not needed: kl, as timm's only one",

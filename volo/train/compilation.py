@@ -20,11 +20,13 @@ from torch import nn
 
 from tlt.errors import UserError
 from tlt.models.token_labeling import TokenLabelModel
+from volo.config.flag_rules import other_sizes
 from volo.config.flags_train import CUDA_GRAPH_MODES
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 _CUDA_GRAPHS = "torch._inductor.cudagraph_trees"
+_GRAPHS = 8  # of a function for images of one size: torch's own limit
 
 
 def compile_model(model: Any, args: Namespace) -> Any:
@@ -124,7 +126,12 @@ def _compiler(args: Namespace) -> partial[Any]:
         importlib.import_module(_CUDA_GRAPHS)  # `begin_step` counts from the first step on
     if (budget := getattr(args, "activation_memory_budget", None)) is not None:  # a flag of train.py
         torch._functorch.config.activation_memory_budget = budget
-    return partial(torch.compile, backend=args.torchcompile, mode=args.torchcompile_mode)
+    options = {"backend": args.torchcompile, "mode": args.torchcompile_mode}
+    if sizes := other_sizes(args):
+        # A graph for each: one for any size would be made at the second one that comes, another in a resumed run.
+        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _GRAPHS * (1 + len(sizes)))
+        options["dynamic"] = False
+    return partial(torch.compile, **options)
 
 
 def stems(model: nn.Module) -> list[nn.Module]:

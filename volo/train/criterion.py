@@ -9,8 +9,8 @@ numbers.
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
@@ -23,10 +23,13 @@ from tlt.api import StepKey, draw_box
 from tlt.data.augment.operations import to_device
 from tlt.data.batch import Batch
 from tlt.errors import UserError
+from tlt.label_map import Area
 from tlt.loss import LossTerms, TokenLabelLoss
 from tlt.mix import MixRatios, Mixup
+from tlt.models.spatial import Size
 from tlt.models.wrap import TOKEN_LABEL_MODELS
 from tlt.targets import Targets
+from volo.config.flag_rules import other_sizes
 from volo.train.precision import autocast
 
 if TYPE_CHECKING:
@@ -84,6 +87,7 @@ class TokenLabelCriterion(StepLoss, TokenLabelLoss):
         published_sum: Let smoothed targets sum to 1 + s / C (`--compat target-sum`).
         teacher: Labels the batch before anything is mixed; None: the batch has its labels already, or has none.
         amp_dtype: The type in which autocast computes the forward pass; None for float32.
+        places: Grid and window of images of other sizes (H, W).
         The others: as `tlt.loss.TokenLabelLoss`; where `dense` is False, `model(x)` is trained on the class labels.
     """
 
@@ -92,6 +96,12 @@ class TokenLabelCriterion(StepLoss, TokenLabelLoss):
     published_sum: bool = False
     teacher: Teacher | None = None
     amp_dtype: torch.dtype | None = None
+    places: Mapping[Size, tuple[Size, Area]] = field(default_factory=dict)
+
+    def at(self, batch: Batch) -> TokenLabelCriterion:
+        """Return the criterion for images of the size of the batch's."""
+        found = self.places.get((batch.images.shape[-2], batch.images.shape[-1]))
+        return self if found is None else replace(self, grid=found[0], window=found[1])
 
     def targets(self, batch: Batch) -> Targets:
         # Before the forward pass, so that the memory of the teacher's activations is free again.
@@ -137,6 +147,10 @@ class ClassCriterion(StepLoss):
     bce: nn.Module | None = None
     amp_dtype: torch.dtype | None = None
 
+    def at(self, batch: Batch) -> ClassCriterion:
+        """Return itself: images of all sizes are compared with their classes."""
+        return self
+
     def draw(self, batch: Batch, step: StepKey) -> Drawn:
         """Return what is random in the loss of a step."""
         return Drawn(_draw_ratios(self.mix, batch, step))
@@ -175,6 +189,7 @@ def make_criterion(
     """Choose the criterion from the flags and prepare `model` for it: a dense head of weight 0 is switched off.
 
     Args:
+        image_size: (H, W) of `--img-size`.
         amp_dtype: The type of autocast; None for float32.
 
     Raises:
@@ -192,6 +207,7 @@ def make_criterion(
         )
     if not args.dense_weight:
         model.set_dense_head(False)
+    places = {size: model.token_positions(size).window(model.token_grid(size), size) for size in other_sizes(args)}
     return TokenLabelCriterion.of(
         model,
         image_size,
@@ -202,6 +218,7 @@ def make_criterion(
         published_sum="target-sum" in (args.compat or ()),
         teacher=teacher,
         amp_dtype=amp_dtype,
+        places={size: (model.token_grid(size), window) for size, window in places.items()},
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from argparse import Namespace
 from collections.abc import Mapping
 from contextlib import suppress
@@ -12,6 +13,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
+from timm.layers import to_2tuple
 
 from tlt.api import Loader
 from tlt.data.augment.device_stage import EvalStage
@@ -20,6 +22,7 @@ from tlt.data.backends import create_backend
 from tlt.data.batch import SkipCounter
 from tlt.data.dataset import EvalDataset, LabelReader
 from tlt.data.loader import EvalLoader
+from tlt.data.size_schedule import SizeSchedule
 from tlt.data.sources import open_images
 from tlt.data.sources.folder import compare_classes, read_class_map
 from tlt.data.sources.source import ImageSource
@@ -210,6 +213,26 @@ def augment_config(args: Namespace, settings: Mapping[str, Any]) -> AugmentConfi
     )
 
 
+def size_schedule(args: Namespace, full: tuple[int, int]) -> SizeSchedule | None:
+    """The schedule of `--train-img-sizes`, None without; `full` is (H, W) of `--img-size`. Raises UserError: its
+    numbers don't fit each other."""
+    if not args.train_img_sizes:
+        return None
+    sizes, batches = [to_2tuple(size) for size in args.train_img_sizes], args.train_batch_sizes
+    if batches == ["auto"]:
+        fitting = [args.batch_size * math.prod(full) // math.prod(size) for size in sizes]
+        batches = [max(1, batch // 8 * 8 or batch) for batch in fitting]
+    progressive = args.train_size_schedule == "progressive"
+    return SizeSchedule(
+        sizes,
+        batches or [args.batch_size] * len(sizes),
+        args.train_size_probs,
+        max(1, args.epochs) if progressive else None,
+        args.train_size_schedule_spread,
+        args.train_size_random_mix,
+    )
+
+
 def train_loader(
     args: Namespace, folder: ImageSource, labels: LabelReader | None, settings: Mapping[str, Any], world: World
 ) -> Loader:
@@ -238,6 +261,7 @@ def train_loader(
         drop_last=args.drop_last,
         micro_batches=args.grad_accum_steps,
         repeats=args.aug_repeats or 1,
+        sizes=size_schedule(args, settings["input_size"][1:]),
         label_view=view,
         **_loading(args, world),
     )

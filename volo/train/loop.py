@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -29,6 +30,7 @@ from volo.train.meter import Meter
 from volo.train.optim import set_lr
 from volo.train.precision import Precision
 from volo.train.run import Run, Training
+from volo.train.schedule import scaled_lr
 from volo.train.step import Step
 from volo.train.step_graph import step_of
 
@@ -55,6 +57,10 @@ def train_epochs(run: Run, training: Training, saver: Saver) -> None:
             training = replace(training, criterion=replace(training.criterion, mix=None))
             step = step_of(run, training)
         logger.start_epoch(epoch, epochs, state.updates_per_epoch)
+        if training.loader.index_stream.sizes is not None:
+            counts = sorted(Counter(training.loader.index_stream.sizes_of(epoch)).items())
+            shown = ", ".join(f"{updates} of {size[0]} px" for size, updates in counts if size is not None)
+            logger.line(f"epoch {epoch + 1}: updates on images {shown}")
         gc.collect()
         totals = train_epoch(run, training, step, meter, saver)
         if training.distillation is not None:
@@ -89,7 +95,9 @@ def train_epoch(run: Run, training: Training, step: Step, meter: Meter, saver: S
         batches = training.distillation.paired(batches, state.epoch, first)
     for batch in run.guard.iterate_until_stopped(batches):
         meter.look_at(batch)
-        lr = training.schedule(state.update)
+        images = batch.key.update_samples * run.world.data_size  # of the update
+        share = images / loader.index_stream.global_batch
+        lr = scaled_lr(training.schedule(state.update), run.args.variable_batch_loss_scale, share)
         set_lr(state.optimizer, lr)
         found = step(batch, StepKey(run.args.seed, state.update, micro_batch, run.world.data_rank))
         meter.add(found.terms, batch)

@@ -37,7 +37,7 @@ from tlt.models.wrap import TOKEN_LABEL_MODELS, WithDenseHead, with_dense_head
 from volo.cluster.distributed import World
 from volo.cluster.shard import Meshes, distribute, shard, shard_meshes, units_of
 from volo.cluster.tensor_parallel import divide_layers
-from volo.config.flag_rules import sharding_flag
+from volo.config.flag_rules import other_sizes, sharding_flag
 from volo.config.flags_train import BATCH_NORM
 from volo.models import VOLO
 from volo.train.compilation import compile_model, compile_modules
@@ -150,6 +150,7 @@ def build_model(args: Namespace, recorded: dict[str, Any] | None = None, weights
     try:
         if recorded or kwargs.get("num_classes", 0) > _MANY_CLASSES:
             _refuse_huge(name, kwargs, weights if recorded else None)
+        kwargs |= _flexible(name, kwargs, other_sizes(args))
         model = timm.create_model(name, pretrained_cfg=copy.deepcopy(source), **kwargs)
         if not hasattr(model, "num_classes"):
             raise TypeError(f"{type(model).__name__} is no classifier")
@@ -167,13 +168,30 @@ def build_model(args: Namespace, recorded: dict[str, Any] | None = None, weights
     return model
 
 
+def _flexible(name: str, kwargs: dict[str, Any], sizes: list[tuple[int, int]]) -> dict[str, Any]:
+    """Return the argument with which a model of timm takes images of these sizes beside its own; {} where it takes them
+    as it is, or never."""
+    for option in ({}, {"dynamic_img_size": True}, {"strict_img_size": False}) if sizes and not is_ours(name) else ():
+        with suppress(Exception), torch.device("meta"):  # constructors and layers raise anything
+            model = timm.create_model(name, **kwargs | option | {"pretrained": False})
+            for size in sizes:
+                model(torch.empty(2, kwargs.get("in_chans", 3), *size))
+            return option
+    return {}
+
+
 def _try(model: nn.Module, args: Namespace, kwargs: dict[str, Any]) -> None:
-    """Run a new model once, as in training, and leave it as it is: images that are too small and contradictory
-    arguments are a UserError here, not a traceback in the first step."""
-    size, thoroughly = eval_settings(args, model)["input_size"], bool(getattr(args, "model_kwargs", None))
+    """Run a new model once at each size, as in training, and leave it as it is: images that are too small and
+    contradictory arguments are a UserError here, not a traceback in the first step."""
+    channels, *own = eval_settings(args, model)["input_size"]
+    for size in (tuple(own), *other_sizes(args)):
+        _try_size(model, args, kwargs, (channels, *size))
+
+
+def _try_size(model: nn.Module, args: Namespace, kwargs: dict[str, Any], size: tuple[int, int, int]) -> None:
     with suppress(Exception):  # the cheap way shows shapes alone, and not every model has it
         run_on_meta(model, size)
-        if not thoroughly:
+        if not getattr(args, "model_kwargs", None):
             return
     try:
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
@@ -181,7 +199,8 @@ def _try(model: nn.Module, args: Namespace, kwargs: dict[str, Any]) -> None:
     except Exception as error:  # layers raise anything
         reason = " ".join(str(error).split())[:300] or type(error).__name__
         shape = " x ".join(map(str, size))
-        message = f"--model {args.model} does not run on images of {shape} (--img-size), built with {kwargs}: {reason}"
+        flag = "--train-img-sizes, --val-img-size" if size[1:] in other_sizes(args) else "--img-size"
+        message = f"--model {args.model} does not run on images of {shape} ({flag}), built with {kwargs}: {reason}"
         raise UserError(message) from error
 
 
@@ -412,6 +431,7 @@ def model_config(model: TimmModel, args: Namespace, settings: dict[str, Any], cl
         "kwargs": kwargs | ({"global_pool": args.gp} if args.gp else {}) | args.model_kwargs,
         "num_classes": model.num_classes,
         "img_size": list(settings["input_size"][1:]),
+        "val_img_size": [args.val_img_size] * 2 if args.val_img_size else None,
         "in_chans": settings["input_size"][0],
         "dense_head": getattr(model, "dense_head", None),
         **{name: settings[name] for name in ("crop_pct", "crop_mode", "mean", "std", "interpolation")},

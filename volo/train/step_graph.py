@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from itertools import repeat
 from typing import Any
 
@@ -28,6 +29,7 @@ from torch.nn.parallel import DistributedDataParallel
 from tlt.api import StepKey
 from tlt.data.batch import Batch
 from tlt.mix import MixRatios
+from tlt.models.spatial import Size
 from tlt.models.wrap import MixPoint
 from volo.cluster.distributed import max_over_ranks
 from volo.config.flag_rules import sharding_flag
@@ -78,29 +80,50 @@ def why_launched(run: Run, training: Training) -> str:
         and getattr(training.state.model, "blocks_draw", True),
         "the model has hooks": any(not isinstance(hook, MixPoint) for hook in hooks),
         "--grad-accum-steps on several GPUs": several and args.grad_accum_steps > 1,
+        "--grad-accum-steps with --train-img-sizes": args.grad_accum_steps > 1 and bool(args.train_img_sizes),
         "--grad-compression": several and args.grad_compression != "none",
         "several GPUs, and weights without a gradient or a model that is compiled as a whole": several and not whole,
     }
     return next((reason for reason, holds in reasons.items() if holds), "")
 
 
-class StepGraph(Step):
-    """A step that is launched at first, then repeated; batches of another shape are launched.
+@dataclass
+class _OfSize:
+    """What there is for the images of one size.
 
     Attributes:
+        full: Images of a full batch; others are launched.
+        left: Updates to launch before the capture; -1: all.
+        graphs: For each kind of micro-batch, the last one of an update or not.
         inputs: Where the graphs read a batch and what is drawn for it; None before the first capture.
+    """
+
+    full: int
+    left: int
+    graphs: dict[bool, tuple[torch.cuda.CUDAGraph, StepResult]] = field(default_factory=dict)
+    inputs: tuple[Batch, Drawn] | None = None
+
+
+class StepGraph(Step):
+    """A step that is launched at first, then repeated, by graphs for each size of images; batches of another shape are
+    launched.
+
+    Attributes:
         numbers: Where they read a micro-batch's share of its update, then the learning rate of each group.
     """
 
-    inputs: tuple[Batch, Drawn] | None = None
-
     def __init__(self, run: Run, training: Training) -> None:
         super().__init__(run, training)
-        self._logger, self._watchdog, self._size = run.logger, run.guard.watchdog, run.args.batch_size
+        self._logger, self._watchdog = run.logger, run.guard.watchdog
         self._groups = self.state.optimizer.param_groups
         self._kinds = (False, True) if run.args.grad_accum_steps > 1 else (True,)  # of micro-batches: last or not
-        self._left = _WARM_UP_OF_RANKS if self.several_ranks else WARM_UP  # updates to launch; -1: all
-        self._graphs: dict[bool, tuple[torch.cuda.CUDAGraph, StepResult]] = {}
+        self._left = _WARM_UP_OF_RANKS if self.several_ranks else WARM_UP  # updates to launch of each size; -1: all
+        sizes = training.loader.index_stream.sizes if run.args.train_img_sizes else None
+        self._full = {} if sizes is None else dict(zip(sizes.sizes, sizes.batch_sizes, strict=True))
+        self._batch_size = run.args.batch_size
+        self._sizes: dict[Size, _OfSize] = {}
+        self._now = _OfSize(0, 0)  # of the present batch's images
+        self._pool: Any = None  # one for all sizes: what a graph leaves is copied before another begins
         self.numbers = torch.zeros(1 + len(self._groups), device=run.world.device)
         if isinstance(self.model, DistributedDataParallel):  # it would wait for the device to measure a step in 100
             self.model._set_ddp_runtime_logging_sample_rate(1 << 30)
@@ -108,37 +131,50 @@ class StepGraph(Step):
     def __call__(self, batch: Batch, key: StepKey) -> StepResult:
         for group in self._groups:  # as graphs have it: a run that is resumed launches other steps
             group["lr"] = float(np.float32(group["lr"]))
-        if batch.size != self._size:
+        size = batch.images.shape[-2], batch.images.shape[-1]
+        new = _OfSize(self._full.get(size, self._batch_size), self._left)
+        now = self._now = self._sizes.setdefault(size, new)
+        if batch.size != now.full or not now.graphs:
             self.pause()
-        elif key.micro_batch == 0 and self._left == 0 and not self._graphs:
-            self._begin(batch, key)
-        if not self._graphs or self.inputs is None or _shapes(batch) != _shapes(self.inputs[0]):
-            self._left -= int(self._left > 0 and batch.key.last)
+            if batch.size == now.full and key.micro_batch == 0 and now.left == 0:
+                self._begin(batch, key)
+        if not now.graphs or now.inputs is None or _shapes(batch) != _shapes(now.inputs[0]):
+            now.left -= int(now.left > 0 and batch.key.last)
             return super().__call__(batch, key)
-        self.send(batch, self.criterion.draw(batch, key))
+        self.send(batch, self.draw(batch, key))
         key.seed_torch()
         return self.done(self._repeat(batch.key.last))
 
     def pause(self) -> None:
         """Give the memory of the graphs back where a rank may need it, until the next capture. All ranks call this."""
         short = torch.cuda.memory_reserved() > _MUCH * torch.cuda.mem_get_info()[1]
-        if self._graphs and max_over_ranks(short):
+        if any(each.graphs for each in self._sizes.values()) and max_over_ranks(short):
             torch.cuda.synchronize()  # the last of them may still run
-            self._graphs.clear()
+            self._clear()
+
+    def _clear(self) -> None:
+        for each in self._sizes.values():
+            each.graphs.clear()
+        self._pool = None
+
+    @property
+    def inputs(self) -> tuple[Batch, Drawn] | None:
+        """Where the graphs of the present size read a batch and what is drawn for it."""
+        return self._now.inputs
 
     def send(self, batch: Batch, drawn: Drawn) -> None:
         """Copy what changes from step to step to where the graphs read it. Waits for nothing."""
-        if self.inputs is None:
+        if self._now.inputs is None:
             mix = self.criterion.mix
-            self.inputs = batch.clone(), _clone(drawn, batch if mix is not None and mix.cuts else None)
-        own, new = ([*one.tensors(), *_tensors(other)] for one, other in (self.inputs, (batch, drawn)))
+            self._now.inputs = batch.clone(), _clone(drawn, batch if mix is not None and mix.cuts else None)
+        own, new = ([*one.tensors(), *_tensors(other)] for one, other in (self._now.inputs, (batch, drawn)))
         for mine, given in zip(own, new, strict=True):
             mine.copy_(given)
         numbers = torch.tensor([batch.size / batch.key.update_samples, *(group["lr"] for group in self._groups)])
         self.numbers.copy_(numbers.pin_memory(), non_blocking=True)
 
     def _repeat(self, last: bool) -> StepResult:
-        graph, (terms, norm, broken) = self._graphs[last]
+        graph, (terms, norm, broken) = self._now.graphs[last]
         graph.replay()
         own = terms.map(Tensor.clone)  # the next replay overwrites them
         return StepResult(own) if norm is None or broken is None else StepResult(own, norm.clone(), broken.clone())
@@ -149,8 +185,10 @@ class StepGraph(Step):
         failure = self._tried(batch, key) if self.inputs is None else self._captured()
         if not max_over_ranks(bool(failure)):
             return
-        self._graphs.clear()
+        self._clear()
         self._left, self.precision.keeps_gradients = -1, False
+        for each in self._sizes.values():
+            each.left = -1
         for module in (self.model, self.state.model):
             module.zero_grad(set_to_none=True)
         self._logger.line(f"warning: steps are launched, no CUDA graph of them: {failure or 'on another rank'}")
@@ -161,7 +199,7 @@ class StepGraph(Step):
 
         The host waits, once a run, and holds a copy of the weights and of what belongs to them.
         """
-        drawn, share = self.criterion.draw(batch, key), batch.size / batch.key.update_samples
+        drawn, share = self.draw(batch, key), batch.size / batch.key.update_samples
         self.send(batch, drawn)
         self.precision.keeps_gradients = len(self._kinds) > 1
         before = [value.cpu() for value in self._changed()]
@@ -183,7 +221,8 @@ class StepGraph(Step):
     def _captured(self) -> str:
         """Capture a micro-batch of each kind; return why that has failed, "" if it has not."""
         assert self.inputs is not None
-        device, stream, pool = self.numbers.get_device(), torch.cuda.current_stream(), torch.cuda.graph_pool_handle()
+        device, stream = self.numbers.get_device(), torch.cuda.current_stream()
+        pool = self._pool = self._pool or torch.cuda.graph_pool_handle()
         torch.manual_seed(0)  # other than any step's: what keeps a number of it differs
         generator = torch.cuda.default_generators[device]
         draws = generator.clone_state()
@@ -194,7 +233,7 @@ class StepGraph(Step):
                     # Other threads, those of NCCL and of savers, may go on.
                     with torch.cuda.graph(graph, pool, stream, capture_error_mode="thread_local"):
                         found = self.compute(*self.inputs, self.numbers[0], last)
-                    self._graphs[last] = graph, found
+                    self._now.graphs[last] = graph, found
             return ""
         except Exception as error:  # of operations, libraries, and the memory
             # torch leaves the generator, and its allocator, as in the capture that has failed.

@@ -8,7 +8,7 @@ saved.
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +20,9 @@ from tlt.io.text import first_difference
 from tlt.label_map import FULL_AREA, Area, LabelBatch
 from tlt.labels.annotate import Annotator, check_dense, labelled_area
 from tlt.labels.store import relative_to_tail
+from tlt.models.spatial import Size
 from volo.cluster.distributed import World
+from volo.config.flag_rules import other_sizes
 from volo.train.compilation import feature_compiler
 from volo.train.model import TimmModel, place_model
 from volo.train.precision import compute_dtype
@@ -34,7 +36,7 @@ class Teacher:
         name: How it is named in the log and in checkpoints.
         annotator: Is on the training device.
         student, own: (mean, deviation) with which the pixels of the batch are normalised, and of the annotator's input.
-        area: The part of an image that the annotator labels (`tlt.labels.annotate.labelled_area`).
+        areas: The part of an image of (H, W) that the annotator labels (`tlt.labels.annotate.labelled_area`).
         exact_tail: `--label-tail exact` (`tlt.labels.store.relative_to_tail`).
     """
 
@@ -44,7 +46,7 @@ class Teacher:
         annotator: Annotator,
         student: tuple[Sequence[float], Sequence[float]],
         own: tuple[Sequence[float], Sequence[float]],
-        area: Area,
+        areas: Mapping[Size, Area],
         exact_tail: bool = False,
     ) -> None:
         self.name, self.annotator, self.exact_tail = name, annotator, exact_tail
@@ -54,7 +56,8 @@ class Teacher:
         mean, std, own_mean, own_std = pixels
         self._scale, self._shift = std / own_std, (mean - own_mean) / own_std
         self._affine = torch.eye(2, 3, device=device)
-        self._area, self._visible = (torch.tensor(part, device=device) for part in (area, FULL_AREA))
+        self._areas = {size: torch.tensor(area, device=device) for size, area in areas.items()}
+        self._visible = torch.tensor(FULL_AREA, device=device)
 
     def label(self, batch: Batch) -> Batch:
         """Return the batch with labels at the places where the annotator saw them."""
@@ -62,7 +65,8 @@ class Teacher:
         values = found.values
         if self.exact_tail:
             values = relative_to_tail(values, found.log_sum_exp, self._num_classes)
-        labels = LabelBatch(values, found.ids, self._area.expand(batch.size, 4))
+        area = self._areas[batch.images.shape[-2], batch.images.shape[-1]]
+        labels = LabelBatch(values, found.ids, area.expand(batch.size, 4))
         affine, visible = self._affine.expand(batch.size, 2, 3), self._visible.expand(batch.size, 4)
         return replace(batch, labels=labels, affine=affine, visible=visible)
 
@@ -85,12 +89,15 @@ def load_teacher(
     asked = Namespace(model=name, pretrained=not path, num_classes=None, gp=None)
     asked.use_ema, asked.no_use_ema = False, False
     asked.img_size, asked.input_size, asked.model_kwargs = tuple(size[1:]), None, {}
+    asked.train_img_sizes = args.train_img_sizes
+    sizes = [asked.img_size, *other_sizes(asked)]
     try:
         trained = load_model(asked, path or None, num_classes=student.num_classes)
         if (channels := trained.settings["input_size"][0]) != size[0]:
             raise UserError(f"it takes images of {channels} channels, the student of {size[0]}")
         model = place_model(trained.model.requires_grad_(False), args, world)
-        check_dense(model, torch.randn(2, *size, device=world.device), f"--model {name}")
+        for seen in sizes:
+            check_dense(model, torch.randn(2, size[0], *seen, device=world.device), f"--model {name}")
     except UserError as error:
         raise UserError(f"{shown}: {error}") from error
     except (AssertionError, RuntimeError, ValueError) as error:  # raised by layers for a wrong image size
@@ -111,4 +118,5 @@ def load_teacher(
     annotator = Annotator(model, args.token_label_teacher_top_k, dtype, feature_compiler(model, args))
     pixels = (settings["mean"], settings["std"]), (own["mean"], own["std"])
     name += " (EMA)" if trained.args.use_ema else ""
-    return Teacher(name, annotator, *pixels, labelled_area(model, size[1:]), args.label_tail == "exact")
+    areas = {seen: labelled_area(model, seen) for seen in sizes}
+    return Teacher(name, annotator, *pixels, areas, args.label_tail == "exact")

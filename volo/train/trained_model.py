@@ -90,7 +90,7 @@ def with_recorded(
     if args.input_size is None:
         filled.in_chans = config.get("in_chans")
     if image_size_of(args) is None:
-        filled.img_size = config.get("img_size")
+        filled.img_size = config.get("val_img_size") or config.get("img_size")
     return filled
 
 

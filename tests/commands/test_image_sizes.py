@@ -1,0 +1,111 @@
+"""Runs whose images have several sizes, and other ones in validation."""
+
+from __future__ import annotations
+
+import csv
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.commands import interrupted_train
+from tests.commands.conftest import QUICK, Call, Make
+from tests.commands.test_exact_resume import assert_same
+from tests.labels.brute_force import brute_force
+from tlt.api import StepKey
+from tlt.data.backends.synthetic import SyntheticLabels, synthetic_folder
+from tlt.io.weights import peek_checkpoint
+from volo.checkpoint.saver import Saver
+from volo.cluster.distributed import World
+from volo.config.args import TRAIN
+from volo.train import loop as program
+from volo.train.criterion import TokenLabelCriterion, make_criterion
+from volo.train.data import train_loader
+from volo.train.model import add_dense_head, build_model, eval_settings
+
+SIZES = "--img-size 96 --train-img-sizes 64 80 96"
+
+
+def test_killed_around_a_change_of_size_and_gone_on_to_the_same_bits(
+    call: Call, make_dataset: Make, make_labels: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = make_dataset(train=16, validation=4)
+    flags = f"{QUICK} {SIZES} --train-batch-sizes 6 4 2 --train-size-schedule progressive --lr 1e-3 -b 2 --model-ema"
+    flags += (
+        " --variable-batch-loss-scale sqrt --val-img-size 80 --epochs 2 --token-label --drop-path 0.2 --resume auto"
+    )
+    flags += f" --token-label-data {make_labels(data)} {data} --output {tmp_path} --experiment"
+    assert call("train", f"{flags} whole").code == 0
+    log = (tmp_path / "whole" / "log.txt").read_text()
+    first, last = re.findall(r"updates on images (.*)", log)
+    assert "of 64 px" in first and re.fullmatch(r"4 of 96 px", last)
+    for name in ("__enter__", "after_update"):
+        monkeypatch.setattr(Saver, name, getattr(Saver, name))
+    monkeypatch.setattr(program, "validate_epoch", program.validate_epoch)
+    interrupted_train.stop_at({1, 3})
+    assert [call("train", f"{flags} cut").code for _ in range(3)] == [130, 130, 0]
+    assert_same(tmp_path / "whole", tmp_path / "cut")
+    # It is evaluated at its own size, as in training.
+    out = tmp_path / "validated.csv"
+    flags = f"{data} --checkpoint {tmp_path}/whole/last.pth.tar -j 0 --no-use-ema --results-file {out}"
+    assert call("validate", flags).code == 0
+    (row,) = csv.DictReader(out.open())
+    *_, summary = csv.DictReader((tmp_path / "whole" / "summary.csv").open())
+    assert row["img_size"] == "80x80" and float(row["loss"]) == pytest.approx(float(summary["eval_loss"]), abs=1e-4)
+    assert peek_checkpoint(tmp_path / "whole" / "last.pth.tar")["model_config"]["img_size"] == [96, 96]
+
+
+@pytest.mark.parametrize("model", ["volo_test", "lvvit_test", "test_vit --drop-path 0", "test_resnet --no-mix-token"])
+def test_tokens_get_the_labels_of_what_they_show_at_every_size_of_an_epoch(model: str) -> None:
+    flags = f"--model {model} {SIZES} --train-batch-sizes 2 2 1 --train-size-schedule progressive --epochs 4 -j 0 -b 1"
+    flags += " --data-backend synthetic --token-label --token-label-data synthetic --num-classes 5 --ratio 0.4 2.5"
+    args = TRAIN.parse(flags.split())
+    images = synthetic_folder(9, 5)
+    trained = build_model(args)
+    settings = eval_settings(args, trained)
+    trained = add_dense_head(trained, args, settings["input_size"][1:])
+    names = list(trained.state_dict())
+    criterion = make_criterion(args, trained, settings["input_size"][1:])
+    labels, world = SyntheticLabels(images, (3, 6, 7)), World(0, 0, 1, torch.device("cpu"))
+    loader, seen = train_loader(args, images, labels, settings, world), set()
+    for epoch in range(4):
+        batches = list(loader.epoch(epoch))
+        for number, batch in enumerate(batches):
+            size = (batch.images.shape[2], batch.images.shape[3])
+            if 0 < number < len(batches) - 1 and size in seen:
+                continue
+            seen.add(size)
+            own, grid = criterion.at(batch), trained.token_grid(size)
+            assert isinstance(own, TokenLabelCriterion) and len(batch.images) == batch.key.update_samples
+            window, shown = trained.token_positions(size).window(grid, size), (batch.affine, batch.visible)
+            assert batch.labels is not None
+            expected = brute_force(batch.labels, *shown, batch.classes, grid, 5, window=window)
+            found, counted = own.targets(batch), expected.weight > 0
+            assert found.tokens is not None
+            assert torch.allclose(found.cls.double(), expected.cls, atol=1e-4)
+            assert torch.allclose(found.tokens.weight.double(), expected.weight, atol=1e-5)
+            assert torch.allclose(found.tokens.dense(5).double()[counted], expected.tokens[counted], atol=1e-4)
+            assert torch.isfinite(own.loss(trained, batch, StepKey(0, epoch)).total)
+    assert seen == {(64, 64), (80, 80), (96, 96)} and list(trained.state_dict()) == names
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        ("--model volo_test --train-img-sizes 4 32", "does not run on images of 3 x 4 x 4 (--train-img-sizes, "),
+        ("--model test_vit --drop-path 0 --val-img-size 8", "3 x 8 x 8 (--train-img-sizes, --val-img-size)"),
+        ("--model mixer_s32_224 --img-size 224 --train-img-sizes 192 224", "does not run on images of 3 x 192 x 192"),
+        ("--train-img-sizes 32 48 --train-batch-sizes 4", "1 batch sizes (--train-batch-sizes) for 2 image sizes"),
+        ("--train-img-sizes 32 48 --train-batch-sizes auto 4", "takes auto alone"),
+        ("--train-img-sizes 32 48 --train-size-probs 0 0", "choice_weights must have a positive sum"),
+        ("--train-img-sizes 32 --train-size-schedule progressive", "requires at least two choices"),
+        ("--train-size-schedule progressive", "has no effect without --train-img-sizes"),
+        ("--train-img-sizes 32 48 --train-size-random-mix 0.2", "without --train-size-schedule progressive"),
+    ],
+)
+def test_what_does_not_fit_is_refused_before_anything_starts(
+    call: Call, make_dataset: Make, tmp_path: Path, flags: str, told: str
+) -> None:
+    ended = call("train", f"{QUICK} {make_dataset(train=8, validation=4)} --output {tmp_path} {flags}")
+    assert ended.code == 2 and told in ended.err and ended.err.count("\n") == 1, ended.err
