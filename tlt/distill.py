@@ -15,8 +15,8 @@ Shapes: B images, N tokens of the student, T = h * w cells of the teacher's map,
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -245,6 +245,7 @@ class DistillLoss:
         temperature: Logits are divided by it, their loss is multiplied by its square.
         grid, window: Of the student's tokens, as of `tlt.TokenLabelLoss`.
         scale: Normalises the teacher's features, or the loss of its logits; None: neither.
+        places: Both, for images of other sizes (H, W).
     """
 
     teacher: FeatureTeacher
@@ -254,15 +255,24 @@ class DistillLoss:
     grid: Size = (1, 1)
     window: Area = FULL_AREA
     scale: TeacherScale | None = None
+    places: Mapping[Size, tuple[Size, Area]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         _check_kind(self.kind, self.dense_loss)
         in_range("temperature", self.temperature, 1e-6)
 
     @classmethod
-    def of(cls, model: Any, img_size: Size, teacher: FeatureTeacher | Sequence[FeatureTeacher], **settings: Any) -> Any:
-        """Return the loss for a student and images of (H, W), with other arguments of the class; for a list of teachers
-        a `DistillLosses`, with arguments for all or lists, its `weight` and `drop`. Call `with_projector` before.
+    def of(
+        cls,
+        model: Any,
+        img_size: Size,
+        teacher: FeatureTeacher | Sequence[FeatureTeacher],
+        sizes: Sequence[Size] = (),
+        **settings: Any,
+    ) -> Any:
+        """Return the loss for a student and images of (H, W), or of other `sizes`, with other arguments of the class;
+        for a list of teachers a `DistillLosses`, with arguments for all or lists, its `weight` and `drop`. Call
+        `with_projector` before.
 
         Raises:
             UserError: The student has no tokens, or there are more or fewer values than teachers.
@@ -271,6 +281,7 @@ class DistillLoss:
         kinds, fitted = _for_each("kind", settings.get("kind", "token"), count), dict[str, Any]()
         if "token" in kinds:
             fitted["grid"], fitted["window"], _ = _tokens(model, img_size)
+            fitted["places"] = {size: _tokens(model, size)[:2] for size in sizes}
         if isinstance(teacher, FeatureTeacher):
             return cls(teacher, **settings, **fitted)
         if count > 1 and getattr(model, "kd_kinds", None) != kinds:
@@ -312,10 +323,12 @@ class DistillLoss:
         of the token of which it says anything: nothing where the batches hold different images, because one of the
         views could not be decoded."""
         (row_count, col_count), (x0, y0, x1, y1), _ = self.teacher.tokens
-        n = points_per_token((row_count, col_count), self.grid)
+        size = batch.images.shape[-2], batch.images.shape[-1]
+        grid, window = self.places.get(size, (self.grid, self.window))
+        n = points_per_token((row_count, col_count), grid)
         low, high = torch.maximum(batch.visible, seen.visible), torch.minimum(batch.visible, seen.visible)
         visible = torch.cat([low[:, :2], high[:, 2:]], 1)
-        source, inside = token_points(batch.affine, visible, self.grid, self.window, n)  # (B, 2, N, P), (B, N, P)
+        source, inside = token_points(batch.affine, visible, grid, window, n)  # (B, 2, N, P), (B, N, P)
         x, y = _places_in_view(source, seen.affine)  # (B, N, P)
         inside = inside & (x > max(x0, 0)) & (x < min(x1, 1)) & (y > max(y0, 0)) & (y < min(y1, 1))
         same_image = (batch.indices == seen.indices)[:, None, None]

@@ -5,16 +5,18 @@ from __future__ import annotations
 import csv
 import re
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
 
 from tests.commands import interrupted_train
-from tests.commands.conftest import QUICK, Call, Make
+from tests.commands.conftest import QUICK, Call, Described, Make
 from tests.commands.test_exact_resume import assert_same
 from tests.labels.brute_force import brute_force
 from tlt.api import StepKey
 from tlt.data.backends.synthetic import SyntheticLabels, synthetic_folder
+from tlt.distill import DistillLoss
 from tlt.io.weights import peek_checkpoint
 from volo.checkpoint.saver import Saver
 from volo.cluster.distributed import World
@@ -22,6 +24,7 @@ from volo.config.args import TRAIN
 from volo.train import loop as program
 from volo.train.criterion import TokenLabelCriterion, make_criterion
 from volo.train.data import train_loader
+from volo.train.distillation import load_distillation
 from volo.train.model import add_dense_head, build_model, eval_settings
 
 SIZES = "--img-size 96 --train-img-sizes 64 80 96"
@@ -109,3 +112,22 @@ def test_what_does_not_fit_is_refused_before_anything_starts(
 ) -> None:
     ended = call("train", f"{QUICK} {make_dataset(train=8, validation=4)} --output {tmp_path} {flags}")
     assert ended.code == 2 and told in ended.err and ended.err.count("\n") == 1, ended.err
+
+
+def test_a_teacher_sees_its_own_size_and_speaks_of_the_places_of_tokens_at_every_size(described: Described) -> None:
+    _, path = described("test_vit", img_size=[160, 160])
+    flags = f"--model volo_test {SIZES} --train-batch-sizes auto -j 0 -b 2 --data-backend synthetic --num-classes 6"
+    args = TRAIN.parse(f"{flags} --kd-model-name {path} --kd-distill-type token --kd-size 160".split())
+    images, student, world = synthetic_folder(21, 6), build_model(args), World(0, 0, 1, torch.device("cpu"))
+    settings = eval_settings(args, student)
+    taught = load_distillation(args, student, settings, images, world, Mock())
+    (part,) = taught.losses.parts
+    batches, sizes = train_loader(args, images, None, settings, world).epoch(0), set()
+    for batch in taught.paired(batches, 0, 0):
+        view, size = taught._seen[taught.views[0]], (batch.images.shape[2], batch.images.shape[3])
+        assert view.images.shape[2:] == (160, 160) and torch.equal(view.indices, batch.indices)
+        alone = DistillLoss.of(student, size, part.teacher)
+        for found, expected in zip(*(each.place_shares(batch, view) for each in (part, alone)), strict=True):
+            assert torch.equal(found, expected)
+        sizes.add(size)
+    assert len(sizes) == 3

@@ -102,6 +102,11 @@ LABELS --ground-truth | LABELS | --gt-weight-agree 0.3; --gt-weight-disagree 0.3
 --kd-model-name k | --kd-model-name k --kd-only | --smoothing 0; --val-split v; --validation-batch-size 4
 --kd-model-name k | --kd-model-name k --kd-only | --validation-batch-size-multiplier 2; --eval-metric loss
 --kd-model-name k | --kd-model-name k --kd-only | --patience 3; --val-interval 2
+--train-img-sizes 64 96 | | --train-batch-sizes auto; --train-size-probs 1 2; --train-size-schedule progressive
+--train-img-sizes 64 96 | | --variable-batch-loss-scale sqrt
+--train-img-sizes 64 96 --train-size-schedule progressive | --train-img-sizes 64 96 | --train-size-random-mix 0.2
+--train-img-sizes 64 96 --train-size-schedule progressive | --train-img-sizes 64 96 | --train-size-schedule-spread 1
+--kd-model-name k | --kd-model-name k --kd-only | --val-img-size 96
 --clip-grad 1 | | --clip-mode agc
 | --warmup-epochs 0 | --warmup-lr 0; --warmup-prefix
 --sched multistep | --sched step | --decay-milestones 9

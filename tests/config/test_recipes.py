@@ -38,6 +38,7 @@ FROM_SCRATCH = {
     # Published as an absolute rate for 8 x 44 images.
     "volo_d5_224": Recipe("volo_d5", 224, 44, 1e-4, 0.75, base_size=352, top1="86.1 %"),
     "volo_d1_224_wsd": Recipe("volo_d1", 224, 128, 1.6e-3, 0.1, 300, top1="not run at this size"),
+    "volo_d1_224_progressive": Recipe("volo_d1", 224, 128, 1.6e-3, 0.1, top1="not run at this size"),
     "lvvit_s_224": Recipe("lvvit_s", 224, 128, 1.6e-3, 0.1, top1="83.3 %"),
     "lvvit_m_224": Recipe("lvvit_m", 224, 128, 1.6e-3, 0.2, top1="84.0 %"),
     "lvvit_l_224": Recipe("lvvit_l", 224, 128, 1e-3, 0.3, top1="not published"),

@@ -25,6 +25,7 @@ UNTOLD = {
     "validate label predict export attention": {
         "check_convolutions",
         "_set_modes",
+        "_try_size",
         "choose_kernel",
         "WithDenseHead",
         "Precision",

@@ -122,7 +122,10 @@ def _accuracy(trained: TrainedModel, checkpoint: str) -> list[str]:
     if not checkpoint:
         return []
     saved, config, suffix = peek_checkpoint(checkpoint), trained.config, "_ema" if trained.args.use_ema else ""
-    recorded = {"input_size": [config.get("in_chans"), *config.get("img_size", ())], **config}
+    recorded = {
+        "input_size": [config.get("in_chans"), *(config.get("val_img_size") or config.get("img_size", ()))],
+        **config,
+    }
     as_trained = all(json.dumps(recorded.get(key)) == json.dumps(trained.settings[key]) for key in _IMAGES)
     epoch = saved.get("epoch")
     is_whole = type(epoch) is int and saved.get("update") == (epoch + 1) * (saved.get("updates_per_epoch") or 0)

@@ -82,6 +82,7 @@ from volo.train.model import (
     meshes_of,
     model_config,
     prepare_model,
+    validation_settings,
     wrap_model,
 )
 from volo.train.optim import create_optimizer
@@ -157,8 +158,7 @@ def build(run: Run, folders: Folders, labels: LabelReader | None, model: TimmMod
     args, world, logger = run.args, run.world, run.logger
     settings = eval_settings(args, model)
     input_size, dtype = settings["input_size"], compute_dtype(args, world.device)
-    sizes, val_side = other_sizes(args), args.val_img_size
-    val_settings = settings | ({"input_size": (input_size[0], val_side, val_side)} if val_side else {})
+    val_settings = validation_settings(args, settings)
     model = add_dense_head(model, args, input_size[1:])
     load_start(model, args, logger)
     teacher = None
@@ -183,7 +183,7 @@ def build(run: Run, folders: Folders, labels: LabelReader | None, model: TimmMod
     work = step_arithmetic(run, model, criterion, input_size)  # before SyncBatchNorm, which refuses meta tensors
     model = prepare_model(model, args, world)
     for network in (model,) if teacher is None else (model, teacher.annotator.model):
-        for size in (input_size[1:], *sizes):
+        for size in (input_size[1:], *other_sizes(args)):
             for line in check_convolutions(network, (input_size[0], *size), dtype, world.device):
                 logger.line(line)
 

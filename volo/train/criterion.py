@@ -207,7 +207,7 @@ def make_criterion(
         )
     if not args.dense_weight:
         model.set_dense_head(False)
-    places = {size: model.token_positions(size).window(model.token_grid(size), size) for size in other_sizes(args)}
+    grids = {size: model.token_grid(size) for size in other_sizes(args)}
     return TokenLabelCriterion.of(
         model,
         image_size,
@@ -218,7 +218,7 @@ def make_criterion(
         published_sum="target-sum" in (args.compat or ()),
         teacher=teacher,
         amp_dtype=amp_dtype,
-        places={size: (model.token_grid(size), window) for size, window in places.items()},
+        places={size: (found, model.token_positions(size).window(found, size)) for size, found in grids.items()},
     )
 
 

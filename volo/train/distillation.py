@@ -29,11 +29,11 @@ from tlt.loss import LossTerms
 from tlt.mixtoken import mixed_share
 from volo.cluster.distributed import World
 from volo.config.checkpoint_files import BEST, ENDINGS, LAST
-from volo.config.flag_rules import teachers_of
+from volo.config.flag_rules import other_sizes, teachers_of
 from volo.record.logger import Logger
 from volo.train.compilation import feature_compiler
 from volo.train.criterion import Drawn
-from volo.train.data import train_loader
+from volo.train.data import size_schedule, train_loader
 from volo.train.model import TimmModel, place_model
 from volo.train.precision import autocast, check_convolutions, compute_dtype
 from volo.train.trained_model import load_model
@@ -137,6 +137,7 @@ def load_distillation(
     """
     flags, (channels, *size) = teachers_of(args), settings["input_size"]
     kinds, names = flags.kd_distill_type, _names_in_records(flags.kd_model_name)
+    schedule = size_schedule(args, (size[0], size[1]))
     loaded, views, loaders = [], list[Loader | None](), dict[Any, Loader]()
     for number, (model, kind, view) in enumerate(zip(flags.kd_model_name, kinds, flags.kd_view, strict=True)):
         seen, whole = list(flags.kd_size[number] or size), view == "whole"
@@ -151,8 +152,10 @@ def load_distillation(
         one_of = f", {kind}s, weight {flags.kd_loss_weight[number]:g}: {names[number]}" if len(kinds) > 1 else ""
         logger.line(f"teacher {model} ({digest[:12]}): {millions:.2f} M parameters, {seen[0]} x {seen[1]} px{one_of}")
         key = (whole, *seen)
-        if (whole or seen != size) and key not in loaders:
+        if (whole or seen != size or schedule) and key not in loaders:
             asked = Namespace(**{**vars(args), "no_aug": whole or args.no_aug, "compat": None})
+            if schedule:  # the same batches, of one size
+                asked.train_img_sizes, asked.train_batch_sizes = [seen] * len(schedule.sizes), schedule.batch_sizes
             sized = settings | {"input_size": (channels, *seen)}
             loaders[key] = train_loader(asked, images, None, sized, world)
         views.append(loaders.get(key))
@@ -163,7 +166,7 @@ def load_distillation(
             with_projector(student, teachers, (size[0], size[1]), kinds, flags.kd_dense_loss)
         how = {"kind": kinds, "dense_loss": flags.kd_dense_loss, "temperature": flags.kd_temperature}
         how |= {"weight": flags.kd_loss_weight, "drop": args.kd_drop}
-        losses = DistillLoss.of(student, (size[0], size[1]), teachers, **how)
+        losses = DistillLoss.of(student, (size[0], size[1]), teachers, other_sizes(args), **how)
     return Distillation(" ".join(digests), losses, names, views, args.kd_only)
 
 
