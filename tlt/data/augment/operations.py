@@ -143,17 +143,13 @@ def blend(images: Tensor, kernels: Ints, factors: Tensor) -> Tensor:
     """The operations of `DEGENERATES`, as `remap`: `PIL.Image.blend(degenerate, image, factor)`. Factor 0 gives the
     degenerate image, 1 the image, more exaggerates."""
     degenerate = _joined(DEGENERATES, images, kernels, factors)
-    differences = images.float().sub_(degenerate)
-    return _truncated(differences.mul_(factors.float().view(-1, 1, 1, 1)).add_(degenerate))
+    return _truncated(images.float().sub_(degenerate).mul_(factors.float().view(-1, 1, 1, 1)).add_(degenerate))
 
 
 def _joined(makers: PerKernel, images: Tensor, kernels: Ints, arguments: Tensor) -> Tensor:
     """What each maker makes of the images of its kernel, in one tensor. Makers and kernels ascend."""
-    made = []
-    for kernel, make in makers.items():
-        start, stop = np.searchsorted(kernels, [kernel, kernel + 1]).tolist()
-        if start < stop:
-            made.append(make(images[start:stop], arguments[start:stop]))
+    runs = np.searchsorted(kernels, [(kernel, kernel + 1) for kernel in makers]).tolist()  # of rows: first, end
+    made = [make(images[i:j], arguments[i:j]) for make, (i, j) in zip(makers.values(), runs, strict=True) if i < j]
     if len(made) == 1:  # always so on CPUs, which take large images one by one
         return made[0]
     shape = torch.broadcast_shapes(*(part.shape[1:] for part in made))
