@@ -184,6 +184,12 @@ class StandIn:
             self.capturing.failed = True
             raise RuntimeError(f"CUDA error: operation not permitted when stream is capturing: {operation}")
 
+    def clear_up(self, what: str) -> None:
+        """Take back what a failed capture has left."""
+        if what not in self.left_by_failures:
+            raise RuntimeError(f"{what}: INTERNAL ASSERT FAILED, no capture has left it")
+        self.left_by_failures.remove(what)
+
     def synchronize(self, _: Any = None) -> None:
         event = self.default.record_event()
         event.known |= {**self.main.known, self.main: self.main.time}
@@ -526,7 +532,8 @@ def stand_in_cuda() -> Iterator[StandIn]:
             (nn.Module, "_apply", _apply),
             (threading.Thread, "run", _run_thread),
             (torch.autograd, "backward", _backward),
-            (torch._C, "_cuda_endAllocateToPool", lambda *_: stand_in.left_by_failures.discard("pool")),
+            (torch._C, "_cuda_endAllocateToPool", lambda *_: stand_in.clear_up("pool")),
+            (torch._C, "_cuda_releasePool", lambda *_: stand_in.clear_up("memory")),
             (Tensor, "to", _to),
             (torch._C._nn, "_parse_to", _parse_to),
             (Tensor, "pin_memory", lambda self, *_: stand_in.pin(self.clone())),

@@ -24,7 +24,16 @@ from tests.train.small_run import tensors
 from tlt.errors import UserError
 from volo.checkpoint.state import STATISTICS_KEY, TrainState
 from volo.cluster.distributed import World
-from volo.cluster.shard import ShardedEma, distribute, shard, shard_meshes, synchronised, units_of, whole_weights
+from volo.cluster.shard import (
+    ShardedEma,
+    distribute,
+    forget_backward,
+    shard,
+    shard_meshes,
+    synchronised,
+    units_of,
+    whole_weights,
+)
 from volo.cluster.tensor_parallel import TensorParallelParams, divide_layers, in_groups
 from volo.config.args import TRAIN
 from volo.train.optim import create_optimizer
@@ -77,6 +86,22 @@ def test_gradients_of_copies_are_summed_in_every_step_as_in_the_first(directory:
         expected = torch.stack([step_gradients(Net(name), rank) for rank in range(RANKS)]).mean(0)
         torch.testing.assert_close(first, expected, rtol=0, atol=error * expected.abs().max().item())
         assert torch.equal(first, first.bfloat16().float()) == (name == "bf16")
+
+
+def test_a_backward_pass_that_has_failed_is_forgotten() -> None:
+    """As when a CUDA graph can't hold it; after that the run goes on without one."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        model = distribute(net := Net(""), CPU)
+        expected = step_gradients(model, 0)
+        refusing = net.second.register_full_backward_hook(lambda *_: pytest.fail("refused"))
+        with pytest.raises(pytest.fail.Exception, match="refused"):
+            model(torch.randn(6, 20)).sum().backward()
+        refusing.remove()
+        forget_backward(model)
+        assert torch.equal(step_gradients(model, 0), expected)
+    finally:
+        dist.destroy_process_group()
 
 
 def subset(model: Any) -> None:

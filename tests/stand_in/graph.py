@@ -90,7 +90,7 @@ class Graph:
                     result.fill_(float("nan"))
         self._before.clear()
         if self.failed:
-            ACTIVE.device.left_by_failures |= {"generator", "pool"}
+            ACTIVE.device.left_by_failures |= {"generator", "pool", "memory"}
             raise RuntimeError("CUDA error: operation failed due to a previous error during capture")
 
     def replay(self) -> None:

@@ -81,15 +81,21 @@ def test_graphs_compute_what_launched_steps_do(flags: str, resumed: bool, monkey
 
 
 @pytest.mark.gpu(stand_in=False)
-def test_a_rank_of_nccl_repeats_its_exchange_of_gradients() -> None:
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_rank_of_nccl_repeats_its_exchange_of_gradients(fails: bool) -> None:
+    """Or launches it, where the capture has failed in the middle of a backward pass."""
     expected = trained(f"{LABELLED} --no-cuda-graph", 1, 64)
     dist.init_process_group("cpu:gloo,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1)
     try:
         run, training = small_run(LABELLED, 64)
         step = StepGraph(run, replace(training, model=distribute(training.model, CUDA)))
         step.several_ranks, step._left = True, 11
+        if fails:
+            parameters = [*training.state.model.parameters()]
+            parameters[len(parameters) // 2].register_hook(lambda grad: grad.cpu().to(grad))  # waits
         told = train(run, training, step)
-        assert "a step is one CUDA graph" in str(run.logger.lines), run.logger.lines
+        line = "steps are launched" if fails else "a step is one CUDA graph"
+        assert line in str(run.logger.lines), run.logger.lines
         found = weights(training.state.model)
     finally:
         dist.destroy_process_group()

@@ -139,6 +139,14 @@ def synchronised(model: nn.Module, last: bool) -> AbstractContextManager[Any]:
     return nullcontext() if last else no_sync()
 
 
+def forget_backward(model: nn.Module) -> None:
+    """Drop the gradients of a model, and what DistributedDataParallel knows of a backward pass that has failed: it
+    would raise in the next one."""
+    model.zero_grad(set_to_none=True)
+    if isinstance(model, DistributedDataParallel):
+        model.reducer._reset_state()
+
+
 @contextmanager
 def whole_weights(model: nn.Module) -> Iterator[None]:
     """Let every rank hold the whole weights in the block, so that ranks may call `model` at different times.

@@ -32,6 +32,7 @@ from tlt.mix import MixRatios
 from tlt.models.spatial import Size
 from tlt.models.wrap import MixPoint
 from volo.cluster.distributed import max_over_ranks
+from volo.cluster.shard import forget_backward
 from volo.config.flag_rules import sharding_flag
 from volo.config.flags_train import CUDA_GRAPH_MODES
 from volo.train.criterion import Drawn
@@ -190,7 +191,7 @@ class StepGraph(Step):
         for each in self._sizes.values():
             each.left = -1
         for module in (self.model, self.state.model):
-            module.zero_grad(set_to_none=True)
+            forget_backward(module)
         self._logger.line(f"warning: steps are launched, no CUDA graph of them: {failure or 'on another rank'}")
 
     def _tried(self, batch: Batch, key: StepKey) -> str:
@@ -236,10 +237,11 @@ class StepGraph(Step):
                     self._now.graphs[last] = graph, found
             return ""
         except Exception as error:  # of operations, libraries, and the memory
-            # torch leaves the generator, and its allocator, as in the capture that has failed.
+            # torch leaves the generator, and its allocator, as in the capture that has failed, and keeps its memory.
             generator.graphsafe_set_state(draws)
-            with suppress(RuntimeError):
+            with suppress(RuntimeError):  # the capture itself has ended
                 torch._C._cuda_endAllocateToPool(device, pool)
+                torch._C._cuda_releasePool(device, pool)
             cause = error.__context__ or error  # what ends a failed capture says less
             return f"{type(cause).__name__}: {str(cause).partition(chr(10))[0]}"
 
