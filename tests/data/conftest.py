@@ -1,7 +1,5 @@
 """Pictures as files hold them, and what a refusal is."""
 
-from __future__ import annotations
-
 import io
 from collections.abc import Iterator
 from contextlib import contextmanager

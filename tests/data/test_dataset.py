@@ -1,8 +1,6 @@
 """Batches by key: timm's evaluation pixels; images as people have them, of which every CPU backend shows the same or
 says the same of why it can't; broken images replaced or left out; synthetic images."""
 
-from __future__ import annotations
-
 import io
 import os
 import re

@@ -1,7 +1,5 @@
 """Loaders: the same batches for any number of workers, each image once, and faults reported in one line."""
 
-from __future__ import annotations
-
 import gc
 import json
 import multiprocessing

@@ -1,7 +1,5 @@
 """Faults of the machine (too many open files, storage that fails for a while) are no faults of images and labels."""
 
-from __future__ import annotations
-
 import errno
 import io
 import os

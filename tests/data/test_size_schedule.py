@@ -1,7 +1,5 @@
 """Which size the images of an update have, and which images these are where batches of other sizes are larger."""
 
-from __future__ import annotations
-
 from collections import Counter
 from typing import Any
 

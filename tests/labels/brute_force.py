@@ -1,7 +1,5 @@
 """Token targets by their definition, in float64, one token, point and class after the other; and what takes memory."""
 
-from __future__ import annotations
-
 import math
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """Images with awkward names, and label maps for them."""
 
-from __future__ import annotations
-
 import filecmp
 from dataclasses import replace
 from pathlib import Path

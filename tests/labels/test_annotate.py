@@ -1,7 +1,5 @@
 """Dense logits from real timm models and from ours."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

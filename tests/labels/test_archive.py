@@ -1,7 +1,5 @@
 """The label archive: NumPy files that anybody can open, what is refused, and writers that are killed."""
 
-from __future__ import annotations
-
 import json
 import os
 import pickle

@@ -1,7 +1,5 @@
 """generate_label.py as its users call it: by one process or several, killed at any time."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import multiprocessing

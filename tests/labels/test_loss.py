@@ -1,7 +1,5 @@
 """The token-label loss against the published implementation's numbers, and written out in float64."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

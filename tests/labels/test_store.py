@@ -1,7 +1,5 @@
 """The published label tree: found, read, written, and what is wrong with it reported in one line."""
 
-from __future__ import annotations
-
 import pickle
 import shutil
 from collections.abc import Callable

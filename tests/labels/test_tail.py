@@ -1,7 +1,5 @@
 """`--label-tail exact` against a float64 softmax of all the annotator's logits."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Token targets against a plain float64 loop over points and classes."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np
@@ -12,15 +10,16 @@ from torch import Tensor
 from tests.labels.brute_force import Sizes, brute_force
 from tlt.errors import UserError
 from tlt.io import chunks
-from tlt.label_map import FULL_AREA, NO_AREA, LabelBatch, LabelMap
+from tlt.label_map import FULL_AREA, NO_AREA, Area, LabelBatch, LabelMap
 from tlt.targets import is_best, make_targets
 
 CLASSES, SMOOTHING = 9, 0.1
 WHOLE = torch.tensor([[[1.0, 0.0, 0.0], [0.0, 1.0, 0.0]]])
 Case = tuple[LabelBatch, Tensor, Tensor, Tensor]
+Size = tuple[int, int]
 
 
-def random_case(seed: int, cells: tuple[int, int] = (5, 7), k: int = 3, batch: int = 4) -> Case:
+def random_case(seed: int, cells: Size = (5, 7), k: int = 3, batch: int = 4) -> Case:
     """Maps whose cells share classes and list some twice; turned and shifted crops that leave image and map."""
     rng = np.random.default_rng(seed)
     values = (rng.standard_normal((batch, k, *cells)) * 4).astype(np.float16)
@@ -41,16 +40,18 @@ def single(case: Case) -> Case:
 
 
 @pytest.mark.parametrize("uncovered", ["ignore", "uniform"])
+@pytest.mark.parametrize("window", [FULL_AREA, (-0.2, -0.1, 0.9, 0.8)], ids=["full", "window"])
 @pytest.mark.parametrize(("cells", "grid", "k"), [((5, 7), (3, 4), 3), ((5, 7), (2, 2), 3), ((1, 6), (3, 2), 1)])
-def test_every_number_equals_the_loop(cells: tuple[int, int], grid: tuple[int, int], k: int, uncovered: str) -> None:
+def test_every_number_equals_the_loop(cells: Size, grid: Size, k: int, uncovered: str, window: Area) -> None:
+    """The class is that of the whole crop, whatever window the tokens cover."""
     case = random_case(0, cells, k)
     case[0].area[2] = torch.tensor(NO_AREA)
-    expected = brute_force(*case, grid, CLASSES, SMOOTHING, uncovered)
+    expected = brute_force(*case, grid, CLASSES, SMOOTHING, uncovered, window)
     counts = expected.weight.mean(1).tolist()
     assert counts[2] == 0 and (0 < counts[0] < 1 if uncovered == "ignore" else counts[0] == 1)
     for given, tolerance in ((case, 1e-12), (single(case), 1e-5)):
-        found = make_targets(*given, grid, CLASSES, SMOOTHING, uncovered=uncovered)
-        assert found.tokens is not None and found.cls.dtype == given[1].dtype
+        found = make_targets(*given, grid, CLASSES, SMOOTHING, uncovered=uncovered, window=window)
+        assert found.tokens is not None and found.cls.dtype == given[1].dtype and found.window == window
         for ids, excess in zip(found.tokens.ids.flatten(0, 1), found.tokens.excess.flatten(0, 1), strict=True):
             named = ids[excess != 0].tolist()
             assert len(named) == len(set(named))  # the loss's gradient depends on it on CUDA
@@ -60,7 +61,7 @@ def test_every_number_equals_the_loop(cells: tuple[int, int], grid: tuple[int, i
 
 
 @pytest.mark.parametrize(("cells", "grid", "k"), [((5, 7), (3, 4), 3), ((4, 3), (2, 5), CLASSES), ((1, 1), (3, 2), 1)])
-def test_the_best_classes_are_those_of_the_loop(cells: tuple[int, int], grid: tuple[int, int], k: int) -> None:
+def test_the_best_classes_are_those_of_the_loop(cells: Size, grid: Size, k: int) -> None:
     """A label's best class may be one that it doesn't list, and several where these are likelier than the listed."""
     case = random_case(1, cells, k)
     if k == CLASSES:  # all are listed, and all are less likely than one that is not would be

@@ -1,7 +1,5 @@
 """The rows of `--compat` against what they retrace: torchvision's roi_align, called with the published coordinates."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Weights and images by the rule of the golden file: a function of the state-dict names, nothing to ship."""
 
-from __future__ import annotations
-
 import zlib
 from collections.abc import Callable
 

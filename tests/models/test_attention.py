@@ -1,7 +1,5 @@
 """Attention on every way that a CPU takes, against float64."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

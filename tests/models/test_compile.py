@@ -1,7 +1,5 @@
 """torch.compile without graph breaks or recompilation; without Inductor, which takes minutes."""
 
-from __future__ import annotations
-
 import pytest
 import timm
 import torch

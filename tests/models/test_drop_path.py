@@ -1,7 +1,5 @@
 """Stochastic depth: the law of what is drawn, its mean against timm's DropPath, and what each mode computes."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 import re

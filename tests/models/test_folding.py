@@ -1,7 +1,5 @@
 """BatchNorm folded into the stem: the same outputs, from the same weights."""
 
-from __future__ import annotations
-
 import pytest
 import timm
 import torch

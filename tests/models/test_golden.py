@@ -1,7 +1,5 @@
 """Every model entry of the golden file: outputs of the published implementations, reproduced to 1e-4."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

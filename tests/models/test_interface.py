@@ -1,7 +1,5 @@
 """The output contract and timm's model interface, for both families."""
 
-from __future__ import annotations
-
 import pytest
 import timm
 import torch

@@ -1,7 +1,5 @@
 """Linear layers by oneDNN: torch's own layer in float64 is the reference."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path

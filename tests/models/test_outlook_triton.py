@@ -1,7 +1,5 @@
 """The Triton programs of outlook attention: interpreted and compiled on any machine, and run where there is a GPU."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Published weights: found in torch's hub folder, converted to what is asked for, or refused in one line."""
 
-from __future__ import annotations
-
 import urllib.error
 
 import pytest

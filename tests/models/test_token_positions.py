@@ -1,6 +1,4 @@
-"""Tokens lie in the middle of what gradients say that they see, and their labels are read there."""
-
-from __future__ import annotations
+"""Tokens lie in the middle of what gradients say that they see."""
 
 import random
 from functools import partial
@@ -16,13 +14,11 @@ from timm.layers.lambda_layer import LambdaLayer
 from torch import Tensor, nn
 
 import volo  # noqa: F401
-from tests.labels.brute_force import brute_force
-from tlt.label_map import FULL_AREA, LabelBatch
+from tlt.label_map import FULL_AREA
 from tlt.mix import MixRatios
 from tlt.models.spatial import downsampling_layers, feature_map, positions_of
 from tlt.models.token_labeling import TokenLabelModel
 from tlt.models.wrap import find_tokens
-from tlt.targets import make_targets
 
 _GATES = ("SelectiveKernelAttn", "SE", "Squeeze", "EffectiveSE", "Eca", "GlobalContext")
 _ACTIVATIONS = (nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.GELU, nn.SiLU, nn.Hardswish, Swish, HardSwish)
@@ -53,13 +49,8 @@ def middle_of_what_is_seen(cell: Tensor, images: Tensor) -> list[float]:
     return found
 
 
-CASES = [
-    ("volo_test", 70),
-    ("lvvit_test", 70),
-    ("regnety_002", 646),
-    ("resnet18", 550),
-    ("tf_mobilenetv3_small_100", 838),
-]
+CASES = [("volo_test", 70), ("lvvit_test", 70), ("regnety_002", 646), ("resnet18", 550)]
+CASES += [("tf_mobilenetv3_small_100", 838)]
 FAMILIES = ["resnetv2_18", "regnetx_002", "mnasnet_050", "mobilenetv2_050", "lcnet_050"]
 
 
@@ -184,32 +175,6 @@ def test_positions_are_the_middle_of_what_a_token_sees(seed: int) -> None:
     found = middle_of_what_is_seen(output[0, :, token[0], token[1]].sum(), images)
     assert found == [positions.first[axis] + token[axis] * positions.pitch[axis] for axis in (0, 1)]
     assert not layers[0]._forward_hooks
-
-
-def _labels(batch: int, cells: int, classes: int) -> LabelBatch:
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(classes, (batch, 2, cells, cells), generator=generator, dtype=torch.int32)
-    values = torch.randn(batch, 2, cells, cells, generator=generator)
-    return LabelBatch(values, ids, torch.tensor([[0.0, 0.0, 1.0, 1.0]] * batch))
-
-
-AFFINE = torch.tensor([[[0.5, 0.1, 0.2], [-0.1, 0.6, 0.25]], [[-0.4, 0.0, 0.7], [0.0, 0.5, 0.1]]], dtype=torch.float64)
-VISIBLE = torch.tensor([[0.0, 0.0, 1.0, 1.0]] * 2, dtype=torch.float64)
-
-
-@pytest.mark.parametrize("uncovered", ["ignore", "uniform"])
-def test_targets_of_a_window_are_those_of_their_definition_and_the_class_is_that_of_the_whole_crop(
-    uncovered: str,
-) -> None:
-    window = (-0.2, -0.1, 0.9, 0.8)
-    arguments = (_labels(2, 5, 200), AFFINE, VISIBLE, torch.tensor([1, 2]), (3, 4), 200, 0.1)
-    whole, found = make_targets(*arguments, True, uncovered), make_targets(*arguments, True, uncovered, window)
-    expected = brute_force(*arguments, uncovered, window)
-    assert found.window == window and found.tokens is not None and whole.tokens is not None
-    torch.testing.assert_close(found.cls, whole.cls)
-    torch.testing.assert_close(found.tokens.dense(200), expected.tokens)
-    torch.testing.assert_close(found.tokens.weight, expected.weight)
-    assert not torch.allclose(expected.tokens, whole.tokens.dense(200))
 
 
 def test_shares_of_mixed_images_are_those_of_the_pixels_of_a_token() -> None:

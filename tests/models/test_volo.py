@@ -1,7 +1,5 @@
 """VOLO against timm's port of it and against float64 loops."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -1,7 +1,5 @@
 """A dense head and MixToken on timm's models, against the same models as timm runs them."""
 
-from __future__ import annotations
-
 import copy
 import io
 import pickle

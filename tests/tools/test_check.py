@@ -1,7 +1,5 @@
 """The `tlt` command: help without torch, check on images whose labels are known."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Packing trees, and unpacking: the same maps, whatever they come from."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

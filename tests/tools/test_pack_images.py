@@ -1,7 +1,5 @@
 """Shards hold what the folder and its labels hold: same order, same bytes, same maps, same batches; killed or not."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

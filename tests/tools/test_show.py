@@ -1,7 +1,5 @@
 """`tlt show`: what is drawn is what the pipeline made, and mistakes are one line."""
 
-from __future__ import annotations
-
 from itertools import combinations
 from pathlib import Path
 

@@ -1,22 +1,14 @@
-"""Images and label maps that encode positions, and the place of each token of an augmented batch, read from both.
+"""Images and label maps that encode positions; the place of each token of a batch, read from both without geometry.
 
-Nothing here computes geometry. The place that a token shows is read from the pixels of the batch, the place that its
-label describes from its target. The two come from one image file and one label file by different ways, so that any
-mistake in between becomes visible.
-
-Images: the grey levels of red, green and blue are linear in the position, (x + y) / 2, (x - y) / 2 + 1 / 2 and 1 - x.
-An equal change of all three cancels in x = (R + G - 2 B) / 3 + 1 / 2 and y = R - G + 1 / 2: the truncation of a warp,
-and noise that is added so that roundings are independent of each other. Shots of one image differ in their noise. All
-random choices for an image are a function of seed, epoch, index and size, so shots are augmented alike and can be
-averaged. Magenta, the fill, is no position.
+Images: red, green and blue are linear in the position, (x + y) / 2, (x - y) / 2 + 1 / 2 and 1 - x. An equal change of
+all three cancels in x = (R + G - 2 B) / 3 + 1 / 2 and y = R - G + 1 / 2: a warp's truncation, and noise that makes
+roundings independent. Shots differ in their noise alone and can be averaged. Magenta, the fill, is no position.
 
 Maps: every cell lists the class COLUMN, whose logit counts columns, the class ROW, whose logit counts rows, and a class
 of its own. One class is listed nowhere: softened targets give logits back as log ratios to it.
 
 Legend: B images, N tokens, C classes. Places are shares (x, y) of the source image, edge to edge.
 """
-
-from __future__ import annotations
 
 from dataclasses import dataclass
 
@@ -75,19 +67,12 @@ def grid_points(grid: Size, offset: tuple[float, float] = (0.5, 0.5)) -> Tensor:
 
 @dataclass(frozen=True)
 class Shown:
-    """The places that the pixels of a batch show.
+    """The places that the pixels of a batch show."""
 
-    Attributes:
-        affine: (B, 2, 3) float64, unit square of the output -> place; a least-squares fit through all clean pixels.
-        clean: (B, H, W) bool, pixels with the colours that an image has there: no fill, nothing erased.
-        fitted: (B,) share of the pixels with any image's colours that lie on the plane, small where these are few.
-        size: (H, W) of the output.
-    """
-
-    affine: Tensor
-    clean: Tensor
-    fitted: Tensor
-    size: Size
+    affine: Tensor  # (B, 2, 3) float64, unit square of the output -> place: least squares through all clean pixels
+    clean: Tensor  # (B, H, W) bool, pixels with the colours that an image has there: no fill, nothing erased
+    fitted: Tensor  # (B,) share of the pixels with any image's colours that lie on the plane
+    size: Size  # (H, W) of the output
 
     def places(self, points: Tensor) -> Tensor:
         """Map points (P, 2), (x, y) in the output's unit square, to places (B, P, 2)."""
@@ -126,23 +111,14 @@ def read_targets(tokens: Tensor, cells: Size, area: Tensor) -> tuple[Tensor, Ten
 
 @dataclass(frozen=True)
 class Comparison:
-    """The places that tokens show and those of their targets. Only pixels decide which tokens are compared.
+    """The places that tokens show and those of their targets. Only pixels decide which tokens are compared."""
 
-    Attributes:
-        by_ramp, by_cell: (B, N, 2) places, described minus shown.
-        whole: (B, N) bool, tokens that show only image, all of it inside the area of the map.
-        ramp: (B, N) bool, those of them between the centres of the outer cells, beyond which the outer cell continues.
-        cover: (B, N) share of the token's pixels that show image inside the area of the map.
-        judged: (B,) bool, images whose pixels could be read.
-        shown: What the pixels show.
-    """
-
-    by_ramp: Tensor
-    by_cell: Tensor
-    whole: Tensor
-    ramp: Tensor
-    cover: Tensor
-    judged: Tensor
+    by_ramp: Tensor  # (B, N, 2) places, described minus shown
+    by_cell: Tensor  # (B, N, 2)
+    whole: Tensor  # (B, N) bool, tokens that show only image, all of it inside the area of the map
+    ramp: Tensor  # (B, N) bool, those of them between the centres of the outer cells, beyond which these continue
+    cover: Tensor  # (B, N) share of the token's pixels that show image inside the area of the map
+    judged: Tensor  # (B,) bool, images whose pixels could be read
     shown: Shown
 
     def output_pixels(self) -> Tensor:
@@ -152,15 +128,7 @@ class Comparison:
 
 
 def compare(shown: Shown, tokens: Tensor, grid: Size, cells: Size, area: Tensor) -> Comparison:
-    """Compare a batch with its targets.
-
-    Args:
-        shown: From `read_images`; a whole number of pixels per token.
-        tokens: (B, N, C), see `read_targets`.
-        grid: Rows and columns of tokens.
-        cells: Rows and columns of the maps.
-        area: (B, 4) x0, y0, x1, y1, the area that the maps really cover.
-    """
+    """Compare what is shown, whole pixels per token, with targets (B, N, C) of maps over `area` (B, 4)."""
     by_ramp, by_cell = (named - shown.places(grid_points(grid)) for named in read_targets(tokens, cells, area))
     half = (area[:, 2:] - area[:, :2]) / torch.tensor([cells[1], cells[0]]) / 2
     inner = torch.cat([area[:, :2] + half, area[:, 2:] - half], 1)
@@ -174,7 +142,6 @@ def compare(shown: Shown, tokens: Tensor, grid: Size, cells: Size, area: Tensor)
     return Comparison(by_ramp, by_cell, whole, ramp & whole, cover, judged, shown)
 
 
-def _inside(places: Tensor, area: Tensor) -> Tensor:
+def _inside(places: Tensor, area: Tensor, margin: float = 1e-3) -> Tensor:
     """Tell whether places (B, P, 2) are in areas (B, 4), with a margin for the error of the fit."""
-    margin = 1e-3
     return ((places >= area[:, None, :2] - margin) & (places <= area[:, None, 2:] + margin)).all(-1)

@@ -1,11 +1,5 @@
-"""A token's label is the label of what the token shows, from files on; and what measures it notices mistakes.
-
-Image and label files whose values say where they are (`position_code`) go through the training loader, the device stage
-and the target maker. What a token shows is read off its pixels, what it is said to show off its target. Neither reading
-knows anything of the geometry in between.
-"""
-
-from __future__ import annotations
+"""A token's label is that of what the token shows, from files (`position_code`) through the training loader, the device
+stage and the target maker; and what measures it notices mistakes."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -18,15 +12,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from tests.data.alignment.position_code import (
-    Comparison,
-    Size,
-    compare,
-    position_classes,
-    position_map,
-    ramp_image,
-    read_images,
-)
+from tests.data.alignment import position_code as code
 from tlt import geometry
 from tlt.api import Loader
 from tlt.data.augment.plan import AugmentConfig, make_plan
@@ -74,26 +60,26 @@ class Scene:
 
     root: Path
     shots: list[ImageFolder]
-    sizes: list[Size]
+    sizes: list[code.Size]
 
     @classmethod
-    def write(cls, root: Path, sizes: list[Size], count: int) -> Scene:
+    def write(cls, root: Path, sizes: list[code.Size], count: int) -> "Scene":
         """`count` images of each (width, height), a class per size, in a folder per shot."""
         for shot in range(SHOTS):
             for number, (width, height) in enumerate(sizes):
                 folder = root / "images" / str(shot) / f"{number}_{width}x{height}"
                 folder.mkdir(parents=True)
-                Image.fromarray(ramp_image(width, height, shot)).save(folder / "0.bmp")
+                Image.fromarray(code.ramp_image(width, height, shot)).save(folder / "0.bmp")
                 for i in range(1, count):
                     (folder / f"{i}.bmp").hardlink_to(folder / "0.bmp")
         return cls(root, [scan_folder(root / "images" / str(shot)) for shot in range(SHOTS)], sizes)
 
-    def labels(self, cells: Size, area: str, archive: bool) -> LabelStore:
-        names, classes = self.shots[0].paths, position_classes(*cells)
+    def labels(self, cells: code.Size, area: str, archive: bool) -> LabelStore:
+        names, classes = self.shots[0].paths, code.position_classes(*cells)
         tree = self.root / f"{cells[0]}x{cells[1]}"
         if not tree.exists():
             tree.mkdir()
-            write_map(tree / "map.pt", position_map(*cells), classes)
+            write_map(tree / "map.pt", code.position_map(*cells), classes)
             for name in names:
                 target = (tree / name).with_suffix(".pt")
                 target.parent.mkdir(exist_ok=True)
@@ -126,7 +112,7 @@ class Scene:
 class Measured:
     """The comparison with the targets, and the (B, N) coverage that these state."""
 
-    found: Comparison
+    found: code.Comparison
     weight: Tensor
 
     def coverage(self) -> float:
@@ -137,37 +123,29 @@ class Measured:
 def measure(
     scene: Scene,
     config: AugmentConfig,
-    cells: Size = (18, 18),
+    cells: code.Size = (18, 18),
     area: str = "full",
     archive: bool = False,
-    grid: Size = GRID,
+    grid: code.Size = GRID,
     mistake: Callable[[Batch], Batch] = lambda batch: batch,
     only: Tensor | None = None,
     device: str = "cpu",
 ) -> Measured:
-    """Load all images of a scene once and compare them with their targets.
-
-    Args:
-        mistake: Spoils the batch before targets are made.
-        only: (images,) bool, by index: the others are left out.
-    """
-    batches, classes = scene.load(scene.labels(cells, area, archive), config, device), position_classes(*cells)
+    """Load a scene, or the images `only` (bool by index), and compare what `mistake` leaves of it with its targets."""
+    batches, classes = scene.load(scene.labels(cells, area, archive), config, device), code.position_classes(*cells)
     batch = mistake(batches[0])
     made = make_targets(batch.labels, batch.affine, batch.visible, batch.classes, grid, classes, 0.0).tokens
     assert made is not None
     kept = torch.ones(batch.size, dtype=torch.bool) if only is None else only[batch.indices.cpu()]
-    shown = read_images(torch.stack([each.images for each in batches])[:, kept].cpu())
-    compared = compare(shown, made.dense(classes).cpu()[kept], grid, cells, scene.areas(batch, area)[kept])
+    shown = code.read_images(torch.stack([each.images for each in batches])[:, kept].cpu())
+    compared = code.compare(shown, made.dense(classes).cpu()[kept], grid, cells, scene.areas(batch, area)[kept])
     return Measured(compared, made.weight.cpu()[kept])
 
 
 def check(measured: Measured, slack: float = 0.0, least_ramp: float = 0.2, unjudged: float = 0.25) -> None:
-    """Assert that labels lie where the tokens look.
+    """Assert that labels lie where the tokens look, up to `slack` pixels that the reading of the image explains.
 
-    Args:
-        slack: Pixels above the limit that the reading of the image explains.
-        least_ramp: Share of the tokens that has to be comparable, so that the rest means something.
-        unjudged: Share of the images that may show too little besides fill to be read.
+    A share `least_ramp` of the tokens has to be comparable; `unjudged` of the images may show too little but fill.
     """
     seen = measured.found
     assert float((~seen.judged).double().mean()) <= unjudged
@@ -234,10 +212,7 @@ def test_any_image_map_and_output(tmp_path: Path, seed: int) -> None:
 
 
 def test_the_recipes_augmentation(tmp_path: Path) -> None:
-    """rand-m9-mstd0.5-inc1, random interpolation and erasing, all at their defaults; only the fill is another.
-
-    Places are read off the images whose colours no layer changed; erased boxes needn't be uncovered.
-    """
+    """All at its defaults but the fill; places are read off the images whose colours no layer changed."""
     scene = Scene.write(tmp_path, SIZES, 6)
     config = AugmentConfig(PIXELS, mean=(1.0, 0.0, 1.0))
     source = torch.tensor(scene.sizes).repeat_interleave(len(scene.shots[0]) // len(scene.sizes), 0)

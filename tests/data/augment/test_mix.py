@@ -1,7 +1,5 @@
 """Mixup and CutMix against timm's, fed with the same draws."""
 
-from __future__ import annotations
-
 import types
 from typing import Any
 

@@ -1,8 +1,6 @@
 """DALI on the CPU: the torchvision backend's pixels and bad images. What dali-gpu runs in DALI is also run on the CPU
 here (`graph`): its windows are Pillow's, and what it resizes is close to torchvision's."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace

@@ -1,8 +1,6 @@
 """Decoding against Pillow: at most one grey level apart, and damaged files named as such by both backends. Where JPEGs
 are decoded at 1/2, 1/4 or 1/8, the same window and nearly the same grey levels."""
 
-from __future__ import annotations
-
 import io
 import itertools
 import os

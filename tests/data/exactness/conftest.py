@@ -1,7 +1,5 @@
 """A data set with everything in it, opened through the programs' own flags."""
 
-from __future__ import annotations
-
 from argparse import Namespace
 from pathlib import Path
 from typing import NamedTuple
@@ -21,10 +19,6 @@ from volo.train import data as train_data
 IMAGES, GLOBAL_BATCH, SEED = 28, 8, 11  # the last global batch of an epoch holds four images
 SETTINGS = {"input_size": (3, 32, 32), "mean": (0.485, 0.456, 0.406), "std": (0.229, 0.224, 0.225)}
 BROKEN = ("c1/05.jpg", "c2/10.jpg")  # one is cut in its middle, one is empty
-PIXELS_OF = {"dali-cpu": "torchvision"}  # who has another's pixels, bit for bit
-# Share of values that may be more than one grey level from Pillow's, and by how much: both round between the two axes.
-FILTERS = {"pil": 0.0, "torchvision": 1e-3, "dali-cpu": 1e-3}
-LARGEST = {"pil": 0, "torchvision": 5, "dali-cpu": 5}
 
 
 class Way(NamedTuple):
@@ -37,10 +31,21 @@ class Way(NamedTuple):
     micro_batches: int = 1  # of a rank in an update
 
 
-def require(backend: str) -> None:
-    """Skip a backend whose package is not there."""
+def check_levels(off: np.ndarray, backend: str) -> None:
+    """How far grey levels may be from Pillow's: both round between the two axes."""
+    share, largest = (0.0, 0) if backend == "pil" else (1e-3, 5)
+    assert (off > 1.01).mean() <= share and off.max() <= largest + 0.01
+
+
+@pytest.fixture
+def source(request: pytest.FixtureRequest, data: Path, backend: str, way: Way) -> Path:
+    """The data set that a way reads, by a backend whose package is there."""
     if backend == "dali-cpu":
         pytest.importorskip("nvidia.dali")
+    return data if way.source == "folder" else request.getfixturevalue("shards")
+
+
+WAYS = {"ids": lambda part: "-".join(map(str, part)) if isinstance(part, Way) else str(part)}
 
 
 def parsed(data: Path, backend: str, way: Way) -> Namespace:

@@ -1,7 +1,5 @@
 """Validation sees every image once, with timm's pixels, for any backend, ranks, workers and batch size; or says so."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +14,7 @@ from timm.data import create_transform
 from torch import nn
 from torch.multiprocessing import start_processes
 
-from tests.data.exactness.conftest import BROKEN, FILTERS, IMAGES, LARGEST, SETTINGS, Way, parsed, require
+from tests.data.exactness.conftest import BROKEN, IMAGES, SETTINGS, WAYS, Way, check_levels, parsed
 from tlt.data.loader import EvalLoader
 from tlt.data.sources.source import ImageSource
 from tlt.errors import UserError
@@ -67,19 +65,11 @@ def expected(root: Path, crop_pct: float) -> dict[str, np.ndarray]:
     return {name: transform(Image.open(root / "train" / name).convert("RGB")).numpy() for name in names}
 
 
-@pytest.mark.parametrize(
-    ("backend", "way", "batch_size", "crop_pct"),
-    CASES,
-    ids=lambda part: "-".join(map(str, part)) if isinstance(part, Way) else str(part),
-)
+@pytest.mark.parametrize(("backend", "way", "batch_size", "crop_pct"), CASES, **WAYS)
 def test_every_image_is_seen_once(
-    backend: str, way: Way, batch_size: int, crop_pct: float, data: Path, request: pytest.FixtureRequest
+    backend: str, way: Way, batch_size: int, crop_pct: float, data: Path, source: Path
 ) -> None:
-    require(backend)
-    source = data if way.source == "folder" else request.getfixturevalue("shards")
-    seen: list[str] = []
-    off: list[np.ndarray] = []
-    left_out = 0
+    seen, off, left_out = list[str](), list[np.ndarray](), 0
     for loader, images in loaders(source, backend, way, batch_size, crop_pct):
         before = len(off)
         for batch in loader:
@@ -91,8 +81,7 @@ def test_every_image_is_seen_once(
         left_out += loader.left_out
         assert len(off) - before == len(loader) or batch_size == 1  # whose unreadable images make no batch
     assert sorted(seen) == sorted(expected(data, crop_pct)) and left_out == len(BROKEN)
-    levels = np.concatenate(off)
-    assert (levels > 1.01).mean() <= FILTERS[backend] and levels.max() <= LARGEST[backend] + 0.01
+    check_levels(np.concatenate(off), backend)
 
 
 def classifier() -> nn.Module:

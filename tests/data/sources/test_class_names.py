@@ -1,7 +1,5 @@
 """Which class of an imposed list a class is: by its name, whatever that looks like. Lists that don't fit."""
 
-from __future__ import annotations
-
 import csv
 from pathlib import Path
 from typing import Any

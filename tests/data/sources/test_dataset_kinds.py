@@ -1,7 +1,5 @@
 """`--dataset`: every kind gives the images and classes that torchvision, timm and others find in the same files."""
 
-from __future__ import annotations
-
 import hashlib
 import pickle
 import sys

@@ -1,8 +1,6 @@
 """Class folders: order and classes as timm finds them, and what timm passes over in silence is reported or refused.
 `--dataset csv/FILE`: what a table may say, and one line for what it may not."""
 
-from __future__ import annotations
-
 import errno
 import os
 import random

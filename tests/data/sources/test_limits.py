@@ -1,7 +1,5 @@
 """`--max-pixels`: no image takes more memory than that, whatever a header or a file's length says."""
 
-from __future__ import annotations
-
 import os
 import struct
 import tarfile

@@ -1,8 +1,6 @@
 """Tar shards that others wrote: the bytes that other readers find in them, and one line for whatever is wrong. Then
 those that timm's `_info.json` or a pattern names (`--dataset wds/NAME`)."""
 
-from __future__ import annotations
-
 import errno
 import gzip
 import io

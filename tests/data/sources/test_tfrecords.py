@@ -1,7 +1,5 @@
 """TFRecord files: the bytes and classes that DALI finds in them, and one line for whatever is wrong."""
 
-from __future__ import annotations
-
 import io
 import shutil
 import subprocess
