@@ -73,12 +73,6 @@ class FeatureTeacher:
         """Rows and columns of its last map, what of the image it covers, and C. Raises UserError: it has none."""
         return _tokens(self.model, self.img_size)
 
-    def channels(self, kind: str) -> int:
-        """How many numbers it says of an image, or of a cell ("token")."""
-        if kind == "token":
-            return self.tokens[2]
-        return int(self.model.num_classes if kind == "logit" else self.model.head_hidden_size)
-
     def __call__(self, images: Tensor, kind: str = "token") -> Tensor:
         """Return what it says of images (B, 3, H, W), in float32: its logits ("logit", (B, K)), its features after
         pooling ("feature", (B, C)), or its last map ("token", (B, T, C))."""
@@ -108,10 +102,11 @@ class TeacherScale(nn.Module):
     """The mean (C,) and variance of a teacher's features, by which the losses of several teachers are comparable: the
     mean squared error of a student that knows the mean alone is 1.
 
+    Cosines between tokens, and logits, whose loss is in nats as that of labels, have no such unit and need none.
     UNIC (arXiv:2408.05088) standardises features by running means and deviations. Here all channels have one size, the
     root of their mean variance, as in PHI-S (arXiv:2410.01680): a channel that varies little counts little. Running is
-    the mean over all that was said: a frozen teacher does not change. With several ranks of torch.distributed all have
-    to call `update` at once, and have the same values then. What is not finite changes nothing.
+    the mean over all that was said: a frozen teacher does not change. With several ranks of torch.distributed all call
+    `update` at once, and have the same values then. What is not finite changes nothing.
     """
 
     mean: Tensor
@@ -214,16 +209,21 @@ def with_projector(
     like = next(model.parameters())
     own = {"feature": model.head_hidden_size} if "feature" in kinds else {}
     own |= {"token": _tokens(model, img_size)[2]} if "token" in kinds else {}
-    wanted = [each.channels(kind) for each, kind in zip(teachers, kinds, strict=True)]
+    wanted = [_channels(each, of) for each, of in zip(teachers, kinds, strict=True)]
     extend(model, Student, outermost=True)
     model.kd_kinds, model.kd_listed = kinds, not isinstance(teacher, FeatureTeacher)
-    for number, (each, dense, width) in enumerate(zip(kinds, losses, wanted, strict=True)):
-        of_one_network = each == "token" and dense == "gram"
-        layers = [] if each == "logit" or of_one_network else [nn.LayerNorm(own[each]), nn.Linear(own[each], width)]
-        setattr(model, _numbered("kd_projector", number), nn.Sequential(*layers).to(like))
-        if len(teachers) > 1 and not of_one_network:  # whose cosines have no size
-            setattr(model, _numbered("kd_scale", number), TeacherScale(width).to(like.device))
+    for number, (of, dense, channels) in enumerate(zip(kinds, losses, wanted, strict=True)):
+        projector = nn.Sequential()
+        if of == "feature" or (of == "token" and dense != "gram"):
+            projector.extend([nn.LayerNorm(own[of]), nn.Linear(own[of], channels)])
+            if len(teachers) > 1:
+                setattr(model, _numbered("kd_scale", number), TeacherScale(channels).to(like.device))
+        setattr(model, _numbered("kd_projector", number), projector.to(like))
     return model
+
+
+def _channels(teacher: FeatureTeacher, kind: str) -> int:
+    return teacher.tokens[2] if kind == "token" else 0 if kind == "logit" else int(teacher.model.head_hidden_size)
 
 
 class TeacherTargets(NamedTuple):
@@ -244,7 +244,7 @@ class DistillLoss:
             tokens of an image (DINOv3).
         temperature: Logits are divided by it, their loss is multiplied by its square.
         grid, window: Of the student's tokens, as of `tlt.TokenLabelLoss`.
-        scale: Normalises the teacher's features, or the loss of its logits; None: neither.
+        scale: Normalises the teacher's features; None: they are as they are.
         places: Both, for images of other sizes (H, W).
     """
 
@@ -307,9 +307,7 @@ class DistillLoss:
         if seen is not None and (images is not None or seen.size != batch.size):
             raise UserError("a lesson: `seen` has to show the images of the batch, and none that are mixed (`images`)")
         said = self.teacher((batch if seen is None else seen).images if images is None else images, self.kind)
-        if self.scale is not None and self.kind == "logit":
-            self.scale.update(said - said.mean(-1, keepdim=True))  # softmax does not see what is added to all
-        elif self.scale is not None:
+        if self.scale is not None:
             self.scale.update(said)
             said = self.scale(said)
         if self.kind != "token":
@@ -375,8 +373,7 @@ class DistillLoss:
         if self.kind == "feature":
             return (own - target).square().mean(-1)
         log_own, log_target = ((each / self.temperature).log_softmax(-1) for each in (own, target))
-        apart = F.kl_div(log_own, log_target, reduction="none", log_target=True).sum(-1) * self.temperature**2
-        return apart if self.scale is None else apart / self.scale.variance
+        return F.kl_div(log_own, log_target, reduction="none", log_target=True).sum(-1) * self.temperature**2
 
 
 @dataclass(frozen=True)
