@@ -1,7 +1,7 @@
-"""Token-labeling toolbox: label maps from archive to loss, and the LV-ViT models.
+"""Token-labeling toolbox: label maps, from the archive to the loss, and the LV-ViT models.
 
 Importing it registers `lvvit_t`, `lvvit_s`, `lvvit_m` and `lvvit_l` with timm. It imports nothing from `volo`. The
-names of `__all__` are for training loops of one's own (docs/python_api.md); they are loaded when first asked for.
+names in `__all__` are for training loops of your own (docs/python_api.md); their modules are loaded at first use.
 """
 
 import sys
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from tlt.targets import Targets as Targets
     from tlt.targets import make_targets as make_targets
 
-_NAMES = {  # of modules that are loaded when first asked for
+_NAMES = {  # names of modules that are loaded at first use
     "tlt.api": ("Loader", "StepKey", "draw_box"),
     "tlt.data.augment.plan": ("AugmentConfig",),
     "tlt.data.batch": ("Batch",),
@@ -46,24 +46,24 @@ _NAMES = {  # of modules that are loaded when first asked for
 }
 __all__ = sorted(name for names in _NAMES.values() for name in names)
 
-_SCRIPTS = ("train.py", "validate.py", "generate_label.py", "benchmark.py")  # at the root of a checkout
+_SCRIPTS = ("train.py", "validate.py", "generate_label.py", "benchmark.py")  # files in the root of a checkout
 _COMMANDS = ("volo", "tlt")
 
 
 def _starts_program() -> bool:
-    """Whether Python was started to run a program of this project, which registers the models when it needs them.
+    """Return whether Python was started to run a program of this project, which registers the models when needed.
 
-    Until then it imports no torch: `--help` and mistakes are answered at once, and a process is bound to CPUs and
-    memory (`volo.cluster.binding`) before any thread of torch is there. `sys.argv` is not asked: it belongs to the
-    importing program, which may have changed or emptied it.
+    Such a program imports no torch at first: `--help` and wrong flags are answered at once, and the process is bound to
+    CPUs and memory (`volo.cluster.binding`) before torch has threads. `sys.argv` is not used, because the importing
+    program may have changed or emptied it.
     """
     file = getattr(sys.modules.get("__main__"), "__file__", None)
-    if file is None:  # as long as Python looks for the module of `-m`; with `-c`; at a prompt
+    if file is None:  # true while Python looks for the module of `-m`, with `-c`, and at a prompt
         mode = next((index for index, word in enumerate(sys.orig_argv[:-1]) if word in ("-c", "-m")), None)
         module = "" if mode is None or sys.orig_argv[mode] == "-c" else sys.orig_argv[mode + 1]
         return module.partition(".")[0] in _COMMANDS
     program, root = Path(file), Path(__file__).resolve().parents[1]
-    if program.name in _SCRIPTS:  # others may have a train.py, too
+    if program.name in _SCRIPTS:  # other projects may have a train.py, too
         return program.resolve().parent == root
     return program.name in _COMMANDS or program.resolve() == root / "volo" / "commands" / "launch.py"
 

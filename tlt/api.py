@@ -1,7 +1,7 @@
-"""The loader and the steps of a training loop of one's own.
+"""What a training loop of your own needs: the loader of training batches, and the random numbers of a step.
 
-`volo train` uses the same targets, boxes and loss (`volo.train.criterion`) and makes the same batches: equal seeds give
-equal numbers. docs/python_api.md has such a loop, examples/ whole programs.
+`volo train` uses the same targets, MixToken boxes and loss (`volo.train.criterion`) and makes the same batches: with
+equal seeds both compute equal numbers. docs/python_api.md shows such a loop, examples/ has whole programs.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from tlt.data.sources.source import ImageSource
 from tlt.mixtoken import sample_box
 
 EMPTY_BOXES = "MixToken mixes nothing: with fewer than 3 tokens in a row or column its boxes are empty"
-# Random streams of one step, different from each other and from those of the data (tlt.data.augment.plan.Stream) and of
-# other users of a step's generators.
+# Ids of a step's random streams. They differ from each other, from those of the data (tlt.data.augment.plan.Stream),
+# and from those that other code takes from `StepKey.generator`.
 _TORCH_STREAM, _MIX_BOX_STREAM = 0x57E9, 0x57EA
 
 
 @dataclass(frozen=True)
 class StepKey:
-    """Identifies one forward pass of a run: every random number drawn in it is a function of these four numbers.
+    """Identifies one forward pass of a run. These four numbers determine every random number drawn in it.
 
     Attributes:
-        update: Optimizer steps before this one.
-        micro_batch: Forward passes before this one in the same update.
+        update: Number of optimizer steps before this one.
+        micro_batch: Number of forward passes before this one in the same update.
     """
 
     seed: int
@@ -50,11 +50,11 @@ class StepKey:
     rank: int = 0
 
     def seed_torch(self) -> None:
-        """Seed dropout and stochastic depth: torch's generators restart with the seed of this step."""
+        """Restart torch's generators, which dropout and stochastic depth use, with the seed of this step."""
         torch.manual_seed(self._key(_TORCH_STREAM) >> 1)  # 63 bits
 
     def generator(self, stream: int) -> np.random.Generator:
-        """Return the generator of one random stream of this step."""
+        """Return a new generator for one random stream of this step."""
         return np.random.Generator(np.random.Philox(key=self._key(stream)))
 
     def _key(self, stream: int) -> int:
@@ -62,42 +62,42 @@ class StepKey:
 
 
 def draw_box(step: StepKey, grid: tuple[int, int]) -> Sequence[int]:
-    """Draw MixToken's box `(row0, col0, row1, col1)` of a step, in tokens of `grid`, from its own random stream. Warns
-    where it is always empty."""
+    """Draw MixToken's box `(row0, col0, row1, col1)` of a step, in tokens of `grid`. Warn if `grid` has fewer than 3
+    rows or columns: every box is empty then."""
     if min(grid) < 3:
         warnings.warn(EMPTY_BOXES, stacklevel=2)
     return sample_box(step.generator(_MIX_BOX_STREAM), grid)
 
 
 class Loader(DeviceLoader):
-    """Augmented training batches with token labels, those of `volo train`. Each pass is the next epoch.
+    """Yields augmented training batches with token labels, the same as `volo train`. Each pass is the next epoch.
 
-    It deals the images to the ranks by itself: frameworks must not shard it again. `epoch(number, start_update)` yields
-    the batches of an epoch from any update on, which is all that resuming takes.
+    The loader itself divides the images among the ranks: frameworks must not shard it again. To resume, call
+    `epoch(number, start_update)`, which yields the batches of an epoch from a given update on.
 
     Args:
-        images: What `open_images` found.
-        labels: What `open_labels` found; None: every token has the class of its image.
-        augment: Augmentation and size of the images.
-        batch_size: Images of one rank in a batch.
-        seed: Of order and augmentation.
-        mean, std: By which the images are normalised, in [0, 1]; one of each makes grey images. None: `augment.mean`.
-        device: Where the batches are finished and stay.
-        workers: Decoding processes; 0 decodes in this one.
-        world_size, rank: How many processes train, and which of them this is.
-        backend: Decoder: "torchvision", "pil", "dali-cpu", "dali-gpu", or an object.
-        max_pixels: Larger images count as unreadable.
-        full_decode: Decode huge JPEGs at their full size, not at 1/2 to 1/8.
-        max_bad_images: How many images may be unreadable, see `SkipCounter`.
+        images: The images, from `open_images`.
+        labels: The label maps, from `open_labels`. None gives every token the class of its image.
+        augment: Augmentation, and size of the images.
+        batch_size: Images per batch and rank.
+        seed: Seed of the order of the images and of their augmentation.
+        mean, std: Normalisation of the images in [0, 1]; one number each makes grey images. None: `augment.mean`.
+        device: The device that augments the batches and holds them.
+        workers: Number of decoding processes; with 0 this process decodes.
+        world_size, rank: Number of training processes, and the number of this one.
+        backend: The decoder: "torchvision", "pil", "dali-cpu", "dali-gpu", or a `Backend`.
+        max_pixels: Images with more pixels count as unreadable.
+        full_decode: Decode huge JPEGs at full size rather than at 1/2 to 1/8.
+        max_bad_images: How many images may be unreadable; see `SkipCounter`.
         drop_last: Leave out the last, smaller batch of an epoch.
-        micro_batches: Batches of one update.
+        micro_batches: Number of batches per update.
         repeats: How often an epoch shows each of its images.
-        sizes: A schedule of image sizes, with batches of its own, in place of the one size and `batch_size`.
+        sizes: A schedule of image sizes and batch sizes. It replaces the one size and `batch_size`.
         label_view: See `TrainDataset`.
         loading: `pin_memory`, `prefetch`, `persistent_workers` and `timeout` of `DeviceLoader`.
 
     Raises:
-        UserError: Fewer images than a global batch, or an unknown backend.
+        UserError: The images do not fill one global batch, or the backend is unknown.
     """
 
     def __init__(
@@ -141,30 +141,30 @@ class Loader(DeviceLoader):
         self._next = 0
 
     def __len__(self) -> int:
-        """Batches of this rank in an epoch."""
+        """Return the number of batches of this rank in an epoch."""
         return self.index_stream.batches_per_epoch
 
     @property
     def sampler(self) -> Loader:
-        """Itself: frameworks call `loader.sampler.set_epoch(number)`."""
+        """The loader itself, because frameworks call `loader.sampler.set_epoch(number)`."""
         return self
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch of the next pass."""
+        """Set the epoch of the next pass."""
         self._next = epoch
 
     def __iter__(self) -> Iterator[Batch]:
-        """Yield the batches of the next epoch. Raises as `epoch`."""
-        # Counted when the first batch is asked for: Lightning calls `iter` before `set_epoch`.
+        """Yield the batches of the next epoch. Raises what `epoch` raises."""
+        # The epoch is counted when the first batch is asked for: Lightning calls `iter` before `set_epoch`.
         epoch, self._next = self._next, self._next + 1
         yield from self.epoch(epoch)
 
     def epoch(self, epoch: int, start_update: int = 0) -> Iterator[Batch]:
-        """Yield the batches of an epoch from an update on; `key` says which is the last one of its update.
+        """Yield the batches of an epoch from an update on. `batch.key.last` marks the last micro-batch of an update.
 
         Raises:
-            WorkerDied: A data worker was killed or has no memory left.
-            UserError: Too many unreadable images, a bad label map, a file that can't be read in time.
+            WorkerDied: A data worker was killed or ran out of memory.
+            UserError: There are too many unreadable images, a label map is bad, or reading a file takes too long.
         """
         return self._load(self._keys(epoch, start_update))
 

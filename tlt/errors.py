@@ -1,4 +1,4 @@
-"""Errors that a user can mend, each with a message of one line."""
+"""Errors that the user can fix. Each has a message of one line."""
 
 from __future__ import annotations
 
@@ -12,45 +12,45 @@ from types import ModuleType
 
 
 class UserError(Exception):
-    """Bad input. The message is one line that names the file or flag and the remedy.
+    """Bad input. The message is one line that names the file or flag and how to fix it.
 
-    Programs print it without a traceback and leave with `exit_code` (see `volo.commands.console.run_program`).
+    Programs print it without a traceback and exit with `exit_code` (see `volo.commands.console.run_program`).
     """
 
     exit_code = 2
 
 
 class MissingSplit(UserError):
-    """No such split. `tlt.data.sources` adds the flag that would name another one."""
+    """The data set has no such split. `tlt.data.sources` adds the name of the flag that chooses another."""
 
 
 class MachineFault(UserError):
-    """A file can't be read for a reason that is the machine's and not the file's: failing or lost storage, too many
-    open files, too little memory. It says nothing of the file, and the next start may have more luck."""
+    """A file can't be read, but the machine is at fault, not the file: its storage fails or is lost, too many files are
+    open, or memory is short. The file may be good, and another start may succeed."""
 
     exit_code = 5
 
 
 class WorkerDied(UserError):
-    """A data worker is gone: killed, or without memory, shared memory or open files. The next start may have more."""
+    """A data worker was killed, or ran out of memory, shared memory or open files. Another start may succeed."""
 
     exit_code = 5
 
 
 class NonFiniteError(UserError):
-    """Too many optimizer steps in a row had non-finite gradients. The last saved checkpoint is untouched."""
+    """Too many consecutive optimizer steps had non-finite gradients. The last saved checkpoint is not affected."""
 
     exit_code = 3
 
 
 def one_of(name: str, value: object, choices: Sequence[object]) -> None:
-    """Raise UserError: the argument `name` is none of the choices."""
+    """Raise UserError if the argument `name` is none of the choices."""
     if value not in choices:
         raise UserError(f"{name} {value}: choose from {', '.join(map(str, choices))}")
 
 
 def in_range(name: str, value: object, low: float, high: float = math.inf, counts: Sequence[int] = (1,)) -> None:
-    """Raise UserError: the argument `name` is no number from `low` to `high`, or with `counts` not so many of them."""
+    """Raise UserError unless the argument `name` is `counts` numbers (one or more allowed counts) in [low, high]."""
     values = value if isinstance(value, Sequence) else [value]
     if len(values) not in counts or not all(isinstance(v, Real) and low <= float(v) <= high for v in values):
         many = " or ".join(map(str, counts)) + f" number{'s' * (counts != (1,))}"
@@ -58,10 +58,10 @@ def in_range(name: str, value: object, low: float, high: float = math.inf, count
 
 
 def require(module: str, extra: str) -> ModuleType:
-    """Import an optional package where it is used.
+    """Import and return an optional package.
 
     Args:
-        module: Import name, such as `"matplotlib"`.
+        module: The import name, such as `"matplotlib"`.
         extra: The pip extra of this project that installs it.
 
     Raises:
@@ -74,8 +74,8 @@ def require(module: str, extra: str) -> ModuleType:
 
 
 def install_command(extra: str = "") -> str:
-    """The command that installs this project with a pip extra: from the repository that pyproject.toml names
-    (`project.urls`), and while it names none from a checkout. PyPI has no package of this name."""
+    """Return the command that installs this project with a pip extra. It installs from the repository that
+    pyproject.toml names (`project.urls`), or from a checkout if it names none. PyPI has no package of this name."""
     brackets = extra and f"[{extra}]"
     with suppress(PackageNotFoundError):
         for url in metadata("volo-tlt").get_all("Project-URL") or ():

@@ -1,9 +1,9 @@
-"""Affine maps of image coordinates, one 2x3 matrix per sample. The only owner of this arithmetic.
+"""Affine maps of image coordinates, one 2x3 matrix per sample. All this arithmetic is here.
 
 Legend: B samples; a map is a float64 array (B, 2, 3) that takes a point (x, y, 1) to (x', y').
 Coordinates are continuous pixels: pixel (row i, column j) covers [j, j+1] x [i, i+1], its centre is (j + .5, i + .5).
-Every map here goes from OUTPUT coordinates to SOURCE coordinates (where does this output point come from?), the way in
-which images are warped and label maps are sampled. Rotation, shear and translation have PIL's signs and centre.
+Every map goes from OUTPUT coordinates to SOURCE coordinates: it says from which source point an output point comes, as
+warping images and sampling label maps require. Rotation, shear and translation have PIL's signs and centre.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ Numbers: TypeAlias = npt.ArrayLike  # a number for all samples, or (B,)
 
 
 def identity(count: int) -> Affine:
-    """`count` identity maps (count, 2, 3)."""
+    """Return `count` identity maps, (count, 2, 3)."""
     return np.tile(np.eye(2, 3), (count, 1, 1))
 
 
 def compose(first: Affine, second: Affine) -> Affine:
-    """The map that applies `first` to a point and `second` to the result.
+    """Return the map that applies `first` to a point and `second` to the result.
 
-    With output-to-source maps, `compose(output_to_middle, middle_to_source)` is output-to-source: the image operation
-    that ran LAST comes first.
+    For output-to-source maps, `compose(output_to_middle, middle_to_source)` is output-to-source, so the image operation
+    that runs LAST comes first.
     """
     first, second = np.asarray(first, np.float64), np.asarray(second, np.float64)
     linear = second[:, :, :2]
@@ -36,13 +36,13 @@ def compose(first: Affine, second: Affine) -> Affine:
 
 
 def apply(affine: Affine, points: npt.ArrayLike) -> npt.NDArray[np.float64]:
-    """Map points (B, P, 2) or (P, 2) of (x, y) -> (B, P, 2)."""
+    """Map points (x, y), (B, P, 2) or (P, 2), and return them as (B, P, 2)."""
     points = np.asarray(points, np.float64)
     return points @ affine[:, :, :2].transpose(0, 2, 1) + affine[:, None, :, 2]
 
 
 def _matrix(a: Numbers, b: Numbers, c: Numbers, d: Numbers, e: Numbers, f: Numbers) -> Affine:
-    """x' = a x + b y + c, y' = d x + e y + f; each coefficient a number or (B,)."""
+    """Return x' = a x + b y + c, y' = d x + e y + f as a map; each coefficient is a number or (B,)."""
     coefficients = (a, b, c, d, e, f)
     maps = np.empty((max(np.size(value) for value in coefficients), 6))
     for column, value in enumerate(coefficients):
@@ -51,26 +51,26 @@ def _matrix(a: Numbers, b: Numbers, c: Numbers, d: Numbers, e: Numbers, f: Numbe
 
 
 def crop(x: Numbers, y: Numbers, w: Numbers, h: Numbers, out_w: Numbers, out_h: Numbers) -> Affine:
-    """Cut the window with top left corner (x, y) and size w x h pixels and resize it to out_w x out_h."""
+    """Return the map of cutting w x h pixels with top left corner (x, y) and resizing them to out_w x out_h."""
     scale_x = np.asarray(w, np.float64) / np.asarray(out_w, np.float64)
     scale_y = np.asarray(h, np.float64) / np.asarray(out_h, np.float64)
     return _matrix(scale_x, 0.0, x, 0.0, scale_y, y)
 
 
 def hflip(flags: npt.ArrayLike, width: Numbers) -> Affine:
-    """Mirror left and right where `flags` (bool, (B,)) is set; `width` in pixels."""
+    """Return the map of swapping left and right where `flags` (bool, (B,)) is set; `width` in pixels."""
     flags = np.asarray(flags, bool)
     return _matrix(np.where(flags, -1.0, 1.0), 0.0, np.where(flags, width, 0.0), 0.0, 1.0, 0.0)
 
 
 def vflip(flags: npt.ArrayLike, height: Numbers) -> Affine:
-    """Mirror top and bottom where `flags` (bool, (B,)) is set; `height` in pixels."""
+    """Return the map of swapping top and bottom where `flags` (bool, (B,)) is set; `height` in pixels."""
     flags = np.asarray(flags, bool)
     return _matrix(1.0, 0.0, 0.0, 0.0, np.where(flags, -1.0, 1.0), np.where(flags, height, 0.0))
 
 
 def rotate(degrees: Numbers, width: Numbers, height: Numbers) -> Affine:
-    """`PIL.Image.rotate`: counter-clockwise about the centre of a width x height image, size kept."""
+    """Return the map of `PIL.Image.rotate`: counter-clockwise about the image's centre, without changing its size."""
     angle = -np.radians(np.asarray(degrees, np.float64))
     cos, sin = np.cos(angle), np.sin(angle)
     centre_x, centre_y = np.asarray(width, np.float64) / 2, np.asarray(height, np.float64) / 2
@@ -80,17 +80,17 @@ def rotate(degrees: Numbers, width: Numbers, height: Numbers) -> Affine:
 
 
 def shear_x(factor: Numbers) -> Affine:
-    """x' = x + factor * y, as `Image.transform(size, AFFINE, (1, factor, 0, 0, 1, 0))`."""
+    """Return x' = x + factor * y, as `Image.transform(size, AFFINE, (1, factor, 0, 0, 1, 0))` does."""
     return _matrix(1.0, factor, 0.0, 0.0, 1.0, 0.0)
 
 
 def shear_y(factor: Numbers) -> Affine:
-    """y' = y + factor * x, as `Image.transform(size, AFFINE, (1, 0, 0, factor, 1, 0))`."""
+    """Return y' = y + factor * x, as `Image.transform(size, AFFINE, (1, 0, 0, factor, 1, 0))` does."""
     return _matrix(1.0, 0.0, 0.0, factor, 1.0, 0.0)
 
 
 def translate(dx: Numbers, dy: Numbers) -> Affine:
-    """x' = x + dx, y' = y + dy pixels: the content moves left and up for positive values, as in PIL."""
+    """Return x' = x + dx, y' = y + dy in pixels: positive values move the content left and up, as in PIL."""
     return _matrix(1.0, 0.0, dx, 0.0, 1.0, dy)
 
 

@@ -1,7 +1,7 @@
-"""The one owner of the label format: what a label map is, and a batch of them.
+"""The label format: what a label map is, and what a batch of them is.
 
-A label map says, for every cell of an `h x w` grid laid over a part of an image, which `k` classes an annotator network
-saw there and with which logits. Shapes: `k` classes per cell, `h` rows, `w` columns, `B` images.
+A label map covers a part of an image with an `h x w` grid. For each cell it holds the `k` classes that an annotator
+network saw there, and their logits. Shapes: `k` classes per cell, `h` rows, `w` columns, `B` images.
 
 Coordinates are continuous shares of the source image: `(0, 0)` is its upper left edge and `(1, 1)` its lower right one,
 whatever its aspect ratio. Cell `(row, column)` of a map whose area is `(x0, y0, x1, y1)` has its centre at
@@ -25,8 +25,8 @@ NO_AREA: Area = (0.0, 0.0, 0.0, 0.0)
 
 
 def centre_square(width: int, height: int) -> Area:
-    """The area of the largest centred square of a `width x height` image, which is all that the published
-    label-making program looks at (resize the shorter side, crop the centre)."""
+    """Return the area of the largest centred square of a `width x height` image. The published label-making program
+    looks at this square only (it resizes the shorter side and crops the centre)."""
     side = min(width, height)
     x, y = (1 - side / width) / 2, (1 - side / height) / 2
     return (x, y, 1 - x, 1 - y)
@@ -37,13 +37,12 @@ class LabelMap:
     """The labels of one image.
 
     Attributes:
-        values: (k, h, w) float16 logits of the classes in `ids`; float32 where they were shifted
-            (`--label-tail exact`).
+        values: (k, h, w) float16 logits of the classes in `ids`; float32 after `--label-tail exact` shifted them.
         ids: (k, h, w) int32 class ids.
-        area: `(x0, y0, x1, y1)`, the part of the source image that the map covers. It may reach outside by less than
-            the image's size, where a network has padding. An empty area means that nothing is known about the image.
-        source: Where the map was read, such as its file: messages about it start with this.
-        log_sum_exp: (h, w) float32, of all the annotator's logits; None: not known.
+        area: `(x0, y0, x1, y1)`, the part of the source image that the map covers. If the network pads, it may reach
+            beyond the image by less than the image's size. An empty area means that the labels are unknown.
+        source: Where the map was read from, such as its file. Error messages start with it.
+        log_sum_exp: (h, w) float32, log-sum-exp over all logits of the annotator; None if it is not known.
     """
 
     values: np.ndarray
@@ -59,11 +58,11 @@ class LabelMap:
         return k, h, w
 
     def validate(self, num_classes: int | None) -> LabelMap:
-        """Return the map itself if it can be trained on.
+        """Return the map itself after checking it.
 
         Raises:
             UserError: A value is NaN or infinite, a class id is negative or not below `num_classes`, or the arrays are
-                not of one (k, h, w) shape. `source` starts the message.
+                not of one (k, h, w) shape. The message starts with `source`.
         """
         source = self.source
         if self.values.ndim != 3 or self.values.shape != self.ids.shape or 0 in self.values.shape:
@@ -78,12 +77,12 @@ class LabelMap:
 
     @classmethod
     def unknown(cls, shape: tuple[int, int, int], area: Area = NO_AREA) -> LabelMap:
-        """A map that names no class: nothing covered by default, or every class equally likely in `area`."""
+        """Return a map that knows no class. By default it covers nothing; in `area` all classes are equally likely."""
         return cls(np.zeros(shape, np.float16), np.zeros(shape, np.int32), area)
 
 
 def whole_ids(ids: np.ndarray, source: str) -> np.ndarray:
-    """Return class ids of any type as int32. Raises UserError, which begins with `source`: they are no such numbers."""
+    """Return class ids as int32. Raises UserError, which starts with `source`, if they are not whole 32-bit numbers."""
     with np.errstate(invalid="ignore"):
         whole = ids.astype(np.int32)
     if (whole != ids).any():
@@ -92,7 +91,7 @@ def whole_ids(ids: np.ndarray, source: str) -> np.ndarray:
 
 
 def check_class_id(class_id: int, num_classes: int | None, source: str) -> None:
-    """Raise UserError, which begins with `source`, if a class id is negative or not below `num_classes`."""
+    """Raise UserError, which starts with `source`, if a class id is negative or not below `num_classes`."""
     if class_id < 0 or (num_classes is not None and class_id >= num_classes):
         limit = "0 or more" if num_classes is None else f"in 0..{num_classes - 1} (--num-classes {num_classes})"
         raise UserError(f"{source}: class id {class_id} is not {limit}; were these labels made for other classes?")
@@ -100,14 +99,14 @@ def check_class_id(class_id: int, num_classes: int | None, source: str) -> None:
 
 @dataclass(frozen=True)
 class LabelBatch:
-    """The labels of B images, as tensors on one device.
+    """The labels of B images as tensors on one device.
 
     Attributes:
         values: (B, k, h, w) float16 (or wider) logits.
         ids: (B, k, h, w) int32 class ids.
-        area: (B, 4) float32, `(x0, y0, x1, y1)` of every map.
-        largest_id: The largest class id of the batch and the `source` of its map, on the host: `make_targets` compares
-            it with the model's classes without waiting for the device. None: not known.
+        area: (B, 4) float32, the area `(x0, y0, x1, y1)` of each map.
+        largest_id: The largest class id of the batch and the `source` of its map, in host memory, so that
+            `make_targets` can check it without waiting for the device. None if it is not known.
     """
 
     values: torch.Tensor
@@ -117,10 +116,10 @@ class LabelBatch:
 
     @classmethod
     def stack(cls, maps: Sequence[LabelMap]) -> LabelBatch:
-        """Stack maps of one shape, in order.
+        """Stack maps in order.
 
         Raises:
-            UserError: The maps differ in shape (one data set has one shape).
+            UserError: The maps differ in shape (all maps of a data set have one shape).
         """
         shapes = {label_map.shape for label_map in maps}
         if len(shapes) != 1:
@@ -136,22 +135,22 @@ class LabelBatch:
         return self.values.shape[0]
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> LabelBatch:
-        """The same labels on another device."""
+        """Return the labels on a device."""
         return self.map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> LabelBatch:
-        """The same labels in page-locked host memory; torch's DataLoader calls this."""
+        """Return the labels in page-locked host memory. torch's DataLoader calls this."""
         return self.map(torch.Tensor.pin_memory)
 
     def __getitem__(self, rows: slice | torch.Tensor) -> LabelBatch:
-        """The labels of some of the images: a slice, or an index tensor."""
+        """Return the labels of the images that a slice or an index tensor selects."""
         return self.map(lambda tensor: tensor[rows])
 
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> LabelBatch:
-        """Apply a function to each tensor: `values`, `ids` and `area`."""
+        """Return the labels after applying a function to `values`, `ids` and `area`."""
         return LabelBatch(function(self.values), function(self.ids), function(self.area), self.largest_id)
 
     def check_ids(self, num_classes: int) -> None:
-        """Raise UserError naming a map with a class id that is not below `num_classes`, if `largest_id` is known."""
+        """Raise UserError, which names a map, if `largest_id` is known and not below `num_classes`."""
         if self.largest_id is not None:
             check_class_id(self.largest_id[0], num_classes, self.largest_id[1])

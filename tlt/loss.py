@@ -1,5 +1,5 @@
-"""Token-label losses: the class token against the crop's soft label, every other token against its own (Token Labeling,
-section 3.1), with MixToken's two class labels (section 3.3), of images that Mixup or CutMix mixed too.
+"""The loss of token labeling: the class token learns the crop's soft label, every other token its own (Token Labeling,
+section 3.1). MixToken mixes two class labels (section 3.3); Mixup and CutMix may have mixed the images before.
 
 Shapes: B images, N tokens, C classes.
 """
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
 
 class LossTerms(NamedTuple):
-    """Scalars: `total = cls_weight * cls + dense_weight * dense`, and the weighted losses of teachers, which stand
-    unweighted beside it by the teachers' names."""
+    """Losses of a step, scalars: `total = cls_weight * cls + dense_weight * dense` plus the weighted teacher losses.
+    `teachers` maps each teacher's name to its unweighted loss."""
 
     total: Tensor
     cls: Tensor
@@ -38,26 +38,26 @@ class LossTerms(NamedTuple):
     teachers: Mapping[str, Tensor] = MappingProxyType({})
 
     def map(self, change: Callable[[Tensor], Tensor]) -> LossTerms:
-        """Return these with each of them changed."""
+        """Return the losses after applying `change` to each."""
         teachers = {name: change(loss) for name, loss in self.teachers.items()}
         return LossTerms(change(self.total), change(self.cls), change(self.dense), teachers)
 
 
 @dataclass(frozen=True)
 class TokenLabelLoss:
-    """Class loss plus dense loss on token labels. `TokenLabelLoss.of(model, img_size)` fits a model.
+    """The class loss plus the dense loss on token labels. `TokenLabelLoss.of(model, img_size)` makes one for a model.
 
     Args:
         grid: Token rows and columns of the model at the training resolution.
         num_classes: Outputs of both heads.
-        dense: A label for every token. False: one for the crop, and no dense loss (ReLabel).
+        dense: Whether every token has a label. False: only the crop has one, and there is no dense loss (ReLabel).
         smoothing: Label smoothing in [0, 1).
-        cls_weight, dense_weight: A term of weight 0 is not computed, so that a head which is not trained can't spoil
-            the total with an infinity.
-        ground_truth: Blend the folder class into the class target, of each image before it is mixed.
-        gt_weight_agree, gt_weight_disagree: The folder class's share in that blend where the label map's top class is
-            the folder class, and where it is not. The defaults are the published numbers.
-        uncovered: The target of tokens without a known label, see `tlt.targets.make_targets`.
+        cls_weight, dense_weight: A term of weight 0 is not computed, so that infinite outputs of an untrained head do
+            not reach the total.
+        ground_truth: Blend the folder class of each image into its class target, before mixing.
+        gt_weight_agree, gt_weight_disagree: Weight of the folder class in that blend if the label map has the same top
+            class, and if it has another. The defaults are the published numbers.
+        uncovered: How to treat what no label covers, see `tlt.targets.make_targets`.
         window: The part of an image that the tokens cover (`tlt.models.spatial`).
     """
 
@@ -84,8 +84,8 @@ class TokenLabelLoss:
         """Return the loss for a model and images of (H, W) pixels.
 
         Args:
-            model: VOLO, LV-ViT, or what `with_dense_head` returned; not wrapped by DistributedDataParallel or compiled.
-                Its dense head takes no gradient where `dense_weight` is 0: DistributedDataParallel would wait for it.
+            model: VOLO, LV-ViT, or a model from `with_dense_head`, before DistributedDataParallel or compilation. If
+                `dense_weight` is 0, its dense head is frozen: DistributedDataParallel would wait for its gradients.
             settings: Other arguments of the class.
 
         Raises:
@@ -101,9 +101,9 @@ class TokenLabelLoss:
         return cls(grid, model.num_classes, window=model.token_positions(img_size).window(grid, img_size), **settings)
 
     def targets(self, batch: Batch) -> Targets:
-        """Return the targets of a batch, whose images are not mixed yet, on its device. Raises UserError: its data set
-        has more classes than the model."""
-        if batch.num_classes > self.num_classes:  # on CUDA one of them would end the process
+        """Return the targets of a batch, on its device. Its images must not be mixed yet. Raise UserError if its data
+        set has more classes than the model."""
+        if batch.num_classes > self.num_classes:  # on CUDA a class id that is too large would end the process
             raise UserError(
                 f"the images are of {batch.num_classes} classes, the model has {self.num_classes}: create it with "
                 "num_classes=len(images.class_names)"
@@ -119,23 +119,22 @@ class TokenLabelLoss:
         box: Box | None = None,
         ratios: MixRatios | None = None,
     ) -> LossTerms:
-        """Return the losses, scalars: means over the batch.
+        """Return the losses, as means over the batch.
 
-        The dense loss divides by B * N whatever is covered, each token weighing its coverage; so the mean over
-        micro-batches or ranks, weighted by their images, equals one large batch.
+        The dense loss weighs each token by its coverage and always divides by B * N. So the mean over micro-batches or
+        ranks, weighted by their number of images, equals the loss of one large batch.
 
         Args:
-            outputs: Of `model(images, dense=True, mix_box=box)`: class logits (B, C), and un-mixed token logits
-                (B, N, C) or None.
-            targets: Of the images before they were mixed. Without token targets the dense loss is 0.
-            box: MixToken's box `(row0, col0, row1, col1)` of that forward pass in tokens, ints or an int tensor; None
-                for no mixing. The class target is mixed with the partner's (sample B - 1 - i) by the share of tokens
-                that the box covers.
-            ratios: What `tlt.mix.Mixup.draw` drew; None where the images were not mixed by Mixup or CutMix. MixToken's
-                box mixes what they mixed already: a token inside it shows the partner's mixture.
+            outputs: Class logits (B, C) and un-mixed token logits (B, N, C) or None, from `model(images, dense=True,
+                mix_box=box)`.
+            targets: The targets of the images before mixing. Without token targets the dense loss is 0.
+            box: MixToken's box `(row0, col0, row1, col1)` of that forward pass in tokens, ints or a tensor, or None.
+                The class target is mixed with the partner's (sample B - 1 - i) by the share of tokens in the box.
+            ratios: The result of `tlt.mix.Mixup.draw`, or None without Mixup and CutMix. MixToken works on images that
+                these mixed already: a token inside its box shows the partner's mixture.
 
         Raises:
-            UserError: The outputs are of other tokens or classes than the targets.
+            UserError: The outputs have another number of tokens or classes than the targets.
         """
         cls_logits, token_logits = outputs
         fits = cls_logits.shape == targets.cls.shape
@@ -154,7 +153,7 @@ class TokenLabelLoss:
             if ratios is not None:
                 target = ratios.blend_labels(target)
             share = 0.0 if box is None else mixed_share(box, targets.grid)
-            # Not torch.lerp: the share may be a number or a tensor on any device.
+            # torch.lerp can't be used here: the share may be a number, or a tensor on any device.
             target = target * (1 - share) + target.flip(0) * share
             dtype = cls.dtype
             cls = F.cross_entropy(cls_logits.to(dtype), target.to(dtype), reduction="none").mean()
@@ -176,11 +175,11 @@ def _precise(logits: Tensor) -> torch.dtype:
 
 
 def _dense_loss(logits: Tensor, tokens: SparseLabels, targets: Targets, ratios: MixRatios | None) -> Tensor:
-    """Mean over images and tokens, each token weighing its coverage.
+    """Return the mean over images and tokens of the token loss, each token weighted by its coverage.
 
-    A label that is a mixture of two costs what the two cost, each by its share: cross-entropy is linear in the label.
-    So a token of mixed images costs what its own image's label does by the share that stays, and what the partner's
-    does by the rest, each by its own coverage. No mixed labels are built.
+    Cross-entropy is linear in the label, so the loss of a mixed label is the mixture of two losses, and we build no
+    mixed labels. A token of a mixed image has the loss against its own image's label, weighted by the share that stays,
+    plus the loss against the partner's label, weighted by the remainder; each is also weighted by its own coverage.
     """
     if ratios is None:
         return (sparse_cross_entropy(logits, tokens) * tokens.weight).mean()
@@ -191,19 +190,19 @@ def _dense_loss(logits: Tensor, tokens: SparseLabels, targets: Targets, ratios: 
 
 
 def sparse_cross_entropy(logits: Tensor, target: SparseLabels) -> Tensor:
-    """(B, N, C) logits and sparse soft labels -> (B, N) cross-entropy, computed in at least float32.
+    """Return the cross-entropy (B, N) of logits (B, N, C) and sparse soft labels, computed in at least float32.
 
-    Equals that of `target.dense(C)` without any tensor of that size but the logits' gradient. The labels get no
-    gradient.
+    It equals the cross-entropy with `target.dense(C)`, but allocates no tensor of that size except the gradient of the
+    logits. The labels get no gradient.
     """
     losses: Tensor = _SparseCrossEntropy.apply(logits, target.base, target.ids, target.excess)
     return losses
 
 
 class _SparseCrossEntropy(torch.autograd.Function):
-    """With labels t = base + excess: loss = -sum t log softmax(x), and d loss / d x = sum(t) softmax(x) - t.
+    """For labels t = base + excess: loss = -sum(t log softmax(x)), and d loss / d x = sum(t) softmax(x) - t.
 
-    The softmax is computed again in the backward pass: keeping it would take the memory of the logits.
+    The backward pass computes the softmax again: keeping it would take as much memory as the logits.
     """
 
     @staticmethod
@@ -221,12 +220,12 @@ class _SparseCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         logits, base, ids, excess = ctx.saved_tensors
         dtype = torch.promote_types(logits.dtype, torch.float32)
-        mass = base * logits.shape[-1] + excess.sum(-1)  # (B, N), 1 up to rounding for labels of ours
+        mass = base * logits.shape[-1] + excess.sum(-1)  # (B, N), 1 up to rounding for labels of `make_targets`
         result = torch.empty_like(logits)
         for rows in _groups(logits):
             part = torch.softmax(logits[rows], -1, dtype=dtype)
             part.mul_(mass[rows, :, None]).sub_(base[rows, :, None])
-            # At most one entry per class is not 0, so the order of CUDA's atomic additions can't matter.
+            # At most one entry per class is not 0, so the order of CUDA's atomic additions does not matter.
             part.scatter_add_(-1, ids[rows].long(), -excess[rows].to(dtype))
             result[rows] = part.mul_(grad[rows, :, None])
         return result, None, None, None

@@ -1,7 +1,7 @@
-"""Mixup (arXiv:1710.09412) and CutMix (arXiv:1905.04899): timm's, with the caller's generator in place of numpy's
-global one, and for batches of any size. Token labels are mixed alike by `tlt.loss`.
+"""Mixup (arXiv:1710.09412) and CutMix (arXiv:1905.04899) with timm's rules, but with the caller's generator in place of
+numpy's global one, and for batches of any size. `tlt.loss` mixes token labels by the same shares.
 
-Sample i is mixed with sample B - 1 - i, as in timm; the middle one of an odd batch with itself, which changes nothing.
+Sample i is mixed with sample B - 1 - i, its partner, as in timm. The middle sample of an odd batch is its own partner.
 
 Legend: B images of (H, W), C classes, R = 1 in mode "batch", else B. `lam` is the share of a sample that stays.
 """
@@ -29,31 +29,31 @@ MODES = ("batch", "pair", "elem")
 
 @dataclass(frozen=True)
 class MixRatios:
-    """The share that each sample keeps in a mixed batch; the rest is its partner's.
+    """The share that each sample keeps in a mixed batch. The rest comes from its partner.
 
     Attributes:
-        label: (R, 1) of its label.
-        image: (R, 1, H or 1, W or 1) of each pixel of its image.
+        label: (R, 1), the share of its label that stays.
+        image: (R, 1, H or 1, W or 1), the share that stays of each pixel of its image.
     """
 
     label: Tensor
     image: Tensor
 
     def blend_images(self, images: Tensor) -> Tensor:
-        """(B, 3, H, W) -> the mixed images."""
+        """Mix images (B, 3, H, W)."""
         return _blend(images, self.image.to(images.dtype))
 
     def blend_labels(self, labels: Tensor) -> Tensor:
-        """(B, C) soft labels of the images -> those of the mixed ones."""
+        """Mix the soft labels (B, C) of the images."""
         return _blend(labels, self.label.to(labels.dtype))
 
     def of_tokens(self, grid: tuple[int, int], window: Area, like: Tensor) -> Tensor:
-        """(R, N) of each token of a grid that covers `window` of the image (see `tlt.targets.make_targets`): the mean
-        over its pixels, in the dtype of `like`."""
+        """Return the share that stays of each token, (R, N), in the dtype of `like`: the mean over its pixels. The grid
+        covers `window` of the image (see `tlt.targets.make_targets`)."""
         dtype = like.dtype
         if self.image.shape[2:] == (1, 1):
             return self.label.to(like.dtype).expand(-1, grid[0] * grid[1])
-        # On a GPU float32 products round to TF32, and a share would depend on whether the batch was cut.
+        # On a GPU float32 products may round to TF32, and a share would depend on whether the batch was split.
         like = like.double() if like.is_cuda else like
         pixels = self.image.to(like.dtype)
         rows, cols = (
@@ -65,20 +65,20 @@ class MixRatios:
 
 @dataclass(eq=False)
 class Mixup:
-    """Draws how images are mixed. Arguments are those of `timm.data.Mixup`.
+    """Draws how images are mixed. It has the arguments of `timm.data.Mixup`.
 
     Args:
-        mixup_alpha: Beta(alpha, alpha) of Mixup's lam; 0: no Mixup.
-        cutmix_alpha: The same for CutMix; 0: no CutMix.
-        cutmix_minmax: Smallest and largest side of CutMix's box as a share of the image, in place of `cutmix_alpha`.
-        prob: Probability that a batch (pair, sample) is mixed.
-        switch_prob: Probability of CutMix where both are on.
+        mixup_alpha: Mixup draws lam from Beta(alpha, alpha); 0 turns Mixup off.
+        cutmix_alpha: The same for CutMix; 0 turns CutMix off.
+        cutmix_minmax: Smallest and largest side of CutMix's box as a share of the image; replaces `cutmix_alpha`.
+        prob: Probability that a batch (a pair or sample in the other modes) is mixed.
+        switch_prob: Probability of CutMix if both are on.
         mode: One draw per "batch", per "pair" of samples, or per sample ("elem").
-        label_smoothing: Of the targets.
+        label_smoothing: Label smoothing of the targets, in [0, 1).
         num_classes: C.
 
     Raises:
-        UserError: Neither is on, or an unknown mode, naming the flag.
+        UserError: Mixup and CutMix are both off, `cutmix_minmax` is no range, or the mode is unknown.
     """
 
     mixup_alpha: float = 1.0
@@ -102,16 +102,16 @@ class Mixup:
 
     @property
     def cuts(self) -> bool:
-        """Whether a box can show the partner, so that pixels of an image have shares of their own."""
+        """Whether CutMix can happen: then the pixels of one image have different shares."""
         return self.cutmix_alpha > 0
 
     def soft_targets(self, classes: Tensor, ratios: MixRatios, dtype: torch.dtype) -> Tensor:
-        """(B, C) smoothed and mixed targets of (B,) classes."""
+        """Return smoothed and mixed targets (B, C) for folder classes (B,)."""
         return ratios.blend_labels(one_hot(classes, self.num_classes, self.label_smoothing, dtype))
 
     def draw(self, images: Tensor, generator: np.random.Generator) -> MixRatios:
-        """Decide how a batch of images (B, 3, H, W) is mixed; they are not changed, and nothing waits for them. The
-        generator is drawn from in timm's order."""
+        """Decide how a batch of images (B, 3, H, W) is mixed; do not change or wait for them. `generator` is used in
+        timm's order."""
         size = (images.shape[-2], images.shape[-1])
         lam, boxes = self._draw(len(images), size, generator)
         return _mix_ratios(lam, boxes, size, images)
@@ -119,7 +119,7 @@ class Mixup:
     def _draw(
         self, batch: int, size: tuple[int, int], generator: np.random.Generator
     ) -> tuple[Floats, list[Ints | None]]:
-        """Share of each sample that stays (R,), but for those with a box: that box shows the partner."""
+        """Return the share of each sample that stays, (R,), and its box or None: inside the box the partner shows."""
         if self.mode == "batch":
             lam, cutmix = self._draw_batch(generator)
         else:
@@ -153,7 +153,7 @@ class Mixup:
         return self.mixup_alpha > 0 and self.cutmix_alpha > 0
 
     def _box(self, lam: float, size: tuple[int, int], generator: np.random.Generator) -> Ints:
-        """Top, left, bottom, right in pixels, half-open."""
+        """Return CutMix's box: top, left, bottom, right in pixels, half-open."""
         if self.cutmix_minmax is not None:
             low, high = self.cutmix_minmax
             cut = np.array(
@@ -168,7 +168,7 @@ class Mixup:
 
 
 def _mix_ratios(lam: Floats, boxes: Sequence[Ints | None], size: tuple[int, int], images: Tensor) -> MixRatios:
-    """The share that stays, on the device of the images and in their dtype; a box's sample keeps the area around it."""
+    """Return the shares as tensors with the images' device and dtype. A sample with a box keeps the area around it."""
     height, width = size
     cut = np.array([box is not None for box in boxes])
     edges = np.array([[0] * 4 if box is None else box for box in boxes], np.float64)
@@ -186,7 +186,7 @@ def _mix_ratios(lam: Floats, boxes: Sequence[Ints | None], size: tuple[int, int]
 
 
 def _pixels_of_tokens(count: int, low: float, high: float, side: int, like: Tensor) -> Tensor:
-    """(count, side) share of each pixel in each of `count` tokens, from `low` to `high` of `side` pixels."""
+    """Return (count, side) weights of the pixels in `count` tokens that cover `low` to `high` of `side` pixels."""
     edges = (
         low + torch.arange(count + 1, dtype=precise_dtype(like.device), device=like.device) / count * (high - low)
     ).clamp(0, 1)
@@ -197,5 +197,5 @@ def _pixels_of_tokens(count: int, low: float, high: float, side: int, like: Tens
 
 
 def _blend(values: Tensor, weight: Tensor) -> Tensor:
-    """weight * values + (1 - weight) * values of the partner."""
+    """Return weight * values + (1 - weight) * values of the partner."""
     return values * weight + values.flip(0) * (1 - weight)

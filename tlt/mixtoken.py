@@ -1,9 +1,9 @@
-"""MixToken: each sample shows, inside one box of tokens, the tokens of its partner (Token Labeling, section 3.3).
+"""MixToken: inside one box of tokens, each sample shows the tokens of its partner (Token Labeling, section 3.3).
 
 A box is `(row0, col0, row1, col1)`, half-open, in tokens of the final grid: four ints, or an integer tensor of shape
-(4,) on any device. The partner of sample i is sample B - 1 - i. Nothing here holds random state; the caller owns the
-generator. Every operation is a comparison against `arange`, so a new box is new data: no new graph under
-`torch.compile`, and no synchronisation with the device that holds the box.
+(4,) on any device. The partner of sample i is sample B - 1 - i. The caller owns the random generator. All operations
+compare the box with `arange`, so a new box is only new data: it causes no new graph under `torch.compile` and no
+synchronisation with the device that holds the box.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ Box: TypeAlias = Sequence[int] | Tensor
 def sample_box(generator: np.random.Generator, grid: tuple[int, int], alpha: float = 1.0) -> tuple[int, int, int, int]:
     """Draw a box by the published rule: lam ~ Beta(alpha, alpha), sides `int(side * sqrt(1 - lam))`, uniform centre.
 
-    Half a side (rounded down) goes to either side of the centre and the box is clipped to the grid, as published, so
-    that an unclipped box has even sides. Boxes may be empty.
+    As published, the box reaches half a side, rounded down, from the centre in both directions, so that an unclipped
+    box has even sides. Then it is clipped to the grid. It may be empty.
 
     Args:
-        generator: The caller's; three draws are taken from it.
+        generator: The random generator; this function draws three numbers from it.
         grid: Rows and columns of the final token grid.
         alpha: Both parameters of the Beta distribution.
     """
@@ -40,11 +40,11 @@ def sample_box(generator: np.random.Generator, grid: tuple[int, int], alpha: flo
 
 
 def mix_tokens(x: Tensor, box: Box, scale: int = 1) -> Tensor:
-    """Replace what lies inside the box by the partner's tokens, in a new tensor.
+    """Return a new tensor in which the cells inside the box are those of the partner.
 
     Args:
         x: (B, H, W, C).
-        scale: Cells of `x` to one token of the final grid, in which the box is counted, along each axis.
+        scale: How many cells of `x` one token of the final grid spans along each axis.
     """
     rows = torch.arange(x.shape[1], device=x.device)
     cols = torch.arange(x.shape[2], device=x.device)
@@ -52,11 +52,11 @@ def mix_tokens(x: Tensor, box: Box, scale: int = 1) -> Tensor:
 
 
 def mix_cells(x: Tensor, box: Box, rows: Tensor, cols: Tensor) -> Tensor:
-    """As `mix_tokens`, for cells that say which token they belong to.
+    """Do what `mix_tokens` does for cells whose token row and column are given.
 
     Args:
         x: (B, H, W, C).
-        rows, cols: (H,) token row of each row of cells, and (W,) token column.
+        rows, cols: (H,) the token row of each row of cells, and (W,) the token column of each column.
     """
     row0, col0, row1, col1 = _edges(box)
     inside_rows = (rows >= row0) & (rows < row1)  # (H,)
@@ -66,14 +66,14 @@ def mix_cells(x: Tensor, box: Box, rows: Tensor, cols: Tensor) -> Tensor:
 
 
 def unmix_tokens(tokens: Tensor, box: Box, grid: tuple[int, int]) -> Tensor:
-    """Send every token, (B, N, C) row by row of `grid`, back to the sample whose image it shows: mixing twice with one
-    box changes nothing."""
+    """Return every token (B, N, C), in row-major order of `grid`, to the sample whose image it shows. Mixing twice with
+    the same box restores the batch."""
     return mix_tokens(tokens.unflatten(1, grid), box).flatten(1, 2)
 
 
 def mixed_share(box: Box, grid: tuple[int, int]) -> float | Tensor:
-    """Share of the tokens that show the partner, in [0, 1]; lam of the published code is one minus it. A float for a
-    box of ints, a 0-d float32 tensor on the box's device for a tensor."""
+    """Return the share of tokens that show the partner, in [0, 1]; the published code calls one minus it lam. It is a
+    float for a box of ints, and a 0-d float32 tensor on the box's device for a tensor."""
     row0, col0, row1, col1 = _edges(box)
     return (row1 - row0) * (col1 - col0) / (grid[0] * grid[1])
 

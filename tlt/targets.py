@@ -1,22 +1,23 @@
-"""From label maps and the geometry of the augmentation to the target of every token.
+"""Computes the target of every token from the label maps and the geometry of the augmentation.
 
-A token's target is the label of the image content that the token shows. One affine per sample tells where in the source
-image each point of the crop comes from; the map is read there, at n x n evenly spaced points per token, bilinearly, its
-edge cells continued to its edge, and averaged. Nothing is resampled twice, and it is the same for crops, flips, shears,
-rotations and translations, on every device. For a plain crop it is `torchvision.ops.roi_align(..., sampling_ratio=n,
-aligned=True)` of the dense map with the true box, then the softmax.
+A token's target is the label of the image content that the token shows. One affine map per sample takes each point of
+the crop to a point of the source image. We read the label map there by bilinear interpolation, at n x n evenly spaced
+points per token, and average. Outside the outermost cell centres of a map, the values of the edge cells continue to its
+edge. Nothing is resampled twice, and the same code serves crops, flips, shears, rotations and translations, on every
+device. For a plain crop the result is `torchvision.ops.roi_align(..., sampling_ratio=n, aligned=True)` of the dense map
+with the true box, followed by the softmax.
 
 Points outside the map's area, outside the crop, or outside the part of the source that the crop shows, do not count. A
-class that a cell does not list has logit 0 there (this defines the published targets); one that a cell lists twice
-counts once, with its larger value. The class label is the mean over all points of the crop that count, as `roi_align`
-to 1 x 1 would give, then the softmax; a sample with no such point gets its folder class. A map of empty area says
-nothing of its image: there no point counts.
+class that a cell does not list has logit 0 there (this defines the published targets). If a cell lists a class twice,
+only the larger value counts. The class label is the softmax of the mean over all counted points of the crop, as
+`roi_align` to 1 x 1 would give it; a sample without such a point gets its folder class. A map with an empty area has no
+counted points.
 
-Label logits are zero but for the classes of the map cells that a token shows: four cells per point and k classes per
-cell are at most M = 4 n n k entries, 80 for 18 x 18 maps of 5 classes on 14 x 14 tokens. So a soft label is one number
-for all classes plus an excess at M entries, and neither targets (B, N, C) nor label maps (B, h * w, C) are ever made.
-Deterministic on CUDA too: entries are sorted and added in a fixed order, nothing is scattered by atomics onto an entry
-that another one changes.
+The logits of a token are zero except for the classes of the map cells that it shows: four cells per point and k classes
+per cell are at most M = 4 n n k entries, 80 for 18 x 18 maps of 5 classes on 14 x 14 tokens. So a soft label is one
+number for all classes plus an excess at M entries; targets (B, N, C) and label maps (B, h * w, C) are never built. The
+result is deterministic on CUDA too: entries are sorted and added in a fixed order, and atomic additions never change
+one entry twice.
 
 Shapes: B images, a token grid of `rows x cols` with N = rows * cols tokens, C classes, maps of `h x w` cells with k
 classes each.
@@ -36,18 +37,18 @@ from tlt.io.chunks import image_chunks
 from tlt.label_map import FULL_AREA, Area, LabelBatch
 
 UNCOVERED = ("ignore", "uniform")
-_ROUNDING = 1e-5  # relative error of a label's probabilities
+_ROUNDING = 1e-5  # bound of the relative rounding error of a label's probabilities
 
 
 class SparseLabels(NamedTuple):
-    """Soft labels of tokens: class c of a token has `base` plus the sum of `excess` where `ids` is c.
+    """Soft labels of tokens: the probability of class c is `base` plus the sum of `excess` where `ids` is c.
 
     Attributes:
-        weight: (B, N) in [0, 1], how much each token counts: the share of it that its label map covers, or 1 where
-            what isn't covered counts as uniform.
-        base: (B, N).
-        ids: (B, N, M) int32 class ids. A class may stand there more than once; only one of its entries is not 0.
-        excess: (B, N, M), may be negative.
+        weight: (B, N) in [0, 1], the weight of each token in the loss: the share of its points that count, which is 1
+            under `uncovered="uniform"` unless the image has no map.
+        base: (B, N), the probability of every class without an entry.
+        ids: (B, N, M) int32 class ids. A class may occur more than once, but only one of its entries is not 0.
+        excess: (B, N, M), what the entry adds to `base`; may be negative.
     """
 
     weight: Tensor
@@ -56,22 +57,22 @@ class SparseLabels(NamedTuple):
     excess: Tensor
 
     def dense(self, num_classes: int) -> Tensor:
-        """(B, N, C) the same labels written out."""
+        """Return the labels as (B, N, C) probabilities."""
         rows = self.base[..., None].repeat(1, 1, num_classes)
         return rows.scatter_add_(2, self.ids.long(), self.excess)
 
 
 @dataclass(frozen=True)
 class Targets:
-    """What the loss compares a batch of outputs with.
+    """The targets of a batch, which the loss compares with the model's outputs.
 
     Attributes:
-        cls: (B, C) soft label of the whole crop.
-        tokens: Soft labels of the tokens, or None where only the crop has one.
-        truth: (B, C) one-hot class of each image by its folder, smoothed as the others.
+        cls: (B, C), the soft label of the whole crop.
+        tokens: Soft labels of the tokens; None if the model learns the crop's label only.
+        truth: (B, C), the one-hot folder class of each image, smoothed like the other labels.
         grid: Token grid, (rows, cols); N = rows * cols.
-        window: What of the crop the grid covers, in shares `(x0, y0, x1, y1)` (`tlt.models.spatial`); it may
-            reach outside of it.
+        window: The part of the crop that the grid covers, `(x0, y0, x1, y1)` in shares of the crop
+            (`tlt.models.spatial`). It may reach beyond the crop.
     """
 
     cls: Tensor
@@ -96,22 +97,22 @@ def make_targets(
     """Return the targets of one batch, on the device of its labels and without synchronising with the host.
 
     Args:
-        labels: Label maps, or None: then every token gets the class of its image.
-        affine: (B, 2, 3) maps the unit square of the crop, `(x, y, 1)`, to the unit square of the source image.
-            float32 gives float32 results, float64 gives float64.
-        visible: (B, 4) `(x0, y0, x1, y1)`, the part of the source image that the crop shows; where a rotation or shift
-            reaches outside of it, the crop shows the fill colour.
-        classes: (B,) class ids by folder.
+        labels: Label maps. None gives every token the class of its image.
+        affine: (B, 2, 3), maps `(x, y, 1)` in the unit square of the crop to the unit square of the source image. The
+            results have its dtype, at least float32.
+        visible: (B, 4) `(x0, y0, x1, y1)`, the part of the source image that the crop shows. Where a rotation or shift
+            moves content from beyond it into the crop, the crop shows the fill colour.
+        classes: (B,) folder class ids.
         grid: Token grid of the model, (rows, cols).
         num_classes: C.
-        smoothing: Label smoothing in [0, 1), put on top of the soft labels as published.
-        dense: False makes a soft label of the crop only (ReLabel).
-        uncovered: What a point means that the map doesn't cover or the crop doesn't show. "ignore": nothing, it is left
-            out of the mean. "uniform": logit 0 for all classes, as published, and every token weighs 1.
+        smoothing: Label smoothing in [0, 1), applied to the soft labels too, as published.
+        dense: False makes only the soft label of the crop (ReLabel).
+        uncovered: How to treat points that the map does not cover or the crop does not show. "ignore": they are left
+            out of the mean. "uniform": they have logit 0 for all classes and every token has weight 1, as published.
         window: See `Targets`.
 
     Raises:
-        UserError: `uncovered` is unknown, `smoothing` no share, or a class id too large (`LabelBatch.check_ids`).
+        UserError: `uncovered` is unknown, `smoothing` is out of range, or a class id is too large.
     """
     one_of("--uncovered", uncovered, UNCOVERED)
     in_range("--smoothing", smoothing, 0, 1)
@@ -125,7 +126,7 @@ def make_targets(
     crop_parts, token_parts = [], []
     _, k, h, w = labels.values.shape
     entries = math.prod(grid) * 4 * points_per_token((h, w), grid) ** 2 * k  # of one image's tokens
-    # In lower precision the weights of a token's points would no longer sum to one.
+    # In lower precision the weights of a token's points would not sum to one.
     with torch.autocast(affine.device.type, enabled=False):
         for rows in image_chunks(len(truth), entries, affine.device):
             group, places = _listed_once(labels[rows], num_classes, dtype), (affine[rows], visible[rows])
@@ -139,45 +140,46 @@ def make_targets(
 
 
 def is_best(labels: SparseLabels, classes: Tensor, num_classes: int) -> tuple[Tensor, Tensor]:
-    """Compare a class of each token, (B, N) or (B, 1), with the labels over C classes: (B, N) whether no other class is
-    likelier by the label, but for rounding; and (B, N) whether the token counts: its map covers some of it, and does
-    not find all classes equally likely."""
+    """Check whether one class of each token, (B, N) or (B, 1), is the likeliest of the C classes by the labels.
+
+    Returns (B, N) whether no other class is likelier, up to rounding, and (B, N) whether the token counts: its map
+    covers some of it and does not find all classes equally likely."""
     named = labels.excess != 0
     best = labels.excess.masked_fill(~named, -math.inf).amax(-1)
-    best = torch.where(named.sum(-1) < num_classes, best.clamp(min=0), best)  # of classes that it doesn't name
+    best = torch.where(named.sum(-1) < num_classes, best.clamp(min=0), best)  # an unnamed class has excess 0
     share_of_class = (labels.excess * (labels.ids == classes[..., None])).sum(-1)
     counts = (labels.weight > 0) & named.any(-1)
     return counts & (labels.base + share_of_class >= (labels.base + best) * (1 - _ROUNDING)), counts
 
 
 def one_hot(classes: Tensor, num_classes: int, smoothing: float, dtype: torch.dtype) -> Tensor:
-    """(B,) class ids -> (B, C) smoothed one-hot rows that sum to 1."""
+    """Turn (B,) class ids into (B, C) smoothed one-hot rows that sum to 1."""
     rows = torch.zeros(classes.shape[0], num_classes, dtype=dtype, device=classes.device)
     return smooth(rows.scatter_(1, classes.long()[:, None], 1.0), smoothing)
 
 
 def smooth(probabilities: Tensor, smoothing: float) -> Tensor:
-    """`(1 - s) p + s / C` over the last axis. Sums to 1, where the published targets sum to `1 + s / C`."""
+    """Return `(1 - s) p + s / C` over the last axis. It sums to 1; the published targets sum to `1 + s / C`."""
     if not smoothing:
         return probabilities
     return probabilities * (1 - smoothing) + smoothing / probabilities.shape[-1]
 
 
 def points_per_token(map_size: tuple[int, int], grid: tuple[int, int]) -> int:
-    """How many points per axis are read for one token: enough that no map cell of a full-image crop is jumped over, and
-    at least 2 so that a token never depends on one point."""
+    """Return how many points per axis are read for one token: enough that a crop of the full image skips no map cell,
+    and at least 2 so that a token never depends on one point."""
     return max(2, *(math.ceil(cells / tokens) for cells, tokens in zip(map_size, grid, strict=True)))
 
 
 def known(labels: LabelBatch) -> Tensor:
-    """(B,) bool: whether a map covers any of its image (`tlt.label_map.NO_AREA` doesn't)."""
+    """Return (B,) bool: whether the map covers any part of its image (a map with `NO_AREA` does not)."""
     return (labels.area[:, 2:] > labels.area[:, :2]).all(1)
 
 
 def _truth_tokens(
     classes: Tensor, grid: tuple[int, int], num_classes: int, smoothing: float, dtype: torch.dtype
 ) -> SparseLabels:
-    """Every token has the folder class and weighs 1."""
+    """Return labels that give every token the folder class and weight 1."""
     shape = (classes.shape[0], math.prod(grid))
     weight = torch.ones(shape, dtype=dtype, device=classes.device)
     ids = classes.int()[:, None, None].expand(*shape, 1)
@@ -185,8 +187,8 @@ def _truth_tokens(
 
 
 def _listed_once(labels: LabelBatch, num_classes: int, dtype: torch.dtype) -> LabelBatch:
-    """The same labels in `dtype`. Where a cell lists a class again, all but the larger value become an entry of no
-    class: id C, value 0."""
+    """Return the labels in `dtype`, with each class at most once per cell. If a cell lists a class again, all its
+    entries but the largest get value 0 and the id C, which is no class."""
     ids, values = labels.ids, labels.values.to(dtype)
     position = torch.arange(ids.shape[1], device=ids.device)[:, None, None]
     lost = torch.zeros_like(ids, dtype=torch.bool)
@@ -198,12 +200,12 @@ def _listed_once(labels: LabelBatch, num_classes: int, dtype: torch.dtype) -> La
 
 
 class _Points(NamedTuple):
-    """Where label maps are read: at P points of each of N tokens.
+    """The places where label maps are read: P points in each of N tokens.
 
     Attributes:
-        x, y: (B, N, P) in cells of the map, from the centre of its first cell to that of its last one.
-        inside: (B, N, P), 1 where a point is covered, 0 where it is not.
-        counted: (B, N, P), 1 where a point is in the mean; one that isn't covered adds nothing to it.
+        x, y: (B, N, P) in cells of the map: 0 is the centre of the first cell, w - 1 or h - 1 that of the last.
+        inside: (B, N, P), 1 if the map covers the point and the crop shows it, else 0.
+        counted: (B, N, P), 1 if the point counts in the mean. A counted point that is not inside adds 0 to the sum.
     """
 
     x: Tensor
@@ -215,11 +217,11 @@ class _Points(NamedTuple):
 def _points(
     labels: LabelBatch, affine: Tensor, visible: Tensor, grid: tuple[int, int], window: Area, uncovered: str
 ) -> _Points:
-    """The points of every token of a grid that covers `window` of the crop."""
+    """Return the points of every token of a grid that covers `window` of the crop."""
     h, w = labels.values.shape[2:]
     source, visible_points = token_points(affine, visible, grid, window, points_per_token((h, w), grid))
     area = labels.area[..., None, None]
-    # Strict, so that an empty area covers nothing.
+    # The comparisons are strict, so that an empty area covers nothing.
     inside = (visible_points & ((source > area[:, :2]) & (source < area[:, 2:])).all(1)).to(affine.dtype)
     counted = inside if uncovered == "ignore" else known(labels).to(inside)[:, None, None].expand_as(inside)
     share = (source - area[:, :2]) / (area[:, 2:] - area[:, :2]).clamp(min=torch.finfo(area.dtype).eps)
@@ -228,18 +230,18 @@ def _points(
 
 
 def token_points(affine: Tensor, visible: Tensor, grid: tuple[int, int], window: Area, n: int) -> tuple[Tensor, Tensor]:
-    """n x n = P points of each token of a grid that covers `window` of the crop: (B, 2, N, P) x and y in shares of the
-    source image, and (B, N, P) whether the crop shows them."""
+    """Return the n x n = P points of each token of a grid that covers `window` of the crop: (B, 2, N, P) x and y in
+    shares of the source image, and (B, N, P) whether the crop shows them."""
 
     def along(count: int, low: float, high: float) -> Tensor:
-        """(count, n) shares of the crop along one axis."""
+        """Return the points of `count` tokens along one axis, (count, n), in shares of the crop."""
         tokens, points = (torch.arange(length, dtype=affine.dtype, device=affine.device) for length in (count, n))
         return low + (tokens[:, None] + (points + 0.5) / n) / count * (high - low)
 
     x = along(grid[1], window[0], window[2])[:, None, :]  # (cols, 1, n)
     y = along(grid[0], window[1], window[3])[:, None, :, None]  # (rows, 1, n, 1)
     matrix = affine[..., None, None, None, None]
-    # Elementwise rather than a matrix product: TF32 would move the points.
+    # We multiply elementwise rather than by a matrix product: TF32 would move the points.
     source = matrix[:, :, 0] * x + matrix[:, :, 1] * y + matrix[:, :, 2]  # (B, 2, rows, cols, n, n)
     source = source.flatten(4).flatten(2, 3)  # (B, 2, N, P)
     in_output = ((x > 0) & (x < 1) & (y > 0) & (y < 1)).flatten(2).flatten(0, 1)  # (N, P)
@@ -248,7 +250,7 @@ def token_points(affine: Tensor, visible: Tensor, grid: tuple[int, int], window:
 
 
 def _crop_logits(labels: LabelBatch, points: _Points, num_classes: int) -> tuple[Tensor, Tensor]:
-    """(B, C) mean label logits over the points of the whole crop that count, and (B, 1) their number."""
+    """Return (B, C) mean label logits over the counted points of the whole crop, and (B, 1) the number of points."""
     h, w = labels.values.shape[2:]
     x, y, inside, counted = (part.flatten(1) for part in points)  # (B, N * P)
     total = counted.sum(1, keepdim=True)
@@ -261,15 +263,15 @@ def _crop_logits(labels: LabelBatch, points: _Points, num_classes: int) -> tuple
 
 
 def linear_weights(position: Tensor, size: int) -> Tensor:
-    """(...) positions in cells -> (..., size) linear weights of all cells along an axis. Beyond the centres of the
-    outermost cells the line through these two is followed."""
+    """Turn (...) positions in cells into (..., size) linear interpolation weights of the cells along an axis. Beyond
+    the centre of an outermost cell they extrapolate from the two outermost cells."""
     cells = torch.arange(size, device=position.device)
     (one, other), (weight, rest) = (pair[..., None].unbind(-2) for pair in _neighbours(position, size))
     return (cells == one) * weight + (cells == other) * rest
 
 
 def _token_logits(labels: LabelBatch, points: _Points) -> tuple[Tensor, Tensor, Tensor]:
-    """(B, N, M) class ids, label logits and the mask of one entry per class, as `_merge_equal` gives them."""
+    """Return (B, N, M) class ids, label logits and the mask of one entry per class, as `_merge_equal` does."""
     h, w = labels.values.shape[2:]
     (cols, across), (rows, down) = _neighbours(points.x, w), _neighbours(points.y, h)
     cells = (rows[..., :, None] * w + cols[..., None, :]).flatten(1)  # (B, N * P * 4)
@@ -283,7 +285,7 @@ def _token_logits(labels: LabelBatch, points: _Points) -> tuple[Tensor, Tensor, 
 
 
 def _neighbours(position: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """(...) positions in cells -> the two nearest of `size` cells and their linear weights, (..., 2)."""
+    """Turn (...) positions in cells into the indices (..., 2) of the two nearest of `size` cells and their weights."""
     low = position.floor().clamp(0, max(size - 2, 0))
     part = position - low if size > 1 else torch.zeros_like(low)
     cell = low.long()
@@ -293,16 +295,16 @@ def _neighbours(position: Tensor, size: int) -> tuple[Tensor, Tensor]:
 def _merge_equal(ids: Tensor, values: Tensor, longest: int) -> tuple[Tensor, Tensor, Tensor]:
     """Add up the values of equal ids along the last axis.
 
-    The sums double their reach in every step, in an order that depends on nothing but the shape; cumulative sums and
-    their differences would lose digits.
+    Each step doubles how many entries a sum spans. The order of additions depends on the shape alone; differences of
+    cumulative sums would lose digits.
 
     Args:
         ids: (..., M) integers.
         values: (..., M).
-        longest: How often an id occurs at most. Ids that occur more often must have values of 0.
+        longest: The largest number of occurrences of one id. Ids that occur more often must have values of 0.
 
     Returns:
-        Sorted ids (..., M); (..., M) the sum of an id's values at its last position, 0 elsewhere; that mask.
+        (..., M) sorted ids; (..., M) the sum of an id's values at its last position and 0 elsewhere; the mask of last
     """
     ids, order = torch.sort(ids, dim=-1, stable=True)
     sums = values.gather(-1, order)
@@ -319,13 +321,13 @@ def _merge_equal(ids: Tensor, values: Tensor, longest: int) -> tuple[Tensor, Ten
 def _soft_labels(
     points: _Points, ids: Tensor, logits: Tensor, last: Tensor, num_classes: int, smoothing: float
 ) -> SparseLabels:
-    """Smoothed softmax over C classes of logits that are 0 but for one entry per class, where `last` holds.
+    """Return the smoothed softmax over C classes of logits that are 0 except where `last` holds, once per class.
 
     Every term of the denominator is positive, so nothing cancels, and the largest exponent is 0.
     """
     last = last & (ids < num_classes)
     top = logits.amax(-1, keepdim=True).clamp(min=0)
-    zero = torch.exp(-top)  # (B, N, 1), of a class with logit 0
+    zero = torch.exp(-top)  # (B, N, 1), the power of a class with logit 0
     powers = torch.exp(logits - top)
     total = (powers * last).sum(-1, keepdim=True) + (num_classes - last.sum(-1, keepdim=True)) * zero
     scale = (1 - smoothing) / total

@@ -1,4 +1,4 @@
-"""The published `tlt.utils`, over `tlt.io.weights` and `tlt.models.fit_weights`."""
+"""The published module `tlt.utils`, implemented with `tlt.io.weights` and `tlt.models.fit_weights`."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from tlt.models.fit_weights import Fit, fit_state_dict, joined_state_dict
 def load_pretrained_weights(
     model: nn.Module, checkpoint_path: str | Path, use_ema: bool = False, strict: bool = True, num_classes: int = 1000
 ) -> Fit:
-    """Load pretrained weights for fine-tuning, as published; return which weights were loaded.
+    """Load pretrained weights for fine-tuning, as published. Return which weights were loaded.
 
-    Both heads are dropped where the file has another class count than the model, and only then. The position embedding
-    is resized to the model's image size.
+    Both heads are dropped only if the file has another number of classes than the model. The position embedding is
+    resized to the model's image size.
 
     Args:
-        model: Left as it is if an error is raised.
-        checkpoint_path: safetensors or .pth(.tar).
-        use_ema: Take the moving average.
-        strict: Everything but dropped heads has to fit. Else what does not fit is left out.
-        num_classes: Of the model. The model knows its own number; one that contradicts it is an error, except for the
-            default, which the published examples leave at 1000 for any model.
+        model: The model to change. An error leaves it unchanged.
+        checkpoint_path: A .safetensors or .pth(.tar) file.
+        use_ema: Load the moving average of the weights.
+        strict: Require that everything except dropped heads fits. False leaves out what does not fit.
+        num_classes: Number of classes of the model. A number that contradicts the model is an error, except for the
+            default 1000, which the published examples use for any model.
 
     Raises:
-        UserError: The file can't be read or holds NaN; no EMA weights; something does not fit, or (not strict) nothing.
+        UserError: The file can't be read, holds NaN or lacks EMA weights; or (strict) something or (else) all misfits.
     """
     own = getattr(model, "num_classes", num_classes)
     if num_classes not in (own, 1000):

@@ -1,4 +1,4 @@
-"""Training on images of several sizes: which size each update of an epoch has, by the weights of timm's sampler."""
+"""Training on images of several sizes: chooses the size of each update of an epoch by the weights of timm's sampler."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ from timm.data import ScheduledBatchSampler
 from tlt.data.augment.counter import keys
 from tlt.errors import UserError
 
-_SIZES = 0x517E5  # sets the order of sizes apart from the streams of permutations and augmentation
-_AT_LAST = 0.1  # of the epochs of a progressive schedule have the last size alone, and at least one
+_SIZES = 0x517E5  # id of this random stream; it differs from those of permutations and augmentation
+_AT_LAST = 0.1  # share of a progressive schedule's epochs, at least one, that have the last size only
 
 
 @dataclass(frozen=True)
 class SizeSchedule:
-    """The sizes of the images of an epoch, a function of (seed, epoch): every rank finds the same.
+    """The image sizes of an epoch, a function of (seed, epoch): every rank computes the same.
 
-    An epoch has each size as often as its weight says, but for one update, in random order. The weights are timm's
-    (`--train-size-schedule`), but in the last tenth of a progressive schedule, and after it: these epochs have the last
-    size alone.
+    Each size gets the share of updates that its weight says, to within one update, in random order. The weights are
+    timm's (`--train-size-schedule`), except that the epochs in the last tenth of a progressive schedule, and those
+    after it, have the last size only.
 
     Args:
         sizes: (H, W) in pixels.
-        batch_sizes: Images of a rank in a micro-batch of each size.
-        weights: How often each size is drawn, in proportion; a size of weight 0 never is. None: equally often.
-        epochs: In which the weights move from the first size to the last; None: they stay as they are.
-        spread: Standard deviation of the moving window, in sizes; 0: the nearest size alone.
-        random_mix: Part of a moving schedule that is drawn equally from all sizes.
+        batch_sizes: For each size, images per micro-batch and rank.
+        weights: Relative frequency of each size; a size of weight 0 never occurs. None: all are equally frequent.
+        epochs: Number of epochs in which the weights move from the first size to the last; None: they are constant.
+        spread: Standard deviation of the moving window, in sizes; 0 takes the nearest size only.
+        random_mix: Share of a moving schedule that is drawn equally from all sizes.
 
     Raises:
-        UserError: Numbers that don't fit each other, or are out of range.
+        UserError: The numbers do not fit each other, or are out of range.
     """
 
     sizes: Sequence[tuple[int, int]]
@@ -62,7 +62,7 @@ class SizeSchedule:
             raise UserError(f"--train-img-sizes {' '.join(str(h) for h, _ in self.sizes)}: {error}") from error
 
     def weights_of(self, epoch: int) -> npt.NDArray[np.float64]:
-        """The share of each size in the updates of an epoch."""
+        """Return the share of each size in the updates of an epoch."""
         shares: npt.NDArray[np.float64] = self._timm.choice_weights_for_epoch(epoch).numpy().copy()
         if self.epochs is not None and epoch >= self.epochs - max(1, round(_AT_LAST * self.epochs)):
             last = np.flatnonzero(shares)[-1]
@@ -71,16 +71,16 @@ class SizeSchedule:
 
     @cached_property
     def mean_batch(self) -> float:
-        """Images of a rank in a micro-batch, the mean over the updates of the schedule."""
+        """Mean number of images per micro-batch and rank over the updates of the schedule."""
         return float(np.mean([self.weights_of(epoch) @ self.batch_sizes for epoch in range(self.epochs or 1)]))
 
     @property
     def smallest_batch(self) -> int:
-        """Images of a rank in the smallest micro-batch that may come."""
+        """Smallest number of images per micro-batch and rank."""
         return min(np.array(self.batch_sizes)[np.array(self.weights or [1.0] * len(self.sizes)) > 0].tolist())
 
     def choices(self, seed: int, epoch: int, updates: int) -> npt.NDArray[np.int64]:
-        """(updates,) the number of the size of each update."""
+        """Return (updates,) indices into `sizes`, one for each update."""
         hashed = keys(seed, epoch, _SIZES, np.arange(updates + 1))
         places = np.empty(updates)
         places[np.argsort(hashed[1:], kind="stable")] = (np.arange(updates) + hashed[0] * 2.0**-64) / updates

@@ -1,17 +1,17 @@
-"""Process a batch in groups of images, so that scratch memory does not grow with the batch."""
+"""Splits a batch into groups of images, so that temporary memory does not grow with the batch."""
 
 from __future__ import annotations
 
 import torch
 
-_CPU_NUMBERS = 2**18  # of scratch per group: what a CPU's caches hold
+_CPU_NUMBERS = 2**18  # temporary numbers per group; they fit into a CPU's caches
 
 
 def image_chunks(images: int, numbers_per_image: int, device: torch.device, gpu_numbers: int = 2**23) -> list[slice]:
-    """Slices that together cover `images` images, each with about as many numbers of scratch as suits the device:
-    `gpu_numbers` fill a GPU (32 MiB of float32).
+    """Return slices that together cover `images` images. Each needs about as many temporary numbers as suit the device:
+    `gpu_numbers` (32 MiB of float32) fill a GPU.
 
-    Under `torch.compile` there is one slice: the compiler fuses what the groups are there to keep small.
+    Under `torch.compile` there is one slice: the compiler fuses the operations whose results the groups keep small.
     """
     if torch.compiler.is_compiling():
         return [slice(0, images)]

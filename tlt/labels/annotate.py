@@ -1,19 +1,16 @@
-"""Dense logits from an annotator network: what it sees at every position of its last feature map.
+"""Computes dense logits with an annotator network: its logits at every position of its last feature map.
 
-A network that averages its last map and puts a linear layer on the mean can put that layer on every position instead:
-the mean of these dense logits is then its ordinary output. This holds for most ConvNets, for Swin, and for vision
-transformers that normalise before they average.
+A network that averages its last map and applies a linear layer to the mean can apply that layer to every position
+instead: the mean of these dense logits is then its ordinary output. This holds for most ConvNets, for Swin, and for
+vision transformers that normalise before they average.
 
-Where a layer norm or RMS norm stands between the average and the linear layer (ConvNeXt, most vision transformers with
-average pooling), the head is linear but for one number: the deviation of the average, by which the norm divides. Dense
-logits here divide every position by this deviation of its image, so that their mean is the output, exactly; those of a
-position differ from what the head would say of it alone by one positive factor before the constant term.
+Some networks have a layer norm or RMS norm between the average and the linear layer (ConvNeXt, most vision transformers
+with average pooling). Their head is linear except that the norm divides by the deviation of the average. We divide all
+positions of an image by this one deviation, so that the mean of the dense logits is exactly the output. Applying the
+head to one position alone would differ by one positive factor before the constant term.
 
-Where neither holds (an activation behind the pooling, attention pooling, a class token) there are no exact dense
-logits, and `check_dense` refuses the network. Models with a dense head were trained to label their positions, and use
-it.
-
-Shapes: B images, C classes, maps of `h x w` positions, `channels` features.
+Other networks (with an activation after the pooling, attention pooling, or a class token) have no exact dense logits,
+and `check_dense` refuses them. Models with a dense head were trained to label their positions; we use that head.
 """
 
 from __future__ import annotations
@@ -36,13 +33,13 @@ _SUGGESTION = (
     "use a ConvNet (resnet50, convnext_tiny, dm_nfnet_f0), Swin, a vision transformer with average pooling, or a model "
     "with a dense head"
 )
-# Of the largest logit. Linear heads agree to about 1e-6 in float32, and to a few 1e-4 in TF32.
+# Allowed error as a share of the largest logit. Linear heads agree to about 1e-6 in float32, a few 1e-4 in TF32.
 _TOLERANCE = 1e-3
 
 
 def labelled_area(model: nn.Module, img_size: tuple[int, int]) -> Area:
-    """What the positions of an annotator's last map cover in images of (H, W), in shares of the image:
-    `(x0, y0, x1, y1)`. It reaches outside where a position looks at padding."""
+    """Return the area of (H, W) images that the positions of an annotator's last map cover, `(x0, y0, x1, y1)` in
+    shares of the image. It reaches beyond the image if a position looks at padding."""
     layout = find_tokens(model, img_size)
     return layout.positions.window(layout.grid, img_size)
 
@@ -52,7 +49,7 @@ class Annotation(NamedTuple):
 
     Attributes:
         values, ids: (B, k, h, w) float16 logits and int32 class ids.
-        log_sum_exp: (B, h, w) float32, of all logits of a position, where those listed count as rounded in `values`.
+        log_sum_exp: (B, h, w) float32, over all logits of a position, the listed ones rounded as in `values`.
     """
 
     values: Tensor
@@ -61,14 +58,14 @@ class Annotation(NamedTuple):
 
 
 class Annotator:
-    """A network that labels images, in bounded memory however many classes it knows.
+    """Labels images with a network. Its memory use does not grow with the number of classes.
 
     Args:
         model: A model with a dense head, or a timm model with `forward_features` and `forward_head`, in evaluation
             mode.
-        k: Classes kept per place.
-        amp_dtype: Of autocast; None for float32.
-        compiled: Compiles a function, or returns it as it is.
+        k: Number of classes to list per position.
+        amp_dtype: The dtype of autocast; None for float32.
+        compiled: A function that compiles a function, or returns it unchanged.
     """
 
     def __init__(
@@ -79,15 +76,15 @@ class Annotator:
         compiled: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda function: function,
     ) -> None:
         self.model, self.k, self.amp_dtype = model, k, amp_dtype
-        # Not the head: how many images go through it at once is decided here, not by the compiler.
+        # We don't compile the head: this class decides how many images go through it at once.
         self._features = compiled(_features)
 
     @torch.no_grad()
     def __call__(self, images: Tensor) -> Annotation:
-        """Label (B, 3, H, W) normalised images. Raises UserError: the features are no map, or the dense head is off."""
+        """Label (B, 3, H, W) normalised images. Raise UserError if the features are no map or the dense head is off."""
         parts = []
         autocast = functools.partial(torch.autocast, images.device.type)
-        with autocast(enabled=False):  # or what follows the head would be rounded, if the caller casts
+        with autocast(enabled=False):  # the caller's autocast would round the steps after the head
             with autocast(dtype=self.amp_dtype, enabled=self.amp_dtype is not None):
                 features, tokens = self._features(self.model, images)
             numbers = features[0, ..., 0].numel() * cast(int, self.model.num_classes)
@@ -99,34 +96,34 @@ class Annotator:
 
 
 def _annotation(dense: Tensor, k: int) -> Annotation:
-    """The k largest logits of every position of (B, h, w, C), or all C where there are fewer classes, the largest
-    first; `dense` is overwritten."""
+    """Return the min(k, C) largest logits of every position of `dense` (B, h, w, C), in descending order. Overwrites
+    `dense`."""
     dense = dense.float()
     top, classes = dense.topk(min(k, dense.shape[-1]), dim=-1)  # (B, h, w, k)
     values, ids = top.permute(0, 3, 1, 2).half(), classes.permute(0, 3, 1, 2).int()
-    # The difference of two sums would lose the digits of a small tail.
+    # We sum the tail itself: the difference of two sums would lose the digits of a small tail.
     tail = dense.scatter_(-1, classes, -torch.inf).logsumexp(-1)
     total = torch.logaddexp(values.double().logsumexp(1), tail.double()).float()
     return Annotation(values, ids, total)
 
 
 def check_dense(model: nn.Module, images: Tensor, name: str = "the annotator") -> None:
-    """Refuse an annotator whose mean over its dense logits is not its own output.
+    """Refuse an annotator if the mean of its dense logits is not its own output.
 
     Args:
-        model: In evaluation mode. A model with a dense head passes: that is a head of its own.
-        images: (B, 3, H, W), normalised; two or more real images are enough. Compared in float32.
-        name: How the message calls the model.
+        model: A model in evaluation mode. One with a dense head is accepted without a check.
+        images: (B, 3, H, W), normalised; two real images are enough. We compare in float32.
+        name: The model's name in the message.
 
     Raises:
-        UserError: They differ; the message names the model and both sizes.
+        UserError: They differ. The message has the difference and the largest logit.
     """
     if isinstance(model, TOKEN_LABEL_MODELS):
         return
     with torch.no_grad(), torch.autocast(images.device.type, enabled=False):
         features, tokens = _features(model, images)
-        # Untrained or small features can leave a nonlinear head in its nearly linear range, and small images can leave
-        # a map of one position: large features of both signs do neither.
+        # Small features may use only the nearly linear range of a nonlinear head, and small images may give a map of
+        # one position. So we also try large features of both signs on a 3 x 3 map.
         probe = torch.randn((2, 3, 3, features.shape[-1]), generator=torch.Generator().manual_seed(0)).to(features)
         pairs = [
             (model(images), _classify(model, features, tokens)),
@@ -144,7 +141,7 @@ def check_dense(model: nn.Module, images: Tensor, name: str = "the annotator") -
 
 
 def _features(model: nn.Module, images: Tensor) -> tuple[Tensor, bool]:
-    """(B, h, w, channels) of the model's last features, and whether a timm model keeps them as tokens."""
+    """Return the model's last features (B, h, w, channels), and whether a timm model has them as tokens."""
     kind = type(model).__name__
     if isinstance(model, TOKEN_LABEL_MODELS) and not model.dense_head:
         raise UserError(f"{kind} can't annotate: its dense head is switched off; call set_dense_head(True)")
@@ -163,17 +160,17 @@ def _features(model: nn.Module, images: Tensor) -> tuple[Tensor, bool]:
 
 
 def _head(model: nn.Module, features: Tensor, tokens: bool) -> Tensor:
-    """(B, h, w, channels) -> (B, C): the model's own output, computed from its features."""
+    """Compute the model's own output (B, C) from its features (B, h, w, channels)."""
     head = cast(Callable[[Tensor], Tensor], model.forward_head)
     if tokens:
-        # Class token and registers take no part in an average; where they do, `check_dense` sees it.
+        # Class token and registers should not count in the average; if they do, `check_dense` notices it.
         prefix = features.new_zeros(features.shape[0], prefix_tokens(model), features.shape[-1])
         return head(torch.cat([prefix, features.flatten(1, 2)], dim=1))
     return head(features if is_channels_last(model) else features.permute(0, 3, 1, 2))
 
 
 def _classify(model: nn.Module, features: Tensor, tokens: bool) -> Tensor:
-    """(B, h, w, channels) -> (B, h, w, C): the head applied to every position, see the module's description."""
+    """Apply the head to every position, (B, h, w, channels) -> (B, h, w, C); see the module's docstring."""
     if isinstance(model, TokenLabelModel):
         return model.aux_head(features)
     if isinstance(model, WithDenseHead):
@@ -187,6 +184,6 @@ def _classify(model: nn.Module, features: Tensor, tokens: bool) -> Tensor:
                 f"classifier; {_SUGGESTION}"
             )
         return classifier(norm_with_scale_of(norm, features, features.mean((1, 2))).to(features.dtype))
-    # As if every position were an image of its own, so that whatever the head does is done.
+    # Treat every position as an image of its own, so that all steps of the head are applied.
     batch, h, w, channels = features.shape
     return _head(model, features.reshape(batch * h * w, 1, 1, channels), tokens).view(batch, h, w, -1)

@@ -1,13 +1,13 @@
-"""The label archive: one folder of NumPy files with a row an image.
+"""The label archive: a folder of NumPy files with one row per image.
 
-OUT/meta.json       `LabelInfo`, the number of records, checksums, agreement; and whether the archive is complete
+OUT/meta.json       `LabelInfo`, the number of records, checksums, agreement, and whether the archive is complete
 OUT/values.npy      float16 (N, k, h, w) logits
-OUT/ids.npy         uint16 (N, k, h, w) class ids, int32 where there are more than 65,536 classes
+OUT/ids.npy         uint16 (N, k, h, w) class ids, or int32 if there are more than 65,536 classes
 OUT/lse.npy         float32 (N, h, w), optional: log-sum-exp of all the annotator's logits
-OUT/crc32.npy       uint32 (N,) of the row's bytes in ids, values and lse, one after the other
-OUT/done.npy        uint8 (N,): 0 not written yet, 1 a label, 2 no label, because the image could not be read
-OUT/names.npy       uint8: the paths of the images one after the other, or of label files (.pt) whose image is not known
-OUT/name_ends.npy   int64 (N,): where in names.npy each path ends
+OUT/crc32.npy       uint32 (N,) checksum of the row's bytes in ids, values and lse, in this order
+OUT/done.npy        uint8 (N,): 0 not written yet, 1 has a label, 2 has no label because the image is unreadable
+OUT/names.npy       uint8: the concatenated paths of the images, or of the label files (.pt) of unknown images
+OUT/name_ends.npy   int64 (N,): the end of each path in names.npy
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from tlt.labels.tree import find_labels
 
 FORMAT = "volo-tlt label archive, version 2"
 META_NAME = "meta.json"
-LABEL, NO_LABEL = 1, 2  # of `done.npy`; 0: not done
+LABEL, NO_LABEL = 1, 2  # values in `done.npy`; 0: not written yet
 _REMEDY = "copy the archive again, or pack it again"
 
 
 def map_file(path: str, shape: tuple[int, ...], dtypes: Sequence[str]) -> np.memmap:
-    """A .npy file of an archive in a memory map. Raises UserError: it is missing, cut, or holds something else."""
+    """Map a .npy file of an archive into memory. Raise UserError if it is missing, cut, or holds something else."""
     name = f"label archive {printable(path)}"
     with blamed_on(name, "is missing, cut or damaged", _REMEDY):
         if not os.path.isfile(path):
@@ -50,13 +50,13 @@ def map_file(path: str, shape: tuple[int, ...], dtypes: Sequence[str]) -> np.mem
 
 
 class Column:
-    """One .npy file of an archive, whose rows are read and written by number.
+    """One .npy file of an archive; it reads and writes rows by number.
 
-    Not through a memory map: a process that touches a part of a map that has been cut off, or that a full disk has no
-    room for, is killed by the system. All processes of a machine share the pages in the page cache.
+    It does not use a memory map for that: the system kills a process that touches a part of a map that was cut off or
+    for which a full disk has no room. All processes of a machine share the page cache anyway.
 
     Raises:
-        UserError: As `map_file`.
+        UserError: The file is missing, cut, or holds something else.
     """
 
     def __init__(self, path: str, shape: tuple[int, ...], dtypes: Sequence[str], writable: bool = False) -> None:
@@ -70,7 +70,7 @@ class Column:
         return Column, self._arguments
 
     def read(self, row: int) -> np.ndarray:
-        """A row. Raises UserError: the file has been cut."""
+        """Return a row. Raise UserError if the file was cut."""
         offset, name = self._begin + row * self._row_bytes, f"label archive {printable(self.path)}"
         with os_errors_told(lambda error: f"{name} can't be read any more ({error.strerror}): {_REMEDY}"):
             data = with_retries(lambda: read_at(self._file.fileno(), self._row_bytes, offset), self.path)
@@ -79,17 +79,17 @@ class Column:
         return np.frombuffer(data, self.dtype).reshape(self._row_shape)
 
     def write(self, row: int, data: bytes) -> None:
-        """Write the bytes of a row. Raises OSError."""
+        """Write the bytes of a row. Raise OSError if that fails."""
         if os.pwrite(self._file.fileno(), data, self._begin + row * self._row_bytes) != len(data):
             raise OSError(28, "No space left on device", self.path)
 
     def sync(self) -> None:
-        """Wait until what was written is on the disk."""
+        """Wait until all written rows are on the disk."""
         os.fsync(self._file.fileno())
 
 
 class Rows:
-    """The columns of an archive that have a row an image."""
+    """The columns of an archive that have one row per image."""
 
     def __init__(self, root: str | Path, info: LabelInfo, records: int, writable: bool = False) -> None:
         self.columns = {
@@ -99,18 +99,18 @@ class Rows:
         self.contents = {name: column for name, column in self.columns.items() if name not in ("crc32", "done")}
 
     def states(self) -> tuple[np.ndarray, np.ndarray]:
-        """`done` and `crc32` of all rows, in memory."""
+        """Return `done` and `crc32` of all rows as arrays in memory."""
         return np.load(self.columns["done"].path), np.load(self.columns["crc32"].path)
 
     def read(self, row: int, crc32: int, source: str = "label") -> LabelMap | None:
-        """The map in a row; None where `crc32` is not its checksum."""
+        """Return the map in a row, or None if `crc32` is not its checksum."""
         ids, values, *lse = arrays = [column.read(row) for column in self.contents.values()]
         if zlib.crc32(b"".join(array.tobytes() for array in arrays)) != crc32:
             return None
         return LabelMap(values.copy(), ids.astype(np.int32), source=source, log_sum_exp=lse[0].copy() if lse else None)
 
     def write(self, row: int, arrays: dict[str, np.ndarray], state: int) -> None:
-        """Write a row and its checksum, and last that it is done. Raises OSError."""
+        """Write a row, its checksum, and last its state. Raise OSError if that fails."""
         data = {name: arrays[name].astype(column.dtype).tobytes() for name, column in self.contents.items()}
         data["crc32"] = zlib.crc32(b"".join(data.values())).to_bytes(4, "little")
         for name, content in [*data.items(), ("done", bytes([state]))]:
@@ -118,7 +118,7 @@ class Rows:
 
 
 def column_types(info: LabelInfo, records: int) -> dict[str, tuple[tuple[int, ...], tuple[str, ...]]]:
-    """Shape and possible types of the columns with a row an image; those that a row's crc32 covers first, in order."""
+    """Return shape and allowed types of the columns with one row per image; first those that crc32 covers, in order."""
     maps = (records, *info.shape)
     return {
         "ids": (maps, ("<u2", "<i4")),
@@ -130,10 +130,10 @@ def column_types(info: LabelInfo, records: int) -> dict[str, tuple[tuple[int, ..
 
 
 def read_description(root: str | Path) -> tuple[LabelInfo, Names]:
-    """What a complete archive says of its maps, and the names of its rows, in memory that processes share.
+    """Return the description of a complete archive and the names of its rows, in memory that processes share.
 
     Raises:
-        UserError: There is no archive, or it is not complete or damaged.
+        UserError: There is no archive, or it is incomplete or damaged.
     """
     name, path = printable(os.fspath(root)), os.path.join(root, META_NAME)
     if not os.path.isfile(path):
@@ -152,21 +152,21 @@ def read_description(root: str | Path) -> tuple[LabelInfo, Names]:
 
 
 def names_crc(block: np.ndarray, ends: np.ndarray) -> int:
-    """The crc32 of names in one block."""
+    """Return the crc32 of the concatenated names and their ends."""
     return zlib.crc32(np.ascontiguousarray(ends).data, zlib.crc32(np.ascontiguousarray(block).data))
 
 
 class ArchiveReader:
-    """The rows of an archive that belong to a list of images. A `tlt.labels.store.Reader`.
+    """Reads the rows of an archive that belong to a list of images. A `tlt.labels.store.Reader`.
 
-    Images are matched by name, in whatever order the archive has them: by the image's own name where the archive knows
-    it, else by label file, with the rule of `find_labels`.
+    Rows are matched by name, so their order does not matter: by the image's name if the archive has it, else by label
+    file with the rule of `find_labels`.
 
     Args:
         names: Image paths relative to the image folder.
 
     Raises:
-        UserError: No archive, not complete, old, or damaged.
+        UserError: There is no archive, or it is incomplete, of an old version, or damaged.
     """
 
     def __init__(self, root: str, names: Names) -> None:
@@ -174,7 +174,7 @@ class ArchiveReader:
         self.info, stored = read_description(root)
         self._rows = Rows(root, self.info, len(stored))
         self._done, self._crc32 = self._rows.states()
-        self._row_of = stored.rows_of(names)  # (images,) -1: none
+        self._row_of = stored.rows_of(names)  # (images,); -1: no row
         if len(without := np.flatnonzero(self._row_of < 0)):
             files = {name for name in stored if name.endswith(".pt")}
             self._row_of[without] = stored.rows_of(find_labels([names[i] for i in without.tolist()], files, root))

@@ -1,7 +1,7 @@
-"""Writing a label archive, row by row, in any order, by any number of processes that may be killed at any time.
+"""Writes a label archive row by row, in any order, from any number of processes, each of which may be killed.
 
-A row is written with its crc32 and its "done" last, so the same command finds what is left to do. The finished files
-are a function of the rows alone, not of who wrote them when.
+The crc32 of a row and its "done" are written last, so the same command run again finds the rows that are still to
+write. The finished files depend on the rows only, not on the order or the processes that wrote them.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ from tlt.labels.label_info import Agreement, LabelInfo
 
 
 class ArchiveWriter:
-    """An archive that is being written.
+    """Writes an archive.
 
     Args:
-        root: Its folder; made if need be.
-        info: What the maps have in common, as far as it is known before they are made.
-        names: Image path of every row, or its label file (.pt) where the image is not known.
-        overwrite: Begin anew: the archive that is there, complete or not, is removed, and nothing else.
-        first: False in the other processes of the command that has begun to write it.
+        root: The folder of the archive. It is created if it does not exist.
+        info: The description that all maps share, with what is known before they are made.
+        names: The image path of every row, or its label file (.pt) if the image is not known.
+        overwrite: First remove the archive in this folder, complete or not, and nothing else.
+        first: Whether this process creates the archive; False in the other processes of the command.
 
     Attributes:
-        complete: The same command has written the archive before; then no row may be written.
+        complete: Whether the same command has finished this archive before. Then rows must not be written.
 
     Raises:
-        UserError: The folder holds something else, another archive, or can't be written.
+        UserError: The folder holds something else or another archive, or can't be written.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class ArchiveWriter:
             self._rows = Rows(root, info, len(names), writable=not self.complete)
 
     def pending(self) -> list[int]:
-        """The rows that have no label yet. Those that are said to have one are read again."""
+        """Return the rows that have no label yet. Rows marked as done are read and checked again."""
         done, crc32 = self._rows.states()
         for row in np.flatnonzero(done == LABEL).tolist():
             if self._rows.read(row, int(crc32[row])) is None:
@@ -66,7 +66,7 @@ class ArchiveWriter:
         """Write a map into a row.
 
         Raises:
-            UserError: The map can't be trained on, is of another shape, or the disk is full.
+            UserError: The map is invalid or has another shape, or the disk is full.
         """
         info = self.info
         label_map.validate(info.num_classes)
@@ -87,19 +87,19 @@ class ArchiveWriter:
         self._write(row, arrays, LABEL)
 
     def write_absent(self, row: int) -> None:
-        """Write that a row has no label."""
+        """Mark a row as having no label."""
         empty = np.zeros(self.info.shape, np.uint8)
         self._write(row, {"ids": empty, "values": empty, "lse": empty[0]}, NO_LABEL)
 
     def finish(self, skipped: Sequence[str] = (), classes: npt.ArrayLike | None = None) -> dict[str, Any]:
-        """Read every row again and close the archive; return how well the labels name the classes.
+        """Check every row, mark the archive complete and close it. Return how well the labels name the classes.
 
         Args:
             skipped: Names of images without a label.
-            classes: Class of each row's image, -1: not known; None: the labels are of other classes.
+            classes: Class of each row's image, or -1 if it is not known. None: the labels have other classes.
 
         Raises:
-            UserError: A row is missing or damaged, or the disk fails.
+            UserError: A row is missing or damaged, or writing fails.
         """
         assert self._folder is not None
         tally, max_id = Agreement(), 0
@@ -116,7 +116,7 @@ class ArchiveWriter:
                 if truth[row] >= 0:
                     tally.add(int(truth[row]), label_map)
         info = replace(self.info, skipped=list(skipped), max_id=max_id)
-        # The checksum makes meta.json another one where the labels are others.
+        # With the checksum, meta.json differs if the labels differ.
         more = {"labels_crc32": zlib.crc32(crc32.tobytes()), "agreement": tally.summary()}
         with self._writing():
             for column in self._rows.columns.values():
@@ -131,7 +131,7 @@ class ArchiveWriter:
             self._folder.close()
 
     def _begin(self, overwrite: bool) -> OutputFolder:
-        """Write meta.json first, then create the files that are missing or were cut while they were created."""
+        """Write meta.json, then create the files that are missing or that an interrupted earlier run left cut."""
         block, ends = np.frombuffer(self.names.block, np.uint8), np.asarray(self.names.ends, np.int64)
         described = {key: value for key, value in asdict(self.info).items() if key not in ("skipped", "max_id")}
         settings = {"format": FORMAT, **described, "records": len(self.names), "names_crc32": names_crc(block, ends)}
@@ -148,7 +148,7 @@ class ArchiveWriter:
                 Column(str(path), shape, dtypes)
             except UserError:
                 large_ids = name == "ids" and (self.info.num_classes or 0) > 2**16
-                np.lib.format.open_memmap(path, "w+", dtypes[large_ids], shape, version=(1, 0))  # of zeros
+                np.lib.format.open_memmap(path, "w+", dtypes[large_ids], shape, version=(1, 0))  # all zeros
         return folder
 
     def _write(self, row: int, arrays: dict[str, np.ndarray], state: int) -> None:

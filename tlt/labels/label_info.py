@@ -1,6 +1,6 @@
-"""What is known of all label maps of a store: what they have in common, and how well they name the classes of images.
+"""The description that all label maps of a store share, and how well the maps name the classes of their images.
 
-`labels.json` says the former of a tree. Published trees have none.
+A tree has the description in `labels.json`. Published trees have none.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ AREAS = ("full", "center")
 
 @dataclass(frozen=True)
 class LabelInfo:
-    """The description of label maps.
+    """The description that all label maps of a store share.
 
     Attributes:
-        k, grid: Every map is k x grid[0] x grid[1].
-        num_classes: Class ids are below it; None: not known.
-        area: `"full"`, `"center"` (the centred square of each image) or `(x0, y0, x1, y1)` shares of the image
-            (a network with padding at its edges labels positions that reach outside of it).
-        annotator: What made the labels.
-        class_names: Name of every class id: the class folders, or the annotator's own classes; None: not known.
-        transfer: The ids are the annotator's own classes, which are not those of the class folders.
-        skipped: Images, relative to the image folder, that could not be read and have no map.
+        k, grid: Every map has shape (k, grid[0], grid[1]).
+        num_classes: Class ids are below it; None if it is not known.
+        area: `"full"`, `"center"` (the centred square of each image) or `(x0, y0, x1, y1)` in shares of the image,
+            which may reach beyond it (a network that pads labels such positions).
+        annotator: The settings of the network that made the labels.
+        class_names: Name of every class id: the class folders, or the annotator's own classes; None if not known.
+        transfer: Whether the ids are the annotator's own classes, which differ from the class folders.
+        skipped: Unreadable images, which have no map; paths relative to the image folder.
         log_sum_exp: Whether the maps have the log-sum-exp of all the annotator's logits.
-        max_id: The largest class id; None: not known.
+        max_id: The largest class id; None if it is not known.
     """
 
     k: int
@@ -57,17 +57,17 @@ class LabelInfo:
         return (self.k, *self.grid)
 
     def write(self, path: str | Path) -> None:
-        """Write `labels.json`, replacing `path` in one step."""
+        """Write `labels.json` to `path` atomically."""
         write_whole(path, (json.dumps({"format": FORMAT, **asdict(self)}, indent=1) + "\n").encode())
 
     @classmethod
     def read(cls, path: str | Path) -> LabelInfo | None:
-        """Read the file that `write` made; None if there is no such file. Raises UserError if it is something else."""
+        """Read a file of `write`. Return None if it does not exist; raise UserError if it is something else."""
         return cls.from_json(read_json(path, FORMAT), path) if os.path.lexists(path) else None
 
     @classmethod
     def from_json(cls, content: dict[str, Any], path: str | Path) -> LabelInfo:
-        """The description in a JSON object of a file `path`; other entries are left out. Raises UserError."""
+        """Return the description in the JSON object of a file `path`; other entries are ignored. Raise UserError."""
         with blamed_on(path):
             info = cls(**{item.name: content[item.name] for item in fields(cls) if item.name in content})
             rows, cols = info.grid
@@ -91,10 +91,10 @@ def _checked_area(area: Any) -> str | Area:
 
 
 class Agreement:
-    """Counts, over images, how often labels name the folder's class.
+    """Counts over images how often the labels name the folder's class.
 
-    A cell names its class by its largest logit, an image by the mean of its cells' shares: those of the softmax over
-    the k stored logits.
+    The class that a cell names is that of its largest logit. The class that an image names is that with the largest
+    mean probability over its cells, by the softmax over the k stored logits.
     """
 
     def __init__(self) -> None:
@@ -102,7 +102,7 @@ class Agreement:
         self._named, self._classes = Counter[int](), Counter[int]()
 
     def add(self, truth: int, label_map: LabelMap) -> None:
-        """Count an image, given the class of its folder."""
+        """Count one image, whose folder class is `truth`."""
         values, ids = label_map.values.astype(np.float64), label_map.ids
         top = np.take_along_axis(ids, values.argmax(axis=0)[None], axis=0)[0]  # (h, w)
         shares = np.exp(values - values.max(axis=0))
@@ -116,7 +116,7 @@ class Agreement:
         self._named.update(top.ravel().tolist())
 
     def summary(self) -> dict[str, Any]:
-        """Shares with what they are shares of; {} without images."""
+        """Return the shares and the counts to which they refer; {} without images."""
         if not self.images:
             return {}
         by_chance = sum(count * self._named[class_id] for class_id, count in self._classes.items())
@@ -125,13 +125,13 @@ class Agreement:
             "images_naming_their_class": self.images_agreeing / self.images,
             "cells": self.cells,
             "cells_naming_their_class": self.cells_agreeing / self.cells,
-            # if the same labels were dealt to the images at random
+            # the expected share if the labels were assigned to the images at random
             "cells_by_chance": by_chance / (self.cells * self.images),
         }
 
 
 def agreement_text(summary: Mapping[str, Any]) -> str:
-    """A summary as one line of text."""
+    """Return a summary as one line of text."""
     if not summary:
         return "agreement with the folders' classes: not measured"
     return (

@@ -1,10 +1,10 @@
-"""Token labels that lie beside the images in tar shards, one small safetensors file each (`tlt pack-images`).
+"""Reads token labels stored with the images in tar shards, one small safetensors file each (`tlt pack-images`).
 
 | tensor | | |
 |---|---|---|
 | `values` | float16 (k, h, w) | logits |
 | `ids` | uint16 or int32 (k, h, w) | class ids |
-| `log_sum_exp` | float32 (h, w), where the packed archive had it | of all the annotator's logits |
+| `log_sum_exp` | float32 (h, w), if the packed archive had it | over all the annotator's logits |
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from tlt.labels.label_info import LabelInfo
 
 
 def shard_folder(path: str | Path) -> str | None:
-    """The folder of the shards that hold labels: `path` itself or the training split in it; None: it has neither."""
+    """Return the folder of the shards: `path` itself or the training split in it; None if neither has shards."""
     folders = [os.fspath(path), *(os.path.join(path, split) for split in TRAIN_SPLITS)]
     return next((folder for folder in folders if os.path.isfile(os.path.join(folder, f"{TABLE}.json"))), None)
 
 
 def label_bytes(label_map: LabelMap) -> bytes:
-    """The file of a map in a shard."""
+    """Return the bytes of a map's file in a shard."""
     ids = label_map.ids.astype(np.uint16 if label_map.ids.max() < 2**16 else np.int32)
     tensors = {"values": label_map.values, "ids": ids}
     if label_map.log_sum_exp is not None:
@@ -43,18 +43,18 @@ def label_bytes(label_map: LabelMap) -> bytes:
 
 
 def described(info: LabelInfo, identity: bytes) -> dict[str, Any]:
-    """What the table of the labels says of them."""
+    """Return the description of the labels for their table."""
     return {"info": asdict(info), "identity": identity.decode(errors="surrogateescape")}
 
 
 class ShardReader:
-    """The label maps of a list of images in tar shards, matched by name. A `tlt.labels.store.Reader`.
+    """Reads the label maps of a list of images from tar shards, matched by name. A `tlt.labels.store.Reader`.
 
     Args:
         names: Image paths relative to the image folder.
 
     Raises:
-        UserError: No index, a shard that doesn't fit it, or no labels in them.
+        UserError: There is no index, a shard does not fit it, or the shards have no labels.
     """
 
     def __init__(self, root: str, names: Names) -> None:

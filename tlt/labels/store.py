@@ -1,4 +1,4 @@
-"""Label maps by image index, from any kind of store: checked against the data, with a policy for bad ones."""
+"""Reads label maps by image index from any kind of store, checks them against the data, and handles bad ones."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ BAD_LABEL_POLICIES = ("stop", "skip", "uniform")
 
 
 class Reader(Protocol):
-    """Reads the label maps of a list of images from a tree of files, an archive, or tar shards.
+    """Reads the label maps of a list of images. Trees of files, archives and tar shards have a reader each.
 
     Attributes:
-        missing: Images without a map.
-        info: None for a published tree, which records nothing about its maps.
+        missing: Indices of images without a map.
+        info: What is recorded about the maps; None for a published tree, which records nothing.
     """
 
     root: str
@@ -40,17 +40,17 @@ class Reader(Protocol):
     def info(self) -> LabelInfo | None: ...
 
     def read(self, index: int) -> LabelMap:
-        """The map of image `index`, which is not missing, as it is stored. Raises UserError if it is damaged."""
+        """Return the map of image `index`, which is not missing, as stored. Raise UserError if it is damaged."""
 
     def source(self, index: int) -> str:
-        """Where the map of image `index` is, or was looked for, for messages."""
+        """Return where the map of image `index` is, or should be, for messages."""
 
     def identity(self) -> bytes:
-        """What a checkpoint compares to recognise these labels, besides shape and area: the text that describes them.
-        An archive's text has a checksum of its labels; a tree adds the contents of some of its files."""
+        """Return a text from which, with shape and area, a checkpoint recognises these labels: their description, in
+        which an archive has a checksum of the labels. A tree adds a hash of some of its files."""
 
     def extra(self) -> list[str]:
-        """Labels that belong to none of the images."""
+        """Return the names of the labels that belong to none of the images."""
 
 
 def open_labels(
@@ -63,31 +63,31 @@ def open_labels(
     label_tail: str = "zero",
     on_progress: Callable[[str, int], None] | None = None,
 ) -> LabelStore:
-    """The labels of a list of images: out of an archive (`volo label`), of shards (`tlt pack-images`), or of a tree of
+    """Open the labels of a list of images: an archive (`volo label`), shards (`tlt pack-images`), or a tree of
     published files.
 
     Args:
-        path: Where the maps are.
-        names: Image paths relative to the image folder, in row order.
-        area: `"full"` or `"center"`, what part of the images the maps cover (None: as recorded, else full).
-        num_classes: Class ids must be below it; None: below the number that is recorded, if there is one.
-        bad_label: What a missing or unusable map means. `"stop"`: an error. `"skip"`: a map that covers nothing, so
-            that the image is trained on its class alone. `"uniform"`: every class equally likely everywhere.
-        class_names: Compared with the recorded class names, if there are any.
-        label_tail: The logit of classes that a cell doesn't list. `"zero"`: 0, as published. `"exact"`: such that they
-            have the share that the annotator gave them (`relative_to_tail`).
+        path: The folder of the maps.
+        names: Image paths relative to the image folder, in index order.
+        area: The part of the images that the maps cover, `"full"` or `"center"`. None: as recorded, else full.
+        num_classes: Class ids must be below it. None takes the recorded number, if there is one.
+        bad_label: What to do if a map is missing or unusable. `"stop"`: raise an error. `"skip"`: use a map that covers
+            nothing, so the image is trained on its class alone. `"uniform"`: all classes are equally likely.
+        class_names: The data set's class names, to compare with the recorded ones.
+        label_tail: The logit of the classes that a cell does not list. `"zero"`: 0, as published. `"exact"`: the logit
+            that gives them the probability that the annotator gave them (`relative_to_tail`).
         on_progress: As in `tlt.data.sources.folder.FolderListing`.
 
     Raises:
-        UserError: The labels were made for other classes, all are missing, or there is no log-sum-exp that `"exact"`
-            needs; with `"stop"` also if any is missing.
+        UserError: The labels were made for other classes, all are missing, or `"exact"` needs a log-sum-exp that they
+            lack; with `"stop"` also if one is missing.
     """
     one_of("--bad-label", bad_label, BAD_LABEL_POLICIES)
     one_of("--token-label-area", area, (None, *AREAS))
     one_of("--label-tail", label_tail, ("zero", "exact"))
     packed = names if isinstance(names, Names) else Names(names)
     reader: Reader
-    if any(os.path.isfile(os.path.join(path, name)) for name in (META_NAME, "values.npy")):  # complete or not
+    if any(os.path.isfile(os.path.join(path, name)) for name in (META_NAME, "values.npy")):  # may be incomplete
         reader = ArchiveReader(os.fspath(path), packed)
     elif (shards := shard_folder(path)) is not None:
         reader = ShardReader(shards, packed)
@@ -115,13 +115,13 @@ class LabelStore:
     """The label maps of a list of images; a `tlt.data.dataset.LabelReader`.
 
     Attributes:
-        reader: Where the maps are.
-        names: Image paths relative to the image folder, in row order.
-        info: What the maps have in common.
-        area: What part of the images the maps cover.
-        num_classes, bad_label: As of `open_labels`.
-        exact_tail: Whether classes that a cell doesn't list have their exact share.
-        warnings: One line each, for rank 0 to print once.
+        reader: Reads the stored maps.
+        names: Image paths relative to the image folder, in index order.
+        info: The description that all maps share.
+        area: The part of the images that the maps cover.
+        num_classes, bad_label: See `open_labels`.
+        exact_tail: Whether the classes that a cell does not list have their exact probability.
+        warnings: Warnings of one line each, which rank 0 prints once.
     """
 
     reader: Reader
@@ -143,18 +143,18 @@ class LabelStore:
         return self.info.shape
 
     def identity(self) -> str:
-        """The sha256 by which a checkpoint recognises these labels."""
+        """Return the sha256 from which a checkpoint recognises these labels."""
         return hashlib.sha256(repr((self.shape, self.area)).encode() + self.reader.identity()).hexdigest()
 
     def read(self, index: int, width: int | None = None, height: int | None = None) -> LabelMap:
-        """The map of image `index`, of shape `self.shape`.
+        """Return the map of image `index`, of shape `self.shape`.
 
         Args:
-            width, height: Size of the source image, needed where the maps cover its centred square.
+            width, height: Size of the source image, needed if the maps cover its centred square.
 
         Raises:
-            UserError: The map is unusable and the policy is `"stop"`.
-            MachineFault: It can't be read because of the machine, whatever the policy.
+            UserError: The map is unusable and `bad_label` is `"stop"`.
+            MachineFault: The map can't be read because of the machine; `bad_label` does not matter.
         """
         try:
             if index not in self.reader.missing:
@@ -172,7 +172,7 @@ class LabelStore:
         return LabelMap.unknown(self.shape, FULL_AREA if self.bad_label == "uniform" else NO_AREA)
 
     def load(self, index: int, width: int | None = None, height: int | None = None) -> LabelMap:
-        """The map of image `index`, which is not missing, whatever the policy. Raises UserError."""
+        """Return the map of image `index`, which is not missing. Raise UserError if it is unusable."""
         label_map = self.reader.read(index).validate(self.num_classes)
         values, lse = label_map.values, label_map.log_sum_exp
         if self.exact_tail:
@@ -188,29 +188,29 @@ class LabelStore:
         return LabelMap(values, label_map.ids, area, label_map.source)
 
     def take_faults(self) -> list[tuple[str, str]]:
-        """(image, reason) of the maps replaced by `read` since the last call."""
+        """Return (image, reason) for each map that `read` replaced since the last call."""
         faults, self._faults = self._faults, []
         return faults
 
 
 def relative_to_tail(values: torch.Tensor, log_sum_exp: torch.Tensor, num_classes: int) -> torch.Tensor:
-    """Listed logits less the mean logit of the classes that their cell does not list (`--label-tail exact`).
+    """Subtract from the listed logits the logit of the classes that their cell does not list (`--label-tail exact`).
 
-    Published targets take the logits of those classes to be 0. With the log-sum-exp (LSE) of all the annotator's logits
-    their true share is known: each gets the same logit, t = log((exp(LSE) - sum of exp(listed)) / (C - k)), so that
-    listed classes have the annotator's own probabilities. A softmax doesn't change if all logits are shifted: with t
-    subtracted from the listed ones, the others have 0, as the code that makes targets expects.
+    Published targets assume logit 0 for unlisted classes. The log-sum-exp (LSE) of all the annotator's logits tells how
+    probable they are together. We give each of them the same logit, t = log((exp(LSE) - sum of exp(listed)) / (C - k)),
+    so that listed classes have exactly the annotator's probabilities. Shifting all logits does not change a softmax, so
+    we subtract t: unlisted classes then have logit 0, as the code that makes targets expects.
 
-    A tail share too small for float32 (rounding may even make it negative) counts as half the last digit
-    of the log-sum-exp: probabilities are right to about 1e-7 times that, and logits stay finite.
+    A tail probability too small for float32 (rounding may even make it negative) counts as half the last digit of the
+    log-sum-exp: probabilities are exact to about 1e-7 times that, and logits stay finite.
 
     Args:
-        values: (..., k, h, w), of different classes in a cell.
+        values: (..., k, h, w) logits; the classes of a cell differ.
         log_sum_exp: (..., h, w) float32.
-        num_classes: C.
+        num_classes: C, the number of all classes.
 
     Returns:
-        (..., k, h, w) float32. Where all classes are listed there is no tail, and the values are as they were.
+        (..., k, h, w) float32 logits. If all classes are listed, they are the unchanged values.
     """
     k = values.shape[-3]
     if k >= num_classes:
@@ -223,16 +223,16 @@ def relative_to_tail(values: torch.Tensor, log_sum_exp: torch.Tensor, num_classe
 
 
 def sampled_agreement(labels: LabelStore, classes: np.ndarray, sample: int) -> Agreement:
-    """How often the maps of a sample of the images name their `classes` (N,); unusable maps are left out."""
+    """Count how often the maps of a sample of images name the images' `classes` (N,), without unusable maps."""
     tally = Agreement()
     for index in sorted({number * len(labels) // sample for number in range(sample)} - labels.reader.missing):
-        with suppress(UserError):  # an error, or counted, when it is trained on
+        with suppress(UserError):  # training reports or counts it
             tally.add(int(classes[index]), labels.reader.read(index).validate(labels.num_classes))
     return tally
 
 
 def _check_classes(info: LabelInfo, where: str, asked: int | None, class_names: Sequence[str] | None) -> None:
-    """Raise UserError if the labels are of other classes than `asked` for, or than the class folders."""
+    """Raise UserError if the labels have other classes than the model or the class folders."""
     if asked and info.num_classes and asked != info.num_classes:
         raise UserError(
             f"{where} has labels of {info.num_classes} classes, but the model has {asked}: give "
@@ -250,7 +250,7 @@ def _check_classes(info: LabelInfo, where: str, asked: int | None, class_names: 
 
 
 def _check_missing(reader: Reader, names: Names, bad_label: str) -> list[str]:
-    """Warnings of missing labels. Raises UserError: all are missing, or any, and the policy is to stop."""
+    """Return warnings of missing labels. Raise UserError if all are missing, or if any is and `bad_label` is "stop"."""
     known = set(reader.info.skipped) if reader.info is not None else set()
     missing = [index for index in sorted(reader.missing) if names[index] not in known]
     if not missing:
@@ -269,7 +269,7 @@ def _check_missing(reader: Reader, names: Names, bad_label: str) -> list[str]:
 
 
 def _info_of_first_map(reader: Reader, count: int, num_classes: int | None, bad_label: str) -> LabelInfo:
-    """What the first usable map says, for a store that records nothing."""
+    """Return a description made from the first usable map, for a store that records none."""
     for index in (row for row in range(count) if row not in reader.missing):
         try:
             k, h, w = reader.read(index).validate(num_classes).shape

@@ -1,11 +1,11 @@
-"""Label maps on disk: the published tree of one file per image, found, read and written.
+"""Finds, reads and writes label maps in the published form: a tree with one file per image.
 
-`ROOT/<class>/<name>.pt` holds a tensor [2, k, H, W]: logits, then class ids, half precision. Half precision counts
-exactly to 2,048 only, so a tree for more classes is written in single precision, which the published reader takes too.
-An image has one label of its own; the published reader cuts the path at its first dot, and so hands one label to all
-of `a.b.jpg`, `a.c.jpg` and `a.jpg`.
+`ROOT/<class>/<name>.pt` holds a tensor [2, k, H, W]: logits, then class ids, in half precision. Half precision counts
+exactly only to 2,048, so a tree for more classes is written in single precision, which the published reader accepts
+too. We give each image its own label; the published reader cuts the path at its first dot, so `a.b.jpg`, `a.c.jpg` and
+`a.jpg` all get the same one.
 
-`ROOT/labels.json` says what the maps are (`tlt.labels.label_info`). Published trees have none.
+`ROOT/labels.json` describes the maps (`tlt.labels.label_info`). Published trees have none.
 """
 
 from __future__ import annotations
@@ -30,25 +30,25 @@ from tlt.io.weights import load_plain
 from tlt.label_map import LabelMap, whole_ids
 from tlt.labels.label_info import INFO_NAME, LabelInfo
 
-# Largest class id up to which every id is a number of its own.
+# The largest class id up to which a number format represents every integer.
 _EXACT_IDS = {torch.bfloat16: 2**8, torch.float16: 2**11, torch.float32: 2**24, torch.float64: 2**53}
-_SAMPLED = 1024  # files of a tree that `identity` reads: if 100 of 10,000 change, some of them are among these
+_SAMPLED = 1024  # number of files that `identity` reads: of 100 changed files among 10,000 it almost surely reads one
 
 
 def label_names(names: Sequence[str]) -> list[str]:
-    """Relative label file of every relative image path: `a/x.jpg` -> `a/x.pt`; where `a/x.png` exists as well,
-    `a/x.jpg.pt` and `a/x.png.pt`."""
+    """Return the relative label file of every relative image path: `a/x.jpg` -> `a/x.pt`, but `a/x.jpg.pt` and
+    `a/x.png.pt` if `a/x.png` exists as well."""
     shared = Counter(os.path.splitext(name)[0] for name in names)
     return [f"{name}.pt" if shared[os.path.splitext(name)[0]] > 1 else usual_label_name(name) for name in names]
 
 
 def usual_label_name(name: str) -> str:
-    """The label file of an image that shares its stem with no other: `a/x.jpg` -> `a/x.pt`."""
+    """Return the label file of an image whose stem no other image has: `a/x.jpg` -> `a/x.pt`."""
     return os.path.splitext(name)[0] + ".pt"
 
 
 def find_labels(names: Sequence[str], files: Set[str], root: str) -> Names:
-    """The label file of every image, `a/x.jpg.pt` or else `a/x.pt`; "" where neither is among the `files` of `root`.
+    """Return the label file of each image, `a/x.jpg.pt` or else `a/x.pt`; "" if neither is in the `files` of `root`.
 
     Raises:
         UserError: A label file fits two images.
@@ -66,7 +66,7 @@ def find_labels(names: Sequence[str], files: Set[str], root: str) -> Names:
 
 
 def label_files_below(root: str, on_progress: Callable[[str, int], None] | None = None) -> set[str]:
-    """Label files below a folder, relative to it; reports to `on_progress` how many there are so far.
+    """Return the label files below a folder, relative to it. `on_progress` gets a message and the number so far.
 
     Raises:
         UserError: A folder can't be read.
@@ -80,41 +80,41 @@ def label_files_below(root: str, on_progress: Callable[[str, int], None] | None 
     paths, report = set[str](), on_progress or SearchProgress()
     for folder, _, files in os.walk(root, onerror=unreadable, followlinks=True):
         prefix = "" if folder == root else os.path.relpath(folder, root).replace(os.sep, "/") + "/"
-        # A hidden file was left behind by a killed writer.
+        # A hidden file is what a killed writer left behind.
         paths.update(prefix + name for name in files if name.endswith(".pt") and not name.startswith("."))
         report(f"looking for labels in {printable(root)}", len(paths))
     return paths
 
 
 def write_map(path: str | Path, label_map: LabelMap, num_classes: int) -> None:
-    """Write one label file in the published form, in half precision if that can tell all classes apart, else single,
-    replacing `path` in one step."""
+    """Write one label file in the published form, in half precision if that can represent all classes, else in single
+    precision. `path` is replaced atomically."""
     dtype = torch.float16 if num_classes - 1 <= _EXACT_IDS[torch.float16] else torch.float32
     both = torch.stack([torch.from_numpy(label_map.values).to(dtype), torch.from_numpy(label_map.ids).to(dtype)])
-    torch.save(both, content := io.BytesIO())  # into a file it would say of a full disk no more than RuntimeError
-    # Not flushed to the disk: a million flushes take hours, and a torn file is found and made again.
+    torch.save(both, content := io.BytesIO())  # written to a file, a full disk would raise a vague RuntimeError
+    # We don't sync: a million syncs take hours, and a later run finds and replaces a torn file.
     write_whole(path, content.getvalue(), sync=False)
 
 
 def read_map(path: str | Path, num_classes: int | None = None) -> LabelMap:
     """Read one label file, [2, k, H, W] or [1, 2, k, H, W], without running code from it.
 
-    What the map says is checked by `LabelMap.validate`.
+    `LabelMap.validate` checks the values.
 
     Args:
-        num_classes: The number format of the file must be able to tell so many apart.
+        num_classes: The file's number format must be able to represent so many classes.
 
     Raises:
-        UserError: Missing, damaged, no such tensor, or class ids that its number format can't hold. The message starts
-            with the file.
-        MachineFault: It can't be read because of the machine.
+        UserError: The file is missing or damaged, holds no such tensor, or has class ids that its number format can't
+            represent. The message starts with the file.
+        MachineFault: The file can't be read because of the machine.
     """
     name = f"label {printable(str(path))}"
     with os_errors_told(lambda error: f"{name} can't be read: {error.strerror}"):
         tensor = load_plain(io.BytesIO(read_bytes(path)), name)
     if not isinstance(tensor, torch.Tensor):
         raise UserError(f"{name} holds a {type(tensor).__name__}, not a tensor [2, k, H, W]")
-    # A small file may say that it is one of gigabytes, every value of which is the same in memory.
+    # A small file may claim a shape of gigabytes in which all values share the same memory.
     if tensor.nbytes > tensor.untyped_storage().nbytes():
         raise UserError(f"{name} is refused: it holds fewer values than its shape {tuple(tensor.shape)} has")
     if tensor.ndim == 5 and tensor.shape[0] == 1:
@@ -132,15 +132,15 @@ def read_map(path: str | Path, num_classes: int | None = None) -> LabelMap:
 
 
 class TreeReader:
-    """The label files of a list of images. A `tlt.labels.store.Reader`.
+    """Reads the label files of a list of images. A `tlt.labels.store.Reader`.
 
     Args:
         names: Image paths relative to the image folder.
         num_classes: Class ids must be below it.
-        found: As in `tlt.data.sources.folder.FolderListing`.
+        on_progress: As in `tlt.data.sources.folder.FolderListing`.
 
     Raises:
-        UserError: No such folder, or two images with one label file.
+        UserError: There is no such folder, or one label file fits two images.
     """
 
     def __init__(
@@ -158,7 +158,7 @@ class TreeReader:
         self.missing = set(np.flatnonzero(np.diff(self._files.ends, prepend=0) == 0).tolist())
 
     def path(self, index: int) -> str:
-        """Label file of image `index`; where there is none, the file that was looked for."""
+        """Return the label file of image `index`, or the usual path of one if there is none."""
         return os.path.join(self.root, self._files[index] or usual_label_name(self._names[index]))
 
     def source(self, index: int) -> str:
@@ -173,7 +173,7 @@ class TreeReader:
         for index in (number * len(self._names) // count for number in range(count)):
             path = self.path(index)
             digest.update(os.fsencode(os.path.relpath(path, self.root)))
-            with suppress(OSError):  # one that is missing
+            with suppress(OSError):  # the file may be missing
                 digest.update(read_bytes(path))
         return (file.read_bytes() if file.is_file() else b"") + digest.digest()
 
