@@ -1,12 +1,12 @@
 """The checkpoint files of a run. Each is written completely or not at all.
 
     last.pth.tar           after every epoch
-    checkpoint-N.pth.tar   the best K epochs; N counts from 0, as published
-    model_best.pth.tar     the best epoch
-    milestone-N.pth.tar    after N epochs (`--save-epochs`); kept for ever, to branch from
+    checkpoint-N.pth.tar   after the best K epochs; N counts from 0, as in the published code
+    model_best.pth.tar     after the best epoch
+    milestone-N.pth.tar    after N epochs (`--save-epochs`); kept for ever, so that runs can branch from it
 
-The names of one epoch share one file (hard links). The payload has timm's keys, so that timm and the published code can
-read it, and holds tensors and plain data only.
+If one epoch has several of these names, they are hard links to one file. The payload has timm's keys, so that timm and
+the published code can read it. It holds only tensors and plain data.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from tlt.io.weights import first_non_finite
 from volo.checkpoint.state import TrainState
 from volo.config.checkpoint_files import BEST, LAST, MILESTONE
 
-NAMES = re.compile(r"(?:last|model_best|(?:checkpoint|milestone)-(\d+))\.pth\.tar")  # the only names that `auto` reads
+NAMES = re.compile(r"(?:last|model_best|(?:checkpoint|milestone)-(\d+))\.pth\.tar")  # `--resume auto` reads only these
 STAGED, _ABANDONED = ".staged-", "superseded-"
 
 
@@ -44,11 +44,11 @@ def save_checkpoint(path: Path, payload: dict[str, Any]) -> None:
     """Write a checkpoint so that `path` is the complete old or new file at any instant, even after a power cut.
 
     Raises:
-        NotWrittenError: The old file is unchanged, and no temporary file is left.
+        NotWrittenError: Writing failed. The old file is unchanged, and no temporary file is left.
     """
 
     def write(staged: Path) -> None:
-        # A file object, not a path: torch's own writer loses the system's reason (ENOSPC, ...) for a failure.
+        # Pass a file object instead of a path: torch's own writer loses the system's reason for a failure (ENOSPC).
         with staged.open("wb") as file:
             torch.save(payload, file)
             file.flush()
@@ -59,10 +59,10 @@ def save_checkpoint(path: Path, payload: dict[str, Any]) -> None:
 
 
 def duplicate(source: Path, target: Path) -> None:
-    """Give `source` a second name atomically; copy it where the file system has no hard links.
+    """Give `source` a second name atomically; copy the file if the file system has no hard links.
 
     Raises:
-        NotWrittenError: `target` is unchanged.
+        NotWrittenError: This failed, and `target` is unchanged.
     """
 
     def fill(staged: Path) -> None:
@@ -80,13 +80,13 @@ def duplicate(source: Path, target: Path) -> None:
 
 
 def install(path: Path, fill: Callable[[Path], None]) -> None:
-    """Let `fill` write a temporary file beside `path`, then rename it to `path` and sync the directory."""
+    """Let `fill` write a temporary file beside `path`, rename it to `path`, and sync the directory."""
     staged = path.with_name(f"{STAGED}{os.getpid()}-{path.name}")
     try:
         fill(staged)
         os.replace(staged, path)
     finally:
-        # The temporary name is also left if both names are one file: rename then does nothing.
+        # If both names were links to one file already, rename does nothing and leaves the temporary name.
         with suppress(OSError):
             staged.unlink(missing_ok=True)
     sync_folder(path.parent)
@@ -94,11 +94,11 @@ def install(path: Path, fill: Callable[[Path], None]) -> None:
 
 @contextmanager
 def explained(path: Path, size: Callable[[], int]) -> Iterator[None]:
-    """Turn errors of the system in the block into one line with the bytes needed, `size()`, and free."""
+    """Turn the system's errors in the block into one line that says how many bytes are needed, `size()`, and free."""
     try:
         yield
     except (OSError, RuntimeError) as error:
-        # torch's zip writer hides the system's error behind one of its own.
+        # torch's zip writer raises its own error, whose context is the system's error.
         cause = error if isinstance(error, OSError) else error.__context__
         if not isinstance(cause, OSError):
             raise
@@ -113,7 +113,7 @@ def explained(path: Path, size: Callable[[], int]) -> Iterator[None]:
 
 
 def tensor_bytes(value: Any) -> int:
-    """Return the bytes of all tensors in nested dicts and lists."""
+    """Return the number of bytes of all tensors in nested dicts and lists."""
     if isinstance(value, Tensor):
         return value.numel() * value.element_size()
     values = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
@@ -121,7 +121,7 @@ def tensor_bytes(value: Any) -> int:
 
 
 class RankedCheckpoint(NamedTuple):
-    """A `checkpoint-N.pth.tar`. `epoch` is N; `metric` is None where there was no finite one."""
+    """A file `checkpoint-N.pth.tar`: `epoch` is N; `metric` is None if the epoch has no finite score."""
 
     metric: float | None
     epoch: int
@@ -129,9 +129,9 @@ class RankedCheckpoint(NamedTuple):
 
 
 def rank(scores: Mapping[int, Mapping[str, float]], by: str) -> list[RankedCheckpoint]:
-    """Return the checkpoints of epochs, best first, by the score of this name: the lowest `loss...` is the best, of
-    every other score the highest. Of equal ones the earlier comes first; those without a finite one come last, the
-    newest first."""
+    """Return the checkpoints of epochs, best first, ranked by the score named `by`. A score whose name begins with
+    "loss" is better if it is lower, any other score if it is higher. Of equal scores the earlier epoch comes first;
+    epochs without a finite score come last, newest first."""
     sign = 1 if by.startswith("loss") else -1
     score_of = {n: metrics.get(by, math.nan) for n, metrics in scores.items()}
     finite = sorted((sign * score, n) for n, score in score_of.items() if math.isfinite(score))
@@ -147,15 +147,15 @@ def best_of(ranked: list[RankedCheckpoint]) -> RankedCheckpoint | None:
 
 @dataclass
 class Save:
-    """A save: the content of the file, and how it goes (`volo.checkpoint.saver`).
+    """One save: the content of the file, and how writing it went (`volo.checkpoint.saver`).
 
     Attributes:
-        payload: Shares its tensors with the model, unless it was copied.
-        ranked: After an epoch, which may get a `checkpoint-N.pth.tar`; else only `last` is written.
-        size: Bytes of its tensors.
-        reason: For the log.
+        payload: It shares its tensors with the model unless it was copied.
+        ranked: Whether it follows an epoch, and so may get a `checkpoint-N.pth.tar`; otherwise only `last` is written.
+        size: Size of its tensors in bytes.
+        reason: Why it is saved, for the log.
         blocked: Seconds for which training waited.
-        seconds: Of the newest attempt to write it.
+        seconds: Duration of the newest attempt to write it.
     """
 
     payload: dict[str, Any]
@@ -165,19 +165,19 @@ class Save:
     blocked: float = 0.0
     attempts: int = 0
     seconds: float = 0.0
-    error: NotWrittenError | None = None  # of the newest attempt
+    error: NotWrittenError | None = None  # error of the newest attempt
 
 
 class CheckpointDir:
     """Writes the checkpoints of one run. Construct it on rank 0 only.
 
-    The epochs of the run whose files are there are those that are kept; their scores are in every checkpoint.
+    An epoch counts as kept if its file is there. Every checkpoint holds the scores of all epochs.
 
     Args:
-        directory: Created if missing. Remains of an interrupted write are removed.
-        keep: How many `checkpoint-N.pth.tar` are kept (`--checkpoint-hist`), at least 1.
+        directory: Created if missing. Temporary files of an interrupted write are removed.
+        keep: Number of files `checkpoint-N.pth.tar` to keep (`--checkpoint-hist`), at least 1.
         ranked_by: Name of the score (`TrainState.scores`) that ranks epochs.
-        milestones: Numbers of finished epochs after which a file is kept for ever.
+        milestones: Numbers of finished epochs after which a file is written and kept for ever.
 
     Raises:
         UserError: The directory can't be made.
@@ -195,11 +195,11 @@ class CheckpointDir:
             raise UserError(f"cannot write checkpoints to {directory}: {error.strerror}") from error
 
     def plan(self, payload: dict[str, Any], ranked: bool = True) -> Save:
-        """Plan a save of `payload`, the result of `TrainState.state_dict`, which gets the epoch's metric.
+        """Return a save of `payload`, which `TrainState.state_dict` made, and add the epoch's metric to it.
 
         Args:
-            ranked: Save after an epoch, ranked by its score; a missing, NaN or infinite score ranks below every number
-                and is never the best. False: save only `last.pth.tar`.
+            ranked: True saves after an epoch, ranked by its score; a missing, NaN or infinite score ranks below every
+                number and is never the best. False saves only `last.pth.tar`.
 
         Raises:
             NonFiniteError: The weights hold NaN or infinity.
@@ -213,10 +213,10 @@ class CheckpointDir:
         return Save(payload, ranked, tensor_bytes(payload))
 
     def write(self, save: Save) -> None:
-        """Write the file and update the directory. May be repeated, and be called in any thread, one at a time.
+        """Write the file and update the directory. Any thread may call and repeat this, but only one at a time.
 
         Raises:
-            NotWrittenError: The files that existed are unchanged, except that obsolete ones may be gone.
+            NotWrittenError: Writing failed. Existing files are unchanged, but obsolete ones may be removed.
         """
         save_checkpoint(self.directory / LAST, save.payload)
         if save.ranked:
@@ -226,12 +226,12 @@ class CheckpointDir:
     def restore(self, state: TrainState, path: Path) -> list[str]:
         """Make the directory agree with a state that was loaded from `path`; return lines for the user.
 
-        Call it when every rank has read `path`. A `write` that was killed half-way is completed. If `path` is an older
-        checkpoint, files of later epochs are renamed so that `auto` does not read them, and `path` becomes `last`: a
-        run that is killed before its next save continues from there, too.
+        Call this after every rank has read `path`. It completes a `write` that was killed half-way. If `path` is an
+        older checkpoint, files of later epochs are renamed, so that `auto` ignores them, and `path` becomes `last`, so
+        that a run that is killed before its next save continues from there as well.
         """
         if path.parent.resolve() != self.directory.resolve():
-            return []  # a branch
+            return []  # `path` is of another run, from which this one branches
         messages = self._set_aside(state, path)
         duplicate(path, self.directory / LAST)
         at_end = state.update == state.epoch * state.updates_per_epoch
@@ -239,13 +239,13 @@ class CheckpointDir:
         return messages
 
     def ranking(self, scores: Mapping[int, Mapping[str, float]], newest: int | None = None) -> list[RankedCheckpoint]:
-        """Rank the epochs with these scores that have files, and the newest one, whose file is `last`."""
+        """Rank those of the scored epochs that have files, and the epoch `newest`, whose file is `last`."""
         ranked = rank(scores, self.ranked_by)
         return [entry for entry in ranked if entry.epoch == newest or (self.directory / entry.file).is_file()]
 
     def _keep_best(self, scores: Mapping[int, Mapping[str, float]], newest: int | None) -> None:
-        """Leave the files of the best epochs, the one of `last` among them if it is as good, and name the best and a
-        milestone."""
+        """Keep the files of the best epochs and remove the others. Give `last`, the file of `newest`, its other names:
+        checkpoint, milestone and best, if it is one."""
         if newest is not None and newest + 1 in self.milestones:
             duplicate(self.directory / LAST, self.directory / f"milestone-{newest + 1}.pth.tar")
         ranked = self.ranking(scores, newest)
@@ -260,13 +260,13 @@ class CheckpointDir:
     def _set_aside(self, state: TrainState, path: Path) -> list[str]:
         aside = []
         for file in sorted(self.directory.glob("*-*.pth.tar")):
-            match = NAMES.fullmatch(file.name)  # the number of a milestone is one more than that of its epoch
+            match = NAMES.fullmatch(file.name)  # a milestone's number is its epoch's number plus one
             if match and int(match[1]) - bool(MILESTONE.fullmatch(file.name)) >= state.epoch and file.name != path.name:
                 os.replace(file, file.with_name(_ABANDONED + file.name))
                 aside.append(file.name)
         last = self.directory / LAST
         if last.exists() and not last.samefile(path):
-            duplicate(last, last.with_name(_ABANDONED + LAST))  # a copy: there is a `last` at every instant
+            duplicate(last, last.with_name(_ABANDONED + LAST))  # not renamed: a `last` must exist at every instant
             aside.append(LAST)
         if best_of(self.ranking(state.scores)) is None and (self.directory / BEST).exists():
             os.replace(self.directory / BEST, self.directory / (_ABANDONED + BEST))

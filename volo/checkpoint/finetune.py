@@ -1,4 +1,4 @@
-"""Loads weights into a model: `load_weights` needs a file that fits, `load_finetune` takes what fits of a file."""
+"""Loads weights into a model: `load_weights` needs a file that fits completely, `load_finetune` takes what fits."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ from tlt.io.files import blamed_on
 from tlt.io.weights import check_finite, clean_state_dict, load_clean, read_checkpoint, unwrap, weights_entry
 from tlt.models.fit_weights import Fit, fit_state_dict, head_names, is_dense_head, joined_state_dict, prefix_of
 from tlt.models.wrap import WithDenseHead
-from volo import models as models  # registers them with timm
+from volo import models as models  # registers the models with timm
 from volo.checkpoint.model_config import model_config_of
 
-# A smaller share of the model's backbone fits only by coincidence (a class token, a norm of equal width).
+# If a smaller share of the backbone fits, it fits only by coincidence (a class token, a norm of equal width).
 _LEAST_SHARE = 0.1
 _NAMES_SHOWN = 12
 
 
 @dataclass(frozen=True)
 class FinetuneReport:
-    """What happened to every tensor of the file and of the model. `str()` gives lines for the log."""
+    """What happened to each tensor of the file and of the model. `str()` gives lines for the log."""
 
     path: str
-    entry: str  # key of the weights in the file, "" where the file is a bare state dict
+    entry: str  # key of the weights in the file; "" if the file is a bare state dict
     resized: list[str]  # loaded with another shape: position embedding, input convolution
     kept: list[str]  # loaded unchanged
-    dropped: list[str]  # in the file, not loaded
-    missing: list[str]  # in the model, left as initialised
-    share: float  # of the model's backbone values that came from the file, in [0, 1]
+    dropped: list[str]  # in the file, but not loaded
+    missing: list[str]  # in the model, but not in the file; these keep their initial values
+    share: float  # share of the backbone's values that came from the file, in [0, 1]
     notes: dict[str, str] = field(default_factory=dict)  # the reason for each resized or dropped name
-    prefix: str = ""  # of names in the file, taken off; names without it are left out
+    prefix: str = ""  # prefix that was removed from names in the file; names without it are ignored
 
     def __str__(self) -> str:
         entry = f" ({self.entry})" if self.entry else ""
@@ -60,17 +60,17 @@ class FinetuneReport:
 def load_weights(
     model: nn.Module, path: str | Path, use_ema: bool | None = None, checkpoint: dict[str, Any] | None = None
 ) -> FinetuneReport:
-    """Load weights whose names and shapes must all fit, with two exceptions: the position embedding may be of another
-    image size, and the dense head that `with_dense_head` added to a timm model may be missing from the file.
+    """Load weights whose names and shapes must all fit, except in two cases: the position embedding may be of another
+    image size, and the file may lack the dense head that `with_dense_head` added to a timm model.
 
     Args:
-        model: Bare, or wrapped by DDP or torch.compile.
+        model: The bare model, or one wrapped by DDP or torch.compile.
         path: safetensors or .pth(.tar).
-        use_ema: True: the moving average; False: the plain weights; None: the moving average where there is one.
-        checkpoint: The result of `read_checkpoint(path)`, to avoid reading the file twice.
+        use_ema: True loads the moving average, False the plain weights, None the moving average if there is one.
+        checkpoint: The result of `read_checkpoint(path)`, which avoids reading the file twice.
 
     Raises:
-        UserError: The file can't be read, holds NaN, or belongs to another model (which is named if possible).
+        UserError: The file can't be read, holds NaN, or is of another model (the message names it if it can).
     """
     checkpoint = read_checkpoint(path) if checkpoint is None else checkpoint
     fit, report = _fit(model, checkpoint, use_ema, path)
@@ -87,10 +87,10 @@ def load_weights(
 def load_finetune(
     model: nn.Module, path: str | Path, use_ema: bool | None = None, checkpoint: dict[str, Any] | None = None
 ) -> FinetuneReport:
-    """Load what fits of weights trained at another image size, for other classes or for other input channels.
+    """Load what fits from weights that were trained at another image size, or with other classes or input channels.
 
-    The position embedding is resized, the input convolution adapted as timm does, and both heads are dropped where the
-    class counts differ (and kept where they don't). Arguments as in `load_weights`.
+    The position embedding is resized, and the input convolution is adapted as in timm. Both heads are dropped if the
+    numbers of classes differ. Arguments as in `load_weights`.
 
     Raises:
         UserError: The file can't be read, holds NaN, belongs to another architecture, or almost nothing of it fits.
@@ -116,7 +116,7 @@ def load_finetune(
 
 
 def explain_misfit(model: nn.Module, fit: Fit, checkpoint: dict[str, Any], path: str | Path) -> str:
-    """Return one line that says why weights don't fit the model, and the remedy."""
+    """Return one line that says why the weights don't fit the model, and the remedy."""
     model_name = architecture(model)
     if other := other_architecture(model, checkpoint):
         return f"checkpoint is {other}, --model is {model_name}: {path}"
@@ -127,19 +127,19 @@ def explain_misfit(model: nn.Module, fit: Fit, checkpoint: dict[str, Any], path:
 
 
 def needed(names: Iterable[str]) -> list[str]:
-    """Leave out the counters that files of torch before 0.4.1 lack."""
+    """Return `names` without BatchNorm's counters, which files of torch before 0.4.1 lack."""
     return [n for n in names if not n.endswith("num_batches_tracked")]
 
 
 def architecture(model: nn.Module) -> str:
-    """Return the name that timm created the model by, without its tag."""
+    """Return the name by which timm created the model, without its tag."""
     model = unwrap(model)
     config = getattr(model, "pretrained_cfg", None) or {}
     return config.get("architecture") or type(model).__name__
 
 
 def other_architecture(model: nn.Module, checkpoint: dict[str, Any]) -> str | None:
-    """Return the name of the model that a checkpoint says it is of, if timm knows it and it is not `model`'s."""
+    """Return the checkpoint's model name if timm knows it and it is not the name of `model`, else None."""
     name = str(checkpoint.get("arch")).split(".")[0]
     return name if timm.is_model(name) and name != architecture(model) else None
 

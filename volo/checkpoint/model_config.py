@@ -15,10 +15,10 @@ from tlt.errors import UserError
 
 
 def model_config_of(checkpoint: dict[str, Any], path: str | Path = "the checkpoint") -> dict[str, Any] | None:
-    """Return the checked `model_config` of a checkpoint, None where it has none (published files, timm's).
+    """Return the checked `model_config` of a checkpoint, or None if it has none (published files, timm's).
 
-    Keys, all optional: name, kwargs, num_classes, img_size (H, W), val_img_size (H, W), in_chans, dense_head, crop_pct,
-    crop_mode, mean, std, interpolation, class_names, labels. Others, of later versions, are left out.
+    All keys are optional: name, kwargs, num_classes, img_size (H, W), val_img_size (H, W), in_chans, dense_head,
+    crop_pct, crop_mode, mean, std, interpolation, class_names, labels. Keys that later versions add are ignored.
 
     Raises:
         UserError: A value has the wrong type or range.
@@ -36,12 +36,12 @@ def model_config_of(checkpoint: dict[str, Any], path: str | Path = "the checkpoi
 
 
 def class_names(recorded: dict[str, Any], num_classes: int) -> list[str]:
-    """Return the class names in a checkpoint or a description; else ImageNet's for 1000 classes, else none."""
+    """Return the class names in a checkpoint or description; without them ImageNet's for 1000 classes, else []."""
     if names := recorded.get("class_names") or recorded.get("label_names"):
         return list(names)
     if num_classes != 1000:
         return []
-    imagenet = ImageNetInfo()  # reads a file
+    imagenet = ImageNetInfo()  # reads a file, so it is made only when needed
     return [imagenet.index_to_description(number) for number in range(num_classes)]
 
 
@@ -54,7 +54,7 @@ def _positive(value: Any) -> bool:
 
 
 def _small(value: Any, depth: int = 4) -> bool:
-    """Whether all numbers in an argument of a model are small enough to build the model, and nothing is nested deep."""
+    """Whether the numbers in a model argument are small enough to build the model, and its nesting is not deep."""
     if isinstance(value, (dict, list, tuple)) and (len(value) > 100 or not depth):
         return False
     if isinstance(value, dict):
@@ -70,7 +70,7 @@ def _channels(value: Any) -> bool:
     return isinstance(value, (list, tuple)) and all(type(v) in (int, float) and math.isfinite(v) for v in value)
 
 
-# A file must not make the constructor of the model read other files or the network.
+# These arguments could make the model's constructor read other files or use the network.
 _SOURCES = {"pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "checkpoint_path", "cache_dir"}
 _CHECKS = {
     "name": lambda v: isinstance(v, str),

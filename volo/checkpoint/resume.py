@@ -1,7 +1,7 @@
-"""The checkpoint that a run resumes, and whether it may: the directory of a restarted run, the same data.
+"""Finds the checkpoint that a run resumes, the directory of a restarted run, and whether the data are the same.
 
-`distributed_train.sh` with MAX_RESTARTS=N and `torchrun --max-restarts N` both pass the number of restarts; what stays
-the same over restarts is in run.json (`volo.record.records.launch_record`).
+`distributed_train.sh` with MAX_RESTARTS=N and `torchrun --max-restarts N` both pass the number of restarts. run.json
+records an id that stays the same over restarts (`volo.record.records.launch_record`).
 """
 
 from __future__ import annotations
@@ -30,10 +30,9 @@ class Resume:
     """The checkpoint that a run resumes.
 
     Attributes:
-        spec: The value of `--resume`; "" for a fresh start.
-        path: None for a fresh start.
-        checkpoint: Its content; {} for a fresh start.
-        messages: Lines for the user.
+        spec: Value of `--resume`; "" for a fresh start.
+        path: Path of the file; None for a fresh start.
+        checkpoint: Content of the file; {} for a fresh start.
     """
 
     spec: str = ""
@@ -43,15 +42,15 @@ class Resume:
 
 
 def find_resume(spec: str, directory: Path) -> Resume:
-    """Return the checkpoint that `--resume` names, read and verified.
+    """Return the checkpoint that `--resume` names, after reading and verifying it.
 
     Args:
-        spec: A path, or "auto": the newest checkpoint in `directory` (by update number) that can be read, whose records
-            match their checksums and whose weights are finite. Skipped checkpoints are listed in the messages.
-        directory: The directory of the run.
+        spec: A path, or "auto". "auto" takes the checkpoint in `directory` with the highest epoch and update that can
+            be read, whose checksums match and whose weights are finite. The messages list skipped checkpoints.
+        directory: Directory of the run.
 
     Raises:
-        UserError: `spec` is a path, and that checkpoint is damaged.
+        UserError: `spec` is a path and its checkpoint is damaged.
     """
     if spec != "auto":
         return Resume(spec, Path(spec), _verified(Path(spec)))
@@ -71,7 +70,7 @@ def _verified(path: Path) -> dict[str, Any]:
 
 
 def _newest_first(directory: Path, messages: list[str]) -> list[Path]:
-    """Order the checkpoints of the run by their content, because a copy changes the times of files."""
+    """Return the run's checkpoints, ordered by the position in their content: copying files changes their times."""
     candidates = []
     for path in sorted(directory.iterdir()) if directory.is_dir() else []:
         if not NAMES.fullmatch(path.name):
@@ -87,7 +86,7 @@ def _newest_first(directory: Path, messages: list[str]) -> list[Path]:
 
 
 def check_behaviour(checkpoint: dict[str, Any], path: Path) -> None:
-    """Raise UserError if the run that wrote the checkpoint went by published behaviour that can't be set back now."""
+    """Raise UserError if the checkpoint's run used published behaviour that this version can't set back."""
     args = recorded if isinstance(recorded := checkpoint.get("args"), dict) else {}
     gone = [f"--compat {row}" for row in args.get("compat") or () if row not in ROWS]
     if gone:
@@ -98,12 +97,12 @@ def check_behaviour(checkpoint: dict[str, Any], path: Path) -> None:
 
 
 def restarted_run(root: Path, experiment: str, resume: str) -> tuple[Path, str] | None:
-    """Return the directory of the run that this launch has begun, and the value for `--resume`; None for a first start,
-    or if there was no directory yet.
+    """Return the run directory that an earlier start of this launch made, and the new value for `--resume`. None on a
+    first start, or if no earlier start made a directory.
 
     Args:
-        root: Holds the directories of runs (`--output`).
-        experiment, resume: As the flags of these names.
+        root: Folder of the run directories (`--output`).
+        experiment, resume: Values of the flags of these names.
     """
     launch = launch_record()
     if not restarts() or launch is None:
@@ -119,14 +118,14 @@ def restarted_run(root: Path, experiment: str, resume: str) -> tuple[Path, str] 
 
 
 def _launch_of(file: Path) -> str | None:
-    """Return the launch of the newest start in a run.json."""
+    """Return the launch id of the newest start in a run.json, or None."""
     try:
         return json.loads(file.read_text())[-1].get("launch")
     except (OSError, ValueError, LookupError, AttributeError):
         return None
 
 
-DATA_KEY = "data"  # of a checkpoint
+DATA_KEY = "data"  # key in a checkpoint
 _WHAT = {
     "images": "the training images (names and classes)",
     "labels": "the token labels",
@@ -136,11 +135,11 @@ _WHAT = {
 
 def fingerprint(folder: ImageSource, labels: LabelReader | None, teacher: str | None = None) -> dict[str, Any]:
     """Return what `check_same_data` compares: names and classes of the images, how their labels were made, and the
-    checksum of a teacher.
+    checksum of a teacher's weights.
 
-    The files are not read: a data set may lie elsewhere, and a million of them take long.
+    Images are not read: it would take long, and their folder may have moved.
     """
-    if folder.root == SYNTHETIC:  # as many images as the flags ask for
+    if folder.root == SYNTHETIC:  # the flags give the number of images, so it is not compared
         return {"images": SYNTHETIC, "labels": SYNTHETIC if labels else None, "teacher": teacher, "count": 0}
     digest = hashlib.sha256("\0".join(folder.class_names).encode(errors="surrogateescape"))
     pairs = zip(map(os.fsencode, folder.paths), folder.classes, strict=True)
@@ -155,15 +154,15 @@ def fingerprint(folder: ImageSource, labels: LabelReader | None, teacher: str | 
 
 
 def check_same_data(checkpoint: dict[str, Any], now: dict[str, Any], path: str | Path, allow: bool) -> list[str]:
-    """Compare the data of a checkpoint with the present data; return lines for the user.
+    """Compare a checkpoint's data with the data of this run; return lines for the user.
 
     Args:
-        checkpoint: Without a fingerprint, nothing is compared.
-        now: The result of `fingerprint`.
-        allow: Warn of other data instead of refusing them (`--allow-changed-data`).
+        checkpoint: If it has no fingerprint, nothing is compared.
+        now: The result of `fingerprint` in this run.
+        allow: Warn about other data instead of refusing them (`--allow-changed-data`).
 
     Raises:
-        UserError: The data differ.
+        UserError: The data differ, and `allow` is False.
     """
     before = recorded if isinstance(recorded := checkpoint.get(DATA_KEY), dict) else {}
     changed = [text for name, text in _WHAT.items() if name in before and before[name] != now[name]]

@@ -1,4 +1,4 @@
-"""When a run saves, and how failed saves are handled. Training waits for a copy in memory, a thread writes it."""
+"""Decides when a run saves, and handles failed saves. Training waits only for a copy in memory; a thread writes it."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from volo.cluster.distributed import from_primary
 from volo.cluster.shard import is_sharded
 from volo.record.logger import Logger
 
-_FIRST_RETRY, _LONGEST_RETRY = 30.0, 600.0  # seconds until a failed save is tried again; doubled each time
-_FINAL_RETRIES = (1.0, 5.0, 30.0)  # seconds before each further attempt at what a run ends with
+_FIRST_RETRY, _LONGEST_RETRY = 30.0, 600.0  # seconds until a failed save is tried again; the delay doubles each time
+_FINAL_RETRIES = (1.0, 5.0, 30.0)  # seconds before each further attempt at the last save of a run
 
 
 def host_copy(payload: dict[str, Any]) -> tuple[dict[str, Any], torch.cuda.Event | None]:
-    """Return `payload` with all tensors copied to host memory, and what to wait for before it is read.
+    """Return `payload` with all tensors copied to host memory, and the event to wait for before reading it, if any.
 
-    CUDA tensors go to page-locked memory, in the order of the current stream: the host waits for nothing, and the next
-    step changes no weight before it is copied.
+    CUDA tensors are copied to page-locked memory on the current stream. So the host does not wait, and the next step
+    can't change a weight before it is copied.
     """
     devices = set[torch.device]()
 
@@ -46,11 +46,11 @@ class SavePolicy:
     """When to save, and how many failures to accept.
 
     Args:
-        every_updates: Updates between saves within an epoch; 0: none.
-        every_minutes: Minutes between saves; 0: none.
-        check_interval: Updates between two checks of the clock of rank 0, which synchronise the ranks.
-        synchronous: Write in the training thread.
-        max_failed: The run ends after more failed saves in a row.
+        every_updates: Updates between saves within an epoch; 0 for none.
+        every_minutes: Minutes between saves; 0 for none.
+        check_interval: Updates between two looks at rank 0's clock; each look synchronises the ranks.
+        synchronous: Whether the training thread waits until the file is written.
+        max_failed: Failed saves in a row that are accepted; one more ends the run.
     """
 
     every_updates: int = 0
@@ -63,17 +63,17 @@ class SavePolicy:
 class Saver:
     """Saves a run. Every rank has one and makes the same calls at the same updates; rank 0 writes.
 
-    There is one save at a time. If it fails (full disk, ...), a warning is printed, training goes on, and the save is
-    tried again later or replaced by the next one; what the run ends with is tried again for 36 s. Other errors of the
-    writing thread are raised by the next call.
+    Only one save is in progress at a time. If it fails (full disk, ...), a warning is printed and training goes on; the
+    save is tried again later, or the next save replaces it. The last save of the run is retried for 36 s. The next call
+    raises other errors of the writing thread.
 
     Attributes:
-        saved_at: Epochs and updates in the newest checkpoint; on rank 0.
+        saved_at: Epochs and updates in the newest checkpoint, on rank 0.
 
     Args:
         checkpoints: None on ranks other than 0.
-        before_write: Called on rank 0 before each attempt to write; if it raises, nothing is written.
-        on_save: Called on every rank before a save, which may take long.
+        before_write: Called on rank 0 before each attempt to write. If it raises, nothing is written.
+        on_save: Called on every rank before a save, because a save may take long.
     """
 
     def __init__(
@@ -88,17 +88,17 @@ class Saver:
         self.state, self.checkpoints, self.logger, self.policy = state, checkpoints, logger, policy
         self._before_write, self._on_save = before_write, on_save
         self._writer = ThreadPoolExecutor(1, "checkpoint")
-        self._pending: Save | None = None  # being written, or failed and waiting for another attempt
+        self._pending: Save | None = None  # the save that is being written, or that failed and will be retried
         self._writing: Future[None] | None = None  # the attempt in progress
-        self._copied: torch.cuda.Event | None = None  # when the copy of what is to be written is complete
+        self._copied: torch.cuda.Event | None = None  # occurs when the copy of the pending payload is complete
         self._retry_at = 0.0
-        self._ending = False  # nothing is trained after the save in progress
-        self._failures = 0  # in a row
+        self._ending = False  # whether the save in progress is the run's last
+        self._failures = 0  # failed saves in a row
         self.saved_at = state.epoch, state.update
         self._last_save = time.monotonic()
 
     def after_update(self) -> None:
-        """Save if it is time to; call it between two updates of an epoch.
+        """Save if a save is due. Call this between two updates of an epoch.
 
         Raises:
             NotWrittenError: Too many saves have failed.
@@ -115,9 +115,9 @@ class Saver:
             self._save(reason)
 
     def after_epoch(self) -> RankedCheckpoint | None:
-        """Save after an epoch that the state has counted and scored. Raises as `after_update`.
+        """Save after an epoch whose end and score the state already holds. Raises the errors of `after_update`.
 
-        Returns the best checkpoint so far; None on other ranks, and if no epoch has a score (`CheckpointDir.plan`).
+        Return the best checkpoint so far; None on ranks other than 0, or if no epoch has a score.
         """
         self._on_save()
         self._finish_pending()
@@ -127,21 +127,21 @@ class Saver:
         return best_of(self.checkpoints.ranking(save.payload["scores"], save.payload["epoch"]))
 
     def save_now(self, reason: str) -> None:
-        """Save where the run stops, and return when it is on disk; a position that is on disk is not saved again.
+        """Save because the run stops, and return when the file is on disk; do nothing if this update is saved already.
 
-        The weights are written without a copy in memory, because no step follows.
+        No step follows, so the weights are written without a copy in memory.
 
         Args:
-            reason: For the log, such as "SIGTERM".
+            reason: Why the run stops, for the log, such as "SIGTERM".
 
         Raises:
-            NotWrittenError: It can't be written, even after the retries.
+            NotWrittenError: The file can't be written, even after the retries.
             NonFiniteError: The weights hold NaN or infinity.
         """
         self._on_save()
         self._ending = True
         self._finish_pending()
-        # Only rank 0 knows what is on disk, and a save needs all ranks.
+        # Only rank 0 knows what is on disk, and all ranks must take part in a save.
         if from_primary(self.saved_at != (self.state.epoch, self.state.update)):
             self._save(reason, in_place=True)
         self.finish()
@@ -150,18 +150,18 @@ class Saver:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Finish; after a failure of the program only wait for the save in progress."""
+        """Finish the saves. If the program has failed, only wait for the save in progress."""
         if kind is None:
             self.finish()
         else:
-            with suppress(Exception):  # the first failure is the one to tell
+            with suppress(Exception):  # the program's own failure matters more
                 self._finish_pending()
 
     def finish(self) -> None:
-        """Return when everything is on disk.
+        """Wait until everything is on disk.
 
         Raises:
-            NotWrittenError: The last save of the run can't be written, even after the retries.
+            NotWrittenError: The run's last save can't be written, even after the retries.
         """
         self._ending = True
         self._finish_pending()
@@ -175,7 +175,7 @@ class Saver:
             raise self._pending.error
 
     def _poll(self) -> None:
-        """Handle a save that has ended, and try a failed one again when it is due."""
+        """Handle a save that has ended, and retry a failed one when its delay is over."""
         if self._writing is not None:
             if self._writing.done():
                 self._finish_pending()
@@ -183,7 +183,7 @@ class Saver:
             self._attempt()
 
     def _due(self) -> str | None:
-        """Return the reason to save now, the same on all ranks, or None."""
+        """Return the reason to save now, or None; all ranks return the same."""
         policy, update = self.policy, self.state.update
         if policy.every_updates and update % policy.every_updates == 0:
             return "--recovery-interval"
@@ -194,9 +194,9 @@ class Saver:
         return "--checkpoint-minutes" if from_primary(late) else None
 
     def _save(self, reason: str, ranked: bool = False, in_place: bool = False) -> Save | None:
-        """Save the state, from a copy unless `in_place`; the save replaces one that has failed.
+        """Save the state, from a copy unless `in_place`. This replaces a pending save that has failed.
 
-        Every rank calls this. Returns the save on rank 0.
+        Every rank calls this; rank 0 returns the save.
         """
         began = time.monotonic()
         payload = self.state.state_dict()
@@ -216,7 +216,7 @@ class Saver:
         return save
 
     def _copy(self, save: Save) -> None:
-        if not is_sharded(self.state.model):  # else the payload is a copy
+        if not is_sharded(self.state.model):  # a sharded model's payload is a copy already
             save.payload, self._copied = host_copy(save.payload)
 
     def _attempt(self, synchronous: bool = False) -> None:
@@ -229,13 +229,13 @@ class Saver:
             wait([self._writing])
             save.blocked += save.seconds
             if self._writing.exception() is not None and not self._ending:
-                self._copy(save)  # later attempts write what the weights are now
+                self._copy(save)  # training will change the weights before the next attempt
             self._finish_pending()
 
     def _write(self, save: Save) -> None:
         began = time.monotonic()
         try:
-            self.logger.sync()  # a checkpoint must not outlive the records of what led to it
+            self.logger.sync()  # records must be on disk before a checkpoint that follows from them
             if self._copied is not None:
                 self._copied.synchronize()
             assert self.checkpoints is not None
@@ -244,7 +244,7 @@ class Saver:
             save.seconds = time.monotonic() - began
 
     def _finish_pending(self) -> None:
-        """Wait for the attempt in progress, report it, and raise its error unless it will be retried."""
+        """Wait for the attempt in progress and report it. Raise its error unless the save will be retried."""
         if self._writing is None or self._pending is None:
             return
         save, error, self._writing = self._pending, self._writing.exception(), None

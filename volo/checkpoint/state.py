@@ -1,7 +1,7 @@
 """The state of a training run that checkpoints save, and what is checked before one is loaded.
 
-Of the optimizer its state is loaded, but not its settings (weight decay, betas, ...): those are of the command that
-resumes, which tells how its arguments differ from the file's.
+The optimizer's state is loaded, but not its settings (weight decay, betas, ...). Those come from the command that
+resumes, and it reports how its arguments differ from those in the file.
 """
 
 from __future__ import annotations
@@ -35,27 +35,26 @@ _FORMAT = 2  # timm's: `epoch` is the last finished one
 class TrainState:
     """Model, optimizer, loss scaler, moving average and the position in the run.
 
-    Data order, augmentation, MixToken boxes and dropout are functions of seed and position, so no random state is part
-    of it.
+    There is no random state: data order, augmentation, MixToken boxes and dropout are functions of seed and position.
     """
 
-    model: nn.Module  # bare or wrapped; saved and loaded under the bare model's names
+    model: nn.Module  # bare or wrapped; saved and loaded under the bare model's parameter names
     optimizer: Optimizer
     scaler: torch.amp.GradScaler | None = None
     ema: ModelEmaV3 | None = None
-    epoch: int = 0  # epochs finished, which is the number of the one to run next
-    update: int = 0  # optimizer steps done, over all epochs
+    epoch: int = 0  # number of finished epochs, and so the number of the next one
+    update: int = 0  # optimizer steps done in all epochs
     scores: dict[int, dict[str, float]] = field(default_factory=dict)  # by epoch, all results of validation
     progress: dict[str, Any] = field(default_factory=dict)  # a checkpoint's sums of its epoch, until the meter has them
-    sums: Callable[[], dict[str, Any]] = dict  # returns those of the present epoch, of plain types; all ranks call it
-    metadata: dict[str, Any] = field(default_factory=dict)  # of the payload: arch, args, model_config
+    sums: Callable[[], dict[str, Any]] = dict  # returns the current epoch's sums, of plain types; all ranks call it
+    metadata: dict[str, Any] = field(default_factory=dict)  # entries for the payload: arch, args, model_config
     updates_per_epoch: int = field(kw_only=True)
-    unproven: str | Path | None = None  # the file of an optimizer state until the first step has taken it
+    unproven: str | Path | None = None  # file of a loaded optimizer state that no step has used yet
 
     def state_dict(self) -> dict[str, Any]:
         """Return the payload of a checkpoint. Every rank calls this; only rank 0's is complete.
 
-        Everything but tensors is of plain types. The tensors are shared with the model, unless it is divided among
+        Everything except tensors is of plain types. The tensors are the model's own, unless the model is divided among
         ranks (`volo.cluster.tensor_parallel`).
         """
         payload = {
@@ -83,24 +82,24 @@ class TrainState:
 
     @property
     def _within_epoch(self) -> bool:
-        """Whether an epoch is under way: its ranks have not yet shared their statistics."""
+        """Whether an epoch is unfinished, so that its ranks have not yet shared BatchNorm's statistics."""
         return self.update != self.epoch * self.updates_per_epoch
 
     def _models(self) -> dict[str, nn.Module]:
         return {"state_dict": self.model} | ({} if self.ema is None else {EMA_KEYS[0]: self.ema.module})
 
     def load(self, checkpoint: dict[str, Any], path: str | Path, load_optimizer: bool = True) -> list[str]:
-        """Restore the state from a `checkpoint` of ours, timm or the published code; return lines for the user.
+        """Restore the state from a checkpoint of this project, timm or the published code; return lines for the user.
 
-        Nothing is changed unless everything fits. The arguments in the file are ignored.
+        Nothing changes unless everything fits. The arguments in the file are ignored.
 
         Args:
             checkpoint: The result of `tlt.io.weights.read_checkpoint`.
-            path: The file, for messages.
+            path: Path of the file, for messages.
             load_optimizer: False (`--no-resume-opt`) starts with a new optimizer and loss scaler.
 
         Raises:
-            UserError: The architecture, head, image size or optimizer is another one, or weights are NaN.
+            UserError: Architecture, head, image size or optimizer differ, or weights are NaN.
         """
         weights = self._checked_weights(checkpoint, path, use_ema=False)
         has_ema = any(isinstance(checkpoint.get(key), dict) for key in EMA_KEYS)
@@ -133,14 +132,14 @@ class TrainState:
         return messages
 
     def _checked_weights(self, checkpoint: dict[str, Any], path: str | Path, use_ema: bool) -> dict[str, Tensor]:
-        """Return this rank's parts of the weights in a checkpoint."""
+        """Return this rank's parts of the weights in a checkpoint, after checking them."""
         whole = joined_state_dict(self.model, checkpoint, use_ema, path)
         weights = own_model_state(self.model, whole)
         fit = fit_state_dict(self.model, weights)
         if needed(fit.missing) or fit.dropped or fit.resized:
             raise UserError(explain_misfit(self.model, fit, checkpoint, path))
         check_finite(whole, path)
-        # Counters that are missing in old files keep their value.
+        # Counters that old files lack keep the model's value.
         return {**clean_state_dict(self.model), **weights}
 
     def _load_ema(self, weights: dict[str, Tensor], from_file: bool) -> list[str]:
@@ -161,11 +160,11 @@ class TrainState:
 def _position(
     checkpoint: dict[str, Any], updates_per_epoch: int, path: str | Path
 ) -> tuple[int, int, dict[int, dict[str, float]], dict[str, Any], dict[str, Tensor]]:
-    """Read where a run stood (epoch, update, scores, progress, statistics), as far as the file tells; one without an
-    epoch is at the beginning.
+    """Return epoch, update, scores, progress and statistics at which the checkpoint's run stopped, with defaults for
+    what the file lacks.
 
     Raises:
-        UserError: It can't be read.
+        UserError: An entry is invalid.
     """
     with blamed_on(path, "does not tell where its run stopped"):
         epoch = int(checkpoint.get("epoch", 0))
@@ -184,7 +183,7 @@ def _position(
 
 
 def ranked_by(args: Mapping[str, Any]) -> str:
-    """Return the name of the score that ranks epochs: `top1`, or `top1_ema` if the average is validated."""
+    """Return the name of the score that ranks epochs: `top1`, or `top1_ema` if the moving average is validated."""
     average = args.get("model_ema") and not args.get("model_ema_force_cpu")
     return f"{args.get('eval_metric', 'top1')}{'_ema' if average else ''}"
 
@@ -192,21 +191,21 @@ def ranked_by(args: Mapping[str, Any]) -> str:
 def selected_by_ema(checkpoint: Mapping[str, Any]) -> bool | None:
     """Return whether training ranked its epochs by the moving average; None if the file does not say.
 
-    timm and the published code record arguments of the same names, and rank by the same rule.
+    timm and the published code record arguments of the same names and rank by the same rule.
     """
     args = checkpoint.get("args")
     return ranked_by(args).endswith("_ema") if isinstance(args, dict) and "model_ema" in args else None
 
 
 def _statistics(model: nn.Module) -> list[Tensor]:
-    """The buffers that `timm.utils.distribute_bn` shares."""
+    """Return the buffers that `timm.utils.distribute_bn` shares."""
     return [b for name, b in model.named_buffers() if "running_mean" in name or "running_var" in name]
 
 
 def gather_statistics(model: nn.Module) -> Tensor:
-    """Return BatchNorm's running statistics (ranks, values). Every rank must call this.
+    """Return BatchNorm's running statistics of all ranks, (ranks, values). Every rank must call this.
 
-    The ranks share them once an epoch (`--dist-bn`); until then each rank has those of the images that it has seen.
+    The ranks average them once per epoch (`--dist-bn`). Until then, each rank has those of the images that it has seen.
     """
     device = next(model.parameters()).device
     values = torch.cat([torch.empty(0, device=device), *(buffer.flatten().to(device) for buffer in _statistics(model))])
@@ -216,7 +215,7 @@ def gather_statistics(model: nn.Module) -> Tensor:
 
 
 def set_statistics(models: dict[str, nn.Module], gathered: dict[str, Tensor]) -> bool:
-    """Set those of this rank; return False if they are of another number of ranks, or of other models."""
+    """Set this rank's statistics; return False if `gathered` is of another number of ranks or of other models."""
     rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     for name in [name for name in models if name in gathered]:
         buffers, rows = _statistics(models[name]), gathered[name]
@@ -228,15 +227,15 @@ def set_statistics(models: dict[str, nn.Module], gathered: dict[str, Tensor]) ->
     return True
 
 
-# Keys that schedules and layer decay write into parameter groups.
+# Keys of parameter groups that schedules and layer decay write.
 _GROUP_SETTINGS = {"params", "param_names", "lr", "initial_lr", "lr_scale", "lr_min"}
-# State of the shape of the parameter for any optimizer, or (timm's NovoGrad) a single value.
+# Optimizer state that has the shape of its parameter or, in timm's NovoGrad, is a single value.
 _PER_VALUE = {"exp_avg", "exp_avg_sq", "momentum_buffer"}
-_COUNTER = "step"  # a counter in a parameter group is state, although Lookahead has it among the settings
+_COUNTER = "step"  # a counter in a parameter group is state, although Lookahead lists it among the settings
 
 
 def optimizer_state_of(path: str | Path | None) -> AbstractContextManager[None]:
-    """Blame the optimizer state in a file for what the block raises; None: all errors pass."""
+    """Turn errors of the block into a UserError about this file's optimizer state; without a path let them pass."""
     remedy = "use the optimizer of the checkpoint, or leave its state out with --no-resume-opt"
     return blamed_on(path and f"{path}: its optimizer state", "does not fit", remedy)
 
@@ -244,16 +243,16 @@ def optimizer_state_of(path: str | Path | None) -> AbstractContextManager[None]:
 def checked_optimizer_state(
     model: nn.Module, optimizer: Optimizer, saved: Any, path: str | Path, saved_class: Any = None, names: Any = None
 ) -> dict[str, Any]:
-    """Return this rank's parts of the state of such an optimizer over the parameters of `model`.
+    """Return this rank's part of a saved optimizer state, after checking that it fits the model's parameters.
 
     Args:
-        saved: The entry `optimizer` of a file, which may hold anything.
-        saved_class: The name of the optimizer's class, where the file records it.
-        names: Those of the parameters, in the state's order, where the file records them. Without, states belong to
-            parameters by their places in the groups, which are others with another weight decay or layer decay.
+        saved: The file's entry `optimizer`, which may hold anything.
+        saved_class: Class name of the saved optimizer, if the file records it.
+        names: Parameter names in the order of the state, if the file records them. Without them, states are assigned
+            by position in the parameter groups, which changes with weight decay and layer decay.
 
     Raises:
-        UserError: `saved` is no such state; the message has the remedy.
+        UserError: `saved` does not fit; the message has the remedy.
     """
     own_class, groups = type(optimizer).__name__, optimizer.param_groups
     with optimizer_state_of(path):
@@ -270,7 +269,7 @@ def checked_optimizer_state(
 
 
 def _names(model: nn.Module, optimizer: Optimizer) -> list[str]:
-    """Return the names of the parameters of an optimizer, in its order."""
+    """Return the names of an optimizer's parameters, in its order."""
     names, parameters = zip(*unwrap(model).named_parameters(), strict=True)
     name_of = dict(zip(parameters, clean_names(list(names)), strict=True))
     return [name_of[parameter] for group in optimizer.param_groups for parameter in group["params"]]
@@ -279,11 +278,11 @@ def _names(model: nn.Module, optimizer: Optimizer) -> list[str]:
 def _regrouped(
     saved: dict[str, Any], names: list[str], ours: list[str], groups: list[dict[str, Any]]
 ) -> dict[str, Any]:
-    """Return `saved`, whose parameters have `names`, for the `groups` of an optimizer whose parameters are `ours`: each
-    group gets the options of its first parameter's group.
+    """Rearrange `saved`, whose parameters have `names`, into the `groups` of an optimizer whose parameters are `ours`.
+    Each new group gets the options of its first parameter's old group.
 
     Raises:
-        ValueError: These are not the same parameters.
+        ValueError: The two sets of names differ.
     """
     if others := sorted({*names} ^ {*ours}):
         raise ValueError(f"it is of other parameters ({len(others)}, such as {others[0]})")
@@ -300,9 +299,9 @@ def _regrouped(
 
 
 def load_optimizer_state(optimizer: Optimizer, saved: dict[str, Any]) -> None:
-    """Load what `checked_optimizer_state` returned, but not the settings in it.
+    """Load the state that `checked_optimizer_state` returned, but keep this optimizer's settings.
 
-    Tensors go to the devices of the parameters; `fused` and `foreach` keep the values of this optimizer.
+    Tensors are moved to the devices of the parameters. `fused` and `foreach` keep this optimizer's values.
     """
     keep = _GROUP_SETTINGS | {name for name in optimizer.defaults if not name.endswith(_COUNTER)}
     groups = []
@@ -310,7 +309,7 @@ def load_optimizer_state(optimizer: Optimizer, saved: dict[str, Any]) -> None:
         options = {k: v for k, v in theirs.items() if k not in keep} | {k: v for k, v in group.items() if k in keep}
         groups.append(options | {"params": theirs["params"]})
     optimizer.load_state_dict({"state": saved["state"], "param_groups": groups})
-    # Moments get the strides of their parameters. If they differ (`--channels-last` in only one of the runs), torch's
+    # Give moments the strides of their parameters. If they differ (`--channels-last` in only one of the runs), torch's
     # fused step silently uses the wrong elements on a CPU.
     for parameter, state in optimizer.state.items():
         for key in _PER_VALUE & state.keys():
@@ -319,10 +318,10 @@ def load_optimizer_state(optimizer: Optimizer, saved: dict[str, Any]) -> None:
 
 
 def _check_state(optimizer: Optimizer, whole: dict[str, Any], local: dict[str, Any]) -> None:
-    """Raise ValueError for moments of another shape than their parameter, which torch's fused steps would read and
-    write beyond their end, and for NaN."""
+    """Raise ValueError if a state tensor has another shape than its parameter, because torch's fused steps would then
+    read and write beyond its end; or if it holds NaN."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    single = type(optimizer).__module__.startswith("timm.")  # NovoGrad's
+    single = type(optimizer).__module__.startswith("timm.")  # timm's NovoGrad keeps a single value
     for number, index in enumerate(index for group in whole["param_groups"] for index in group["params"]):
         state = whole["state"].get(index, {})
         tensors = {k: v for k, v in state.items() if isinstance(v, Tensor)}

@@ -1,10 +1,10 @@
 """Bind each rank to the CPUs, the memory and the network card nearest its GPU, before torch is imported.
 
-What `--bind` of train.py, validate.py, generate_label.py and the preflight decides: docs/binding.md. What the user, the
-launcher or NCCL's configuration has set stays. What can't be done is left out, with the reason in a line.
+This implements the flag `--bind`, which docs/binding.md explains. Settings of the user, the launcher or NCCL's
+configuration file stay as they are. What can't be bound is left alone, and a line says why.
 
-torchrun's `--numa-binding` binds CPUs alone, and ends the run where the cgroup has none of a node. Where it is used its
-CPUs are kept, and the rest is added.
+torchrun's `--numa-binding` binds only CPUs, and ends the run if the cgroup contains no CPU of a node. If torchrun has
+bound the CPUs, they stay so, and only memory and network card are bound here.
 """
 
 from __future__ import annotations
@@ -25,44 +25,44 @@ from volo.cluster.topology import Gpu, Machine, Port, interface_to, listed, read
 
 _COLUMNS = ("rank", "GPU", "NUMA node", "CPUs", "memory", "card", "distance")
 _MEMORY = {"auto": "preferred", "cpu": "off", "cpu+mem": "bind"}
-# From near to far, in the words of `nvidia-smi topo -m`: same PCIe switch, several switches, same host bridge, same
-# NUMA node, anywhere.
+# Distances from near to far, as `nvidia-smi topo -m` names them: same PCIe switch, several switches, same host bridge,
+# same NUMA node, anywhere.
 LEVELS = ("PIX", "PXB", "PHB", "NODE", "SYS")
 _BRIDGE, _FAR = LEVELS.index("PHB"), LEVELS.index("SYS")
 _LEFT = "CPUs and memory are left to the kernel"
-_SET_MEMPOLICY = {"x86_64": 238, "aarch64": 237}  # the number of the system call
+_SET_MEMPOLICY = {"x86_64": 238, "aarch64": 237}  # numbers of the system call set_mempolicy
 _POLICIES = {"preferred": 1, "bind": 2}
-_NODES = 1024  # the most that any kernel supports; a kernel refuses a mask of fewer than it supports
+_NODES = 1024  # bits in the node mask: the most nodes that any kernel supports; a kernel refuses a shorter mask
 
 
 @dataclass(frozen=True)
 class Share:
-    """CPUs, memory and network card of one rank."""
+    """The CPUs, memory and network card of one rank."""
 
-    gpu: Gpu | None = None  # None on the CPU
-    cpus: tuple[int, ...] = ()  # empty where they are left unchanged
-    node: int | None = None  # NUMA node of its memory; None where that is left unchanged
+    gpu: Gpu | None = None  # None if the rank computes on the CPU
+    cpus: tuple[int, ...] = ()  # empty if they are left unchanged
+    node: int | None = None  # NUMA node of the memory; None if it is left unchanged
     memory: str = "off"  # policy for the memory of `node`: "preferred", "bind" or "off"
-    port: Port | None = None  # the card nearest to the GPU
+    port: Port | None = None  # port of the network card nearest the GPU
 
 
 @dataclass(frozen=True)
 class BindingPlan:
-    """What the ranks of a machine get; every rank makes the same plan, where all see the same GPUs."""
+    """The shares of all ranks of a machine. Every rank makes the same plan if all ranks see the same GPUs."""
 
     shares: tuple[Share, ...]  # by local rank
-    # Of all GPUs of the machine, also of those that a rank doesn't see: NCCL's rings need the same list on all ranks.
-    # Empty where these are all active cards, or there are none.
+    # Cards near any GPU of the machine, even one that this rank doesn't see: NCCL's rings need the same list on all
+    # ranks. Empty if every active card is in the list, or none is.
     cards: tuple[str, ...]
-    reasons: tuple[str, ...]  # what is left out, and why
-    own_gpu: bool = False  # whether a rank sees its own GPU alone: all shares are those that it would have
+    reasons: tuple[str, ...]  # what is not bound, and why
+    own_gpu: bool = False  # whether each rank sees only its own GPU; then all shares are equal to this rank's
 
 
 def bind_process(args: Namespace) -> list[str]:
-    """Bind this process as `--bind` says; return the lines that rank 0 logs, which say what can't be bound, too: none
-    where one process on a CPU has nothing to divide.
+    """Bind this process as `--bind` says, and return the lines that rank 0 logs. They also say what can't be bound.
 
-    On other machines the first rank prints them to stderr.
+    There are no lines if a single process runs on the CPU and nothing can be shared. On the other machines, local rank
+    0 prints its lines to stderr.
     """
     if args.bind == "none":
         return []
@@ -71,7 +71,7 @@ def bind_process(args: Namespace) -> list[str]:
     machine = read_machine()
     plan = make_plan(machine, args.bind, args.device, max(launch.local_size or 1, local_rank + 1), os.environ)
     share = plan.shares[local_rank]
-    if share.gpu is not None:  # CUDA would put the fastest GPU first
+    if share.gpu is not None:  # CUDA's default order puts the fastest GPU first
         os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
     added, left_out = variables(plan, local_rank, os.environ)
     os.environ.update(added)
@@ -90,15 +90,15 @@ def bind_process(args: Namespace) -> list[str]:
 
 
 def make_plan(machine: Machine, mode: str, device: str | None, ranks: int, env: Mapping[str, str]) -> BindingPlan:
-    """Decide what each of the `ranks` processes on a machine gets; `mode` is the value of `--bind`, but not "none"."""
+    """Decide what each of the `ranks` processes on a machine gets; `mode` is the value of `--bind`, never "none"."""
     kind, _, index = (device or "").partition(":")
     visible, problem = ([], "") if kind == "cpu" else visible_gpus(machine.gpus, env)
-    own_gpu = len(visible) == 1 < ranks and not index  # or the ranks share it, which their meeting would find
+    own_gpu = len(visible) == 1 < ranks and not index  # if the ranks share a GPU instead, `init_world` reports that
     numbers = [int(index) if index.isdigit() else 0 if own_gpu else rank for rank in range(ranks)]  # as `choose_device`
     gpus = [visible[number] if number < len(visible) else None for number in numbers]
     if visible and None in gpus:
         problem = f"{ranks} ranks, {len(visible)} GPUs"
-    # Ranks that don't know each other's GPUs share the CPUs of a node.
+    # If no rank knows the GPUs of the others, all ranks share the CPUs of this rank's NUMA node.
     homes, left_out = share_cpus(machine, mode, gpus[:1] if own_gpu else gpus, ranks)
     homes = homes * ranks if own_gpu else homes
     ports, nearest = choose_ports(machine.gpus if any(gpus) else (), machine.ports)
@@ -114,15 +114,15 @@ def make_plan(machine: Machine, mode: str, device: str | None, ranks: int, env: 
 
 
 def share_cpus(machine: Machine, mode: str, gpus: Sequence[Gpu | None], ranks: int) -> tuple[list[Share], str]:
-    """Return CPUs and NUMA node of each rank, of the CPUs that this process may use; what is left out, and why. `gpus`
-    are those of the machine's ranks, or that of the only one that is known."""
+    """Return the CPUs and NUMA node of each rank, and what is not bound and why. Only CPUs that this process may use
+    are shared out. `gpus` holds the GPUs of the machine's ranks, or one GPU if only one is known."""
     homes = [gpu.node if gpu else None for gpu in gpus]
     shares = [Share() for _ in gpus]
     if mode == "auto" and not any(gpus):
         return shares, f"{_LEFT} (--bind cpu would divide the CPUs among the ranks)"
     if mode == "auto" and len(machine.cores) < 2:
         return shares, f"one NUMA node: {_LEFT}"
-    # The parent process has other CPUs: this rank has been bound already (torchrun --numa-binding, srun --cpu-bind).
+    # If the parent has other CPUs, this rank has been bound already (torchrun --numa-binding, srun --cpu-bind).
     if ranks > 1 and machine.parent_allowed != machine.allowed:
         return [Share(node=home) for home in homes], "CPUs stay as the launcher has given them to each rank"
     usable = [
@@ -142,7 +142,7 @@ def share_cpus(machine: Machine, mode: str, gpus: Sequence[Gpu | None], ranks: i
             reasons.append(f"local rank {listed(members)} not bound: {why}")
             continue
         for done, rank in enumerate(members):
-            size = -(-len(cores) // (len(members) - done))  # the first get one more where they can't be equal
+            size = -(-len(cores) // (len(members) - done))  # if shares can't be equal, the first get one core more
             part, cores = cores[:size], cores[size:]
             nodes = {node for node, _ in part}
             cpus = tuple(sorted(cpu for _, threads in part for cpu in threads))
@@ -151,11 +151,11 @@ def share_cpus(machine: Machine, mode: str, gpus: Sequence[Gpu | None], ranks: i
 
 
 def choose_ports(gpus: Sequence[Gpu], ports: Sequence[Port]) -> tuple[list[Port], dict[str, Port]]:
-    """Return the ports that NCCL may use, and the one nearest to each GPU, by the GPU's name.
+    """Return the ports that NCCL may use, and the port nearest each GPU by the GPU's name.
 
-    NCCL may use the fastest ports, as far as no other port is nearer to some GPU (what is below the same host bridge is
-    equally near), and of one network: InfiniBand and Ethernet can't be mixed. The other ports are for storage, or for
-    the machine's own traffic. Empty if no port is near any GPU, or none of these is the fastest.
+    NCCL may use the fastest ports that are also the nearest to some GPU; ports below the same host bridge count as
+    equally near. All are of one network, because NCCL can't mix InfiniBand and Ethernet. The other ports are for
+    storage, or for the machine's own traffic. The result is empty if no port is both near a GPU and among the fastest.
     """
     steps = [[max(distance(gpu, port), _BRIDGE) for port in ports] for gpu in gpus]
     near = [port for i, port in enumerate(ports) if any(far[i] == min(far) < _FAR for far in steps)]
@@ -164,13 +164,13 @@ def choose_ports(gpus: Sequence[Gpu], ports: Sequence[Port]) -> tuple[list[Port]
     usable = [port for port in fastest if port.layer == max(layers, key=lambda it: (layers[it], it))]
     nearest: dict[str, Port] = {}
     for gpu in gpus if usable else ():
-        taken = Counter(port.name for port in nearest.values())  # of equally near ones the one that fewer GPUs have
+        taken = Counter(port.name for port in nearest.values())  # among equally near ports, take the one fewer GPUs use
         nearest[gpu.name] = min(usable, key=lambda port: (distance(gpu, port), taken[port.name]))  # noqa: B023
     return usable, nearest
 
 
 def distance(gpu: Gpu, port: Port) -> int:
-    """Return how far they are from each other, an index into LEVELS."""
+    """Return the distance between a GPU and a port as an index into LEVELS."""
     common = len(os.path.commonprefix([gpu.path, port.path]))
     if common > 1:
         return 0 if max(len(gpu.path), len(port.path)) - common <= 2 else 1
@@ -182,7 +182,7 @@ def distance(gpu: Gpu, port: Port) -> int:
 def variables(
     plan: BindingPlan, local_rank: int, env: Mapping[str, str], root: str | Path = "/"
 ) -> tuple[dict[str, str], list[str]]:
-    """Return the variables to add to the environment of a rank, and the reasons why others are left out."""
+    """Return the environment variables to add for a rank, and the reasons why others are not set."""
     wanted, reasons, share = {}, [], plan.shares[local_rank]
     if plan.cards:
         wanted["NCCL_IB_HCA"] = "=" + ",".join(plan.cards)
@@ -202,9 +202,9 @@ def variables(
 
 
 def apply(share: Share) -> list[str]:
-    """Set this process's CPUs and memory policy, which threads and processes that it starts inherit.
+    """Set this process's CPUs and memory policy; the threads and processes that it starts inherit them.
 
-    Returns what the kernel refused.
+    Return a line for what the kernel refused.
     """
     step = f"CPUs {listed(share.cpus)}"
     try:
@@ -220,8 +220,8 @@ def apply(share: Share) -> list[str]:
 
 
 def set_policy(mode: str, node: int) -> None:
-    """Take memory of `node` first ("preferred"), or of no other ("bind"); OSError where the kernel refuses it."""
-    call = _SET_MEMPOLICY.get(os.uname().machine, -1)  # the kernel has no -1, and says so
+    """Let the kernel take memory from `node` first ("preferred") or only ("bind"). Raises OSError if it refuses."""
+    call = _SET_MEMPOLICY.get(os.uname().machine, -1)  # the kernel refuses call number -1 with an error
     mask = (1 << node).to_bytes(_NODES // 8, sys.byteorder)
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.syscall(ctypes.c_long(call), ctypes.c_int(_POLICIES[mode]), mask, ctypes.c_ulong(_NODES)):
@@ -229,11 +229,11 @@ def set_policy(mode: str, node: int) -> None:
 
 
 def describe(plan: BindingPlan, title: str, rank: int, added: Mapping[str, str], left_out: list[str]) -> list[str]:
-    """Return the table of a machine, or one line if nothing is bound.
+    """Return a table of what the ranks of a machine are bound to, or one line if nothing is bound.
 
     Args:
-        rank: Rank of the machine's first process in the whole run.
-        left_out: Reasons besides those of the plan.
+        rank: Global rank of the machine's first process.
+        left_out: Reasons besides those of the plan why something is not bound.
     """
     reasons = "; ".join([*plan.reasons, *left_out])
     shared = [f"{name}={value}" for name, value in added.items() if name != "UCX_NET_DEVICES"]

@@ -1,6 +1,6 @@
-"""The processes of a run: this one's rank and device, how all of them meet, and the few collectives that programs need.
+"""The processes of a run: this process's rank and device, how all of them meet, and the collectives of the programs.
 
-NCCL joins GPUs, gloo joins CPUs. Ranks exchange JSON: nothing that comes from another process is unpickled.
+NCCL connects GPUs, gloo connects CPUs. Ranks exchange JSON, so that nothing from another process is unpickled.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ from volo.cluster.watchdog import Watchdog
 
 T = TypeVar("T")
 _POLL_S = 0.1
-_ANSWER = timedelta(seconds=60)  # of torch's key-value store
-_BACKLOG = 4096  # connections that wait: all ranks of a large run come at once
-_MESH_S = 60.0  # for connecting the ranks when all have come
-JOIN_S = 480.0  # for coming: with what connecting takes, less than the watchdog's START_S
-_GONE_S = 5.0  # for a store that was there
-LEFT = "left"  # the key of a start at which a node has ended before the ranks have met
+_ANSWER = timedelta(seconds=60)  # timeout of requests to torch's key-value store
+_BACKLOG = 4096  # connections that may wait: all ranks of a large run connect at once
+_MESH_S = 60.0  # time limit for connecting the ranks with each other after they have met
+JOIN_S = 480.0  # time limit for all ranks to come; together with _MESH_S less than the watchdog's START_S
+_GONE_S = 5.0  # time limit for reaching a store that was there before
+LEFT = "left"  # key that a node sets if it ends before the ranks have met
 _GONE = re.compile(r"Connection (closed|reset) by|Broken pipe|Socket closed|Connection refused", re.IGNORECASE)
 
 
 class RankLost(UserError):
-    """Another rank, or node, has ended or did not come, so that this one can't go on."""
+    """Another rank or node has ended or did not come, so that this one can't go on."""
 
     exit_code = 5
 
@@ -51,49 +51,49 @@ _own_group = False  # whether `init_world` made the process group
 
 @dataclass(frozen=True)
 class World:
-    """This process among all processes of the run."""
+    """The place of this process among all processes of the run."""
 
     rank: int
     local_rank: int
     size: int
     device: torch.device
-    tensor_parallel: int = 1  # neighbouring ranks that see the same images, and draw the same random numbers
+    tensor_parallel: int = 1  # neighbouring ranks that see the same images and draw the same random numbers
 
     @property
     def is_primary(self) -> bool:
-        """True on the one process of the whole run that prints and writes."""
+        """Whether this is rank 0, the one process of the run that prints and writes."""
         return self.rank == 0
 
     @property
     def data_rank(self) -> int:
-        """This process among those that see different images."""
+        """Rank of this process's group among the groups that see different images."""
         return self.rank // self.tensor_parallel
 
     @property
     def data_size(self) -> int:
-        """How many processes see different images."""
+        """Number of groups of processes that see different images."""
         return self.size // self.tensor_parallel
 
 
 def restarts() -> int:
-    """Return how often the launcher has restarted these processes."""
+    """Return how many times the launcher has restarted these processes."""
     return sum(int(os.environ.get(name) or 0) for name in ("LAUNCH_RESTARTS", "TORCHELASTIC_RESTART_COUNT"))
 
 
 def launch_id() -> str | None:
-    """Return the launcher's id, None without one; torchrun's is "none" unless the user sets it."""
+    """Return the launcher's run id, or None without a launcher; torchrun's is "none" unless the user sets it."""
     run_id = os.environ.get("TORCHELASTIC_RUN_ID")
     return run_id if run_id != "none" else None
 
 
 def choose_device(requested: str | None, local_rank: int) -> torch.device:
-    """Resolve `--device`: None or "auto" is this rank's GPU where there is one, else the CPU.
+    """Resolve `--device`: None or "auto" is this rank's GPU, or the CPU if there is no GPU.
 
-    Every program calls this, so that a GPU computes float32 alike in all of them.
+    Every program calls this, so that all of them compute float32 on a GPU in the same way.
 
     Raises:
-        UserError: The machine doesn't have that GPU, or the device is neither CPU nor GPU; or the machine has GPUs that
-            torch can't use, and the CPU was not asked for.
+        UserError: The machine doesn't have that GPU, the device type is not supported, or the machine has GPUs that
+            torch can't use and the user did not ask for the CPU.
     """
     name = requested or "auto"
     if name == "auto":
@@ -115,12 +115,12 @@ def choose_device(requested: str | None, local_rank: int) -> torch.device:
             raise UserError(f"--device {name}: several processes need cuda or cpu")
     if device.type == "cuda":
         count = torch.cuda.device_count()
-        number = 0 if count == 1 else local_rank  # a launcher may show each rank its own GPU alone
+        number = 0 if count == 1 else local_rank  # a launcher may show each rank only its own GPU
         device = torch.device("cuda", number if device.index is None else device.index)
         if device.index is None or device.index >= count:
             raise UserError(f"--device {name}: needs GPU {device.index}, this machine shows {count}; use --device cpu")
         torch.cuda.set_device(device)
-        # As timm's programs do: float32 products by TF32, and cuDNN tries its algorithms.
+        # As in timm's programs, float32 products use TF32, and cuDNN chooses its algorithms by timing them.
         torch.set_float32_matmul_precision("high")
         torch.backends.cudnn.benchmark = True
     return device
@@ -129,17 +129,17 @@ def choose_device(requested: str | None, local_rank: int) -> torch.device:
 def init_world(
     device: str | None = None, local_rank: int = 0, timeout_s: float = 600.0, join_s: float | None = None
 ) -> World:
-    """Join the other processes, if there are any: those of a process group that exists already (Ray Train, a notebook),
-    which is left as it is, and needs gloo; or those that the launcher started.
+    """Join the other processes, if there are any: those that the launcher started, or those of a process group that
+    exists already (Ray Train, a notebook). Such a group is left as it is, and needs gloo.
 
     Args:
-        timeout_s: Seconds for which a collective is waited for.
-        join_s: Seconds for which a rank that another launcher than ours starts is waited for, if other ones.
+        timeout_s: Timeout of collectives, in seconds.
+        join_s: Seconds to wait for the other ranks; `timeout_s` by default. Ranks of `volo launch` come within 60 s.
 
     Raises:
-        UserError: The launcher's variables contradict each other, or MASTER_ADDR is not set on several nodes; or ranks
-            would share a GPU; or `local_rank` is given without a launcher.
-        RankLost: Ranks have not come in time, or do not reach each other.
+        UserError: The launcher's variables contradict each other, MASTER_ADDR is not set on several nodes, two ranks
+            would share a GPU, or `local_rank` was given without a launcher.
+        RankLost: Ranks did not come in time, or can't reach each other.
     """
     launch, joined = launch_of(os.environ, local_rank), dist.is_initialized()
     if joined:
@@ -161,17 +161,17 @@ def init_world(
 
 
 def _join(world: World, launch: Launch, own_gpu: bool, timeout_s: float, join_s: float) -> Launch:
-    """Meet and connect all ranks; return the launch with what the meeting has told of it. This thread waits nowhere
-    inside of torch, where signals are not handled. `own_gpu`: no other rank may use the GPU of this one."""
+    """Meet and connect all ranks; return `launch` completed by what the meeting has shown. This thread never waits
+    inside torch, where signals are not handled. `own_gpu` says that no other rank may use this rank's GPU."""
     global _own_group
     if launch.address is None and not launch.one_machine:
         raise UserError(
             "MASTER_ADDR is not set: export the first node's address before srun or mpirun, or start with torchrun"
         )
     address = launch.address or "127.0.0.1"
-    # Our launcher has started the ranks together on all nodes.
+    # `volo launch` starts the ranks of all nodes together.
     until = time.monotonic() + (_MESH_S if "LAUNCH_PID" in os.environ else join_s)
-    by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # its store was there before this process
+    by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # the agent made its store before this process
     if world.rank == 0 and not by_agent:
         store: dist.Store = serve(address, launch.port, others=not launch.one_machine)
     else:
@@ -184,7 +184,7 @@ def _join(world: World, launch: Launch, own_gpu: bool, timeout_s: float, join_s:
     if shared := [rank for rank, gpu_id in enumerate(gpus) if gpu_id and gpus.count(gpu_id) > 1]:
         raise UserError(f"ranks {listed(shared)} would share a GPU: start as many processes as there are GPUs")
     _own_group = True
-    # On the first machine its own name often is a loopback address. Without an interface gloo takes the host name's.
+    # The first machine's own name often is a loopback address there. By default gloo uses the host name's interface.
     if interface := "lo" if launch.one_machine else interface_to(address) or interface_to(places[-1] or address):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     if launch.one_machine:
@@ -199,30 +199,30 @@ def _join(world: World, launch: Launch, own_gpu: bool, timeout_s: float, join_s:
 
 
 def _connect_all(store: dist.Store, world: World, timeout_s: float) -> None:
-    # Hosts agree (whether to stop, for example) by gloo, so that they wait for no GPU.
+    # Agreements between hosts, for example whether to stop, use gloo, so that they wait for no GPU.
     backend, limit = "cpu:gloo,cuda:nccl" if world.device.type == "cuda" else "gloo", timedelta(seconds=_MESH_S)
     dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.size, timeout=limit)
     wait_for_hosts()
-    # The second name is the older one's.
+    # Older torch has only the private function.
     set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
     set_timeout(timedelta(seconds=timeout_s))
 
 
 def start_of(store: dist.Store, name: str, restart: int) -> dist.PrefixStore:
-    """Return what one start of a launch keeps in a store that torchrun and earlier starts use, too."""
+    """Return the part of a store for one start of the processes; torchrun and earlier starts use the same store."""
     return dist.PrefixStore(f"{name}/{restart}", store)
 
 
 def serve(address: str, port: int, others: bool = False) -> dist.TCPStore:
-    """Return torch's key-value store, in which ranks meet. It listens at this address alone (torch's own listens at
-    all), on a free port for 0.
+    """Return torch's key-value store, in which ranks meet. It listens only at this address, while torch's own listens
+    at all addresses; port 0 takes a free port.
 
     Args:
-        others: Whether other machines have to reach it: at all addresses then where the address is a loopback one, as
-            Debian maps a machine's own name to.
+        others: Whether other machines must reach the store. If the address is loopback, as Debian resolves a machine's
+            own name, the store then listens at all addresses.
 
     Raises:
-        UserError: The port is in use, or this machine has no such address.
+        UserError: The port is in use, or this machine doesn't have the address.
     """
     try:
         host = str(socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)[0][4][0])
@@ -238,14 +238,14 @@ def serve(address: str, port: int, others: bool = False) -> dist.TCPStore:
 
 
 def connect(address: str, port: int, until: float, what: str) -> dist.TCPStore:
-    """Return the store that listens there. `what` meets is named; it is waited for up to then, by the monotonic clock.
+    """Return the store that listens there. Wait for it until `until` (monotonic seconds); `what` is "rank" or "node".
 
     Raises:
-        RankLost: Nobody answers.
+        RankLost: Nothing answers in time.
     """
     while time.monotonic() < until:
         try:
-            # The store's own client would wait and let no signal through.
+            # torch's client would wait for the server without handling signals, so a plain socket waits.
             socket.create_connection((address, port), timeout=2).close()
             return dist.TCPStore(address, port, None, False, _ANSWER, wait_for_workers=False)
         except (OSError, dist.DistError):
@@ -257,11 +257,11 @@ def connect(address: str, port: int, until: float, what: str) -> dist.TCPStore:
 
 
 def meet(store: dist.Store, what: str, number: int, size: int, until: float, name: str = "here") -> None:
-    """Come as the `number`th of `size`, and wait for the others unless LEFT is set; the store ends with number 0.
+    """Register as number `number` of `size`, and wait for the others or LEFT; the store ends with number 0.
 
     Raises:
-        RankLost: Some have not come by then; the message names them.
-        UserError: Another one with another name has come as this number.
+        RankLost: Some have not come by `until`; the message names them.
+        UserError: Another process with another name has registered with this number.
     """
     try:
         if store.compare_set(f"{what}/{number}", "", name).decode() != name:
@@ -277,16 +277,16 @@ def meet(store: dist.Store, what: str, number: int, size: int, until: float, nam
 
 
 def limit_threads(device: torch.device, launch: Launch) -> None:
-    """Give a rank its share of the CPUs, on the CPU one left free for data loading; the user's OMP_NUM_THREADS wins.
+    """Limit torch's threads to this rank's share of the CPUs; on a CPU device leave one CPU for data loading.
 
-    Oversubscribed cores are many times slower than idle ones. The ranks of a machine share the CPUs of the process that
-    started them. A rank that its launcher has confined to its own (srun --cpu-bind, mpirun --bind-to) shares them with
-    nobody.
+    The user's OMP_NUM_THREADS takes precedence. Oversubscribed cores are many times slower. The ranks of a machine
+    share the CPUs of their parent process, unless the launcher has given each rank CPUs of its own (srun --cpu-bind,
+    mpirun --bind-to).
     """
     if launch.threads_set:
         return
     cpus = cpus_of_all = available_cpus()
-    with suppress(OSError):  # the launcher has ended
+    with suppress(OSError):  # the parent process has ended
         cpus_of_all = available_cpus(os.getppid())
     free = int(device.type == "cpu")
     torch.set_num_threads(max(1, min(cpus - free, (cpus_of_all - free) // (launch.local_size or 1))))
@@ -294,7 +294,7 @@ def limit_threads(device: torch.device, launch: Launch) -> None:
 
 @contextmanager
 def lost_rank_explained() -> Iterator[None]:
-    """Turn torch's error that a connection to another rank, or to the store, has ended into a RankLost."""
+    """Turn torch's error about a broken connection to another rank, or to the store, into a RankLost."""
     try:
         yield
     except RuntimeError as error:
@@ -304,10 +304,10 @@ def lost_rank_explained() -> Iterator[None]:
 
 
 def shut_down() -> None:
-    """Leave the process group if `init_world` made it; let go of one that a caller has made.
+    """Leave the process group if `init_world` made it; free what refers to a caller's group, but keep the group.
 
-    A thread of gloo that frees a tensor while Python ends aborts the process. These threads end with the group, which a
-    run's model holds until the cycles of references that it is in are found.
+    gloo's threads end with the group. One that is still there when Python ends may free a tensor and abort the process.
+    The model of a run holds the group until the garbage collector frees its reference cycles.
     """
     global _own_group
     if dist.is_initialized():
@@ -318,19 +318,19 @@ def shut_down() -> None:
 
 
 def in_own_group() -> bool:
-    """Return whether this process is in a process group that `init_world` makes or has made."""
+    """Return whether this process is in a process group that `init_world` made."""
     return _own_group
 
 
 def leave_together(watchdog: Watchdog) -> None:
-    """Leave the process group when no rank needs it any more: torchrun ends the others as soon as one has left."""
-    wait_for_hosts()  # watched: rank 0 may still be writing
+    """Leave the process group once no rank needs it: torchrun ends the other ranks as soon as one has left."""
+    wait_for_hosts()  # the watchdog still watches, since rank 0 may be writing
     watchdog.end()
     shut_down()
 
 
 def sum_over_ranks(values: torch.Tensor) -> torch.Tensor:
-    """Return the sum of `values` over all ranks (the same tensor on every rank)."""
+    """Return the sum of `values` over all ranks, the same tensor on every rank."""
     if dist.is_initialized():
         values = values.clone()
         dist.all_reduce(values)
@@ -338,7 +338,7 @@ def sum_over_ranks(values: torch.Tensor) -> torch.Tensor:
 
 
 def max_over_ranks(value: int) -> int:
-    """Return the largest `value` of all ranks; the hosts wait for each other, not for their GPUs."""
+    """Return the largest `value` of all ranks. The hosts wait for each other, but not for their GPUs."""
     if not dist.is_initialized():
         return value
     largest = torch.tensor(value)
@@ -347,14 +347,14 @@ def max_over_ranks(value: int) -> int:
 
 
 def from_primary(value: T) -> T:
-    """Return rank 0's `value` on every rank; JSON must give it back unchanged."""
+    """Return rank 0's `value` on every rank. The value must survive JSON unchanged."""
     if not dist.is_initialized():
         return value
     return from_all(value if dist.get_rank() == 0 else None)[0]  # type: ignore[return-value]
 
 
 def from_all(value: T) -> list[T]:
-    """Return every rank's `value` on every rank, in the order of ranks; JSON must give them back unchanged."""
+    """Return the values of all ranks on every rank, in the order of ranks. They must survive JSON unchanged."""
     if not dist.is_initialized():
         return [value]
     text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
@@ -366,7 +366,7 @@ def from_all(value: T) -> list[T]:
 
 
 def wait_for_hosts() -> None:
-    """Wait until every rank has called this, for no GPU, and handle signals meanwhile, as torch's barrier doesn't."""
+    """Wait until every rank has called this, but for no GPU. Unlike torch's barrier this handles signals meanwhile."""
     if dist.is_initialized():
         work = dist.all_reduce(torch.ones(()), async_op=True)
         while not work.is_completed():
@@ -376,7 +376,7 @@ def wait_for_hosts() -> None:
 
 @contextmanager
 def primary_first() -> Iterator[None]:
-    """Run the block on rank 0 while the others wait, then on the others; a UserError of rank 0 is raised everywhere."""
+    """Run the block on rank 0 first, then on the other ranks. A UserError of rank 0 is raised on every rank."""
     primary = not dist.is_initialized() or dist.get_rank() == 0
     failure: str | None = None
     if primary:

@@ -1,9 +1,9 @@
-"""Starts this node's processes by torch's elastic agent (what torchrun is), and ends with one exit code.
+"""Starts this node's processes with torch's elastic agent, as torchrun does, and returns one exit code.
 
-torch's own rendezvous listen at all addresses of a machine. `OneAddress` listens at one, loopback for a run on one
-machine; the nodes meet in its store, and later their ranks.
+torch's own rendezvous listens at all addresses of a machine. `OneAddress` listens at one address, which is loopback if
+the run is on one machine. First the nodes, later the ranks, meet in its key-value store.
 
-The agent would answer a signal by ending the processes and forget how they ended. So signals are passed on to the
+On a signal, the agent would end the processes and lose their exit codes. So the launcher passes signals on to the
 processes, which save and end by themselves.
 """
 
@@ -32,28 +32,28 @@ from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCP
 
 from volo.cluster.distributed import LEFT, RankLost, connect, meet, serve, start_of
 
-# Done; bad input, divergence, full disk, machines that aren't fit: the same would happen again; told to end.
+# Success; bad input, divergence, full disk and unfit machines, which a restart can't mend; stopped by a signal.
 FINAL = (0, 2, 3, 4, 6, 85, 130)
 _SIGNALS = [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP]
-_SAME_S = 1.0  # one warning may come several times
-_END_S = 60  # for which a node that is done waits for the others
+_SAME_S = 1.0  # seconds within which several signals count as one
+_END_S = 60  # seconds for which a node that has finished waits for the others
 
 
 class OneAddress(StaticTCPRendezvous):
-    """torch's rendezvous of numbered nodes, but at one address alone, with a line where they don't come together."""
+    """torch's rendezvous of numbered nodes that listens at one address and explains in a line why nodes don't meet."""
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Return once all nodes are there. Raises RankLost if one does not come in time, UserError if two have one
-        number, or the port is in use."""
+        """Return when all nodes are there. Raises RankLost if a node does not come in time, UserError if two nodes have
+        the same number or the port is in use."""
         address, port, until = self.master_addr, self.master_port, time.monotonic() + self.timeout.total_seconds()
         store = serve(address, port) if self.rank == 0 else connect(address, port, until, "node")
         meet(store, "node", self.rank, self.world_size, until, self.run_id)
-        self.run_id = store.get("node/0").decode()  # the run of all nodes has the name of node 0's launcher
-        self._store, self.master_port = store, store.port  # where the ranks meet, too
+        self.run_id = store.get("node/0").decode()  # all nodes use the run id of node 0's launcher
+        self._store, self.master_port = store, store.port  # the ranks will meet in the same store
         return super().next_rendezvous()
 
     def close(self, restart: int) -> None:
-        """Tell ranks of other nodes that wait for those of this one that it has left; node 0 may have left before."""
+        """Tell the ranks of other nodes, which may wait for this node's ranks, that it has left; node 0 may be gone."""
         with suppress(DistError):
             assert self._store is not None
             start_of(self._store, self.run_id, restart).set(LEFT, "")
@@ -61,31 +61,31 @@ class OneAddress(StaticTCPRendezvous):
 
 @dataclass
 class Launcher:
-    """This node's launcher: starts of its processes, one after the other, until one ends well or for good."""
+    """This node's launcher. It starts the processes, again after failures, until they succeed or can't be restarted."""
 
     processes: int
-    program: Sequence[str]  # a Python file and its flags
+    program: Sequence[str]  # path of a Python file, then its flags
     log_dir: str = ""
-    master_addr: str = "127.0.0.1"  # where the store of node 0 listens
-    master_port: int = 0  # any that is free
+    master_addr: str = "127.0.0.1"  # address at which node 0's store listens
+    master_port: int = 0  # 0 takes any free port
     nnodes: int = 1
     node_rank: int = 0
     max_restarts: int = 0
     shutdown_timeout: int = 300
     join_timeout: int = 60
-    name: str = field(default_factory=lambda: f"volo-{uuid.uuid4().hex[:12]}")  # unlike that of any other launcher
-    _signal: int = 0  # the first that has come
-    _since: float = 0.0  # when it came
+    name: str = field(default_factory=lambda: f"volo-{uuid.uuid4().hex[:12]}")  # run id, unique to this launcher
+    _signal: int = 0  # number of the first signal that came
+    _since: float = 0.0  # monotonic time at which it came, in seconds
     _agent: LocalElasticAgent | None = None
 
     def run(self) -> int:
         """Return the exit code of this node. Raises UserError if the nodes don't come together; see `OneAddress`."""
-        # What the agent reports is what the processes have said themselves.
+        # The agent's log is silenced, because it repeats what the processes have printed.
         logging.getLogger("torch.distributed.elastic").addHandler(logging.NullHandler())
         logging.getLogger("torch.distributed.elastic").propagate = False
-        os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"  # by the agent; the others are handled here
+        os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"  # the agent handles this one; we handle the others
         for number in _SIGNALS:
-            if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # nohup
+            if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores SIGHUP
                 signal.signal(number, self._received)
         try:
             code, restart = self._start(0), 1
@@ -93,14 +93,14 @@ class Launcher:
                 of = f"restart {restart} of {self.max_restarts}"
                 print(f"a process ended with code {code}: {of}", file=sys.stderr, flush=True)
                 code, restart = self._start(restart), restart + 1
-        except KeyboardInterrupt:  # there were no processes yet
+        except KeyboardInterrupt:  # a signal came before there were processes
             code = 128 + self._signal
-        if self._signal and code in (128 + self._signal, 128 + signal.SIGKILL):  # no process heard it, or soon enough
+        if self._signal and code in (128 + self._signal, 128 + signal.SIGKILL):  # the processes couldn't save in time
             return 130 if self._signal == signal.SIGINT else 85
         return code
 
     def _start(self, restart: int) -> int:
-        """Run the processes once."""
+        """Start the processes once, wait for them, and return one exit code."""
         prefix = f"[{socket.gethostname()}:${{rank}}] " if self.log_dir or self.nnodes > 1 else None
         where = self.master_addr, self.master_port, self.node_rank, self.nnodes
         with tempfile.TemporaryDirectory(prefix="volo_launch_", ignore_cleanup_errors=True) as scratch:
@@ -120,19 +120,19 @@ class Launcher:
             result, self._agent = self._agent.run(), None
         if result.failures:
             rendezvous.close(restart)
-        return telling_code([failure.exitcode for failure in result.failures.values()])  # as they were seen
+        return telling_code([failure.exitcode for failure in result.failures.values()])  # in the order they were seen
 
     def _received(self, number: int, frame: FrameType | None) -> None:
         if not self._signal:
             self._signal, self._since = number, time.monotonic()
         processes = [worker.id for worker in self._agent.get_worker_group().workers] if self._agent else []
-        if not processes or not all(processes):  # there are none yet
+        if not processes or not all(processes):  # the processes don't exist yet
             raise KeyboardInterrupt
         _send(processes, number)
-        # Whoever is inside of C++ code does not hear a second signal.
+        # A process that is inside C++ code doesn't react to a second signal, so SIGKILL follows.
         second = time.monotonic() > self._since + _SAME_S
         timer = threading.Timer(_SAME_S if second else self.shutdown_timeout, _send, (processes, signal.SIGKILL))
-        timer.daemon = True  # or the launcher would end no sooner
+        timer.daemon = True  # otherwise the launcher would wait for this timer before it ends
         timer.start()
 
 
@@ -143,10 +143,10 @@ def _send(processes: Sequence[int], number: int) -> None:
 
 
 def telling_code(codes: Sequence[int]) -> int:
-    """Return a shell's exit code for processes that failed with these codes, in this order; negative: by a signal.
+    """Return the exit code, as a shell gives it, that best explains why processes failed.
 
-    One that lost another process, or was killed or told to end after another one had failed, doesn't tell why where
-    another one does.
+    `codes` are the exit codes in order of failure; a negative one is a signal's number. A process that failed by itself
+    counts before one that lost another rank, received a signal, or was killed after another process had failed.
     """
     telling = [code for code in codes if code > 0 and code not in (RankLost.exit_code, 85, 130)]
     code = [*telling, *codes, 0][0]

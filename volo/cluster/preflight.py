@@ -1,11 +1,11 @@
-"""Are the machines fit for a run? Its ranks look at their nodes, compare what they find, and time the all-reduce.
+"""Checks whether machines are fit for a run: ranks examine their nodes, compare the results and time the all-reduce.
 
-    volo launch N preflight [flags]                              on one machine; on several with NNODES and so on
+    volo launch N preflight [flags]                              on one machine; on several set NNODES and so on
     srun --ntasks-per-node=N python -m volo preflight [flags]
     torchrun --nproc-per-node N -m volo preflight [flags]
 
 Rank 0 prints a table with a row for each node, and a line with the remedy for each problem. All ranks end with the same
-exit code: 0 fit, 6 not fit, 2 for a bad flag, 5 if a node does not come within --timeout.
+exit code: 0 if the machines are fit, 6 if not, 2 for a bad flag, 5 if a node does not come within --timeout.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ from volo.cluster.distributed import World, from_all, from_primary, init_world, 
 from volo.cluster.topology import read, read_machine
 
 GB = 1e9  # bytes
-_MEMLOCK_GB = 1.0  # a training locks more; the usual default limits are far below
-_TIMES = 6  # all-reduces that are timed; the first connects the ranks
-_REMEDIES = {  # by the first word of what differs
+_MEMLOCK_GB = 1.0  # training locks more than this; the usual default limits are far below
+_TIMES = 6  # timed all-reduces; the first one also connects the ranks
+_REMEDIES = {  # key: the first word of what differs between nodes
     "driver": "have the driver updated there, or leave the node out",
     "GPUs": "look for a failed GPU (nvidia-smi, dmesg), or give the job whole nodes of one kind",
     "card": "look at it (ibstat), or leave the node out",
@@ -56,27 +56,27 @@ class Unfit(UserError):
 
 @dataclass(frozen=True)
 class Node:
-    """What a rank has found on its node; sizes in GB (1e9 bytes)."""
+    """What one rank reports about its node; sizes are in GB (1e9 bytes)."""
 
     name: str
     ranks: list[int]
     equal: dict[str, str]  # what must be the same on all nodes, such as {"card mlx5_0:1": "ACTIVE at 400 Gb/s"}
     cpus: int
     shm_gb: float
-    memlock_gb: float | None  # that a process may lock; None: all
-    free_gb: float | None  # for --output; None without it
-    problems: Sequence[str] = ()  # what is wrong on this node, whatever the others have, each with its remedy
+    memlock_gb: float | None  # memory that a process may lock; None if unlimited
+    free_gb: float | None  # free space for --output; None without that flag
+    problems: Sequence[str] = ()  # what is wrong on this node alone, each with its remedy
     bandwidth: float | None = None  # of an all-reduce within this node, in GB/s per process; None if not measured
 
 
 def run(args: Namespace) -> int:
-    """Check the machines; return the exit code, the same on all ranks. Raises Unfit if ranks don't hear each other."""
+    """Check the machines; return the exit code, the same on all ranks. Raises Unfit if an all-reduce fails."""
     world = init_world(args.device, timeout_s=args.timeout)
     if args.min_bandwidth is not None and world.size == 1:
         raise UserError("--min-bandwidth has no effect with one process: volo launch N preflight ... starts N")
     try:
         nodes, overall = examine(args, world)
-    except RuntimeError as error:  # of NCCL or gloo
+    except RuntimeError as error:  # raised by NCCL or gloo
         reason = f"{socket.gethostname()}: the all-reduce fails ({str(error).splitlines()[0]})"
         raise Unfit(f"{reason}: NCCL_DEBUG=INFO tells more, unless a node's storage doesn't answer") from error
     findings = list(find_problems(nodes, overall, args.min_bandwidth))
@@ -87,7 +87,7 @@ def run(args: Namespace) -> int:
 
 
 def examine(args: Namespace, world: World) -> tuple[list[Node], float | None]:
-    """Return what all nodes have, in the order of their first ranks, and the bandwidth of the all-reduce over all ranks
+    """Return the reports of all nodes, ordered by their first ranks, and the bandwidth of the all-reduce over all ranks
     in GB/s per process (None with one rank)."""
     places = from_all(socket.gethostname())
     ranks = [rank for rank, place in enumerate(places) if place == places[world.rank]]
@@ -101,7 +101,7 @@ def examine(args: Namespace, world: World) -> tuple[list[Node], float | None]:
 
 
 def look(args: Namespace, name: str, ranks: list[int], bandwidth: float | None, root: Path = Path("/")) -> Node:
-    """Look at this node, where these ranks run; `root` stands for / where the kernel's files are read."""
+    """Examine this node, on which `ranks` run; the kernel's files are read below `root`."""
     machine = read_machine(root)
     equal = versions(root) | {f"card {port.name}": f"ACTIVE at {port.rate:g} Gb/s" for port in machine.ports}
     equal |= {f"card {card}": state for card, _, state in (idle.partition(" is ") for idle in machine.idle_ports)}
@@ -121,7 +121,7 @@ def look(args: Namespace, name: str, ranks: list[int], bandwidth: float | None, 
     if shm < (wanted := args.shm_gb * len(ranks)):
         remedy = "enlarge it (docker run --ipc=host, mount -o remount,size=...), or use fewer data workers and --shm-gb"
         problems.append(f"/dev/shm has {shm:.3g} GB free, {len(ranks)} ranks want {wanted:g}: {remedy}")
-    locked = re.search(r"Max locked memory\s+(\d+)", read(root / "proc/self/limits"))  # else "unlimited"
+    locked = re.search(r"Max locked memory\s+(\d+)", read(root / "proc/self/limits"))  # no match if "unlimited"
     memlock = int(locked[1]) / GB if locked else None
     if machine.ports and memlock is not None and memlock < _MEMLOCK_GB:
         remedy = "unlimited in limits.conf, slurmd's LimitMEMLOCK=infinity, or docker run --ulimit memlock=-1"
@@ -130,7 +130,7 @@ def look(args: Namespace, name: str, ranks: list[int], bandwidth: float | None, 
 
 
 def versions(root: Path) -> dict[str, str]:
-    """Return the software and the GPUs, which must be the same on all nodes; "none" where there is none."""
+    """Return the software versions and GPUs, which must be equal on all nodes; "none" stands for what is missing."""
     driver = re.search(r"Kernel Module.*?\s(\d[\d.]+)\s", read(root / "proc/driver/nvidia/version"))
     models = Counter(torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count()))
     return {
@@ -145,7 +145,7 @@ def versions(root: Path) -> dict[str, str]:
 
 
 def _size(path: str) -> int:
-    """Return the bytes of a file, or how many entries a folder has."""
+    """Return the size of a file in bytes, or the number of entries of a folder."""
     if os.path.isdir(path):
         return len(os.listdir(path))
     with open(path, "rb", opener=regular_only) as file:
@@ -153,7 +153,7 @@ def _size(path: str) -> int:
 
 
 def _free_gb(path: str) -> float:
-    """Return the free space where `path` is or would be made; a file is written there, and removed."""
+    """Return the free GB of the file system on which `path` is or would be; check it by writing a temporary file."""
     folder = next(parent for parent in (Path(path).absolute(), *Path(path).absolute().parents) if parent.exists())
     with tempfile.TemporaryFile(dir=folder) as file:
         file.write(b"0")
@@ -161,13 +161,13 @@ def _free_gb(path: str) -> float:
 
 
 def all_reduce_bandwidth(device: torch.device, group: dist.ProcessGroup | None = None) -> float:
-    """Return the bus bandwidth of an all-reduce in GB/s per process, bytes / s * 2 (n - 1) / n as in nccl-tests, of the
-    quickest of several."""
+    """Return the bus bandwidth of the fastest of several all-reduces in GB/s per process. As in nccl-tests it is
+    bytes / s * 2 (n - 1) / n."""
     values = torch.zeros((1 << 26) if device.type == "cuda" else (1 << 22), device=device)  # 256 or 16 MiB
     times = []
     for _ in range(_TIMES):
         dist.all_reduce(values[:1], group=group)
-        values[0].item()  # waits for the GPU: all begin together
+        values[0].item()  # wait for the GPU, so that all ranks begin together
         begin = time.perf_counter()
         dist.all_reduce(values, group=group)
         values[0].item()
@@ -177,12 +177,12 @@ def all_reduce_bandwidth(device: torch.device, group: dist.ProcessGroup | None =
 
 
 def find_problems(nodes: Sequence[Node], overall: float | None, least: float | None) -> Iterator[str]:
-    """Yield a line with its remedy for each problem: how nodes differ, what is wrong on them, and whether the
-    all-reduce is slower than `--min-bandwidth`."""
+    """Yield a line with its remedy for each problem: a difference between nodes, something wrong on a node, or an
+    all-reduce slower than `least` GB/s (`--min-bandwidth`)."""
     for what in dict.fromkeys(key for node in nodes for key in node.equal):
         kind, names = what.split()[0], dict[str, list[str]]()
         for node in nodes:
-            if what in node.equal or kind == "card":  # what has no size can't be read, which is told
+            if what in node.equal or kind == "card":  # a path without a size can't be read, and has its own problem
                 names.setdefault(node.equal.get(what, "none"), []).append(node.name)
         if len(names) > 1:
             differences = "; ".join(f"{value} on {some_names(same)}" for value, same in names.items())

@@ -1,9 +1,9 @@
-"""Ranks with other images: each has a whole model (DistributedDataParallel), or `--shard N` divides it among N ranks.
+"""Data parallelism: each rank has a whole model (DistributedDataParallel), or `--shard N` divides it among N ranks.
 
-With `--shard` weights, gradients, optimizer state and moving average are divided (ZeRO stage 3). torch's FSDP2 does the
-work: a rank gathers the weights of one block for as long as the block computes, and keeps its own part of everything
-else. N neighbouring ranks hold one copy of the model between them; with more ranks than N there are several copies,
-whose gradients are averaged (hybrid sharding). Here is what surrounds it, such as which modules are gathered as one.
+`--shard` divides weights, gradients, optimizer state and moving average (ZeRO stage 3) with torch's FSDP2. A rank
+gathers the weights of one block while that block computes, and otherwise holds only its own part. N neighbouring ranks
+hold one copy of the model. If there are more than N ranks, there are several copies, whose gradients are averaged
+(hybrid sharding). This file decides, among other things, which modules are gathered as one unit.
 """
 
 from __future__ import annotations
@@ -30,37 +30,37 @@ from volo.cluster.distributed import World
 def distribute(
     model: nn.Module, device: torch.device, compression: str = "none", find_unused: bool = False
 ) -> DistributedDataParallel:
-    """Return `model` with its gradients averaged over all ranks, by DistributedDataParallel.
+    """Return `model` wrapped in DistributedDataParallel, which averages its gradients over all ranks.
 
-    torch's defaults are kept where others don't measurably matter (docs/performance.md). `static_graph` is off: with
-    gradient accumulation (`no_sync`) torch then fails in the first backward pass, or no longer sums gradients.
+    torch's defaults are kept unless another value is measurably better (docs/performance.md). `static_graph` is off:
+    with gradient accumulation (`no_sync`) torch then fails in the first backward pass, or doesn't sum gradients.
 
     Args:
         compression: `"bf16"` sends and sums gradients in bfloat16, which halves the bytes.
-        find_unused: Whether some parameters get no gradient.
+        find_unused: Whether some parameters receive no gradient.
     """
-    # Running statistics are shared once an epoch (--dist-bn), not at every step. Newer torch renamed the switch.
+    # --dist-bn averages running statistics once per epoch instead of at every step. Newer torch renamed the argument.
     known = inspect.signature(DistributedDataParallel).parameters
     sync: dict[str, Any] = {"forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers": False}
     wrapped = DistributedDataParallel(
         model,
         device_ids=[device.index] if device.type == "cuda" else None,
         find_unused_parameters=find_unused,
-        gradient_as_bucket_view=True,  # saves a copy in time and memory
+        gradient_as_bucket_view=True,  # avoids a copy of the gradients
         **sync,
     )
     if compression == "bf16":
-        # DDP accepts the hook under its own name only for NCCL; gloo sums bfloat16, too.
+        # DDP accepts the hook under its own name only with NCCL, but gloo can sum bfloat16 too.
         wrapped.register_comm_hook(None, lambda group, bucket: bf16_compress_hook(group, bucket))
     _fill_buckets(wrapped)
     return wrapped
 
 
 def _fill_buckets(wrapped: DistributedDataParallel) -> None:
-    """Do a backward pass of zeros, from the last parameter to the first.
+    """Run a backward pass that gives zero gradients, from the last parameter to the first.
 
-    torch rebuilds its buckets after the first backward pass, and the place of a gradient in them decides in which order
-    more than two ranks sum it. Without this, the first step after a resume would differ in its last bits.
+    torch rebuilds its gradient buckets after the first backward pass. The place of a gradient in them decides in which
+    order three or more ranks sum it. Without this pass, the first step after a resume would differ in its last bits.
     """
     module = wrapped.module
     trained = [p for p in module.parameters() if p.requires_grad]
@@ -73,15 +73,15 @@ def _fill_buckets(wrapped: DistributedDataParallel) -> None:
 
 
 class Meshes(NamedTuple):
-    """The ranks among which weights are divided."""
+    """The device meshes over which weights are divided."""
 
-    data: DeviceMesh  # the axis `shard`, and before it `replicate` where there are several copies
-    tensor: DeviceMesh | None  # neighbouring ranks (`--tensor-parallel`), None for one
+    data: DeviceMesh  # axis `shard`; if there are several copies of the model, axis `replicate` precedes it
+    tensor: DeviceMesh | None  # neighbouring ranks of `--tensor-parallel`; None if it is 1
 
 
 def shard_meshes(shards: int, world: World) -> Meshes:
-    """Return the meshes of `--shard` and `--tensor-parallel`: neighbouring ranks hold the parts of one copy. Raises
-    UserError if the ranks can't be divided into groups of `shards`."""
+    """Return the meshes of `--shard` and `--tensor-parallel`, in which neighbouring ranks hold the parts of one copy.
+    Raises UserError if `shards` does not divide the number of ranks that see different images."""
     if world.data_size % shards:
         shared = f" / --tensor-parallel {world.tensor_parallel}" if world.tensor_parallel > 1 else ""
         raise UserError(f"--shard {shards} does not divide the number of processes, {world.size}{shared}")
@@ -92,9 +92,9 @@ def shard_meshes(shards: int, world: World) -> Meshes:
 
 
 def units_of(model: nn.Module) -> list[nn.Module]:
-    """Return the modules whose weights are gathered as one: the blocks of VOLO and LV-ViT.
+    """Return the modules whose weights are gathered together: the blocks of VOLO and LV-ViT.
 
-    Of other models they are the innermost modules of which a list has several of one class, as blocks and stages are.
+    In other models these are the innermost modules that stand in a list with others of their class, as blocks do.
     """
     blocks = [block for m in model.modules() if isinstance(m, TokenLabelModel) for _, block in m.named_blocks()]
     if blocks:
@@ -109,11 +109,11 @@ def units_of(model: nn.Module) -> list[nn.Module]:
 
 
 def shard(model: nn.Module, mesh: DeviceMesh, compute: torch.dtype | None = None, compression: str = "none") -> None:
-    """Divide the weights of `model`, in place. Every rank has the same whole weights before.
+    """Divide the weights of `model` in place. All ranks must have the same whole weights before.
 
     Args:
-        compute: bfloat16 gathers the blocks' weights and computes them in it (`--model-dtype bfloat16`). What surrounds
-            the blocks stays in float32, because of the stem's BatchNorm.
+        compute: bfloat16 gathers the blocks' weights and computes the blocks in that type (`--model-dtype bfloat16`).
+            The layers outside the blocks stay in float32, because the stem has BatchNorm.
         compression: `"bf16"` sums gradients over the ranks in bfloat16.
     """
     reduced = torch.bfloat16 if compression == "bf16" else torch.float32
@@ -123,19 +123,19 @@ def shard(model: nn.Module, mesh: DeviceMesh, compute: torch.dtype | None = None
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Whether the weights of a model are divided among ranks."""
+    """Whether the model's weights are divided among ranks."""
     return isinstance(model, FSDPModule)
 
 
 def synchronised(model: nn.Module, last: bool) -> AbstractContextManager[Any]:
-    """Return the context of a micro-batch, of which only the `last` one averages the gradients over the ranks.
+    """Return the context for a micro-batch. Only the `last` micro-batch averages the gradients over the ranks.
 
-    For models that neither DistributedDataParallel nor FSDP2 has wrapped it does nothing.
+    The context does nothing for a model that neither DistributedDataParallel nor FSDP2 has wrapped.
     """
     if isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(last)
         return nullcontext()
-    no_sync: Callable[[], AbstractContextManager[Any]] = getattr(model, "no_sync", nullcontext)  # of DDP
+    no_sync: Callable[[], AbstractContextManager[Any]] = getattr(model, "no_sync", nullcontext)  # a method of DDP
     return nullcontext() if last else no_sync()
 
 
@@ -149,9 +149,9 @@ def forget_backward(model: nn.Module) -> None:
 
 @contextmanager
 def whole_weights(model: nn.Module) -> Iterator[None]:
-    """Let every rank hold the whole weights in the block, so that ranks may call `model` at different times.
+    """Give every rank the whole weights inside the block, so that ranks may call `model` at different times.
 
-    In validation they see different numbers of batches. There are neither gradients nor kept activations then.
+    Validation needs this, because ranks have different numbers of batches. It stores no gradients or activations.
     """
     if not is_sharded(model):
         yield
@@ -162,20 +162,20 @@ def whole_weights(model: nn.Module) -> Iterator[None]:
         part.unshard()
     try:
         yield
-    finally:  # a run that is told to stop saves after this
+    finally:  # a run that stops during validation saves afterwards
         for part in parts:
             part.set_reshard_after_forward(part is not parts[0], recurse=False)
             part.reshard()
 
 
 def total_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
-    """Return the 2-norm of the gradients, of all ranks' parts together, a scalar; not finite if any value isn't."""
+    """Return the 2-norm of the gradients over the parts of all ranks, a scalar; not finite if any value isn't."""
     norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
     return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 
 class ShardedEma(ModelEmaV3):
-    """timm's moving average over this rank's parts; torch's foreach functions don't mix them with plain buffers."""
+    """timm's moving average over this rank's parts; torch's foreach functions can't mix DTensors with plain tensors."""
 
     def apply_update_(self, model: nn.Module, decay: float) -> None:
         states = self.module.state_dict(), model.state_dict()

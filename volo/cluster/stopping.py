@@ -1,13 +1,13 @@
 """Ends a run by a signal: SIGTERM, SIGUSR1 (Slurm's warning before the time limit), SIGHUP or SIGINT (Ctrl-C); or when
-its launcher has ended.
+the launcher of the run has ended.
 
-The first signal is noted. Before each update, and once more after an epoch's last, the ranks agree whether one of them
-has to stop (`volo.cluster.watchdog.StopGuard`), by an all-reduce of one int on the hosts: it waits for no GPU, and
-finds every rank with the same weights. Then they save and exit. While a run is built, and while a batch does not come,
-a signal takes effect within a second. A second signal ends the process at once, unless it is inside C++ code: there the
-watchdog ends it, or whoever started it.
+The first signal is recorded. Before each update, and once more after the last update of an epoch, the ranks agree
+whether one of them has to stop (`volo.cluster.watchdog.StopGuard`). They do so by an all-reduce of one int between the
+hosts, which waits for no GPU; at that moment all ranks have the same weights. Then they save and exit. While a run is
+built, and while it waits for a batch, a signal takes effect after one second. A second signal ends the process at once.
+A process that is inside C++ code can't react: the watchdog or the launcher ends it.
 
-Imports no torch: signals are handled before torch is loaded.
+This module imports no torch, so that signals are handled before torch is loaded.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 
-PREEMPTED = 85  # "start me again": a code that no shell, Python or torchrun uses
+PREEMPTED = 85  # means "start me again"; no shell uses this code, nor do Python and torchrun
 INTERRUPTED = 130
-_SIGNALS = [  # Windows has but the first two
+_SIGNALS = [  # Windows has only the first two
     getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP", "SIGALRM") if hasattr(signal, name)
 ]
 _ALARM = getattr(signal, "SIGALRM", None)
-_PR_SET_PDEATHSIG = 1  # of Linux's prctl
+_PR_SET_PDEATHSIG = 1  # an option of Linux's prctl(): send a signal to this process when its parent ends
 _SAME_WARNING_S = 1.0  # Slurm, torchrun and process groups may deliver one warning several times
 
 
 class Stopped(BaseException):
-    """Training ends here. It is no Exception, so that no handler between here and `main` catches it."""
+    """Training ends here. It is no Exception, so that no `except Exception` between here and `main` catches it."""
 
     def __init__(self, exit_code: int, reason: str) -> None:
         super().__init__(reason)
@@ -46,19 +46,19 @@ class StopSignal:
     """The signal that this process received. There is one object per process: `STOP`."""
 
     def __init__(self) -> None:
-        self.number: int | None = None  # of the first one
+        self.number: int | None = None  # number of the first signal
         self._since, self._raises = 0.0, False
 
     @property
     def exit_code(self) -> int:
-        """Exit code of this process: 0 without a signal."""
+        """Exit code with which this process should end: 0 if no signal has come."""
         if self.number is None:
             return 0
         return INTERRUPTED if self.number == signal.SIGINT else PREEMPTED
 
     @contextmanager
     def handled(self) -> Iterator[None]:
-        """Handle signals inside the block; SIGINT even where a script's `&` ignores it, SIGHUP not with nohup."""
+        """Handle signals inside the block: SIGINT even if the shell's `&` ignores it, SIGHUP unless nohup does."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -71,18 +71,18 @@ class StopSignal:
             if _ALARM is not None:
                 signal.alarm(0)
             for number, handler in before.items():
-                # The run is ending already, so later signals (torchrun ends all ranks when one has ended) are ignored.
-                # An alarm is not: the trackers' processes, and whatever else is started from here, would inherit that.
+                # The run is ending, so later signals are ignored: torchrun signals all ranks when one has ended.
+                # SIGALRM is not ignored: child processes, such as the trackers', would inherit that.
                 ignored = self.number is not None and number != _ALARM
                 signal.signal(number, signal.SIG_IGN if ignored else handler)
-            self.number = None  # of this run
+            self.number = None  # the next run in this process starts without a signal
 
     @contextmanager
     def raising(self) -> Iterator[None]:
-        """Inside the block a signal raises Stopped at any place, after a second; one that came before raises at entry.
+        """Raise Stopped anywhere inside the block, one second after a signal; at entry if a signal came before.
 
-        The second lets a transfer of a batch end by itself: interrupted, both its ends would report errors. Use this
-        only where nothing can be left half done.
+        Within this second a transfer of a batch can end by itself; both its ends would report errors if it were
+        interrupted. Use this only for code that may be interrupted at any point.
         """
         self._raises = True
         try:
@@ -92,7 +92,7 @@ class StopSignal:
             self._raises = False
 
     def only_noted(self) -> None:
-        """From here on a signal raises nothing."""
+        """Only record signals from now on, and raise nothing."""
         self._raises = False
 
     def check(self) -> None:
@@ -105,7 +105,7 @@ class StopSignal:
             pass
         elif self.number is None:
             self.number, self._since = number, time.monotonic()
-            with suppress(OSError):  # the terminal may be gone; and print() may be what the signal has interrupted
+            with suppress(OSError):  # the terminal may be closed; not print(), which the signal may have interrupted
                 message = "this run stops as soon as it has saved; once more: at once"
                 os.write(2, f"{signal.Signals(number).name}: {message}\n".encode())
         elif time.monotonic() - self._since > _SAME_WARNING_S:
@@ -120,32 +120,32 @@ STOP = StopSignal()
 
 
 def end_with_launcher() -> None:
-    """Have Linux tell this process to save and end (SIGTERM) when the agent that started it ends, even by kill -9."""
+    """Let Linux send this process SIGTERM, which saves and ends it, when its agent ends, even by `kill -9`."""
     if sys.platform != "linux" or "TORCHELASTIC_RUN_ID" not in os.environ:
         return
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     try:
         os.kill(int(os.environ.get("LAUNCH_PID", os.getppid())), 0)
-    except ProcessLookupError:  # it has ended already
+    except ProcessLookupError:  # the agent has already ended
         os.kill(os.getpid(), signal.SIGTERM)
 
 
 def tell_batch_script(state: str) -> None:
-    """Write "begun" or "done" to the file REQUEUE_MARKER.state for the batch script that named it; rank 0 calls it."""
+    """Write "begun" or "done" to REQUEUE_MARKER.state, which the batch script reads; only rank 0 calls this."""
     if marker := os.environ.get("REQUEUE_MARKER"):
         with suppress(OSError):
             Path(f"{marker}.state").write_text(state)
 
 
 def ask_for_requeue(stop: Stopped, update: int, checkpoint: Path) -> None:
-    """Write the file REQUEUE_MARKER, one line of JSON, for the batch script; rank 0 calls it once it has saved.
+    """Write a line of JSON to the file REQUEUE_MARKER, which the batch script reads; rank 0 calls this after it saved.
 
-    A script can't rely on the exit code of `srun` or `torchrun`, which mixes the codes of many processes.
+    The batch script can't use the exit code of `srun` or `torchrun`, which combines the codes of many processes.
     """
     marker = os.environ.get("REQUEUE_MARKER")
     if marker and stop.exit_code == PREEMPTED:
         saved = str(checkpoint) if checkpoint.is_file() else None
         try:
             Path(marker).write_text(json.dumps({"reason": str(stop), "update": update, "checkpoint": saved}) + "\n")
-        except OSError as error:  # the checkpoint is safe: the run ends normally and has to be started by hand
+        except OSError as error:  # the checkpoint is safe: the run ends normally, and the user has to restart it
             print(f"REQUEUE_MARKER={marker}: {error.strerror}: nobody requeues the job", file=sys.stderr)

@@ -1,8 +1,8 @@
-"""`--tensor-parallel N`: the heads of attention and the hidden channels of MLPs are divided among N neighbouring ranks.
+"""`--tensor-parallel N` divides the heads of attention and the hidden channels of MLPs among N neighbouring ranks.
 
-These ranks see the same images and draw the same random numbers. Of each attention and MLP the first layers hold the
-rows of this rank's heads or channels, and the last layer their columns, whose products the ranks add up (Megatron-LM,
-arXiv 1909.08053, section 3). Everything else is whole on every rank. Checkpoints hold whole tensors.
+These ranks see the same images and draw the same random numbers. The first layers of each attention or MLP hold the
+weight rows of this rank's heads or channels, and its last layer the matching columns; the ranks sum its products
+(Megatron-LM, arXiv 1909.08053, section 3). All other weights are whole on every rank. Checkpoints hold whole tensors.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from volo.cluster.distributed import World
 from volo.cluster.shard import is_sharded, total_norm
 from volo.models.volo import ClassAttention, OutlookAttention
 
-# The first layers of each module, with the number of tensors that one layer computes (q, k and v lie one after the
+# For each module type: the first layers, each with the number of tensors that it computes (q, k and v follow each
 # other, and each is divided by heads), and the last layer.
 _LAYERS: dict[type[nn.Module], tuple[dict[str, int], str]] = {
     SelfAttention: ({"qkv": 3}, "proj"),
@@ -38,13 +38,13 @@ _LAYERS: dict[type[nn.Module], tuple[dict[str, int], str]] = {
     Attention: ({"qkv": 3}, "proj"),
     timm.layers.Mlp: ({"fc1": 1}, "fc2"),
 }
-# Modules of timm's that compute with all heads or all hidden channels at once, where they are not Identity.
+# timm's submodules that need all heads or all hidden channels at once, unless they are Identity.
 _BETWEEN = ("q_norm", "k_norm", "norm", "gate")
 
 
 def in_groups(world: World, parts: int) -> World:
-    """Return `world` with groups of `parts` neighbouring ranks that see the same images. Raises UserError if the ranks
-    can't be divided so."""
+    """Return `world` divided into groups of `parts` neighbouring ranks that see the same images. Raises UserError if
+    `parts` does not divide the number of ranks."""
     if world.size % parts:
         raise UserError(f"--tensor-parallel {parts} does not divide the number of processes, {world.size}")
     return replace(world, tensor_parallel=parts)
@@ -52,21 +52,21 @@ def in_groups(world: World, parts: int) -> World:
 
 @dataclass(frozen=True)
 class ShardSpec:
-    """How a tensor is divided among ranks: `dim` holds `pieces` tensors one after the other, each in equal parts."""
+    """How ranks divide a tensor: dimension `dim` holds `pieces` concatenated tensors, each divided into equal parts."""
 
     dim: int
     pieces: int
     mesh: DeviceMesh
 
     def own(self, whole: Tensor) -> Tensor:
-        """Return this rank's part of a whole tensor. Counters, and tensors that can't be divided so, stay whole."""
+        """Return this rank's part of a whole tensor. Counters and tensors that can't be divided equally stay whole."""
         if whole.ndim <= self.dim or whole.shape[self.dim] % (self.pieces * self.mesh.size()):
             return whole
         parts = whole.unflatten(self.dim, (self.pieces, self.mesh.size(), -1))
         return parts.select(self.dim + 1, self.mesh.get_local_rank()).flatten(self.dim, self.dim + 1)
 
     def whole(self, piece: Tensor) -> Tensor:
-        """Return the whole tensor; every rank calls this with its part. Counters are whole already."""
+        """Return the whole tensor; every rank calls this with its part. Counters are already whole."""
         if piece.ndim <= self.dim:
             return piece
         parts = [torch.empty_like(piece) for _ in range(self.mesh.size())]
@@ -76,12 +76,12 @@ class ShardSpec:
 
 
 class DividedLinear(nn.Linear):
-    """A linear layer of which this rank holds a part of the weights."""
+    """A linear layer of whose weights this rank holds a part."""
 
     def __init__(self, layer: nn.Linear, specs: dict[str, ShardSpec]) -> None:
         nn.Module.__init__(self)
-        self.specs = specs  # how each parameter is divided; others are whole
-        for name in ("weight", "bias"):  # in the order of every linear layer, by which optimizers number them
+        self.specs = specs  # how each parameter is divided; a parameter without an entry is whole
+        for name in ("weight", "bias"):  # keep the order of nn.Linear, by which optimizers number parameters
             whole = getattr(layer, name)
             if whole is not None and name in specs:
                 whole = nn.Parameter(specs[name].own(whole.detach()).clone(), whole.requires_grad)
@@ -90,7 +90,7 @@ class DividedLinear(nn.Linear):
 
 
 class FirstLinear(DividedLinear):
-    """Whole inputs (..., C) -> this rank's part of the outputs. Ranks add up the gradients of the inputs."""
+    """Maps whole inputs (..., C) to this rank's part of the outputs. The ranks sum the gradients of the inputs."""
 
     def __init__(self, layer: nn.Linear, pieces: int, mesh: DeviceMesh) -> None:
         spec = ShardSpec(0, pieces, mesh)
@@ -103,7 +103,7 @@ class FirstLinear(DividedLinear):
 
 
 class LastLinear(DividedLinear):
-    """This rank's part of the inputs -> whole outputs (..., C), which the ranks add up."""
+    """Maps this rank's part of the inputs to whole outputs (..., C), which the ranks sum."""
 
     def __init__(self, layer: nn.Linear, mesh: DeviceMesh) -> None:
         super().__init__(layer, {"weight": ShardSpec(1, 1, mesh)})
@@ -115,10 +115,10 @@ class LastLinear(DividedLinear):
 
 
 def divide_layers(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Divide the attentions and MLPs of `model` among the ranks of `mesh`, in place. All have the same whole weights.
+    """Divide the attentions and MLPs of `model` among the ranks of `mesh` in place. All ranks have the same weights.
 
     Raises:
-        UserError: The model has none of these, or one that can't be divided.
+        UserError: The model has no such module, or one that can't be divided.
     """
     modules: list[tuple[str, Any]] = divisible(model)
     if not modules:
@@ -138,7 +138,7 @@ def divide_layers(model: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def divisible(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Return the modules that ranks divide, with their names."""
+    """Return the modules that can be divided among ranks, with their names."""
     return [(name, module) for name, module in model.named_modules() if type(module) in _LAYERS]
 
 
@@ -157,9 +157,9 @@ def _problem(module: Any, parts: int) -> str:
 
 
 class TensorParallelParams:
-    """The parameters of a model of which each rank of a group holds a part, and how each is divided.
+    """The parameters of a model that are divided among the ranks of a group, and how each is divided.
 
-    Without `--tensor-parallel` there are none, and every method does what it does for whole tensors.
+    Without `--tensor-parallel` there are none, and every method treats all tensors as whole.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -168,11 +168,11 @@ class TensorParallelParams:
         self._model = model
 
     def count(self) -> int:
-        """Return the number of values of the whole model."""
+        """Return the number of parameter values of the whole model."""
         return sum(p.numel() * (self.specs[p].mesh.size() if p in self.specs else 1) for p in self._model.parameters())
 
     def total_norm(self, parameters: Iterable[nn.Parameter]) -> Tensor:
-        """Return the 2-norm of the gradients, as `volo.cluster.shard.total_norm`, over the parts of all ranks."""
+        """Return the 2-norm of the gradients over the parts of all ranks, like `volo.cluster.shard.total_norm`."""
         if not self.specs:
             return total_norm(parameters)
         parts: dict[bool, list[nn.Parameter]] = {True: [], False: []}
@@ -183,20 +183,20 @@ class TensorParallelParams:
         return (total_norm(parts[False]) ** 2 + squared).sqrt()
 
     def by_name(self) -> dict[str, ShardSpec]:
-        """Return how each is divided, by its name in a checkpoint."""
+        """Return how each divided parameter is divided, by its name in a checkpoint."""
         names = {name: self.specs[p] for name, p in self._model.named_parameters() if p in self.specs}
         return dict(zip(clean_names(list(names)), names.values(), strict=True))
 
 
-# Checkpoints hold whole tensors. torch's `get_state_dict` keeps them on rank 0 alone, where `--tensor-parallel`'s parts
-# could not be put together any more. So they are gathered here, one after the other: a device holds one at a time.
+# Checkpoints hold whole tensors. torch's `get_state_dict` would give them to rank 0 alone, and `--tensor-parallel`'s
+# parts could no longer be joined. So this code gathers tensors one by one; a device holds only one whole at a time.
 
 
 def whole_model_state(model: nn.Module) -> dict[str, Any]:
-    """Return the state dict of the unwrapped model. Every rank calls this.
+    """Return the state dict of the unwrapped model, with whole tensors. Every rank calls this.
 
-    The tensors of a model that is not divided are shared with it. Of a divided one rank 0 has whole copies on the CPU,
-    other ranks have None.
+    If the model is not divided, the tensors are the model's own. If it is divided, rank 0 gets copies on the CPU, and
+    the other ranks get None in place of each tensor.
     """
     state = clean_state_dict(model)
     if not is_sharded(model):
@@ -206,7 +206,7 @@ def whole_model_state(model: nn.Module) -> dict[str, Any]:
 
 
 def whole_optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-    """Return the state dict of an optimizer over the parameters of `model`; otherwise as `whole_model_state`."""
+    """Return the state dict of an optimizer over the parameters of `model`, by the rules of `whole_model_state`."""
     saved = optimizer.state_dict()
     if is_sharded(model):
         specs = TensorParallelParams(model).specs
@@ -215,7 +215,7 @@ def whole_optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, A
 
 
 def own_model_state(model: nn.Module, whole: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return this rank's parts of the whole tensors of a state dict; nothing is sent."""
+    """Return this rank's parts of the whole tensors of a state dict, without communication."""
     if not is_sharded(model):
         return whole
     like, specs = clean_state_dict(model), TensorParallelParams(model).by_name()
@@ -223,7 +223,7 @@ def own_model_state(model: nn.Module, whole: dict[str, Tensor]) -> dict[str, Ten
 
 
 def own_optimizer_state(model: nn.Module, optimizer: Optimizer, whole: dict[str, Any]) -> dict[str, Any]:
-    """Return this rank's parts in the state of as many parameters as the optimizer has; nothing is sent."""
+    """Return this rank's parts of an optimizer's whole state dict, without communication."""
     if not is_sharded(model):
         return whole
     specs = TensorParallelParams(model).specs
@@ -233,8 +233,8 @@ def own_optimizer_state(model: nn.Module, optimizer: Optimizer, whole: dict[str,
 def _each_tensor(
     optimizer: Optimizer, state: dict[int, dict[str, Any]], function: Callable[[Tensor, nn.Parameter], Any]
 ) -> dict[int, dict[str, Any]]:
-    """Return the state of all parameters, with the function of each tensor in it and of its parameter."""
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]  # torch numbers them in order
+    """Return the optimizer state with `function(tensor, its parameter)` in place of each tensor."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]  # torch numbers them in this order
     return {
         number: {key: function(v, parameters[number]) if isinstance(v, Tensor) else v for key, v in tensors.items()}
         for number, tensors in state.items()

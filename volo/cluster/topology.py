@@ -1,7 +1,7 @@
 """What this machine has: CPUs, GPUs and network cards, and how near they are to each other.
 
 CPUs by NUMA node, GPUs, and ports of InfiniBand and RoCE cards are read from the files of /sys and /proc below `root`,
-so that a made-up tree can be examined. What is missing there is left out; no CUDA, no ibverbs and no torch is needed.
+so that a test can make up a machine. What is missing there is left out. This needs neither CUDA, ibverbs nor torch.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ _SIOCGIFADDR = 0x8915
 class Device:
     """A device in the machine."""
 
-    name: str  # PCI address of a GPU, such as 0000:07:00.0; card and port as NCCL and UCX name them, such as mlx5_0:1
-    path: tuple[str, ...]  # from the host bridge down to it, such as ("pci0000:20", "0000:20:01.0", "0000:21:00.0")
-    node: int | None  # NUMA node; None where it is unknown
+    name: str  # a GPU's PCI address, such as 0000:07:00.0; a port as NCCL and UCX name it, such as mlx5_0:1
+    path: tuple[str, ...]  # from the host bridge to the device: ("pci0000:20", "0000:20:01.0", "0000:21:00.0")
+    node: int | None  # NUMA node; None if unknown
 
 
 @dataclass(frozen=True)
 class Gpu(Device):
     """An NVIDIA GPU."""
 
-    uuid: str = ""  # empty where the driver doesn't report it
-    shown: bool = True  # whether this process may use it; a container or a job may get only some of the machine's
+    uuid: str = ""  # empty if the driver doesn't report it
+    shown: bool = True  # whether this process may use it; a container or job may get only some of the machine's GPUs
 
 
 @dataclass(frozen=True)
@@ -45,23 +45,23 @@ class Port(Device):
     """An active port of an InfiniBand or RoCE card."""
 
     rate: float = 0.0  # Gb/s
-    layer: str = "InfiniBand"  # or "Ethernet" with RoCE
+    layer: str = "InfiniBand"  # "Ethernet" for RoCE
 
 
 @dataclass(frozen=True)
 class Machine:
     """A machine as one process sees it."""
 
-    cores: Mapping[int, Cores]  # NUMA node -> its physical cores, each as the CPUs of its threads
-    allowed: frozenset[int]  # the CPUs that this process may use: its affinity mask, which is inside its cgroup
-    parent_allowed: frozenset[int]  # the same for its parent process
-    gpus: tuple[Gpu, ...] = ()  # in the order of their addresses
-    ports: tuple[Port, ...] = ()  # active ones, in the order of their names
-    idle_ports: tuple[str, ...] = ()  # that can't be used, each with the reason, such as "mlx5_0:1 is DOWN"
+    cores: Mapping[int, Cores]  # by NUMA node: the physical cores, each as the numbers of its logical CPUs
+    allowed: frozenset[int]  # the CPUs that this process may use: its affinity mask, which lies within its cgroup
+    parent_allowed: frozenset[int]  # the CPUs that its parent process may use
+    gpus: tuple[Gpu, ...] = ()  # sorted by address
+    ports: tuple[Port, ...] = ()  # active ports, sorted by name
+    idle_ports: tuple[str, ...] = ()  # ports that can't be used, each with the reason, such as "mlx5_0:1 is DOWN"
 
 
 def read_machine(root: str | Path = "/") -> Machine:
-    """Read the machine whose /sys and /proc are below `root`."""
+    """Return the machine whose /sys and /proc are below `root`."""
     root = Path(root)
     cores = _node_cores(root)
     process = _fields(root / "proc/self/status")
@@ -72,13 +72,13 @@ def read_machine(root: str | Path = "/") -> Machine:
 
 
 def numbers(text: str) -> tuple[int, ...]:
-    """Return the numbers of a kernel list: "0-2,8" is (0, 1, 2, 8)."""
+    """Return the numbers in a list as the kernel writes it: "0-2,8" is (0, 1, 2, 8)."""
     ends = [part.partition("-") for part in text.split(",") if part]
     return tuple(number for first, _, last in ends for number in range(int(first), int(last or first) + 1))
 
 
 def listed(values: Iterable[int]) -> str:
-    """Return the kernel's list of some numbers: (0, 1, 2, 8) is "0-2,8"."""
+    """Return numbers as a list as the kernel writes it: (0, 1, 2, 8) is "0-2,8"."""
     ranges = []
     for _, run in groupby(enumerate(sorted(values)), lambda pair: pair[1] - pair[0]):
         members = [value for _, value in run]
@@ -87,9 +87,9 @@ def listed(values: Iterable[int]) -> str:
 
 
 def visible_gpus(gpus: Iterable[Gpu], env: Mapping[str, str]) -> tuple[list[Gpu], str]:
-    """Return the GPUs in the order in which CUDA numbers them for a process, and the reason if there is none.
+    """Return the GPUs that a process sees, in CUDA's order, and the reason if there are none.
 
-    `CUDA_VISIBLE_DEVICES` is read as CUDA reads it: numbers or beginnings of UUIDs up to the first that doesn't exist.
+    `CUDA_VISIBLE_DEVICES` is read as CUDA reads it: numbers or prefixes of UUIDs, up to the first that doesn't exist.
     """
     usable = [gpu for gpu in gpus if gpu.shown]
     chosen = env.get("CUDA_VISIBLE_DEVICES")
@@ -108,31 +108,31 @@ def visible_gpus(gpus: Iterable[Gpu], env: Mapping[str, str]) -> tuple[list[Gpu]
 
 
 def own_address(other: str) -> str | None:
-    """Return the address of this machine from which it reaches a host, given by name or by IPv4 or IPv6 address; None
-    without a route."""
+    """Return this machine's address on the route to a host, which is a name, an IPv4 or an IPv6 address; None without a
+    route."""
     try:
         family, *_, where = socket.getaddrinfo(other, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect(where)  # sends nothing
+            probe.connect(where)  # UDP: this sends nothing
             return str(probe.getsockname()[0]).partition("%")[0]
     except (OSError, UnicodeError):
         return None
 
 
 def interface_to(other: str) -> str | None:
-    """Return the network interface on the way to a host or to this one; None for loopback, without a route, and on
-    systems other than Linux."""
+    """Return the network interface on the route to a host, which may be this one. None if it is loopback, if there is
+    no route, and on systems other than Linux."""
     address = own_address(other)
     return next((name for name, its in _addresses() if its == address and name != "lo"), None) if address else None
 
 
 def _addresses() -> Iterator[tuple[str, str]]:
-    """Yield (interface, address) of the first IPv4 and all IPv6 addresses of this machine."""
-    import fcntl  # not on Windows
+    """Yield (interface, address) for the first IPv4 address of each interface and all IPv6 addresses."""
+    import fcntl  # Windows doesn't have it
 
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
-            with suppress(OSError):  # it has none
+            with suppress(OSError):  # the interface has no IPv4 address
                 filled = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()))
                 yield name, socket.inet_ntoa(filled[20:24])
     for digits, *_, name in map(str.split, read(Path("/proc/net/if_inet6")).splitlines()):
@@ -148,17 +148,17 @@ def read(path: Path) -> str:
 
 
 def _fields(path: Path) -> dict[str, str]:
-    """Return the lines "name: value" of a file of /proc."""
+    """Return the lines "name: value" of a file of /proc as a dict."""
     return {name: value.strip() for name, _, value in (line.partition(":") for line in read(path).splitlines())}
 
 
 def _entries(folder: Path, pattern: str = "*") -> list[Path]:
-    """Return what is in a folder, mlx5_2 before mlx5_10; nothing if there is no such folder."""
+    """Return the entries of a folder, with mlx5_2 before mlx5_10; empty if there is no such folder."""
     return sorted(folder.glob(pattern), key=lambda entry: (len(str(entry)), entry))
 
 
 def _node_cores(root: Path) -> dict[int, Cores]:
-    """Return the physical cores by NUMA node; all in node 0 where the kernel knows no nodes."""
+    """Return the physical cores by NUMA node; all are in node 0 if the kernel reports no nodes."""
     system = root / "sys/devices/system"
     lists = {int(node.name[4:]): node / "cpulist" for node in _entries(system / "node", "node[0-9]*")}
     cores = {}
@@ -170,15 +170,15 @@ def _node_cores(root: Path) -> dict[int, Cores]:
 
 
 def _place(device: Path, nodes: Sequence[int]) -> tuple[tuple[str, ...], int | None]:
-    """Return path and NUMA node of the device with this directory in sysfs, or link to it."""
+    """Return the PCI path and the NUMA node of a device, given its directory in sysfs or a link to it."""
     real = device.resolve()
     node, only = read(real / "numa_node"), nodes[0] if len(nodes) == 1 else None
-    return tuple(filter(_PCI.fullmatch, real.parts)), int(node) if node.isdecimal() else only  # -1 is unknown
+    return tuple(filter(_PCI.fullmatch, real.parts)), int(node) if node.isdecimal() else only  # -1 means unknown
 
 
 def _gpus(root: Path, nodes: Sequence[int]) -> tuple[Gpu, ...]:
-    """Return the machine's GPUs. The driver tells a container of some alone, and a Slurm job of all: CUDA counts those
-    whose device file the job's cgroup lets it open."""
+    """Return the machine's GPUs. The driver shows a container only its own GPUs, but shows a Slurm job all of them;
+    CUDA counts only those whose device file the job's cgroup lets it open."""
     driver = root / "proc/driver/nvidia/gpus"
     listing = []
     for device in _entries(root / "sys/bus/pci/devices"):
@@ -191,9 +191,9 @@ def _gpus(root: Path, nodes: Sequence[int]) -> tuple[Gpu, ...]:
 
 
 def _ports(root: Path, nodes: Sequence[int]) -> tuple[tuple[Port, ...], tuple[str, ...]]:
-    """Return the ports that can be used, and the others with the reason.
+    """Return the ports that can be used, and the names of the others, each with the reason.
 
-    Every container sees all cards in sysfs; those whose device file is missing can't be opened there.
+    Every container sees all cards in sysfs, but can't open those whose device file is missing.
     """
     active, idle = [], []
     verbs = _entries(root / "sys/class/infiniband_verbs")

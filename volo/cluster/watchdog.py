@@ -1,10 +1,10 @@
 """Ends a rank that hangs, and lets all ranks stop at the same update.
 
-Each rank watches itself alone. Where one hangs the others wait for it, so that all end at about the same time, and
-their stacks show which it was: the one that does not wait in a collective. The launcher, or Slurm, ends those that are
-left.
+Each rank watches only itself. If one rank hangs the others wait for it, so all ranks end at about the same time. Their
+stacks show which rank hung: the only one that is not waiting in a collective. The launcher or Slurm ends the ranks that
+are left.
 
-Imports no torch, as `volo.cluster.stopping`.
+This module imports no torch, like `volo.cluster.stopping`.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ T = TypeVar("T")
 Phase = Literal["start", "data", "others", "step", "capture", "validation", "saving"]
 
 HUNG = 5
-_OTHERS_S = 2.0  # in which the others print their stacks, before they lose a rank that hangs
+_OTHERS_S = 2.0  # a rank that hangs waits so long before it ends, so that the other ranks can print their stacks
 
 
 class Watchdog:
-    """Watches this process: prints the stacks of all its threads, and ends it, where nothing goes on.
+    """Watches this process. If it makes no progress, the watchdog prints the stacks of all threads and ends it.
 
     Args:
-        timeout: Seconds without progress (`--dist-timeout`). At least `START_S` where this or another rank may be
-            compiling or saving: until all ranks have met after the first step of each batch size, and before the step
-            that follows a validation or a save.
-        loader_timeout: Seconds for which a rank may wait for data; 0: for ever.
-        note: Called with the fields of an event before the end.
+        timeout: Seconds without progress after which the process ends (`--dist-timeout`). At least `START_S` seconds
+            are allowed while any rank may be compiling or saving: until all ranks have met after the first step of each
+            batch size, and before the first step after a validation or a save.
+        loader_timeout: Seconds for which a rank may wait for data; 0 sets no limit.
+        note: Records an event; it is called with the event's fields before the process ends.
     """
 
     START_S = 600.0
@@ -48,26 +48,26 @@ class Watchdog:
         self.rank, self.timeout, self.loader_timeout, self.note = rank, timeout, loader_timeout, note
         self._since = time.monotonic()
         self._phase: Phase = "start"
-        self._meetings = 2  # of all ranks, before each of which a phase may take `START_S`
-        self._sizes = set[int]()  # of batches that a step has begun with
+        self._meetings = 2  # meetings of all ranks that are still to come before phases are limited to `timeout`
+        self._sizes = set[int]()  # batch sizes with which a step has begun
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
 
     def start(self) -> None:
-        """Begin to watch."""
+        """Start watching."""
         if hasattr(faulthandler, "register"):
             faulthandler.register(signal.SIGUSR2, file=2, all_threads=True)
         self._thread.start()
 
     def enter_phase(self, phase: Phase, size: int | None = None) -> None:
-        """Note that something was done, and that `phase` begins.
+        """Record progress, and that `phase` begins.
 
         Args:
-            phase: "others" waits for the data of all ranks, "capture" is that of a CUDA graph.
-            size: Images of the batch with which a step begins.
+            phase: "others" waits until all ranks have their data; "capture" captures a CUDA graph.
+            size: Number of images in the batch, if the phase is a step.
         """
         if phase == "validation":
-            self._meetings = 2  # at its end, and when what it has led to is saved
+            self._meetings = 2  # the ranks meet at the end of validation, and after the save that may follow
         elif phase in ("saving", "capture"):
             self._meetings = max(self._meetings, 1)
         elif self._phase == "others":
@@ -78,15 +78,15 @@ class Watchdog:
         self._phase, self._since = phase, time.monotonic()
 
     def end(self) -> None:
-        """Watch no more: the run is over."""
+        """Stop watching, because the run is over."""
         self._ended.set()
         if self._thread.is_alive():
             self._thread.join()
 
     def allowed(self) -> float:
-        """Return the seconds that this rank may spend in the present phase without doing anything."""
+        """Return how many seconds this rank may spend in the current phase without progress."""
         waits = max(self.timeout, self.START_S) if self._meetings else self.timeout
-        if self._phase in ("data", "others"):  # the others wait for the rank whose data are late
+        if self._phase in ("data", "others"):  # in "others" a rank waits for another rank whose data are late
             return max(waits, self.loader_timeout + 30) if self.loader_timeout else float("inf")
         return waits
 
@@ -94,7 +94,7 @@ class Watchdog:
         while not self._ended.wait(min(1.0, self.timeout / 10)):
             phase, idle = self._phase, time.monotonic() - self._since
             if idle > self.allowed() and not self._ended.is_set():
-                # The process may be full of locks: nothing here waits for another thread but the event's file.
+                # Other threads may hold any lock, so this code waits for no lock except that of the event's file.
                 reason = f"no progress for {idle:.0f} s (--dist-timeout {self.timeout:g}), in phase {phase}"
                 os.write(2, f"[rank {self.rank}] hung: {reason}\n".encode())
                 faulthandler.dump_traceback(file=2, all_threads=True)
@@ -105,19 +105,19 @@ class Watchdog:
 
 
 class StopGuard:
-    """Yields batches until the run has to stop, and reports progress to the watchdog. `largest` returns the largest of
-    the ints that all ranks call it with."""
+    """Yields batches until the run has to stop, and reports progress to the watchdog. `largest` takes one int from each
+    rank and returns the largest of them."""
 
     def __init__(self, stop: StopSignal, watchdog: Watchdog, largest: Callable[[int], int]) -> None:
         self.stop, self.watchdog, self._largest = stop, watchdog, largest
-        self.waited = 0.0  # seconds, for batches
+        self.waited = 0.0  # seconds spent waiting for batches
 
     def iterate_until_stopped(self, batches: Iterable[Batch]) -> Iterator[Batch]:
-        """Yield training batches. An update begins when all ranks have its first batch.
+        """Yield training batches. An update begins after all ranks have received its first batch.
 
         Raises:
-            Stopped: Between two updates, on all ranks: one of them received a signal, or its data failed (then that
-                UserError is the cause, on that rank).
+            Stopped: Between two updates, on all ranks, if a rank received a signal or its data failed. On the rank
+                whose data failed, its UserError is the cause.
         """
         iterator, at_boundary = iter(batches), True
         while True:
@@ -131,7 +131,7 @@ class StopGuard:
             yield batch
 
     def iterate_validation(self, loader: Iterable[T]) -> Iterator[T]:
-        """Yield validation batches; at the end the ranks agree whether each has had all of its own, or stop."""
+        """Yield validation batches. At the end the ranks agree whether all got all their batches; if not, they stop."""
         iterator = iter(loader)
         while True:
             item, failure = self._next(iterator, True)

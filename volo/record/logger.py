@@ -24,7 +24,7 @@ from volo.record.records import EVENTS, KD_LOSS, LineFile, RunRecords, duration,
 if TYPE_CHECKING:
     from volo.record.trackers import Trackers
 
-# One sentence a run, where it has waited for data for more than this share of its time, and so many seconds.
+# A run warns once if it has waited for data for more than this share of its time, and for more than so many seconds.
 WAIT_SHARE, WAIT_SECONDS = 0.2, 30.0
 ADVICE = (
     "raise --workers up to the CPUs of this rank, pack the images smaller on a disk of this machine (tlt pack-images "
@@ -33,8 +33,8 @@ ADVICE = (
 
 
 def outcome(error: BaseException | None) -> tuple[int, str]:
-    """Return the exit code of a program that ends with `error` (None: success), as in `volo.commands.console`, and in
-    one line why it ends."""
+    """Return the exit code of a program that ends with `error` (None: success), as `volo.commands.console` does, and
+    one line that says why it ends."""
     if error is None:
         return 0, "done"
     if isinstance(error, KeyboardInterrupt):
@@ -49,26 +49,26 @@ class Logger:
 
     def __init__(self, world: World) -> None:
         self.world = world
-        self.records: RunRecords | None = None  # before `open`, and on other ranks
-        self._events = LineFile()  # events.jsonl; it keeps those from before `open_events`
-        self.trackers: Trackers | None = None  # few runs have some
+        self.records: RunRecords | None = None  # None before `open`, and on ranks other than 0
+        self._events = LineFile()  # events.jsonl; it keeps events in memory until `open_events`
+        self.trackers: Trackers | None = None  # None unless trackers are used
         self._arithmetic: Arithmetic | None = None
-        self._at: dict[str, int] = {}  # position of the run, once known; part of every event
+        self._at: dict[str, int] = {}  # current epoch and update once they are known; part of every event
         self._total_updates = 0
         self._bar: tqdm | None = None
-        self._told = ""  # beside the bar: loss and speed of the last interval, also while the next epoch has none yet
-        self._lines = LineFile()  # log.txt; it keeps the lines from before `open`
-        self._seconds, self._waited, self._updates = 0.0, 0.0, 0  # of this start
+        self._told = ""  # text beside the bar: loss and speed of the last interval, even of the previous epoch
+        self._lines = LineFile()  # log.txt; it keeps lines in memory until `open`
+        self._seconds, self._waited, self._updates = 0.0, 0.0, 0  # totals since this start of the run
         self._advised = False
 
     def open(self, records: RunRecords, total_updates: int, arithmetic: Arithmetic | None = None) -> None:
-        """Write to `records` from now on; earlier lines go to its log.txt, too. `total_updates` are those of
-        the whole run; `arithmetic` is that of a step, None where it can't be counted."""
+        """Write to `records` from now on, and earlier lines to its log.txt. `total_updates` is the number of updates of
+        the whole run; `arithmetic` describes a step, None if its operations can't be counted."""
         self.records, self._total_updates, self._arithmetic = records, total_updates, arithmetic
         self._lines.open(records.path / "log.txt")
 
     def track(self, names: Sequence[str], project: str, tags: Sequence[str]) -> None:
-        """Send the records to these experiment trackers, too; one that fails is a warning. Call `open` before."""
+        """Also send the records to these experiment trackers; a failure is a warning. Call `open` before."""
         if self.records is not None and names:
             from volo.record.trackers import FOLDER, Trackers
 
@@ -81,19 +81,19 @@ class Logger:
         self._events.open(directory / EVENTS)
 
     def event(self, kind: str, **fields: Any) -> None:
-        """Add an event to events.jsonl on any rank, if possible; `epoch` and `update` are added unless given."""
+        """Add an event to events.jsonl, if possible, on any rank; `fields` may override `epoch` and `update`."""
         where = {"rank": self.world.rank, "node": socket.gethostname(), "pid": os.getpid()}
         self._events.append(strict_json({"time": utc_now(), "kind": kind, **where, **self._at, **fields}))
 
     def set_position(self, epoch: int, update: int) -> None:
-        """Set the position of the run: epochs and updates done."""
+        """Set the number of finished epochs and updates, which every event records."""
         self._at = {"epoch": epoch, "update": update}
 
     @contextmanager
     def end_noted(self) -> Iterator[None]:
-        """Add an `end` event with exit code and reason after the block, on rank 0 and on ranks that fail.
+        """After the block, add an `end` event with exit code and reason, on rank 0 and on every rank that fails.
 
-        The trackers learn it, too.
+        Pass the exit code to the trackers as well.
         """
         failure: BaseException | None = None
         try:
@@ -122,7 +122,7 @@ class Logger:
         self._lines.append(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {safe_text(text)}")
 
     def skipped(self, kind: Literal["skipped-image", "bad-label"], skipped: Iterable[Skipped]) -> None:
-        """Print and record what this rank could not read; every rank does so, because each reads other images."""
+        """Print and record what this rank could not read. Every rank calls this, because each reads other images."""
         for path, why in skipped:
             name = printable(path)
             self.event(kind, path=name, reason=why)
@@ -139,14 +139,14 @@ class Logger:
     def start_epoch(self, epoch: int, epochs: int, updates: int) -> None:
         """Show a progress bar for the epoch if stderr is a terminal."""
         if self.records is not None and sys.stderr.isatty():
-            # Fits 80 columns; the intervals' lines go to log.txt alone, but for the last of an epoch.
+            # The bar fits 80 columns. While it is shown, only the last interval of an epoch is printed.
             form = "{desc} {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt}{postfix}"
             title = f"epoch {epoch + 1}/{epochs}"
             self._bar = tqdm(total=updates, desc=title, leave=False, dynamic_ncols=True, bar_format=form)
             self._bar.set_postfix_str(self._told)
 
     def update(self, epoch: int, update: int) -> None:
-        """Count an optimizer step, the `update`-th of the run."""
+        """Count an optimizer step; `update` is its number in the whole run."""
         self.set_position(epoch, update)
         if self._bar is not None:
             self._bar.update()
@@ -194,9 +194,9 @@ class Logger:
             self.warning(f"data wait {100 * share:.0f} % of the time so far: {ADVICE}")
 
     def epoch(self, epoch: int, totals: EpochTotals, evaluations: dict[str, Evaluation], best: float | None) -> None:
-        """Write the row of an epoch to summary.csv, and its record.
+        """Write the record of an epoch, and its row in summary.csv.
 
-        Call it before the checkpoint of the epoch is saved: a run that is killed in between repeats the epoch.
+        Call this before the epoch's checkpoint is saved. A run that is killed in between repeats the epoch.
         """
         if self._bar is not None:
             self._bar.close()
@@ -224,15 +224,15 @@ class Logger:
         self.records.epoch(row)
 
     def sync(self) -> None:
-        """Write the records to the disk; call it before a checkpoint is saved, which must not outlive them."""
+        """Write the records to the disk. Call this before a checkpoint is saved, which must not outlive them."""
         if self.records is not None:
             self.records.sync()
 
     def curve(self) -> None:
-        """Draw the learning curves if matplotlib is installed; warn if that fails."""
+        """Draw the learning curves if matplotlib is installed; print a warning if that fails."""
         if self.records is None or importlib.util.find_spec("matplotlib") is None:
             return
         try:
             self.records.draw_curve()
-        except Exception as error:  # whatever happens: no run may end because of a picture
+        except Exception as error:  # a failed picture must never end a run
             self.line(f"warning: curve.png could not be drawn: {type(error).__name__}: {error}")

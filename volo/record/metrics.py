@@ -1,5 +1,5 @@
-"""Measurements of training and validation: sums that stay on the device until they are read, reports, and how much of a
-GPU is used."""
+"""Measurements of training and validation: sums that stay on the device until they are read, results, and the GPU's
+utilisation."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from volo.cluster.distributed import World, from_all, sum_over_ranks
 
 
 class Sums:
-    """Named sums (float64 where the device has it), such as losses over images. `add` never waits for the device."""
+    """Named sums, such as losses over images, in float64 if the device has it. `add` never waits for the device."""
 
     def __init__(self, names: tuple[str, ...], world: World) -> None:
         self.names, self.world = names, world
@@ -27,19 +27,19 @@ class Sums:
             self._values[position] += value.detach().to(self._values.dtype) if isinstance(value, Tensor) else value
 
     def totals(self) -> dict[str, float]:
-        """Return the sums over all images. Synchronises; every rank must call it."""
+        """Return the sums over all ranks' images. This synchronises; every rank must call it."""
         over_ranks = sum_over_ranks(self._values) / self.world.tensor_parallel  # so many ranks count the same images
         return dict(zip(self.names, over_ranks.tolist(), strict=True))
 
     def by_rank(self) -> list[list[float]]:
-        """Return the sums of each rank with other images, to `restore` them. Synchronises; every rank must call it."""
+        """Return the sums of each rank that sees different images, for `restore`. This synchronises all ranks."""
         return from_all(self._values.tolist())[:: self.world.tensor_parallel]
 
     def restore(self, by_rank: Sequence[Sequence[float]]) -> None:
-        """Continue from the sums that `by_rank` returned; with another number of ranks, rank 0 takes their total.
+        """Continue from the sums that `by_rank` returned. If the number of ranks has changed, rank 0 gets their total.
 
         Raises:
-            ValueError: Not one number per name.
+            ValueError: A row does not have one number per name.
         """
         rows = torch.tensor(by_rank, dtype=torch.float64).reshape(-1, len(self.names))
         ranks = self.world.data_size
@@ -64,7 +64,7 @@ def correct_in_top(logits: Tensor, classes: Tensor) -> list[Tensor]:
 
 
 def interval(share: float, count: int) -> tuple[float, float]:
-    """Wilson's 95 % interval of a share (0 to 1) of `count` images: smaller differences may be chance."""
+    """Return Wilson's 95 % interval of a share (0 to 1) of `count` images. Smaller differences may be chance."""
     z = 1.96
     middle, width = share + z * z / (2 * count), z * (share * (1 - share) / count + (z / (2 * count)) ** 2) ** 0.5
     low, high = ((middle + sign * width) / (1 + z * z / count) for sign in (-1, 1))
@@ -73,13 +73,13 @@ def interval(share: float, count: int) -> tuple[float, float]:
 
 @dataclass(frozen=True)
 class Interval:
-    """A stretch of training since the last report. Losses and images are over all ranks; times are of this rank."""
+    """Training since the last report. Losses and images are over all ranks, times are this rank's."""
 
     epoch: int
-    update: int  # done in the whole run
+    update: int  # updates done in the whole run
     update_in_epoch: int
     updates_per_epoch: int
-    updates: int  # in this interval
+    updates: int  # updates in this interval
     images: int
     loss: float
     cls_loss: float
@@ -87,19 +87,19 @@ class Interval:
     lr: float
     grad_norm: float
     seconds: float
-    wait_seconds: float  # of them, waiting for data
+    wait_seconds: float  # part of `seconds` spent waiting for data
     skipped_steps: int  # in the whole run
-    teacher_losses: dict[str, float] = field(default_factory=dict)  # by teacher, not weighted
+    teacher_losses: dict[str, float] = field(default_factory=dict)  # unweighted losses by teacher
 
     @property
     def images_per_second(self) -> float:
-        """Global throughput."""
+        """Throughput of all ranks together."""
         return self.images / max(self.seconds, 1e-9)
 
 
 @dataclass(frozen=True)
 class EpochTotals:
-    """Means over the epoch's images, over all ranks."""
+    """Means over all images of an epoch, on all ranks."""
 
     images: int
     unreadable: int
@@ -113,7 +113,7 @@ class EpochTotals:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Accuracy over a validation set, each image counted once. Percentages."""
+    """Accuracy in percent over a validation set, in which each image counts once."""
 
     top1: float
     top5: float
@@ -121,9 +121,9 @@ class Evaluation:
     images: int
     unreadable: int
     seconds: float
-    tokens: int = 0  # that have labels
-    dense_top1: float | None = None  # of these, with the best class of their label
-    annotator_top1: float | None = None  # of these labels, with the class of the folder; None: they are of others
+    tokens: int = 0  # number of tokens that have labels
+    dense_top1: float | None = None  # share of them whose prediction is the top class of their label
+    annotator_top1: float | None = None  # share whose label's best class is the image's; None if classes differ
 
     def __str__(self) -> str:
         dense = "" if self.dense_top1 is None else f", dense top-1 {self.dense_top1:.3f} % of {self.tokens} tokens"
@@ -138,7 +138,7 @@ class Evaluation:
         )
 
 
-# 10^12 FLOP/s of dense products of bfloat16 or float16, from NVIDIA's data sheets. The first name that fits counts.
+# Peak 10^12 FLOP/s of dense bfloat16 or float16 products, from NVIDIA's data sheets. The first matching name counts.
 _PEAKS = {
     **{"GB200": 2500, "B200": 2250, "GH200": 989, "H200": 989},
     **{"H100 PCIe": 756, "H100 NVL": 835, "H100": 989, "H800": 989, "H20": 148},
@@ -149,19 +149,19 @@ _PEAKS = {
 
 @dataclass(frozen=True)
 class Arithmetic:
-    """The arithmetic of a training step."""
+    """The number of operations of a training step, and the peak rate of the device."""
 
-    flops_per_image: float  # forwards and backwards, without what is recomputed
-    peak: float | None  # FLOP/s of a device; None where it isn't known
+    flops_per_image: float  # of forward and backward pass, without recomputation
+    peak: float | None  # peak FLOP/s of a device; None if unknown
 
     def use(self, images_per_second: float) -> dict[str, float]:
-        """Return `tflops_per_second`, and `mfu`, its share of the peak in [0, 1], of a device with so many images."""
+        """Return a device's `tflops_per_second` and `mfu` (share of the peak in [0, 1]) at this throughput."""
         rate = images_per_second * self.flops_per_image
         return {"tflops_per_second": rate / 1e12} | ({"mfu": rate / self.peak} if self.peak else {})
 
 
 def peak_flops(device_name: str, dtype: torch.dtype | None) -> float | None:
-    """Return the FLOP/s of a GPU by its data sheet; None for other devices, and for float32 (`dtype` None)."""
+    """Return a GPU's peak FLOP/s from its data sheet; None for other devices and for float32 (`dtype` None)."""
     if dtype is None:
         return None
     words = device_name.replace("-", " ").split()
@@ -169,11 +169,11 @@ def peak_flops(device_name: str, dtype: torch.dtype | None) -> float | None:
 
 
 def gpu_use(device: torch.device) -> dict[str, float]:
-    """Return what this rank's GPU tells: `gpu_memory_bytes`, the most that tensors have occupied in the whole run, and
-    `gpu_share`, how busy it was in the last moment, in [0, 1] (needs nvidia-ml-py). Nothing on other devices."""
+    """Return measurements of this rank's GPU; {} on other devices. `gpu_memory_bytes` is the most that tensors have
+    occupied in the whole run, `gpu_share` the current utilisation in [0, 1] (needs nvidia-ml-py)."""
     if device.type != "cuda":
         return {}
     values = {"gpu_memory_bytes": float(torch.cuda.max_memory_allocated(device))}
-    with suppress(Exception):  # the library is missing or older than the driver: no run may end because of it
+    with suppress(Exception):  # the library is missing or older than the driver, which must not end a run
         values["gpu_share"] = torch.cuda.utilization(device) / 100
     return values

@@ -1,4 +1,4 @@
-"""Where the time of training steps goes (`--profile N`): a trace, and a table by kind of kernel."""
+"""Measures where the time of training steps goes (`--profile N`): a trace, and a table by kind of kernel."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 TRACE, TABLE = "profile.json.gz", "profile.txt"
-WARM_UP = 20  # updates before, for compiling, CUDA graphs and the choice of kernels
-_KINDS = {  # the first with a word that is in a kernel's name, in small letters
+WARM_UP = 20  # updates before the profile, in which torch compiles, captures CUDA graphs and chooses kernels
+_KINDS = {  # a kernel is of the first kind that has a word which occurs in the kernel's name in lower case
     "matrix products": ("gemm", "nvjet", "cutlass", "cublas", "xmma", "addmm", "::mm", "::bmm", "linear"),
     "convolutions": ("conv", "fprop", "dgrad", "wgrad"),
     "attention": ("flash", "fmha", "attention", "outlook"),
@@ -28,16 +28,16 @@ _KINDS = {  # the first with a word that is in a kernel's name, in small letters
     "sums": ("reduce", "::sum", "::mean"),
     "element by element": ("elementwise", "::mul", "::add", "::div", "::sub", "gelu", "relu"),
 }
-_WAITS = ("synchronize", "waitevent")  # of the host
+_WAITS = ("synchronize", "waitevent")  # calls in which the host waits
 
 
 class StepProfiler:
-    """Profiles some updates of a run, once it is warm, and writes what it has found beside the run's records.
+    """Profiles some updates of a run once it is warm, and writes the results into the run directory.
 
     Args:
-        updates: How many, one after another in an epoch.
-        directory: Of the run.
-        say: Gets the lines of the table.
+        updates: Number of updates, all in one epoch.
+        directory: Run directory.
+        say: Receives the lines of the table.
     """
 
     def __init__(self, updates: int, device: torch.device, directory: Path, say: Callable[[str], None]) -> None:
@@ -47,7 +47,7 @@ class StepProfiler:
         self._seen, self._end = 0, -1  # updates
 
     def update_done(self, left: int) -> None:
-        """Count an update; so many are `left` in its epoch. Waits for the device where the profile begins and ends."""
+        """Count an update; `left` remain in its epoch. Waits for the device where the profile begins and ends."""
         self._seen += 1
         if self._end < 0 and self._seen >= WARM_UP and left >= self.updates:
             self._wait()
@@ -70,18 +70,18 @@ class StepProfiler:
             (self.directory / TABLE).write_text("\n".join(lines) + "\n")
             self._profile.export_chrome_trace(str(self.directory / TRACE))
             lines.append(f"trace, for ui.perfetto.dev: {self.directory / TRACE}")
-        except OSError as error:  # no run may end because of a picture of it
+        except OSError as error:  # a failed profile must not end the run
             lines.append(f"warning: {self.directory / TRACE} can't be written: {error.strerror}")
         for line in lines:
             self._say(line)
 
 
 def table(events: Any, updates: int, seconds: float, device_type: str) -> list[str]:
-    """Return lines about profiled updates: the device's and the host's time, milliseconds and kernels by kind.
+    """Return lines about profiled updates: time of device and host, and milliseconds and kernels by kind.
 
     Args:
         events: `torch.profiler.profile.key_averages()`.
-        seconds: That all updates took.
+        seconds: Duration of all updates together.
     """
     on_gpu, kinds, waited = device_type == "cuda", dict[str, list[float]](), 0.0
     for event in events:

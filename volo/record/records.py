@@ -1,7 +1,6 @@
-"""The records of a run: lines of JSON, and the other files in its directory that say what it is and does.
+"""The records of a run: files of JSON lines, and the other files in the run directory that describe it.
 
-`events.jsonl` has the events of a run, by `volo.record.logger.Logger.event`; docs/training.md lists their kinds and all
-files.
+`volo.record.logger.Logger.event` writes the events in `events.jsonl`. docs/training.md lists their kinds and all files.
 """
 
 from __future__ import annotations
@@ -34,24 +33,24 @@ from volo.cluster.distributed import launch_id
 
 EVENTS, METRICS, SUMMARY = "events.jsonl", "metrics.jsonl", "summary.csv"
 _MOST_PENDING = 10_000  # lines kept in memory while a file can't be written
-# Of each picture of curve.png the curves, by their name in the records. No two differ by their colour alone.
+# For each picture of curve.png: its curves' names in the records, and their legends. No two differ only in colour.
 _CURVES = (
     {"train_loss": "train loss", "train_cls_loss": "class", "train_dense_loss": "dense", "eval_loss": "eval loss"},
     {"eval_top1": "top-1", "eval_top5": "top-5", "eval_top1_ema": "top-1 of the average"}
     | {"dense_top1": "dense top-1", "dense_top1_ema": "dense top-1 of the average"},
 )
-KD_LOSS = "kd_loss_"  # begins the name of a teacher's loss
+KD_LOSS = "kd_loss_"  # prefix of the names of teachers' losses
 _LINES = (
     *(("#0072b2", "-", "o"), ("#d55e00", "--", "s"), ("#009e73", ":", "^"), (INK, "-.", "D"), ("#cc79a7", "-", "v")),
     *(("#e69f00", "--", "P"), ("#56b4e9", ":", "X"), ("#999999", "-.", "*")),
 )
-# Arguments that only say how a run was started.
+# Arguments that say only how a run was started.
 _NOT_SETTINGS = {"config", "notes", "local_rank", "debug", "dry_run", "resume", "no_resume_opt", "start_epoch"}
 _NOT_SETTINGS |= {"allow_changed_data"}
 
 
 def utc_now() -> str:
-    """Return the present time in milliseconds, as ISO 8601."""
+    """Return the current time in UTC as ISO 8601 with milliseconds."""
     return datetime.now(timezone.utc).isoformat(timespec="milliseconds")
 
 
@@ -65,7 +64,7 @@ def duration(seconds: float) -> str:
 
 
 def plain(value: Any, strict: bool = False) -> Any:
-    """Convert `value` to plain types: tuples to lists, paths to text; for `strict` JSON NaN and infinity to None."""
+    """Convert `value` to plain types: tuples to lists, other objects to text; if `strict` NaN and infinity to None."""
     if isinstance(value, dict):
         return {str(k): plain(v, strict) for k, v in value.items()}
     if isinstance(value, (list, tuple)):
@@ -76,12 +75,12 @@ def plain(value: Any, strict: bool = False) -> Any:
 
 
 def strict_json(record: dict[str, Any]) -> str:
-    """Return a line of standard JSON."""
+    """Return the record as one line of standard JSON."""
     return json.dumps(plain(record, strict=True), allow_nan=False)
 
 
 def read_json_lines(file: Path) -> tuple[list[dict[str, Any]], int]:
-    """Return the records of a file (none if it is missing), and the number of damaged lines that are left out."""
+    """Return the records of a file ([] if it is missing), and the number of damaged lines, which are left out."""
     records, damaged = [], 0
     for line in file.read_bytes().splitlines() if file.is_file() else []:
         try:
@@ -96,10 +95,10 @@ def read_json_lines(file: Path) -> tuple[list[dict[str, Any]], int]:
 
 
 class LineFile:
-    """Appends lines, each by one write, so that processes on one machine do not interleave their lines.
+    """Appends lines, each with one write, so that processes on one machine don't mix their lines.
 
-    A line that can't be written (no file yet, full disk) is kept in memory and tried again with the next one: a failed
-    record must not end the run.
+    A line that can't be written (no file yet, full disk) stays in memory and is tried again with the next one, because
+    a failed record must not end the run.
     """
 
     def __init__(self, path: Path | None = None) -> None:
@@ -107,12 +106,12 @@ class LineFile:
         self._pending: deque[bytes] = deque(maxlen=_MOST_PENDING)
 
     def open(self, path: Path) -> None:
-        """Write to this file from now on, the waiting lines first."""
+        """Write to this file from now on, beginning with the pending lines."""
         self.path = path
         self._flush()
 
     def append(self, line: str) -> None:
-        """Write a line after the waiting ones."""
+        """Write a line after the pending ones."""
         self._pending.append(line.encode(errors="backslashreplace") + b"\n")
         self._flush()
 
@@ -120,13 +119,13 @@ class LineFile:
         if self.path is None:
             return
         with suppress(OSError), open(self.path, "a+b", buffering=0) as file:
-            # It is taken out first, because a signal handler or another thread may append in the meantime.
+            # Take the line out first, because a signal handler or another thread may append meanwhile.
             while self._pending and self._wrote(file.fileno(), self._pending.popleft()):
                 pass
 
     def _wrote(self, descriptor: int, line: bytes) -> bool:
-        """Write a line; put it back and return False where that fails."""
-        # The file may end within a line, because the machine or the disk failed during a write.
+        """Write a line; if that fails, put it back and return False."""
+        # The file may end in the middle of a line, if the machine or the disk failed during a write.
         size = os.fstat(descriptor).st_size
         is_torn = size > 0 and read_at(descriptor, 1, size - 1) != b"\n"
         whole, written = b"\n" + line if is_torn else line, 0
@@ -143,16 +142,16 @@ class RunRecords:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._metrics = LineFile(path / METRICS)
-        self._started: dict[str, bytes] = {}  # contents of the files that a start writes
+        self._started: dict[str, bytes] = {}  # contents of the files that `record_start` wrote
         with os_errors_told(lambda error: f"--output {path}: cannot create the run directory ({error.strerror})"):
             path.mkdir(parents=True, exist_ok=True)
 
     def record_start(
         self, args: Namespace, world_size: int, device: str, more: Mapping[str, bytes] | None = None
     ) -> None:
-        """Write args.yaml and `more` files, and add a record to run.json."""
+        """Write args.yaml and the files in `more`, and add a record of this start to run.json."""
         starts: Any = []
-        with suppress(OSError, ValueError):  # missing or damaged; events.jsonl has the starts, too
+        with suppress(OSError, ValueError):  # missing or damaged; events.jsonl also has the starts
             starts = json.loads((self.path / "run.json").read_bytes())
         start = {
             "time": datetime.now().astimezone().isoformat(timespec="seconds"),
@@ -165,7 +164,7 @@ class RunRecords:
             "versions": versions(),
             "world_size": world_size,
             "device": device,
-            "fitted": list(getattr(args, "defaulted", ())),  # settings that the data, or a checkpoint, have decided
+            "fitted": list(getattr(args, "defaulted", ())),  # settings determined by the data or a checkpoint
         }
         starts = [*starts, start] if isinstance(starts, list) else [start]
         settings = yaml.safe_dump(settings_of(args), sort_keys=True)
@@ -175,13 +174,13 @@ class RunRecords:
             write_whole(self.path / name, content)
 
     def rewind(self, epoch: int, update: int) -> int:
-        """Remove the records after a position from metrics.jsonl and summary.csv: the run will make them again.
+        """Remove the records after a position from metrics.jsonl and summary.csv, since the run will repeat them.
 
         Args:
-            epoch, update: Epochs finished, and optimizer steps done.
+            epoch, update: Numbers of finished epochs and of optimizer steps done.
 
         Returns:
-            How many lines of metrics.jsonl were removed.
+            The number of lines removed from metrics.jsonl.
 
         Raises:
             UserError: The files can't be written.
@@ -196,9 +195,9 @@ class RunRecords:
         return len(lines) - len(kept)
 
     def sync(self) -> None:
-        """Write the records to the disk, as far as possible: a checkpoint must not outlive them.
+        """Write the records to the disk if possible, because a checkpoint must not outlive them.
 
-        The files of the start are written again if they were removed.
+        Write the files of `record_start` again if they were removed.
         """
         for name in [name for name in self._started if not (self.path / name).exists()]:
             with suppress(OSError):
@@ -211,13 +210,13 @@ class RunRecords:
         self._metrics.append(strict_json(record))
 
     def epoch(self, row: dict[str, Any]) -> None:
-        """Add the record of an epoch to metrics.jsonl, and write summary.csv anew from all of them if possible."""
+        """Add an epoch's record to metrics.jsonl and, if possible, write summary.csv again from all epochs."""
         self.metrics({"event": "epoch", **row, "time": utc_now()})
         with suppress(OSError):
             self._write_summary()
 
     def _write_summary(self) -> None:
-        # Epochs count from 1 where people read, here and in the log.
+        # Epochs count from 1 for readers, here as in the log.
         rows = [
             {k: v + 1 if k == "epoch" else v for k, v in record.items() if k not in ("event", "time")}
             for record in epochs_of(self.path)
@@ -229,7 +228,7 @@ class RunRecords:
         write_whole(self.path / SUMMARY, out.getvalue().encode())
 
     def draw_curve(self) -> None:
-        """Draw curve.png from the records of the epochs. Raises whatever matplotlib raises."""
+        """Draw curve.png from the records of the epochs. Raises any error of matplotlib."""
         from matplotlib.ticker import MaxNLocator
 
         figure, epochs = new_figure(6, 7, layout="constrained"), epochs_of(self.path)
@@ -249,7 +248,7 @@ class RunRecords:
         figure.savefig(self.path / "curve.png", dpi=120)
 
     def _loss_text(self) -> str:
-        """What the training loss is the sum of, where that is the two losses of token labels."""
+        """Return the label of the loss axis: a weighted sum, if the loss consists of the two losses of token labels."""
         settings = yaml.safe_load(self._started.get("args.yaml", b"{}"))
         if not settings.get("token_label") or settings["token_label_size"] == 1 or settings["kd_model_name"]:
             return "loss"
@@ -263,7 +262,7 @@ def epochs_of(folder: Path) -> list[dict[str, Any]]:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of the packages that a run depends on; torch's with its build (+cu130)."""
+    """Return the versions of the packages that a run depends on; torch's includes its build (+cu130)."""
     installed = {"volo-tlt": __version__, "torch": torch.__version__}
     for name in ("torchvision", "timm", "numpy", "simplejpeg"):
         with suppress(PackageNotFoundError):
@@ -272,12 +271,12 @@ def versions() -> dict[str, str]:
 
 
 def settings_of(args: Namespace) -> dict[str, Any]:
-    """Return the arguments that define the run, as plain types, without those that only say how it was started."""
+    """Return the arguments that define the run, as plain types; arguments that say only how it started are left out."""
     return plain({k: v for k, v in sorted(vars(args).items()) if k not in _NOT_SETTINGS})
 
 
 def _is_before(line: bytes, epoch: int, update: int) -> bool:
-    """Whether a record is from before a position. The epoch is compared first, since epochs may change their length."""
+    """Whether a record is before a position. Compare the epoch first, since the length of epochs may change."""
     try:
         record = json.loads(line)
         if record["event"] == "epoch" or record["epoch"] != epoch:
@@ -288,11 +287,11 @@ def _is_before(line: bytes, epoch: int, update: int) -> bool:
 
 
 def launch_record() -> str | None:
-    """Return what tells this launch from all others in run.json, the same over restarts: the launcher's id; the process
-    of a torchrun that was given none; None without a launcher."""
+    """Return an id for this launch in run.json that stays the same over restarts: the launcher's id, or a description
+    of the torchrun process if it has no id; None without a launcher."""
     if launch_id() is not None or "TORCHELASTIC_RUN_ID" not in os.environ:
         return launch_id()
     started = ""
-    with suppress(OSError, LookupError):  # in kernel ticks, because the system gives a process's number out again
+    with suppress(OSError, LookupError):  # the start time, in kernel ticks, because process ids are reused
         started = Path(f"/proc/{os.getppid()}/stat").read_text().rpartition(")")[2].split()[19]
     return f"process {os.getppid()} on {socket.gethostname()}, started at {started}"

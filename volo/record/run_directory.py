@@ -1,4 +1,4 @@
-"""The directory of one run: which one it is, and that no other job writes there."""
+"""The directory of one run: which directory it is, and a lock that keeps other jobs from writing there."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ from volo.config.flags_train import BATCH_NORM, EMA, MODEL, OPTIMIZER, REGULARIS
 from volo.record.records import plain, settings_of
 
 DEFAULT_ROOT = "output/train"
-_TIME = "%Y%m%d-%H%M%S"  # in the names of runs
-_WAIT = 2.0  # seconds, for data workers of a killed job, which have inherited the lock before filelock 4
-# The settings that define an experiment, without places of files and without the machines.
+_TIME = "%Y%m%d-%H%M%S"  # the time in the names of runs
+_WAIT = 2.0  # seconds to wait for the lock: before filelock 4, data workers of a killed job hold it a little longer
+# The settings that define an experiment, without the places of files and the machines.
 _OF_EXPERIMENT = {
     flag.dest
     for group in (MODEL, TOKEN_LABELS, OPTIMIZER, SCHEDULE, AUGMENTATION, REGULARISATION, BATCH_NORM, EMA)
     for flag in group.flags
-} - {"token_label_data", "grad_accum_steps"} | {"seed", "batch_size"}  # the steps follow from the number of processes
+} - {"token_label_data", "grad_accum_steps"} | {"seed", "batch_size"}  # accumulation depends on the number of ranks
 
 
 def check_writable(folder: Path, flag: str) -> None:
-    """Check that results can be written in `folder`, or in the existing parent where it would be created.
+    """Check that results can be written in `folder`, or in the nearest existing parent if `folder` doesn't exist.
 
-    A temporary folder is created and removed, because permissions alone say too little (root, read-only mounts).
+    This creates and removes a temporary folder, because permissions are not enough (root, read-only mounts).
 
     Raises:
         UserError: Nothing can be written there.
@@ -55,14 +55,14 @@ def choose_directory(
 ) -> Path:
     """Return the directory of this run.
 
-    `--output ROOT` (default `output/train`) holds one directory per run: `--experiment NAME`, or `TIME-MODEL-SIZE`. The
-    latter is made here, so that no two runs that start in the same second have the same one.
-    With `--resume FILE` it is the directory of the file, if that is a run directory and neither flag names another one;
-    of a milestone only if `--experiment` names it, because a run of its own branches off there. With `--resume auto`
-    and no name, it is the newest run of this experiment: of this model and size, with the same seed, labels, optimizer,
+    `--output ROOT` (default `output/train`) holds one directory per run: `--experiment NAME`, or `TIME-MODEL-SIZE`,
+    which is created here, so that two runs that start in the same second get different ones.
+    With `--resume FILE` it is the directory of the file, if that is a run directory and the flags don't name another
+    one. From a milestone a new run branches off, unless `--experiment` names the milestone's run. With `--resume auto`
+    and no name, it is the newest run of the same experiment: the same model, image size, seed, labels, optimizer,
     schedule, augmentation and regularisation.
 
-    `report` receives a line about a newer run that is another experiment. Without `make` nothing is made (`--dry-run`).
+    `report` receives a line if a newer run is another experiment. With `make` False (`--dry-run`) nothing is created.
 
     Raises:
         UserError: The directory holds checkpoints of another run without `--resume`, or can't be made.
@@ -84,18 +84,18 @@ def choose_directory(
 
 
 def _newest_alike(root: Path, suffix: str, args: Namespace, report: Callable[[str], None]) -> Path | None:
-    """Return the newest run with the settings of `args`, or None; report the newest one that has others.
+    """Return the newest run with the settings of `args`, or None; report the newest run that has other settings.
 
-    What neither command gives, and the data decide, is not compared (`volo.config.flags_train.FITTED`).
+    A setting that the data determine, because neither command gives it, is not compared (see `FITTED` in flags_train).
     """
     now = {k: v for k, v in settings_of(args).items() if k in _OF_EXPERIMENT}
     left = {name: "left to the data" for name in getattr(args, "defaulted", ()) if name in now}
     alike, passed_over = None, ""
     for run in sorted((file.parent for file in root.glob(f"*{suffix}/args.yaml")), key=_begun, reverse=True):
-        fitted = _starts(run)[-1].get("fitted", list(left))  # earlier versions don't tell
+        fitted = _starts(run)[-1].get("fitted", list(left))  # earlier versions don't record it
         asked = {k: v for k, v in (now | left).items() if k not in left or k not in fitted}
         changes: list[str] = []
-        with suppress(OSError, yaml.YAMLError):  # where it is damaged, its checkpoints are compared all the same
+        with suppress(OSError, yaml.YAMLError):  # if the file is damaged, the run's checkpoints are compared later
             changes = changed_settings(yaml.safe_load((run / "args.yaml").read_bytes()), asked)
         if not changes:
             alike = run
@@ -110,7 +110,7 @@ def _newest_alike(root: Path, suffix: str, args: Namespace, report: Callable[[st
 
 
 def _starts(run: Path) -> list[dict[str, Any]]:
-    """Return the records of a run's starts (run.json), an empty one where there is none that can be read."""
+    """Return the records of a run's starts from run.json; one empty record if it is missing or damaged."""
     content: Any = None
     with suppress(OSError, ValueError, RecursionError):
         content = json.loads((run / "run.json").read_bytes())
@@ -118,9 +118,9 @@ def _starts(run: Path) -> list[dict[str, Any]]:
 
 
 def _begun(run: Path) -> tuple[float, int, str]:
-    """Return what orders runs by their beginning: the instant, and their number among those of one second.
+    """Return a key that sorts runs by their beginning: the time, then the number among runs of the same second.
 
-    Names alone don't: they are in the local time of a machine, which may lie in another zone or put its clock back.
+    Names alone don't suffice: they have a machine's local time, which depends on its time zone and may be set back.
     """
     numbered = re.match(r"\d{8}-\d{6}-(\d+)-", run.name)
     place = int(numbered[1]) if numbered else 1, run.name
@@ -132,11 +132,11 @@ def _begun(run: Path) -> tuple[float, int, str]:
 
 
 def changed_settings(recorded: Any, now: dict[str, Any]) -> list[str]:
-    """Compare settings recorded in a checkpoint, which are plain, with the present ones; return a line for each of
-    `now` that differs. What is recorded is not walked: in a hostile file it may never end."""
+    """Compare settings recorded in a checkpoint with those of this run; return a line for each of `now` that differs.
+    Recorded values are compared but never traversed, because in a hostile file that might not end."""
     if not isinstance(recorded, dict):
         return []
-    # A flag that takes several values now has the same one as when it took one.
+    # A flag that used to take one value may take several now: the two forms of the same value are equal.
     differing = [k for k in sorted(now) if k in recorded and plain(now[k]) not in (recorded[k], [recorded[k]])]
     shortener = reprlib.Repr()
     shortener.maxstring = 1000
@@ -144,14 +144,14 @@ def changed_settings(recorded: Any, now: dict[str, Any]) -> list[str]:
 
 
 def _is_named(directory: Path, args: Namespace) -> bool:
-    """Whether `--output` and `--experiment`, where given, name `directory`."""
+    """Whether `directory` is the one that `--output` and `--experiment` name, as far as they are used."""
     if args.experiment:
         return (Path(args.output or DEFAULT_ROOT) / args.experiment).resolve() == directory.resolve()
     return not args.output or Path(args.output).resolve() == directory.resolve().parent
 
 
 def _new(root: Path, suffix: str, make: bool) -> Path:
-    """Make and return a directory named after the present second, with a number if that name exists."""
+    """Create and return a directory named after the current second, with a number if that name exists already."""
     now = datetime.now().strftime(_TIME)
     path = root / f"{now}{suffix}"
     with os_errors_told(lambda error: f"--output {path}: cannot create the run directory ({error.strerror})"):
@@ -164,13 +164,13 @@ def _new(root: Path, suffix: str, make: bool) -> Path:
 
 
 class RunLock:
-    """One job per run directory: a second one (a double requeue, say) is kept out. Leaving the context releases it.
+    """Lets only one job use a run directory: a second one, say after a double requeue, fails. For use in `with`.
 
-    The kernel's lock on RUN/run.lock ends with the process that holds it, however that ends. It keeps out jobs of other
-    machines where the file system passes locks on, as NFS does.
+    The kernel's lock on RUN/run.lock ends with its process, however that ends. It keeps out jobs on other machines if
+    the file system shares locks, as NFS does.
 
     Args:
-        warn: Receives a line when a directory that was removed is made again.
+        warn: Receives a line when a directory that was removed is created again.
     """
 
     def __init__(self, directory: Path, warn: Callable[[str], None]) -> None:
@@ -186,7 +186,7 @@ class RunLock:
             self._lock.release()
 
     def acquire(self) -> None:
-        """Take the lock of a directory that exists; for rank 0. Does nothing if it is held already.
+        """Take the lock of an existing directory, on rank 0. Do nothing if this process holds it already.
 
         Raises:
             UserError: Another job holds it.
@@ -205,7 +205,7 @@ class RunLock:
         self._lock, self._inode = lock, os.stat(self.path).st_ino
 
     def check(self) -> None:
-        """Create the directory again if it was removed, and take its lock again; does nothing without the lock.
+        """If the directory was removed, create it again and take its lock again. Do nothing without the lock.
 
         Raises:
             UserError: Another job has taken the directory meanwhile.
@@ -223,9 +223,9 @@ class RunLock:
             )
 
     def _holder(self) -> str:
-        """Return who holds the lock, by the newest start in run.json."""
+        """Return a description of the job that holds the lock, from the newest start in run.json."""
         start = _starts(self.path.parent)[-1]
         try:
             return f"process {start['pid']} on {start['host']} (since {start['time']})"
-        except LookupError:  # it has not begun, or is damaged
+        except LookupError:  # the job has not written it yet, or the file is damaged
             return "another job"

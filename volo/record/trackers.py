@@ -1,11 +1,11 @@
-"""Experiment trackers: Weights & Biases, TensorBoard, MLflow and Trackio, each fed by a process of its own.
+"""Experiment trackers: Weights & Biases, TensorBoard, MLflow and Trackio. Each runs in a process of its own.
 
-    python volo/record/trackers.py NAME RUN PROJECT [TAG ...]       which `Trackers` starts for every --log-NAME
+    python volo/record/trackers.py NAME RUN PROJECT [TAG ...]       `Trackers` starts this for every --log-NAME
 
-The process follows RUN/metrics.jsonl, so a library that is slow, hangs or crashes can't hold up training. It notes in
-RUN/trackers/NAME.json which record was sent last, and sends only later ones: a resumed run continues the curve without
-doubled points, and what a failed tracker has missed is sent by the next start. It is run as a file and imports nothing
-of this project, so that neither torch nor the models are imported for it.
+The process follows RUN/metrics.jsonl, so a library that is slow, hangs or crashes can't delay training. It writes to
+RUN/trackers/NAME.json which record it sent last, and sends only later ones. So a resumed run's curve has no double
+points, and the next start sends what a failed tracker has missed. The file runs as a script and imports nothing
+of this project, so that it loads neither torch nor the models.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ import yaml
 METRICS, ARGUMENTS, FOLDER = "metrics.jsonl", "args.yaml", "trackers"
 DEFAULT_PROJECT = "volo-tlt"
 POLL_S = 1.0
-CALL_S = 120  # that a call of a library may take, before its process ends
-WAIT_S = 30.0  # that a run waits for it after its last update
+CALL_S = 120  # seconds that a call of a library may take before the process ends
+WAIT_S = 30.0  # seconds that a run waits for its trackers after its last update
 _POSITION = {"event", "time", "epoch", "update", "update_in_epoch", "updates_per_epoch", "updates"}
-_OFF = "off: "  # begins the line that says why a process has ended
+_OFF = "off: "  # prefix of the line that says why a process ended
 
 
 class Trackers:
-    """The processes that send the records of a run; none before `start`. Use it on rank 0 only.
+    """The processes that send the records of a run; there are none before `start`. Use this on rank 0 only.
 
     Args:
-        warn: Receives a line for each tracker that can't be started, has failed, or is not done in time.
+        warn: Receives a line for each tracker that can't start, has failed, or doesn't finish in time.
     """
 
     def __init__(self, warn: Callable[[str], None]) -> None:
@@ -55,7 +55,7 @@ class Trackers:
             try:
                 self._folder.mkdir(exist_ok=True)
                 with (self._folder / f"{name}.log").open("wb") as log:
-                    # In a session of its own, because signals to stop the run are not meant for it.
+                    # In a session of its own, so that signals that stop the run don't reach it.
                     self._running[name] = subprocess.Popen(
                         command, stdin=subprocess.PIPE, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
                     )
@@ -63,19 +63,19 @@ class Trackers:
                 self._warn(f"--log-{name} is off: {error.strerror}")
 
     def check(self) -> None:
-        """Warn of each tracker that has failed since the last call."""
+        """Warn about each tracker that has failed since the last call."""
         for name in [name for name, process in self._running.items() if process.poll() is not None]:
             self._warn_of(name, self._running.pop(name).returncode)
 
     def close(self, exit_code: int) -> None:
-        """Tell the trackers how the run has ended; they send what is left and end by themselves."""
+        """Send the trackers the run's exit code; they send the remaining records and end by themselves."""
         for process in self._running.values():
             assert process.stdin is not None
             with suppress(OSError), process.stdin as pipe:
                 pipe.write(b"%d" % exit_code)
 
     def wait(self) -> None:
-        """Wait for the trackers after `close`, at most WAIT_S; for the end of a run, when no other rank waits."""
+        """Wait at most WAIT_S for the trackers after `close`. Call this at the very end, when no other rank waits."""
         until = time.monotonic() + WAIT_S
         for name, process in self._running.items():
             try:
@@ -92,19 +92,19 @@ class Trackers:
 
 
 class Start(NamedTuple):
-    """What a tracker is opened with."""
+    """The values with which a tracker is opened."""
 
-    run: Path  # its name is the run's
-    id: str  # the tracker's `id` of an earlier start; "" for a new run
-    step: int  # the last update that was sent
+    run: Path  # run directory; its name is the name of the run
+    id: str  # the tracker's `id` in an earlier start; "" for a new run
+    step: int  # last update that was sent
     project: str
     tags: Sequence[str]
-    config: dict[str, Any]  # the run's arguments
+    config: dict[str, Any]  # arguments of the run
 
 
-# A tracker is made of a `Start`. Its methods may raise whatever the library raises, and may take their time:
-# `log(values, step, seconds)` sends the values of an update, recorded so many seconds after 1970; `finish(exit_code)`
-# what is left, and how the run has ended. `id` is what `Start.id` needs to continue this run.
+# A tracker's constructor takes a `Start`. Its methods may raise any error of the library and may be slow.
+# `log(values, step, seconds)` sends the values of an update, recorded `seconds` after 1970. `finish(exit_code)` sends
+# the rest and how the run ended. `id` is what `Start.id` needs to continue this run.
 
 
 class WandB:
@@ -123,10 +123,10 @@ class WandB:
             config=start.config,
             allow_val_change=True,
             resume="allow",
-            # Its measurements of CPU, GPU, memory and network are those of the process that trains.
+            # W&B measures CPU, GPU, memory and network of the training process.
             settings={"console": "off", "x_stats_pid": os.getppid()},
         )
-        # Not W&B's own step: a resumed run has to go beyond it, and an epoch has the number of its last update.
+        # W&B's own step can't be used: it only grows, but a run may resume earlier, and an epoch shares an update.
         self._run.define_metric("*", step_metric="update")
 
     def log(self, values: dict[str, float], step: int, seconds: float) -> None:
@@ -145,11 +145,11 @@ class TensorBoard:
         from torch.utils.tensorboard import SummaryWriter
 
         new = start.step < 0
-        # Readers drop what was written of later updates but not noted as sent.
+        # TensorBoard drops what was written about later updates but not recorded as sent.
         self._writer = SummaryWriter(start.run / "tensorboard", purge_step=None if new else start.step + 1)
         if new:
             lines = yaml.safe_dump(start.config).splitlines()
-            self._writer.add_text("arguments", "\n".join(f"    {line}" for line in lines))  # Markdown of code
+            self._writer.add_text("arguments", "\n".join(f"    {line}" for line in lines))  # Markdown shows it as code
 
     def log(self, values: dict[str, float], step: int, seconds: float) -> None:
         for name, value in values.items():
@@ -161,7 +161,7 @@ class TensorBoard:
 
 
 class MLflow:
-    """MLflow, where MLFLOW_TRACKING_URI says."""
+    """MLflow at MLFLOW_TRACKING_URI."""
 
     def __init__(self, start: Start) -> None:
         import mlflow
@@ -175,7 +175,7 @@ class MLflow:
         experiment = mlflow.set_experiment(name).experiment_id
         self.id = self._client.create_run(experiment, run_name=start.run.name).info.run_id
         params = [Param(key, str(value)[:500]) for key, value in start.config.items()]
-        for first in range(0, len(params), 100):  # as many as a request may have
+        for first in range(0, len(params), 100):  # a request may have at most 100
             self._client.log_batch(self.id, params=params[first : first + 100])
 
     def log(self, values: dict[str, float], step: int, seconds: float) -> None:
@@ -187,12 +187,12 @@ class MLflow:
 
 
 class Trackio:
-    """Trackio, in TRACKIO_DIR or where TRACKIO_SPACE_ID says."""
+    """Trackio, in the folder TRACKIO_DIR or the Space TRACKIO_SPACE_ID."""
 
     def __init__(self, start: Start) -> None:
         import trackio
 
-        # Trackio knows a run by its name, and another folder may hold a run of the same name.
+        # Trackio identifies a run by its name, but runs in two folders may have the same name.
         self.id = start.id or f"{start.run.name}-{uuid.uuid4().hex[:8]}"
         self._run = trackio.init(start.project or DEFAULT_PROJECT, self.id, config=start.config, resume="allow")
 
@@ -207,7 +207,7 @@ TRACKERS: dict[str, Any] = {"wandb": WandB, "tensorboard": TensorBoard, "mlflow"
 
 
 def new_records(file: Path) -> Iterator[list[dict[str, Any]]]:
-    """Yield again and again the records that have been added to a file of JSON lines; damaged lines are left out."""
+    """Yield, again and again, the records added to a file of JSON lines since the last time, without damaged lines."""
     position = 0
     while True:
         records = []
@@ -222,7 +222,7 @@ def new_records(file: Path) -> Iterator[list[dict[str, Any]]]:
 
 
 def values_of(record: dict[str, Any]) -> dict[str, float]:
-    """Return the numbers of a record of metrics.jsonl, such as `train/loss` and `epoch/eval_top1`."""
+    """Return the numbers in a record of metrics.jsonl, such as `train/loss` and `epoch/eval_top1`."""
     event = record["event"]
     values = {key: record[key] for key in record.keys() - _POSITION if isinstance(record[key], (int, float))}
     if event == "train":
@@ -232,10 +232,10 @@ def values_of(record: dict[str, Any]) -> dict[str, float]:
 
 
 def how_it_ended(training: int) -> int | None:
-    """Wait POLL_S at most; return the exit code of the run, or None while it goes on.
+    """Wait at most POLL_S; return the run's exit code, or None while it goes on.
 
     Args:
-        training: The process that trains. A data worker may hold the other end of the pipe longer than it lives.
+        training: Id of the training process. A data worker may hold the other end of the pipe after that has ended.
     """
     if select.select([sys.stdin], [], [], POLL_S)[0]:
         return int(os.read(sys.stdin.fileno(), 16) or 1)
@@ -243,10 +243,10 @@ def how_it_ended(training: int) -> int | None:
 
 
 def follow(name: str, run: Path, project: str, tags: Sequence[str]) -> None:
-    """Send the records of a run until it ends; its exit code comes through stdin. No call may take longer than CALL_S.
+    """Send the records of a run until it ends; stdin brings its exit code. No call may take longer than CALL_S.
 
-    RUN/trackers/NAME.json holds the tracker's `id`, and the place of the last record that was sent: epoch, whether it
-    is of a whole epoch, update.
+    RUN/trackers/NAME.json holds the tracker's `id` and the place of the last record sent: epoch, whether the record is
+    of the whole epoch, update.
     """
     training, code, note = os.getppid(), None, run / FOLDER / f"{name}.json"
 
@@ -282,10 +282,10 @@ def follow(name: str, run: Path, project: str, tags: Sequence[str]) -> None:
 
 
 def main() -> None:
-    """Follow a run as the command line says; end with 1 and a line that begins with _OFF where that fails."""
+    """Follow a run as the command line says. If that fails, print a line that begins with _OFF and exit with 1."""
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
-        signal.signal(number, signal.SIG_IGN)  # Slurm sends them to all processes of a job
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)  # which ends a call that takes too long, whoever has ignored it
+        signal.signal(number, signal.SIG_IGN)  # Slurm sends these signals to all processes of a job
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)  # ends a call that takes too long, even if the parent ignored it
     os.nice(10)
     name, run, project, *tags = sys.argv[1:]
     try:
@@ -293,9 +293,9 @@ def main() -> None:
     except BaseException as error:
         reason = " ".join(str(error).split())[:300]
         print(f"\n{_OFF}{type(error).__name__}: {reason}", flush=True)
-        os._exit(1)  # what the library has registered for the end might wait for the network
+        os._exit(1)  # exit handlers of the library might wait for the network
 
 
 if __name__ == "__main__":
-    del sys.path[0]  # this folder, whose modules have names that libraries may have, too
+    del sys.path[0]  # this folder has modules whose names libraries may use, too
     main()
