@@ -1,11 +1,11 @@
-"""Linear layers and softmax attention by whichever of torch's libraries is fastest on the device.
+"""Linear layers and softmax attention, each by the library that is fastest on the device.
 
-torch leaves float32 matrix products on x86 to MKL, which takes AMD's processors for unknown ones and leaves out their
-AVX-512. oneDNN, which torch uses for convolutions and in lower precisions, does not ask who made the processor. Where
-AVX-512 has units of its whole width, forward and backward take half the time.
+On x86, torch computes float32 matrix products with MKL, which does not recognise AMD processors and so does not use
+their AVX-512. oneDNN, which torch uses for convolutions and lower precisions, does not depend on the vendor. On
+processors with full-width AVX-512 units it halves the time of the forward and the backward pass.
 
-What is known of the processor decides, never a measurement: where other work disturbs one, a resumed run would end in
-other bits.
+Facts about the processor choose the library, never a measurement: other work could disturb a measurement, and a resumed
+run would then compute other bits.
 
 Shapes: B images, N queries, M keys, D channels of a head.
 """
@@ -25,15 +25,15 @@ from torch.nn.modules.module import _has_any_global_hook
 from torch.utils.flop_counter import register_flop_formula
 
 _FORWARD, _CALL = nn.Linear.forward, nn.Module.__call__
-CHOICE = "TLT_LINEAR"  # variable: "mkl" or "onednn" whatever the processor
+CHOICE = "TLT_LINEAR"  # environment variable: "mkl" or "onednn" on any processor
 _PROCESSOR = Path("/proc/cpuinfo")
-# The fifth Zen. The fourth's units have half the width: there oneDNN is 1.0 to 1.2 times as fast, which an operator
-# that torch.compile can't see into costs again.
+# Zen 5. The AVX-512 units of Zen 4 have half the width: there oneDNN is only 1.0 to 1.2 times as fast, which an
+# operator that torch.compile can't see into loses again.
 _FIRST_WITH_WHOLE_UNITS = 26
 
 
 def mkl_is_slow() -> bool:
-    """Return whether float32 matrix products are to be oneDNN's."""
+    """Return whether oneDNN should compute float32 matrix products."""
     asked = os.environ.get(CHOICE)
     if asked in ("mkl", "onednn"):
         return asked == "onednn"
@@ -49,10 +49,10 @@ MKL_IS_SLOW = mkl_is_slow()
 
 
 def linear(layer: nn.Module, x: Tensor) -> Tensor:
-    """`layer(x)`, by oneDNN where that is the faster library.
+    """Return `layer(x)`, computed by oneDNN if that is the faster library.
 
-    The layers of a model stay plain `nn.Linear`, which other programs look for by their type: to count, quantize or
-    replace them. A layer that others have changed is called: its class, weights, hooks, or how it is called.
+    The layers of a model stay plain `nn.Linear`, because other programs look for this type to count, quantize or
+    replace them. If another program changed a layer's class, weights, hooks or call, we call the layer itself.
 
     Args:
         x: (..., in_features).
@@ -72,7 +72,7 @@ def _takes_onednn(x: Tensor, layer: nn.Linear) -> bool:
         and x.dtype is torch.float32
         and weight.dtype is torch.float32
         and weight.device.type == "cpu"
-        and type(weight) is nn.Parameter  # a quantized weight is of another class
+        and type(weight) is nn.Parameter  # a quantized weight has another class
         and not (layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks or layer._backward_pre_hooks)
         and not _has_any_global_hook()
         and _is_called_by_torch(layer)
@@ -83,13 +83,13 @@ def _takes_onednn(x: Tensor, layer: nn.Linear) -> bool:
 
 
 def _is_called_by_torch(layer: nn.Linear) -> bool:
-    """Whether `layer(x)` ends in torch's own `forward`, which others may replace on an instance and on the class."""
-    forward = layer.forward  # in this form torch.compile compiles again where it has been replaced since
+    """Return whether `layer(x)` ends in torch's own `forward`; programs may replace it on an instance or a class."""
+    forward = layer.forward  # written so that torch.compile recompiles if `forward` has been replaced since
     is_own = isinstance(forward, MethodType) and forward.__func__ is _FORWARD and forward.__self__ is layer
     return is_own and type(layer).__call__ is _CALL
 
 
-# An operator of our own around Inductor's, which has no gradients and which Inductor takes with frozen weights alone.
+# We wrap Inductor's operator in one of our own: it has no gradients, and Inductor takes it only with frozen weights.
 @torch.library.custom_op(
     "tlt::onednn_linear",
     mutates_args=(),
@@ -97,7 +97,7 @@ def _is_called_by_torch(layer: nn.Linear) -> bool:
     schema="(Tensor x, Tensor weight, Tensor? bias) -> Tensor",
 )
 def onednn_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """x (..., K), weight (N, K) in any layout, bias (N) -> (..., N)."""
+    """Multiply x (..., K) by weight (N, K) in any layout, add bias (N,) and return (..., N)."""
     return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
 
 
@@ -130,23 +130,23 @@ def _flops(x: torch.Size, weight: torch.Size, *others: Any, out_shape: Any = Non
 
 
 def transformed() -> bool:
-    """Whether a transformation of `torch.func` is active, which custom operators break or give zero for."""
+    """Return whether a `torch.func` transform is active: under it custom operators fail or return zero derivatives."""
     return torch._C._are_functorch_transforms_active()
 
 
-# Before 2.12 whatever `torch.compile` traces hears True from `torch.compiler.is_exporting()`, not the flag behind it.
+# Before 2.12, code that `torch.compile` traces sees `torch.compiler.is_exporting()` True, so we read its flag.
 _TOLD_IN_TRACES = torch.__version__ >= "2.12"
 
 
 def own_operators_fit() -> bool:
-    """Whether custom operators may be used: nothing exports, traces or transforms these operations."""
+    """Return whether custom operators may be used: no export, trace or transform is active."""
     exporting = torch.compiler.is_exporting() if _TOLD_IN_TRACES else torch.compiler._is_exporting_flag
     return not (exporting or torch.jit.is_tracing() or transformed())
 
 
-# Up to here products written out are faster than torch's fused attention on a CPU with AVX-512 in bfloat16: forward and
-# backward 1.2 to 3.2 times up to 576 tokens (heads of 32 to 64 channels), 0.8 to 1.2 at 784. With AVX2 alone, where
-# oneDNN multiplies bfloat16 as float32, the fused one is 2.4 to 2.9 times as fast; in float32 it wins everywhere.
+# Up to this many tokens, explicit products are faster than torch's fused attention on a CPU with AVX-512 in bfloat16:
+# forward plus backward 1.2 to 3.2 times up to 576 tokens (heads of 32 to 64 channels), 0.8 to 1.2 times at 784. Fused
+# attention is 2.4 to 2.9 times as fast with AVX2 only (oneDNN multiplies bfloat16 as float32), and wins in float32.
 WRITTEN_OUT_TOKENS = 600
 _AVX512 = torch.backends.cpu.get_cpu_capability().startswith("AVX512")
 
@@ -158,15 +158,15 @@ def check_heads(dim: int, num_heads: int) -> None:
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, dropout: float = 0.0) -> Tensor:
-    """`softmax(q k^T / sqrt(D)) v`, the softmax computed in float32.
+    """Return `softmax(q k^T / sqrt(D)) v`, with the softmax in float32.
 
-    Queries are scaled before their product with the keys, so that half precision does not overflow where the scaled
-    product is in range.
+    The queries are scaled before the product with the keys, so that half precision overflows only if the scaled product
+    does.
 
     Args:
         q: (B, heads, N, D).
         k, v: (B, heads, M, D).
-        dropout: Rate of dropout on the weights; 0 outside training.
+        dropout: Dropout rate of the weights; pass 0 outside training.
 
     Returns:
         (B, heads, N, D)
@@ -174,7 +174,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, dropout: float = 0.0) -> Tensor:
     if not (_written_out(k) or transformed()):  # torch's fused attention on a CPU has no forward-mode derivatives
         return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout)
     logits = (q * q.shape[-1] ** -0.5) @ k.transpose(-2, -1)
-    weights = F.dropout(logits.softmax(dim=-1), dropout)  # in float32, but written in the queries' type
+    weights = F.dropout(logits.softmax(dim=-1), dropout)  # computed in float32, stored in the dtype of the queries
     return weights @ v
 
 

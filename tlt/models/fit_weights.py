@@ -1,7 +1,7 @@
-"""Weights of a checkpoint for a model: of another image size, class count or channel count, and with its dense head.
+"""Fits the weights of a checkpoint to a model with another image size, class count or channel count.
 
-The dense head of a WithDenseHead and the projector of a student (`tlt.distill`) are an entry of their own beside the
-weights, which plain timm does not look at. No file and no model is changed.
+The dense head of a WithDenseHead and the projector of a student (`tlt.distill`) have their own entry beside the
+weights, which plain timm does not read. No function here changes a file or a model.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from tlt.models.token_labeling import TokenLabelModel
 from tlt.models.transformers_vit import from_transformers
 from tlt.models.wrap import DENSE_LAYERS, WithDenseHead
 
-DENSE_ENTRIES = {WEIGHT_KEYS[0]: "dense_head", EMA_KEYS[0]: "dense_head_ema"}  # beside the weights in its entries
-LEARNER = ("kd_projector", "kd_scale")  # how names begin of what `tlt.distill.with_projector` adds
+DENSE_ENTRIES = {WEIGHT_KEYS[0]: "dense_head", EMA_KEYS[0]: "dense_head_ema"}  # entry of the weights -> of the head
+LEARNER = ("kd_projector", "kd_scale")  # prefixes of the parameters that `tlt.distill.with_projector` adds
 
 
 @dataclass
@@ -41,30 +41,30 @@ class Fit:
     """The part of a state dict that a model can take. Every name of the file is in one of the first three lists."""
 
     weights: dict[str, Tensor]  # ready for `load_clean(..., strict=False)`
-    kept: list[str]  # taken as they are
-    resized: list[str]  # taken after a change of shape
+    kept: list[str]  # names taken unchanged
+    resized: list[str]  # names taken after a change of shape
     dropped: list[str]
-    missing: list[str]  # names of the model that get nothing
-    notes: dict[str, str]  # of resized and dropped names: what and why
-    changeable: set[str]  # names of heads and input convolution, which other classes or channels explain
-    replaced_heads: set[str]  # names of heads, where the class counts differ
-    bound: list[str]  # of those dropped, the ones whose shape may be that of another image size
+    missing: list[str]  # names of the model that the file lacks
+    notes: dict[str, str]  # resized or dropped name -> what happened and why
+    changeable: set[str]  # names in heads and the input convolution; other classes or channels explain their misfit
+    replaced_heads: set[str]  # names in heads, if the class counts differ
+    bound: list[str]  # dropped names whose shape may belong to another image size
 
 
 def fit_state_dict(model: nn.Module, state: dict[str, Tensor], source_size: tuple[int, int] | None = None) -> Fit:
-    """Find the part of `state` that the model can take; the model is not changed.
+    """Find the part of `state` that the model can take. The model is not changed.
 
-    Heads of another class count are dropped, both of them; the input convolution is adapted to other channel counts as
-    timm does; what belongs to an image size (position embeddings, tables of relative positions) is resized to the
-    model's, in timm's models by timm's own rules; what then has another name or shape is dropped.
+    If the class count differs, both heads are dropped. The input convolution is adapted to another channel count as
+    timm does it. Tensors that depend on the image size (position embeddings, tables of relative positions) are resized,
+    for timm models by timm's own rules. Tensors that the model lacks or that still differ in shape are dropped.
 
     Args:
-        state: Clean names, as `state_dict_of` returns.
-        source_size: (H, W) pixels that the weights were trained on, if known. Only position embeddings (1, N, C) of a
-            grid that is not square need it.
+        state: Weights under clean names, from `state_dict_of`.
+        source_size: (H, W) in pixels at which the weights were trained, if known. Only a position embedding (1, N, C)
+            of a grid that is not square needs it.
     """
     expected, left, sized = clean_state_dict(model), dict(state), False
-    notes: dict[str, str] = {}  # of every name that is not taken as it is
+    notes: dict[str, str] = {}  # one for each name that is not taken unchanged
     heads = _drop_heads(model, expected, left, notes)
     _adapt_input(model, expected, left, notes)
     if isinstance(target := unwrap(model), TokenLabelModel):
@@ -107,7 +107,7 @@ def input_names(model: nn.Module) -> tuple[str, ...]:
 def _drop_heads(
     model: nn.Module, expected: dict[str, Tensor], left: dict[str, Tensor], notes: dict[str, str]
 ) -> tuple[str, ...]:
-    """Take the heads out of `left` if one of them has another class count than the model's; return how they begin."""
+    """Remove the heads from `left` if the class count of one differs from the model's; return their name prefixes."""
     heads = tuple(f"{head}." for head in head_names(model))
     weights = [n for head in heads if (n := f"{head}weight") in left]
     counts = [(left[n].shape[:1].numel(), expected[n].shape[:1].numel() if n in expected else 0) for n in weights]
@@ -120,7 +120,7 @@ def _drop_heads(
 
 
 def _adapt_input(model: nn.Module, expected: dict[str, Tensor], left: dict[str, Tensor], notes: dict[str, str]) -> None:
-    """Adapt the input convolution in `left` to the model's channel count, or take it out where there is no rule."""
+    """Adapt the input convolution in `left` to the model's channel count, or remove it if there is no rule."""
     for name in [f"{layer}.weight" for layer in input_names(model)]:
         if name not in left or name not in expected or left[name].ndim != expected[name].ndim:
             continue
@@ -130,7 +130,7 @@ def _adapt_input(model: nn.Module, expected: dict[str, Tensor], left: dict[str, 
         try:
             left[name] = adapt_input_conv(ours, left[name])
             notes[name] = f"{theirs} -> {ours} input channels"
-        except (NotImplementedError, ValueError, AssertionError):  # channel counts it knows no rule for
+        except (NotImplementedError, ValueError, AssertionError):  # timm has no rule for these channel counts
             del left[name]
             notes[name] = f"{theirs} input channels, the model has {ours}"
 
@@ -138,9 +138,10 @@ def _adapt_input(model: nn.Module, expected: dict[str, Tensor], left: dict[str, 
 def _resize_as_timm(
     model: Any, expected: dict[str, Tensor], left: dict[str, Tensor], notes: dict[str, str], source_size: Grid | None
 ) -> None:
-    """Resize what `left` has in another shape than a timm model by the function with which timm loads its own files.
+    """Resize the tensors in `left` that have another shape in a timm model, with the function of timm that loads files.
 
-    That takes all grids for square: a position embedding of a `source_size` is given to timm's resampling with its own.
+    That function assumes square grids. So if `source_size` is given, we first resample the position embedding with
+    resampling and the actual grid.
     """
     modules = [sys.modules[kind.__module__] for kind in type(model).__mro__]
     family: Any = next((module for module in modules if hasattr(module, "checkpoint_filter_fn")), None)
@@ -153,7 +154,7 @@ def _resize_as_timm(
             prefix = pos.shape[1] - rows * cols
             resized["pos_embed"] = resample_abs_pos_embed(pos, model.patch_embed.grid_size, [rows, cols], prefix)
         resized |= family.checkpoint_filter_fn(dict(resized), model)
-    except Exception:  # whatever it raises on weights that it has no rule for
+    except Exception:  # timm's functions raise anything on weights for which they have no rule
         return
     other = tuple(f"{layer}." for layer in input_names(model))
     misfits = [n for n in left if n in expected and not n.startswith(other) and left[n].shape != expected[n].shape]
@@ -170,26 +171,26 @@ def _shape(tensor: Tensor) -> str:
 def adapt_state_dict(
     model: TokenLabelModel, state_dict: Mapping[str, Tensor], source_grid: Grid | None = None
 ) -> tuple[dict[str, Tensor], list[str]]:
-    """Convert the position embedding of weights that were trained at another image size.
+    """Resize the position embedding of weights that were trained at another image size.
 
     Args:
-        model: The model that is to load them.
-        state_dict: Weights under the published names; left unchanged.
-        source_grid: Token grid that the weights were trained on. Only (1, 1 + N, C) embeddings need it, and only where
-            it is not square: without it a square grid is assumed, as all published weights have it, even where the
-            model has as many tokens in another grid; then one of the model's own aspect ratio.
+        model: The model that will load them.
+        state_dict: Weights under the published names; not changed.
+        source_grid: Token grid of the weights. Only (1, 1 + N, C) embeddings need it, and only if it is not square.
+            Without it we assume a square grid, as in all published weights, even if the model has as many tokens in
+            another grid; if N is no square number, we assume the model's aspect ratio.
 
     Returns:
         The converted copy and the names of the entries that were resized.
 
     Raises:
-        UserError: N fits no grid that could be guessed.
+        UserError: N fits neither of these grids.
     """
     adapted = dict(state_dict)
     pos, target = adapted.get("pos_embed"), model.pos_embed
     if pos is None or target is None or pos.ndim != target.ndim or pos.shape[-1] != target.shape[-1]:
         return adapted, []
-    if not (pos if pos.ndim == 4 else pos[:, 1:]).numel():  # of no token
+    if not (pos if pos.ndim == 4 else pos[:, 1:]).numel():  # it has no tokens
         return adapted, []
     grid = None if pos.ndim == 4 else source_grid or _guess_grid(pos.shape[1] - 1, model.pos_grid)
     adapted["pos_embed"] = resize_pos_embed(pos, model.pos_grid, grid)
@@ -199,7 +200,7 @@ def adapt_state_dict(
 def source_grid(
     model: TokenLabelModel, state_dict: Mapping[str, Tensor], img_size: tuple[int, int] | None
 ) -> Grid | None:
-    """The grid of weights that were trained at (H, W) pixels, None if it is unknown, not needed or does not fit."""
+    """Return the grid of weights that were trained at (H, W) pixels; None if unknown, not needed, or not fitting."""
     pos = state_dict.get("pos_embed")
     if img_size is None or pos is None or pos.ndim != 3:
         return None
@@ -208,10 +209,10 @@ def source_grid(
 
 
 def _guess_grid(tokens: int, target: Grid) -> Grid:
-    """The grid of a checkpoint's tokens: a square, else one of the aspect ratio of `target`.
+    """Return the grid of a checkpoint's tokens: a square, else one with the aspect ratio of `target`.
 
     Raises:
-        UserError: Neither has so many tokens.
+        UserError: Neither grid has so many tokens.
     """
     side = math.isqrt(tokens)
     if side * side == tokens:
@@ -226,8 +227,8 @@ def _guess_grid(tokens: int, target: Grid) -> Grid:
 
 
 def split_state_dict(model: nn.Module, state: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """(weights under the names of the plain model, those of the dense head and the projector) of a model's clean state
-    dict; the second is empty but for a WithDenseHead and a student."""
+    """Split the clean state dict of a model into the weights of the plain model and those of the dense head and the
+    projector. The second is empty except for a WithDenseHead and a student."""
     layers = DENSE_LAYERS if isinstance(unwrap(model), WithDenseHead) else ()
     dense = {n: value for n, value in state.items() if n.partition(".")[0] in layers or n.startswith(LEARNER)}
     return {name: value for name, value in state.items() if name not in dense}, dense
@@ -236,9 +237,9 @@ def split_state_dict(model: nn.Module, state: dict[str, Tensor]) -> tuple[dict[s
 def joined_state_dict(
     model: nn.Module, checkpoint: dict[str, Any], use_ema: bool | None = None, path: Any = "the checkpoint"
 ) -> dict[str, Tensor]:
-    """As `state_dict_of`, with the dense head and the projector that belong to those weights if `model` has them.
+    """Return what `state_dict_of` returns, plus the dense head and the projector of these weights if `model` has them.
 
-    The weights of a ViT of Hugging Face's Transformers get timm's names.
+    Weights of a ViT from Hugging Face's Transformers get timm's names.
     """
     expected = clean_state_dict(model)
     state = from_transformers(state_dict_of(checkpoint, use_ema, path, expected))
@@ -247,7 +248,7 @@ def joined_state_dict(
 
 
 def prefix_of(model: nn.Module, checkpoint: dict[str, Any], use_ema: bool | None, path: Any) -> str:
-    """Return what `joined_state_dict` takes off the names in somebody's file, which is told; "" for nothing."""
+    """Return the foreign prefix that `joined_state_dict` removes from a file's names, or "" for none."""
     expected = clean_state_dict(model)
     entry = weights_entry(checkpoint, use_ema, path, expected)
     return foreign_prefix(clean_names(list(checkpoint[entry] if entry else checkpoint)), expected)
@@ -256,11 +257,11 @@ def prefix_of(model: nn.Module, checkpoint: dict[str, Any], use_ema: bool | None
 def dense_head_of(
     checkpoint: dict[str, Any], use_ema: bool | None = None, path: Any = "the checkpoint", wanted: Collection[str] = ()
 ) -> dict[str, Tensor]:
-    """The dense head and the projector that a checkpoint holds beside the weights, empty where it holds none.
-    Arguments as in `weights_entry`.
+    """Return the dense head and the projector that a checkpoint holds beside the weights; empty if it has none.
+    The arguments are those of `weights_entry`.
 
     Raises:
-        UserError: There is something else in its place.
+        UserError: The entry holds something else.
     """
     entry = DENSE_ENTRIES.get(weights_entry(checkpoint, use_ema, path, wanted), "")
     state = checkpoint.get(entry)
@@ -272,5 +273,5 @@ def dense_head_of(
 
 
 def is_dense_head(name: Any) -> bool:
-    """Whether a parameter of this name belongs to the dense head of a WithDenseHead, or to a projector."""
+    """Return whether a parameter name belongs to the dense head of a WithDenseHead, or to a projector."""
     return str(name).partition(".")[0] in DENSE_LAYERS or str(name).startswith(LEARNER)

@@ -1,4 +1,4 @@
-"""Counts a model's arithmetic with torch's counter on meta tensors: nothing is computed or changed."""
+"""Counts a model's arithmetic with torch's counter on meta tensors, without computing or changing anything."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from torch.utils.flop_counter import FlopCounterMode
 def flops_per_image(
     model: nn.Module, input_size: tuple[int, int, int], backward: bool = False, images: int = 2, **options: Any
 ) -> float:
-    """Floating-point operations of a forward pass, two per multiply-add, matrix products and convolutions alone.
+    """Return the floating-point operations per image, two per multiply-add, of matrix products and convolutions.
 
     Args:
-        model: Without wrappers; it is counted in its present mode.
+        model: A model without wrappers; it is counted in its present mode.
         input_size: (channels, H, W).
-        backward: Count the backward pass too, of the parameters that are trained.
-        images: In the batch, at least 2 for BatchNorm; with `--drop-path-mode subset` the work of one depends on it.
-        options: Further arguments of the model.
+        backward: Whether to add the backward pass of the trained parameters.
+        images: Batch size, at least 2 for BatchNorm. `--drop-path-mode subset` makes the work per image depend on it.
+        options: Other arguments of the model.
     """
     with FlopCounterMode(display=False) as counter:
         run_on_meta(model, input_size, backward, images, **options)
@@ -29,7 +29,7 @@ def flops_per_image(
 def run_on_meta(
     model: nn.Module, input_size: tuple[int, int, int], backward: bool = False, images: int = 2, **options: Any
 ) -> None:
-    """Run a forward pass, optionally a backward pass on meta tensors; arguments are those of `flops_per_image`."""
+    """Run a forward and optionally a backward pass on meta tensors. The arguments are those of `flops_per_image`."""
     values = [*model.named_parameters(), *model.named_buffers()]
     state = {f"model.{name}": value.detach().to("meta").requires_grad_(value.requires_grad) for name, value in values}
     batch = torch.empty(images, *input_size, device="meta")
@@ -38,7 +38,7 @@ def run_on_meta(
 
 
 class _Pass(nn.Module):
-    """A forward pass, and a backward pass where gradients are on: blocks that are recomputed need the same state."""
+    """Runs forward, and backward if gradients are on, in one module, because recomputed blocks need the same state."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()

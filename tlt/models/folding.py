@@ -1,4 +1,4 @@
-"""BatchNorm folded into the convolution before it: for inference, this saves one pass over the model's largest maps."""
+"""Folds BatchNorm into the convolution before it, which saves inference one pass over the model's largest maps."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from tlt.models.token_labeling import TokenLabelModel
 def fold_batchnorm(model: nn.Module) -> int:
     """Fold the BatchNorm layers of a VOLO's or LV-ViT's stem into their convolutions, in place.
 
-    Outputs don't change, up to rounding. Names in the state dict do, so load weights before. Any other model, and one
-    that is folded already, is left unchanged.
+    Outputs stay the same up to rounding. Names in the state dict change, so load weights first. Any other model, and a
+    folded one, stays unchanged.
 
     Args:
-        model: In evaluation mode, because the running statistics are folded.
+        model: A model in evaluation mode, because the running statistics are folded.
 
     Returns:
-        How many layers were folded.
+        The number of folded layers.
 
     Raises:
-        ValueError: The model is in training.
+        ValueError: The model is in training mode.
     """
     if not isinstance(model, TokenLabelModel):
         return 0
@@ -34,7 +34,7 @@ def fold_batchnorm(model: nn.Module) -> int:
     pairs = [(conv, bn) for conv, bn in stem.conv_bn_pairs if not isinstance(stem.get_submodule(bn), nn.Identity)]
     for conv_name, bn_name in pairs:
         conv = stem.get_submodule(conv_name)
-        # in double precision, so that folding rounds once
+        # We fold in double precision, so that the result is rounded only once.
         wide = [copy.deepcopy(stem.get_submodule(name)).double() for name in (conv_name, bn_name)]
         stem.set_submodule(conv_name, fuse_conv_bn_eval(*wide).to(conv.weight.dtype))
         stem.set_submodule(bn_name, nn.Identity())

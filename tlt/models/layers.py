@@ -1,10 +1,10 @@
-"""Blocks that VOLO and LV-ViT share, with stochastic depth; names as in the published checkpoints.
+"""Blocks that VOLO and LV-ViT share, with stochastic depth. Names are those of the published checkpoints.
 
-Which images keep which residual branch (arXiv 1603.09382) is drawn once a step for all branches. Two modes: "mask"
-multiplies a branch by 0 for the images that are dropped, as timm's DropPath does; "subset" computes it for a fixed
-number of images alone.
+Stochastic depth (arXiv 1603.09382) drops residual branches for some images. One draw per step decides for all branches.
+Mode "mask" multiplies a branch by 0 for the images that drop it, as timm's DropPath does. Mode "subset" computes the
+branch for a fixed number of images only.
 
-B images, of which S are kept; N tokens, C channels.
+Shapes: B images, S of which keep a branch; N tokens, C channels.
 """
 
 from __future__ import annotations
@@ -20,28 +20,28 @@ from torch import Tensor, nn
 
 from tlt.models.fast_ops import attention, check_heads, linear
 
-torch.fx.wrap("attention")  # it looks at devices and types, which a traced graph does not have
+torch.fx.wrap("attention")  # it branches on devices and dtypes, which a traced graph does not have
 
 Grid = tuple[int, int]  # rows and columns of tokens
-# A share of 1. Shares are integers: no change of a model's precision rounds them, and torch.compile takes them for
-# constants, where a module's float may become a run-time value that sizes can't be made of.
+# The integer that means a share of 1. Changing a model's precision does not round integers, and torch.compile treats
+# them as constants; a module's float may become a run-time value, which can't determine a size.
 WHOLE = 1 << 24
 
 
 class Constants(nn.Module):
-    """A module with tensors that no weights bring: they are there again where its memory is made anew, as FSDP2's users
-    do (a model on the meta device, then `to_empty`, then the weights)."""
+    """A module with constant tensors that are in no state dict. They are restored if its memory is allocated anew, as
+    users of FSDP2 do (build a model on the meta device, call `to_empty`, load the weights)."""
 
     _constants: dict[str, Tensor | None]
 
     def hold(self, **constants: Tensor | None) -> None:
-        """Register these tensors, which are on the host, as buffers that are not saved."""
+        """Register these host tensors as buffers that are not saved."""
         self._constants = constants
         for name, value in constants.items():
             self.register_buffer(name, value, persistent=False)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        """As torch's, which `to` and `to_empty` call."""
+        """Call torch's method, which `to` and `to_empty` use, then write the constants again."""
         super()._apply(fn, recurse)
         for name, value in self._constants.items():
             if value is not None:
@@ -70,25 +70,25 @@ class SelfAttention(nn.Module):
         self.proj_drop = nn.Dropout(proj_drop)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(B, ..., C) -> the same shape; every axis between the first and the last counts as tokens."""
+        """Map (B, ..., C) to the same shape; all axes between the first and the last are tokens."""
         tokens = x.flatten(1, -2)  # (B, N, C)
         qkv = linear(self.qkv, tokens).unflatten(-1, (3, self.num_heads, -1))  # (B, N, 3, heads, C / heads)
         q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)  # each (B, heads, N, C / heads)
         mixed = attention(q, k, v, self.attn_drop if self.training else 0.0)
-        mixed = mixed.transpose(1, 2).flatten(2)  # (B, N, C); a tensor-parallel rank has the columns of its own heads
+        mixed = mixed.transpose(1, 2).flatten(2)  # (B, N, C); a tensor-parallel rank has only the channels of its heads
         return self.proj_drop(linear(self.proj, mixed)).reshape(x.shape)
 
 
 def channels_last(x: Tensor) -> Tensor:
-    """x (B, C, H, W) with its channels last in memory. Not by memory format, which `torch.vmap` does not have."""
+    """Return x (B, C, H, W) with channels last in memory, without memory formats, which `torch.vmap` lacks."""
     return x.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2)
 
 
 def resize_pos_embed(pos: Tensor, grid: Grid, source: Grid | None = None) -> Tensor:
     """Resize position embeddings (1, H, W, C) to (1, rows, columns, C) as published: bicubic, pixel centres at +0.5, no
-    antialiasing. They are computed in float32 or better, and returned in the dtype of `pos`.
+    antialiasing. It computes in at least float32 and returns the dtype of `pos`.
 
-    Those with an entry for the class token, (1, 1 + N, C), need their `source` grid of N tokens; that entry stays.
+    Embeddings with an entry for the class token, (1, 1 + N, C), need their `source` grid of N tokens; the entry stays.
     """
     if (tuple(pos.shape[1:3]) if pos.ndim == 4 else source) == tuple(grid):
         return pos
@@ -112,25 +112,25 @@ class Mlp(nn.Module):
         self.drop2 = nn.Dropout(drop)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(B, ..., C) -> the same shape."""
+        """Map (B, ..., C) to the same shape."""
         return self.drop2(linear(self.fc2, self.drop1(F.gelu(linear(self.fc1, x)))))
 
 
 def kept_share(rate: float) -> int:
-    """The share of the images that keep a branch that is dropped at this rate, in parts of `WHOLE`."""
+    """Return the share of images that keep a branch with this drop rate, in units of 1 / `WHOLE`."""
     return round((1.0 - rate) * WHOLE)
 
 
 def kept_images(batch: int, share: int) -> int:
-    """How many of `batch` images mode "subset" keeps: the nearest number to their share, but at least one."""
+    """Return how many of `batch` images keep a branch in mode "subset": `share` of them, rounded, at least one."""
     return max(1, (batch * share + WHOLE // 2) // WHOLE)
 
 
 def draw_masks(shares: Tensor, x: Tensor) -> Tensor:
-    """Draw for mode "mask" what each of the B images of x (B, ...) multiplies each branch by: 0, or 1 / its share.
+    """Draw, for mode "mask", the factor of each branch for each of the B images of x (B, ...): 0 or 1 / share.
 
     Args:
-        shares: (branches, 1) integers of `kept_share`; a copy waits for the device where they are on another than x.
+        shares: (branches, 1) integers from `kept_share`. On another device than x, copying them synchronises.
 
     Returns:
         (branches, B) float32.
@@ -140,22 +140,22 @@ def draw_masks(shares: Tensor, x: Tensor) -> Tensor:
 
 
 def draw_subsets(shares: Sequence[int], x: Tensor) -> list[Tensor]:
-    """Draw for mode "subset" which of the B images of x (B, ...) keep each branch: int64 (S,), all different."""
-    precise = torch.float32 if x.device.type == "mps" else torch.float64  # float32's can tie
+    """Draw, for mode "subset", which of the B images of x (B, ...) keep each branch: int64 (S,), all different."""
+    precise = torch.float32 if x.device.type == "mps" else torch.float64  # float32 numbers may tie
     orders = torch.rand(len(shares), x.shape[0], dtype=precise, device=x.device).argsort(dim=1)
     return [order[: kept_images(x.shape[0], share)] for order, share in zip(orders, shares, strict=True)]
 
 
 def _spread(rows: Tensor, place: Tensor) -> Tensor:
-    """(S, ...) rows -> (B, ...): of each image its row, whose number `place` (B,) has, or zeros where that is S."""
+    """Spread rows (S, ...) over (B, ...): image i gets row `place[i]`, or zeros if that is S."""
     taken = rows.index_select(0, place.clamp(max=rows.shape[0] - 1))
     return torch.where((place < rows.shape[0]).reshape((-1,) + (1,) * (rows.ndim - 1)), taken, 0)
 
 
 class _Subset(torch.autograd.Function):
-    """The rows `drawn` (S,) of x (B, ...), or with `back` the other direction, `_spread`. Each has the other as its
-    derivative: both gather, which takes a GPU a quarter of the time of autograd's `index_add`, and are parts of the
-    kernels around them where these are compiled."""
+    """Selects the rows `drawn` (S,) of x (B, ...), or with `back` spreads rows again (`_spread`). Each is the other's
+    derivative. Both gather, which takes a GPU a quarter of the time of autograd's `index_add`, and torch.compile fuses
+    them into the kernels around them."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, drawn: Tensor, place: Tensor, back: bool) -> Tensor:
@@ -172,21 +172,21 @@ class _Subset(torch.autograd.Function):
 def add_branch(
     x: Tensor, branch: Callable[[Tensor], Tensor], drawn: Tensor | None = None, divisor: float = 1.0
 ) -> Tensor:
-    """x + branch(x) / divisor with stochastic depth, x being (B, ..., C); `branch` must treat images apart.
+    """Return x + branch(x) / divisor with stochastic depth, x being (B, ..., C). `branch` must treat images separately.
 
     Args:
-        drawn: One branch's of `draw_masks` or `draw_subsets`; None: nothing is dropped. Of a subset, S images get B / S
-            times their branch. Each image is kept as often, and multiplied by the same number, as by a mask at a rate
-            of 1 - S / B, so that outputs and gradients have the same mean.
+        drawn: The draw for this branch from `draw_masks` or `draw_subsets`; None drops nothing. With a subset, S images
+            get B / S times their branch. Each image keeps it with the same probability and factor as under a mask of
+            rate 1 - S / B, so outputs and gradients have the same mean.
     """
     if drawn is None:
         update = branch(x)
-    elif isinstance(drawn, torch.fx.Proxy) or drawn.is_floating_point():  # what torch.fx traces is a mask
+    elif isinstance(drawn, torch.fx.Proxy) or drawn.is_floating_point():  # torch.fx traces a mask
         update = branch(x)
         update = update * drawn.to(update.dtype).reshape((-1,) + (1,) * (update.ndim - 1))
     else:
         scale = x.shape[0] / (drawn.shape[0] * divisor)
-        if not x.is_cuda:  # a CPU's caches like it better that few rows are written
+        if not x.is_cuda:  # writing only a few rows suits the caches of a CPU
             return x.index_add(0, drawn, branch(x.index_select(0, drawn)).to(x.dtype) * scale)
         place = drawn.new_full((x.shape[0],), drawn.shape[0])
         place = place.scatter(0, drawn, torch.arange(drawn.shape[0], device=x.device))
@@ -197,16 +197,16 @@ def add_branch(
 
 
 class ResidualBlock(nn.Module):
-    """Attention, then an MLP, each behind a norm of its own and added to what it was given, with stochastic depth.
+    """Attention, then an MLP, each with a norm before it, a residual connection and stochastic depth.
 
     Args:
         drop: Dropout rate in the MLP.
-        drop_path: Share of the images that lose each branch in training; what is drawn is given to `forward`.
+        drop_path: Share of the images that drop each branch in training; `forward` is given the draw.
         residual_scale: Each branch is divided by it before it is added (`skip_lam` of the published LV-ViT).
 
     Attributes:
-        drop_index: Its place among the blocks of its model that have stochastic depth; None: it has none. A block
-            carries it, so that copies, and what is put around a block, keep it.
+        drop_index: Its index among the model's blocks with stochastic depth, or None. It is stored in the block, so
+            that copies of the block and wrappers around it have it.
     """
 
     drop_index: int | None = None
@@ -229,21 +229,21 @@ class ResidualBlock(nn.Module):
         self.drop_path, self.residual_scale = drop_path, residual_scale
 
     def forward(self, x: Tensor, first: Tensor | None = None, second: Tensor | None = None) -> Tensor:
-        """(B, ..., C) -> the same shape. `first` and `second` are what was drawn for the two branches, by
-        `draw_masks` or `draw_subsets`; without them nothing is dropped."""
+        """Map (B, ..., C) to the same shape. `first` and `second` are the draws for the two branches, from `draw_masks`
+        or `draw_subsets`; None drops nothing."""
         x = add_branch(x, lambda rows: self.attn(self.norm1(rows)), first, self.residual_scale)
         return add_branch(x, lambda rows: self.mlp(self.norm2(rows)), second, self.residual_scale)
 
 
 def drop_index_of(block: nn.Module) -> int | None:
-    """The `drop_index` of a block, or of the one inside of what others have put around it."""
-    if not hasattr(block, "drop_index"):  # most wrappers hand attributes through
+    """Return the `drop_index` of a block, or of the block inside a wrapper."""
+    if not hasattr(block, "drop_index"):  # most wrappers forward attributes
         block = next((module for module in block.modules() if isinstance(module, ResidualBlock)), block)
     return getattr(block, "drop_index", None)
 
 
 class TransformerBlock(ResidualBlock):
-    """Pre-norm transformer block; `options` are further arguments of ResidualBlock."""
+    """A pre-norm transformer block; `options` are other arguments of ResidualBlock."""
 
     def __init__(
         self,
@@ -260,7 +260,7 @@ class TransformerBlock(ResidualBlock):
 
 
 class Stage(nn.Sequential):
-    """Blocks one after the other, as a module of its own, whose hooks are called."""
+    """A sequence of blocks that is one module, so that its hooks are called."""
 
     def forward(self, x: Tensor, run: Callable[[nn.Module, Tensor], Tensor]) -> Tensor:  # type: ignore[override]
         """Apply `run(block, x)` for each block."""
@@ -270,7 +270,7 @@ class Stage(nn.Sequential):
 
 
 def init_linear(module: nn.Module) -> None:
-    """The published initialisation, for `Module.apply`: truncated normal of deviation 0.02, biases zero."""
+    """Initialise a linear layer as published, for `Module.apply`: truncated normal, deviation 0.02; biases zero."""
     if isinstance(module, nn.Linear):
         trunc_normal_(module.weight, std=0.02)
         if module.bias is not None:

@@ -29,10 +29,10 @@ class Variant:
     depth: int
     embed_dim: int
     num_heads: int
-    residual_scale: float  # each branch is divided by it (skip_lam)
+    residual_scale: float  # divisor of each branch (skip_lam)
     stem_hidden_dim: int
     patch_size: int
-    img_size: int  # that it is built for unless told otherwise
+    img_size: int  # default image size in pixels
     crop_pct: float
     params: float  # millions, with 1000 classes
 
@@ -51,7 +51,7 @@ VARIANTS = {
 
 
 class PatchEmbed(nn.Module):
-    """Three convolutions with BatchNorm at half the resolution, then one that makes the patches."""
+    """Three convolutions with BatchNorm at half the resolution, then one that embeds the patches."""
 
     conv_bn_pairs = (("conv1", "bn1"), ("conv2", "bn2"), ("conv3", "bn3"))
 
@@ -68,7 +68,7 @@ class PatchEmbed(nn.Module):
         self.proj = nn.Conv2d(stem_dim, embed_dim, kernel_size=kernel, stride=kernel)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(B, in_chans, H, W) -> (B, H / patch, W / patch, C)."""
+        """Map (B, in_chans, H, W) to (B, H / patch, W / patch, C)."""
         x = channels_last(x)
         for conv, bn in ((self.conv1, self.bn1), (self.conv2, self.bn2), (self.conv3, self.bn3)):
             x = self.relu(bn(conv(x)))
@@ -79,15 +79,15 @@ class LVViT(TokenLabelModel):
     """A plain vision transformer with a convolutional stem, scaled residuals and a dense head.
 
     Args:
-        img_size: Pixels, a side or (H, W).
+        img_size: In pixels, one side or (H, W).
         global_pool: "token", "avg" (mean over the other tokens) or "" (head on every token).
-        patch_size: Pixels to a token.
+        patch_size: Pixels per token and axis.
         stem_hidden_dim: Channels of the convolutions before the patches.
-        residual_scale: Every residual branch is divided by it (`skip_lam` of the published code).
+        residual_scale: The divisor of every residual branch (`skip_lam` of the published code).
         drop_rate: Dropout after the position embedding, in the MLPs and after the attention's projection, as published.
         attn_drop_rate: Dropout on attention weights.
-        drop_path_rate: Stochastic depth of the last block; it falls linearly to zero at the first.
-        dense_head: Use the dense head (see `set_dense_head`).
+        drop_path_rate: Stochastic depth rate of the last block; it decreases linearly to zero at the first.
+        dense_head: Whether to use the dense head (see `set_dense_head`).
     """
 
     num_prefix_tokens = 1
@@ -152,7 +152,7 @@ class LVViT(TokenLabelModel):
     def prune_intermediate_layers(
         self, indices: int | list[int] = 1, prune_norm: bool = False, prune_head: bool = True
     ) -> list[int]:
-        """Remove what `forward_intermediates` does not need for these blocks (timm's `features_only` calls it)."""
+        """Remove layers that `forward_intermediates` does not need for these blocks, for timm's `features_only`."""
         wanted, last = feature_take_indices(len(self.feature_info), indices)
         self.blocks = self.blocks[: last + 1]
         self.feature_info = self.feature_info[: last + 1]
@@ -165,7 +165,7 @@ class LVViT(TokenLabelModel):
 
     @torch.jit.ignore
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
-        """Layers in order of depth, for layer-wise learning rates."""
+        """Return the layers in order of depth, for layer-wise learning rates."""
         stem = r"^cls_token|^pos_embed|^patch_embed"
         return {"stem": stem, "blocks": [(r"^blocks\.(\d+)", None), (r"^norm", (99999,))]}
 

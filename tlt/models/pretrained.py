@@ -1,4 +1,4 @@
-"""Registration with timm, and published weights: where they are looked for and what is said when they can't be had."""
+"""Registers models with timm, and finds their published weights or explains why it can't."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ Entrypoint: TypeAlias = Callable[..., nn.Module]
 
 
 def register(module: str, names: Iterable[str], build: Entrypoint) -> dict[str, Entrypoint]:
-    """Register an entry point per name with timm and put it into the module, as timm's own model files have it.
+    """Register one entry point per name with timm, and set it as an attribute of the module, as in timm's model files.
 
     Args:
         module: `__name__` of the module, which holds timm's `default_cfgs`.
-        names: Models, as `timm.create_model` will know them.
+        names: Model names for `timm.create_model`.
         build: `build(name, pretrained, **kwargs)`.
     """
     entrypoints = {}
@@ -64,13 +64,13 @@ def create(
     dtype: torch.dtype | None = None,
     **kwargs: Any,
 ) -> nn.Module:
-    """Build a model as `timm.create_model` asks for it.
+    """Build a model with the arguments of `timm.create_model`.
 
     Args:
-        pretrained: Load the published weights, converted to the image size, channels and classes asked for.
-        pyramid: Stages that `features_only=True` returns unless `out_indices` says otherwise.
-        device, dtype: Of the weights, as timm's newest models take them; None: torch's own.
-        **kwargs: timm's and the constructor's.
+        pretrained: Load the published weights, converted to this image size and these channels and classes.
+        pyramid: The default `out_indices` of `features_only=True`.
+        device, dtype: Of the weights, as timm's newest models take them; None takes torch's defaults.
+        **kwargs: Arguments of timm and of the constructor.
 
     Raises:
         UserError: The weights do not exist or can't be fetched.
@@ -78,7 +78,7 @@ def create(
     builder: Callable[..., nn.Module] = model_cls
     if pretrained:
         cfg = resolve_pretrained_cfg(name, kwargs.get("pretrained_cfg"), kwargs.get("pretrained_cfg_overlay"))
-        if not (cfg.file or cfg.state_dict or cfg.source):  # a source the caller named is timm's business
+        if not (cfg.file or cfg.state_dict or cfg.source):  # timm loads a source that the caller names
             builder = partial(_build_loaded, model_cls, cfg.to_dict(), published_weights(cfg.to_dict()))
             pretrained = False
     with nullcontext() if device is None else torch.device(device):
@@ -90,16 +90,16 @@ def create(
             feature_cfg={"out_indices": pyramid, "feature_cls": "getter"},
             **kwargs,
         )
-    if isinstance(model, model_cls):  # not one of `features_only`
+    if isinstance(model, model_cls):  # `features_only` returns a wrapper
         model.record_size()  # type: ignore[operator]
     return model if dtype is None else model.to(dtype)
 
 
 def published_weights(cfg: dict[str, Any]) -> dict[str, Tensor]:
-    """Weights of a `pretrained_cfg`, from torch's hub folder, else from the release they came from.
+    """Return the weights of a `pretrained_cfg`, from torch's hub folder or downloaded from their release.
 
     Raises:
-        UserError: There are none, or they can't be fetched; the message says where to put the file.
+        UserError: There are none, or they can't be downloaded; the message says where to put the file.
     """
     url, name = cfg.get("url"), ".".join(filter(None, (cfg.get("architecture"), cfg.get("tag"))))
     if not url:
@@ -111,7 +111,7 @@ def published_weights(cfg: dict[str, Any]) -> dict[str, Tensor]:
         if not file.is_file():
             file.parent.mkdir(parents=True, exist_ok=True)
             torch.hub.download_url_to_file(url, str(file), progress=False)
-    except OSError as error:  # urllib's and ssl's are among them
+    except OSError as error:  # includes the errors of urllib and ssl
         reason = " ".join(str(error).split())[:120]
         raise UserError(
             f"{name}: the weights can't be fetched ({type(error).__name__}: {reason}). "
@@ -135,7 +135,7 @@ def _build_loaded(
 
 
 def _to_model_size(state_dict: dict[str, Tensor], model: Any) -> dict[str, Tensor]:
-    size = (getattr(model, "pretrained_cfg", None) or {}).get("input_size")  # a saved model's own
+    size = (getattr(model, "pretrained_cfg", None) or {}).get("input_size")  # the size of a saved model
     grid = source_grid(model, state_dict, size[1:]) if size else None
     return adapt_state_dict(model, state_dict, grid)[0]
 
@@ -143,20 +143,20 @@ def _to_model_size(state_dict: dict[str, Tensor], model: Any) -> dict[str, Tenso
 def published_cfgs(
     variants: Mapping[str, Any], weights: Mapping[tuple[str, int], str], tag: str, first_conv: str, **about: str
 ) -> dict[str, Any]:
-    """timm's `default_cfgs` of models with two heads.
+    """Return timm's `default_cfgs` for models with two heads.
 
     Args:
         variants: Rows with `img_size` and `crop_pct`.
-        weights: (model, image size) -> URL. Those of the size in the row have `tag`, others `tag`_SIZE.
-        first_conv: The input convolution.
-        about: The same entry for all.
+        weights: (model, image size) -> URL. The tag is `tag` for the variant's own size, else `tag`_SIZE.
+        first_conv: Name of the input convolution.
+        about: Entries that all have in common.
     """
 
     def cfg(name: str, size: int, **source: str) -> dict[str, Any]:
         return {
             "num_classes": 1000,
             "input_size": (3, size, size),
-            "fixed_input_size": True,  # timm then passes the size of the tag to the constructor
+            "fixed_input_size": True,  # makes timm pass the tag's size to the constructor
             "crop_pct": variants[name].crop_pct,
             "interpolation": "bicubic",
             "mean": IMAGENET_DEFAULT_MEAN,
@@ -173,5 +173,5 @@ def published_cfgs(
         is_first = size == variants[name].img_size
         cfgs[f"{name}.{tag}" if is_first else f"{name}.{tag}_{size}"] = cfg(name, size, url=url)
     without = [name for name in variants if f"{name}.{tag}" not in cfgs]
-    # The star makes the size of the table the default although only other sizes have weights (lvvit_l).
+    # The star makes the variant's size the default even if only other sizes have weights (lvvit_l).
     return generate_default_cfgs(cfgs | {f"{name}.*": cfg(name, variants[name].img_size) for name in without})

@@ -1,9 +1,9 @@
-"""Where a network keeps its image: the map of its last features, and where the tokens of that map lie in pixels.
+"""Finds the map of a network's last features, and where the tokens of that map lie in the image, in pixels.
 
 A convolution or pooling of stride s, kernel k and padding p puts the centre of its output i at s * i + k / 2 - p of its
-input (cell i covers [i, i + 1]). Layers that keep the size keep the positions. So those of the tokens follow from the
-layers that don't, from the last one back to the image, with what is dropped at an edge (6 of 230 pixels by a stride of
-16) and what padding moves (16 pixels up and left in a ResNet). docs/alignment.md compares them with gradients.
+input (cell i covers [i, i + 1]). Layers that don't change the size don't change positions. So we follow the layers that
+do, from the last back to the image. This includes what is dropped at an edge (6 of 230 pixels at stride 16) and shifts
+by padding (16 pixels up and left in a ResNet). docs/alignment.md compares the positions with gradients.
 
 Shapes: B images of (H, W) pixels, maps of `h x w` tokens, C channels, P prefix tokens (class token, registers).
 """
@@ -29,27 +29,27 @@ from tlt.label_map import Area
 
 Size = tuple[int, int]
 
-# Classes of attention, beside which a shortcut carries the map; not ResNeSt's SplitAttn, which carries it itself.
+# Names of attention classes: a parallel shortcut carries the map. Not ResNeSt's SplitAttn, which carries it itself.
 _ATTENTION = re.compile("atten|BottleneckAttn|HaloAttn|LambdaLayer", re.IGNORECASE)
 _POOLS = (nn.AvgPool2d, nn.MaxPool2d)
 _SAME = (Conv2dSame, AvgPool2dSame, MaxPool2dSame)
-# They join 2 x 2 cells of a map (B, h, w, C), to which they append a row and a column where it is odd.
+# They merge 2 x 2 cells of a map (B, h, w, C), after appending a row or column if their number is odd.
 _MERGINGS = (swin_transformer.PatchMerging, swin_transformer_v2.PatchMerging, swin_transformer_v2_cr.PatchMerging)
-_PADDED = 4  # cells that a network may append to a map before it is shrunk
+_PADDED = 4  # a network appends fewer cells than this to a map before it shrinks the map
 _RMS_NORMS = (nn.RMSNorm, RmsNorm, RmsNorm2d)
 
 
 def feature_map(model: nn.Module, features: Any, img_size: tuple[int, int]) -> Tensor:
-    """The output of `model.forward_features` for images of (H, W) as a map, without prefix tokens.
+    """Return the output of `model.forward_features` for images of (H, W) as a map, without prefix tokens.
 
     Args:
-        features: (B, C, h, w), (B, h, w, C) of a model whose `output_fmt` says so, or (B, P + h * w, C).
+        features: (B, C, h, w); (B, h, w, C) if the model's `output_fmt` says so; or (B, P + h * w, C).
 
     Returns:
         (B, h, w, C).
 
     Raises:
-        UserError: It is neither, or its tokens are not the patches of the image.
+        UserError: The features are none of these, or the tokens are not the patches of the image.
     """
     kind = type(model).__name__
     if not isinstance(features, Tensor) or features.ndim not in (3, 4):
@@ -58,7 +58,7 @@ def feature_map(model: nn.Module, features: Any, img_size: tuple[int, int]) -> T
     if features.ndim == 4:
         return features if is_channels_last(model) else features.permute(0, 2, 3, 1)
     layers: list[Any] = [getattr(model, name, None) for name in ("patch_embed", "stem")]
-    measured_grid = getattr(model, "token_grid", None)  # of VOLO and LV-ViT
+    measured_grid = getattr(model, "token_grid", None)  # VOLO and LV-ViT have this method
     measure = next((layer.dynamic_feat_size for layer in layers if hasattr(layer, "dynamic_feat_size")), measured_grid)
     grid, prefix = None if measure is None else tuple(measure(img_size)), prefix_tokens(model)
     if grid is None or features.shape[1] != prefix + grid[0] * grid[1]:
@@ -68,18 +68,18 @@ def feature_map(model: nn.Module, features: Any, img_size: tuple[int, int]) -> T
 
 
 def prefix_tokens(model: nn.Module) -> int:
-    """P: tokens before those of the image."""
+    """Return P, the number of tokens before those of the image."""
     return int(getattr(model, "num_prefix_tokens", 0) or getattr(model, "class_tokens", 0))
 
 
 def is_channels_last(model: nn.Module) -> bool:
-    """Whether the model's feature map is (B, h, w, C)."""
+    """Return whether the model's feature map is (B, h, w, C)."""
     return str(getattr(model, "output_fmt", "NCHW")).upper().endswith("NHWC")
 
 
 def norm_after_pooling(model: nn.Module) -> nn.Module | None:
-    """The layer norm or RMS norm that the model applies to its pooled features (ConvNeXt's `head.norm`, a vision
-    transformer's `fc_norm`); None where there is none, or one of another kind."""
+    """Return the layer norm or RMS norm that the model applies to its pooled features (ConvNeXt's `head.norm`, a vision
+    transformer's `fc_norm`), or None if there is none or it is of another kind."""
     for norm in (getattr(model, "fc_norm", None), getattr(getattr(model, "head", None), "norm", None)):
         if isinstance(norm, (nn.LayerNorm, *_RMS_NORMS)):
             return norm
@@ -87,13 +87,13 @@ def norm_after_pooling(model: nn.Module) -> nn.Module | None:
 
 
 def norm_with_scale_of(norm: nn.Module, x: Tensor, reference: Tensor) -> Tensor:
-    """Normalise `x` by `norm`, dividing by the deviation of `reference` in place of its own.
+    """Normalise `x` with `norm`, but divide by the deviation of `reference`.
 
-    With `reference` the mean of `x` over its tokens this is an affine function of each token, whose mean over the
+    If `reference` is the mean of `x` over its tokens, this is an affine function of each token, and its mean over the
     tokens is `norm(reference)`: centring is linear, and the divisor is one number per image.
 
     Args:
-        norm: From `norm_after_pooling`.
+        norm: A norm from `norm_after_pooling`.
         x: (B, h, w, C).
         reference: (B, C).
 
@@ -105,7 +105,7 @@ def norm_with_scale_of(norm: nn.Module, x: Tensor, reference: Tensor) -> Tensor:
     if not isinstance(norm, _RMS_NORMS):
         x = x - x.mean(-1, keepdim=True)
         reference = reference - reference.mean(-1, keepdim=True)
-    eps = torch.finfo(dtype).eps if norm.eps is None else norm.eps  # torch's RMSNorm takes None for that
+    eps = torch.finfo(dtype).eps if norm.eps is None else norm.eps  # None means this in torch's RMSNorm
     x = x * (reference.square().mean(-1) + cast(float, eps)).rsqrt()[:, None, None, None]
     weight, bias = getattr(norm, "weight", None), getattr(norm, "bias", None)
     if weight is not None:
@@ -114,19 +114,19 @@ def norm_with_scale_of(norm: nn.Module, x: Tensor, reference: Tensor) -> Tensor:
 
 
 class TokenGrid(NamedTuple):
-    """Positions of tokens in an image.
+    """The positions of tokens in an image.
 
     Attributes:
         pitch: Pixels from one token to the next, (down, across).
-        first: Centre of the first token in pixels from the upper left corner of the image, (down, across); negative or
-            beyond the image where it looks at padding.
+        first: Centre of the first token in pixels from the upper left corner of the image, (down, across). It may lie
+            outside the image, in padding.
     """
 
     pitch: tuple[float, float]
     first: tuple[float, float]
 
     def window(self, grid: Size, img_size: Size) -> Area:
-        """`(x0, y0, x1, y1)`, what the tokens cover, one pitch each, as shares of the image; it may reach outside."""
+        """Return the area that the tokens cover, one pitch each: `(x0, y0, x1, y1)` in shares of the image."""
         (y0, y1), (x0, x1) = (
             ((first - pitch / 2) / side, (first + (count - 0.5) * pitch) / side)
             for first, pitch, count, side in zip(self.first, self.pitch, grid, img_size, strict=True)
@@ -136,8 +136,8 @@ class TokenGrid(NamedTuple):
 
 @dataclass(frozen=True)
 class DownsamplingLayer:
-    """A layer that makes maps of `size` of maps of `source`: rows and columns each, as are stride and the centre of the
-    first output, in cells of its input."""
+    """A layer that turns maps of `source` cells into maps of `size` cells. All pairs are (down, across); `stride` and
+    `first`, the centre of the first output, are in cells of the input."""
 
     source: Size
     size: Size
@@ -150,9 +150,9 @@ class DownsamplingLayer:
 
 @contextmanager
 def downsampling_layers(model: nn.Module) -> Iterator[list[DownsamplingLayer]]:
-    """What the layers do to the size of maps while the block runs the model."""
+    """Yield a list that collects the layers that change the size of maps while the block runs the model."""
     layers: list[DownsamplingLayer] = []
-    padded: list[tuple[Tensor, Tensor, Any]] = []  # what a layer has padded in front, that, and the layer
+    padded: list[tuple[Tensor, Tensor, Any]] = []  # (output, input, layer) of each explicit padding
     attention = tuple(name for name, module in model.named_modules() if _ATTENTION.search(type(module).__name__))
     handles = []
     for name, module in model.named_modules():
@@ -180,13 +180,13 @@ def downsampling_layers(model: nn.Module) -> Iterator[list[DownsamplingLayer]]:
 
 
 def positions_of(layers: list[DownsamplingLayer], grid: Size, img_size: Size) -> TokenGrid:
-    """The positions of `grid` in images of (H, W) pixels, of a network with these layers.
+    """Return the positions of a map of `grid` cells in images of (H, W) pixels, in a network with these layers.
 
-    A map that no layer makes (TResNet's first) is the image in equal parts. Of layers side by side those count that
-    average, as the shortcuts of ResNet-D: they carry the image while what is beside them is small.
+    If no layer makes a map (the first of TResNet), its cells divide the image into equal parts. Of parallel layers we
+    follow those that average, such as the shortcuts of ResNet-D: they carry the image, and the other branch is small.
 
     Raises:
-        UserError: The image can't be divided so.
+        UserError: No layer tells where the cells lie.
     """
     axes = [_along(layers, axis, grid[axis], img_size[axis]) for axis in (0, 1)]
     (pitch_y, first_y), (pitch_x, first_x) = axes
@@ -194,7 +194,7 @@ def positions_of(layers: list[DownsamplingLayer], grid: Size, img_size: Size) ->
 
 
 def _along(layers: list[DownsamplingLayer], axis: int, size: int, image: int) -> tuple[float, float]:
-    """(pitch, centre of the first token) along an axis."""
+    """Return (pitch, centre of the first token) along an axis, in pixels."""
     resizings = {layer.size[axis]: layer for layer in layers if layer.resizes}
     layers = [layer for layer in layers if layer.source[axis] > layer.size[axis] and not layer.resizes]
     pitch, first, stride = 1.0, 0.5, 1.0  # in cells of the map of `size`
@@ -205,7 +205,7 @@ def _along(layers: list[DownsamplingLayer], axis: int, size: int, image: int) ->
         if beside:
             source = min(layer.source[axis] for layer in beside)
             beside = [layer for layer in beside if layer.source[axis] == source]
-            # Or a map that is padded, and made as small again as it was, would be met for ever.
+            # Use each layer once. Otherwise a map that is padded and then shrunk to its old size would loop for ever.
             layers = [layer for layer in layers if (layer.size[axis], layer.source[axis]) != (size, source)]
             beside = [layer for layer in beside if layer.averages] or beside
             stride = beside[0].stride[axis]
@@ -214,7 +214,7 @@ def _along(layers: list[DownsamplingLayer], axis: int, size: int, image: int) ->
             layer = resizings.pop(size)
             stride, start, source = layer.stride[axis], layer.first[axis], layer.source[axis]
         elif padded:
-            size = max(padded)  # cells were appended to it
+            size = max(padded)  # the network appended cells to this map
             continue
         else:
             if image % size:
@@ -225,7 +225,7 @@ def _along(layers: list[DownsamplingLayer], axis: int, size: int, image: int) ->
 
 
 class _Resizings(TorchFunctionMode):
-    """Appends to `found` what interpolation does to the size of maps."""
+    """Appends every interpolation that resizes a map to a list of layers."""
 
     def __init__(self, layers: list[DownsamplingLayer]) -> None:
         super().__init__()
@@ -246,12 +246,12 @@ def _downsampling(layer: Any, source: Any, size: Any, attends: bool, pad: nn.Zer
     kernel = to_2tuple(layer.filt_size if isinstance(layer, BlurPool2d) else layer.kernel_size)
     stride, dilation = to_2tuple(layer.stride), to_2tuple(getattr(layer, "dilation", 1))
     reach = tuple(step * (cells - 1) + 1 for step, cells in zip(dilation, kernel, strict=True))
-    if getattr(layer, "same_pad", isinstance(layer, _SAME)):  # as much as TensorFlow, the odd cell at the end
+    if getattr(layer, "same_pad", isinstance(layer, _SAME)):  # TensorFlow's padding; an odd cell goes to the end
         steps = zip(source, size, stride, reach, strict=True)
         before = tuple(max((count - 1) * step + wide - side, 0) // 2 for side, count, step, wide in steps)
     else:
         before = (0, 0) if isinstance(layer.padding, str) else to_2tuple(layer.padding)[:2]
-    if pad is not None:  # left, right, top, bottom
+    if pad is not None:  # its padding is (left, right, top, bottom)
         before = before[0] + pad.padding[2], before[1] + pad.padding[0]
     first = tuple(wide / 2 - cells for wide, cells in zip(reach, before, strict=True))
     return DownsamplingLayer(tuple(source), tuple(size), stride, first, isinstance(layer, nn.AvgPool2d), attends)

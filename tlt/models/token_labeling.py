@@ -1,7 +1,7 @@
-"""What every model trained with token labels has in common: two heads, MixToken, image sizes and timm's interface.
+"""What VOLO and LV-ViT have in common: two heads, MixToken, image sizes and timm's interface.
 
-Shapes: B images, C = `num_features` channels, N = rows * columns tokens of the final grid, K classes. A model says how
-it embeds an image, which stages the tokens go through and how they end; the order of these steps is written here, once.
+Shapes: B images, C = `num_features` channels, N = rows * columns tokens of the final grid, K classes. A model defines
+how it embeds an image, which stages the tokens go through and how they end. This file defines the order of the steps.
 """
 
 from __future__ import annotations
@@ -34,45 +34,45 @@ from tlt.models.layers import (
 )
 from tlt.models.spatial import TokenGrid
 
-RunBlock = Callable[[nn.Module, Tensor], Tensor]  # runs a block; bound to what was drawn for it
-DENSE_SHARE = 0.5  # what the best token of the dense head adds to the class logits (published rule)
+RunBlock = Callable[[nn.Module, Tensor], Tensor]  # runs a block with its draw of stochastic depth
+DENSE_SHARE = 0.5  # factor of the dense head's maximum in the class logits (published rule)
 
-# They look at sizes, which a traced graph does not have.
+# These functions branch on sizes, which a traced graph does not have.
 torch.fx.wrap("resize_pos_embed")
 torch.fx.wrap("draw_masks")
 
-# Four ints as `mix_box` are run-time values of the compiled graph from the first box on; otherwise torch.compile would
-# take the first box for a constant and compile again at the second.
+# Make the four ints of `mix_box` run-time values of the compiled graph from the first box on. Otherwise torch.compile
+# treats the first box as a constant and compiles again at the second.
 _BOX_SOURCE = r"L\['mix_box'\]\[\d\]"
 compiler_config.dynamic_sources = ",".join(filter(None, (compiler_config.dynamic_sources, _BOX_SOURCE)))
 
 
 class TokenLabelModel(Constants):
-    """Base of VOLO and LV-ViT.
+    """The base class of VOLO and LV-ViT.
 
-    `model(x)` is (B, K): class logits plus half the maximum over tokens of the dense head, in training and evaluation.
-    `model(x, dense=True, mix_box=None)` is `(class logits (B, K), token logits (B, N, K))`, the tokens un-mixed.
+    `model(x)` returns (B, K): class logits plus half the maximum over tokens of the dense head, also in training.
+    `model(x, dense=True, mix_box=None)` returns `(class logits (B, K), token logits (B, N, K))`, the tokens un-mixed.
 
-    A subclass sets `patch_embed`, `pos_grid` and `feature_info`, calls `_find_drop_paths` and `_init_heads` last and
+    A subclass sets `patch_embed`, `pos_grid` and `feature_info`, calls `_find_drop_paths` and `_init_heads` last, and
     defines `stage`, `stage_map` and `finish`; without a convolutional stem also `token_grid` and `token_positions`.
     """
 
-    dynamic_img_size = True  # any (H, W) runs; tells timm that the size of construction does not bind
-    block_types: tuple[type[nn.Module], ...] = (TransformerBlock,)  # what the model repeats
-    class_tokens = 1  # of `forward_features`; timm's num_prefix_tokens says that stages have them, too
-    mix_scale = 1  # cells of the embedding to one token of the final grid, along each axis
+    dynamic_img_size = True  # tells timm that the model takes any (H, W), not only that of its construction
+    block_types: tuple[type[nn.Module], ...] = (TransformerBlock,)  # classes of the repeated blocks
+    class_tokens = 1  # in the output of `forward_features`; timm's num_prefix_tokens counts those in stages
+    mix_scale = 1  # cells of the embedding per token of the final grid, along each axis
 
     patch_embed: Any  # images (B, in_chans, H, W) -> (B, rows * mix_scale, columns * mix_scale, channels)
-    patch_size: int  # pixels to a cell of the embedding
-    stem_stride: int  # pixels to a cell of what the patches are made of
+    patch_size: int  # pixels per cell of the embedding
+    stem_stride: int  # pixels per cell of the map from which patches are made
     pos_embed: nn.Parameter | None
     pos_grid: tuple[int, int]  # rows and columns of pos_embed
     feature_info: list[dict[str, Any]]
     pretrained_cfg: dict[str, Any]
     default_cfg: dict[str, Any]
-    _shares: list[int]  # of the two branches of each block with stochastic depth, as `kept_share` has them
-    _shares_on_device: Tensor  # the same (branches, 1)
-    _traits: dict[str, Any]  # timm's record of the current size, where the installed timm keeps one
+    _shares: list[int]  # from `kept_share`, for the two branches of each block with stochastic depth
+    _shares_on_device: Tensor  # the same numbers, (branches, 1)
+    _traits: dict[str, Any]  # timm's record of the current size, in versions of timm that have one
 
     def __init__(
         self,
@@ -96,25 +96,25 @@ class TokenLabelModel(Constants):
     # What a model defines ------------------------------------------------------------------------------------------
 
     def stage(self, x: Tensor, index: int, run: RunBlock) -> Tensor:
-        """Stage `index` of `feature_info`, with whatever leads to it; blocks are called by `run(block, x)`."""
+        """Run stage `index` of `feature_info` and what precedes it. Call each block by `run(block, x)`."""
         raise NotImplementedError
 
     def stage_map(self, x: Tensor, index: int, grid: tuple[int, int], norm: bool) -> tuple[Tensor, Tensor | None]:
-        """The output of stage `index` as (B, H, W, channels), and the class token (B, 1, C) in it; None where that
-        joins the others later."""
+        """Return the output of stage `index` as (B, H, W, channels), and its class token (B, 1, C), or None if the
+        class token joins later."""
         raise NotImplementedError
 
     def finish(self, x: Tensor, run: RunBlock) -> Tensor:
-        """The last stage's output -> (B, 1 + N, C), the class token first, after the final norm."""
+        """Turn the last stage's output into (B, 1 + N, C), the class token first, and apply the final norm."""
         raise NotImplementedError
 
     def token_grid(self, img_size: int | tuple[int, int] | None = None) -> tuple[int, int]:
-        """Rows and columns of the final grid for images of (H, W) pixels (default: the model's own size).
+        """Return rows and columns of the final grid for images of (H, W) pixels (default: the model's own size).
 
-        Sizes that are no multiple of a token are floored, as the convolutions do.
+        As the convolutions do, it ignores pixels beyond the last whole token.
 
         Raises:
-            UserError: Not one token is left.
+            UserError: The images are smaller than one token.
         """
         (height, width), kernel = to_2tuple(img_size or self.img_size), self.patch_size // self.stem_stride
         rows, cols = (((side - 1) // self.stem_stride + 1) // kernel // self.mix_scale for side in (height, width))
@@ -124,8 +124,8 @@ class TokenLabelModel(Constants):
         return rows, cols
 
     def token_positions(self, img_size: int | tuple[int, int] | None = None) -> TokenGrid:
-        """Where the tokens lie in an image of any size: the first cell of the stem, a 7x7 convolution with a padding of
-        3, has its centre at 0.5 pixels, and a token that of the cells it is made of."""
+        """Return where the tokens lie in an image. The first cell of the stem, a 7x7 convolution with padding 3, has
+        its centre at 0.5 pixels; the centre of a token is the mean of those of its cells."""
         pitch = self.patch_size * self.mix_scale
         first = (pitch - self.stem_stride) / 2 + 0.5
         return TokenGrid((pitch, pitch), (first, first))
@@ -136,23 +136,23 @@ class TokenLabelModel(Constants):
         """Classify images.
 
         Args:
-            x: (B, in_chans, H, W), any size of at least one token.
-            dense: Return the two heads apart.
-            mix_box: Box of `tlt.mixtoken` in tokens of the final grid; images are mixed after the embedding. Without
-                `dense` the result is that of the mixed image.
+            x: (B, in_chans, H, W) of any size that gives at least one token.
+            dense: Whether to return the logits of the two heads separately.
+            mix_box: A box of `tlt.mixtoken` in tokens of the final grid. The images are mixed after the embedding.
+                Without `dense` the result belongs to the mixed image.
 
         Returns:
-            (B, K); with `dense` (B, K) and (B, N, K). Features instead of logits where `num_classes` is 0.
+            (B, K); with `dense` (B, K) and (B, N, K). If `num_classes` is 0, features instead of logits.
 
         Raises:
-            UserError: `dense` although the dense head is switched off, or there is no pooling.
+            UserError: `dense` is set, but the dense head is switched off or there is no pooling.
         """
         if isinstance(x, torch.fx.Proxy):  # torch.fx traces `model(x)`
             return self.forward_head(self.forward_features(x))
         return self.apply_heads(self.forward_features(x, mix_box), (x.shape[-2], x.shape[-1]), dense, mix_box)
 
     def apply_heads(self, tokens: Tensor, img_size: tuple[int, int], dense: bool, mix_box: Box | None) -> Any:
-        """What `forward` returns for the features (B, 1 + N, C) of images of (H, W)."""
+        """Return what `forward` returns, given the features (B, 1 + N, C) of images of (H, W)."""
         if dense and not self.dense_head:
             raise UserError("dense=True needs the dense head, which is switched off: call set_dense_head(True)")
         if dense and not self.global_pool:
@@ -161,14 +161,14 @@ class TokenLabelModel(Constants):
             return self.forward_head(tokens)
         patches = tokens[:, 1:]
         if mix_box is not None:
-            # The head works token by token: un-mixing its input is un-mixing its output, at C instead of K channels.
+            # The head treats tokens separately, so we un-mix its input: C channels are fewer than its K outputs.
             patches = unmix_tokens(patches, mix_box, self.token_grid(img_size))
         return self.head(self.pool(tokens)), linear(self.aux_head, patches)
 
     def forward_features(self, x: Tensor, mix_box: Box | None = None) -> Tensor:
-        """Images -> (B, 1 + N, C): class token, then the tokens of the final grid row by row, after the final norm."""
+        """Turn images into (B, 1 + N, C): class token, then final-grid tokens row by row, after the final norm."""
         if not (torch.compiler.is_compiling() or torch.jit.is_tracing() or isinstance(x, torch.fx.Proxy)):
-            self.token_grid((x.shape[-2], x.shape[-1]))  # images that are smaller than a token are refused
+            self.token_grid((x.shape[-2], x.shape[-1]))  # refuses images smaller than a token
         _compile_for_any_batch(self.patch_embed, x)
         x = self.patch_embed(x)
         if mix_box is not None:
@@ -178,10 +178,10 @@ class TokenLabelModel(Constants):
             x = self.stage(x, index, run)
         return self.finish(x, run)
 
-    mixed_features = forward_features  # where `WithDenseHead` has a method of its own
+    mixed_features = forward_features  # `WithDenseHead` has its own method of this name
 
     def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
-        """(B, 1 + N, C) -> (B, K), or the pooled features (B, C) with `pre_logits`."""
+        """Turn features (B, 1 + N, C) into logits (B, K), or with `pre_logits` into pooled features (B, C)."""
         pooled = self.pool(x)
         if pre_logits:
             return pooled
@@ -191,11 +191,11 @@ class TokenLabelModel(Constants):
         return logits
 
     def both_heads(self, cls_logits: Tensor, token_logits: Tensor) -> Tensor:
-        """(B, K), what `model(x)` is where `model(x, dense=True)` gives these (B, K) and (B, N, K)."""
+        """Combine the logits of `model(x, dense=True)`, (B, K) and (B, N, K), into those of `model(x)`, (B, K)."""
         return cls_logits + DENSE_SHARE * token_logits.max(dim=1).values
 
     def pool(self, x: Tensor) -> Tensor:
-        """(B, 1 + N, C) -> (B, C): class token or mean of the others; all tokens as they are where pooling is ''."""
+        """Pool (B, 1 + N, C) to (B, C): class token or mean of the others. Pooling '' returns all tokens unchanged."""
         if self.global_pool == "token":
             return x[:, 0]
         return x[:, 1:].mean(dim=1) if self.global_pool == "avg" else x
@@ -210,20 +210,20 @@ class TokenLabelModel(Constants):
         intermediates_only: bool = False,
         return_prefix_tokens: bool = False,
     ) -> list[Any] | tuple[Tensor, list[Any]]:
-        """Feature maps after chosen stages, with timm's arguments.
+        """Return feature maps after chosen stages. The arguments are timm's.
 
         Args:
             x: Images.
-            indices: Last n stages, the listed ones, or all.
-            norm: Apply the final norm to the maps that have its number of channels.
-            stop_early: Leave out the stages after the last one asked for.
+            indices: n for the last n stages, a list of stages, or None for all.
+            norm: Whether to apply the final norm to the maps that have its number of channels.
+            stop_early: Whether to skip the stages after the last requested one.
             output_fmt: "NCHW", "NHWC" or "NLC" (B, H * W, C).
-            intermediates_only: Return the maps alone.
-            return_prefix_tokens: Pair each map with the class token (B, 1, C) of its stage, where stages have one.
+            intermediates_only: Whether to return only the maps.
+            return_prefix_tokens: Whether to pair each map with the class token (B, 1, C), if its stage has one.
 
         Returns:
-            The maps, after the final features if those are wanted: (B, 1 + N, C), or the last stage's raw output where
-            `stop_early` left the end out.
+            The maps; unless `intermediates_only`, the final features (B, 1 + N, C) come first, or the raw output of the
+            last stage that ran if `stop_early` skipped some.
         """
         if output_fmt not in ("NCHW", "NHWC", "NLC"):
             raise ValueError(f"output_fmt is NCHW, NHWC or NLC, not {output_fmt}")
@@ -245,11 +245,11 @@ class TokenLabelModel(Constants):
         return (self.finish(x, run) if stages == len(self.feature_info) else x), maps
 
     def named_blocks(self) -> list[tuple[str, nn.Module]]:
-        """The blocks that the model repeats, in the order in which they run; names as in the state dict."""
+        """Return the repeated blocks in the order in which they run, with their names in the state dict."""
         return [(name, module) for name, module in self.named_modules() if isinstance(module, self.block_types)]
 
     def _runner(self, x: Tensor) -> RunBlock:
-        """Draw for the B images of x (B, ...) which branches of the blocks they keep; return how blocks are run."""
+        """Draw which branches each of the B images of x (B, ...) keeps; return a function that runs a block so."""
         if not self.training or not self._shares:
             return partial(self._run_block, None)
         drawn: Any
@@ -260,7 +260,7 @@ class TokenLabelModel(Constants):
         return partial(self._run_block, drawn)
 
     def _run_block(self, drawn: Any, block: nn.Module, x: Tensor) -> Tensor:
-        """Run a block; `drawn` is two branches' of each block with stochastic depth, None outside of training."""
+        """Run a block. `drawn` has two entries per block with stochastic depth, or is None outside training."""
         index = None if drawn is None else drop_index_of(block)
         inputs = (x,) if index is None else (x, drawn[2 * index], drawn[2 * index + 1])
         _compile_for_any_batch(block, *inputs)
@@ -269,7 +269,7 @@ class TokenLabelModel(Constants):
         return block(*inputs)
 
     def _find_drop_paths(self) -> None:
-        """Note the blocks that have stochastic depth; a subclass calls this when its blocks have changed."""
+        """Number the blocks with stochastic depth. A subclass calls this after its blocks have changed."""
         blocks = [block for _, block in self.named_blocks() if isinstance(block, ResidualBlock)]
         dropping = [block for block in blocks if block.drop_path > 0]
         places = {block: index for index, block in enumerate(dropping)}
@@ -283,7 +283,7 @@ class TokenLabelModel(Constants):
         """Choose how stochastic depth drops residual branches in training.
 
         Args:
-            mode: "mask" multiplies them by 0, as published; "subset" computes them for a fixed number of images only
+            mode: "mask" multiplies them by 0, as published; "subset" computes them only for a fixed number of images
                 (see `tlt.models.layers`).
         """
         self.drop_path_mode = mode
@@ -293,22 +293,22 @@ class TokenLabelModel(Constants):
     def set_dense_head(self, enabled: bool) -> None:
         """Switch the dense head on or off.
 
-        Off: `model(x)` is the class token's logits alone, `dense=True` is refused and the head's parameters are kept
-        but take no gradient. Call it before the optimizer is built.
+        Switched off, `model(x)` returns the class token's logits only, `dense=True` is refused, and the head's
+        parameters remain but get no gradient. Call it before you build the optimizer.
         """
         self.dense_head = enabled
         self.aux_head.requires_grad_(enabled)
 
     def get_classifier(self) -> nn.Module:
-        """The class head; the dense head is `aux_head`."""
+        """Return the class head; the dense head is `aux_head`."""
         return self.head
 
     def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
-        """Replace both heads by freshly initialised ones; with 0 classes the model returns features.
+        """Replace both heads by freshly initialised ones. With 0 classes the model returns features.
 
         Args:
-            num_classes: Classes of both heads.
-            global_pool: "token", "avg" or "", as in the constructor; None leaves it.
+            num_classes: Number of classes of both heads.
+            global_pool: "token", "avg" or "", as in the constructor; None keeps the present one.
         """
         if global_pool is not None:
             self.global_pool = _checked_pool(global_pool)
@@ -322,15 +322,15 @@ class TokenLabelModel(Constants):
     # Image size ----------------------------------------------------------------------------------------------------
 
     def set_input_size(self, img_size: int | tuple[int, int]) -> None:
-        """Make (H, W) the model's own image size: the position embedding is resized for good.
+        """Make (H, W) the model's own image size, and resize the position embedding permanently.
 
-        It is replaced by a new parameter, so call this before the optimizer is built.
+        The embedding is replaced by a new parameter, so call this before you build the optimizer.
 
         Args:
-            img_size: A side or (H, W) in pixels.
+            img_size: One side or (H, W) in pixels.
 
         Raises:
-            UserError: Not one token is left.
+            UserError: The images are smaller than one token.
         """
         self.img_size = to_2tuple(img_size)
         grid = self.token_grid()
@@ -341,7 +341,7 @@ class TokenLabelModel(Constants):
         self.record_size()
 
     def record_size(self) -> None:
-        """Say the model's own size where timm looks for it: to prepare images, and in the files of a saved model."""
+        """Record the model's size where timm looks for it, to prepare images and to save the model."""
         if hasattr(self, "_traits"):
             self._traits = {**self._traits, "img_size": self.img_size}
         if getattr(self, "pretrained_cfg", None):
@@ -349,7 +349,7 @@ class TokenLabelModel(Constants):
             self.pretrained_cfg = self.default_cfg = {**self.pretrained_cfg, "input_size": size}
 
     def resized_pos_embed(self, grid: tuple[int, int]) -> Tensor:
-        """The position embedding for another grid: (1, rows, columns, C) or (1, 1 + N, C), as the model keeps it."""
+        """Return the position embedding for another grid: (1, rows, columns, C) or (1, 1 + N, C)."""
         assert self.pos_embed is not None
         return resize_pos_embed(self.pos_embed, grid, self.pos_grid)
 
@@ -357,31 +357,31 @@ class TokenLabelModel(Constants):
 
     @torch.jit.ignore
     def no_weight_decay(self) -> set[str]:
-        """Names of parameters without weight decay (besides norms and biases)."""
+        """Return the names of parameters without weight decay, besides norms and biases."""
         return {"pos_embed", "cls_token"}
 
     @torch.jit.ignore
     def set_grad_checkpointing(self, enable: bool = True) -> None:
-        """Recompute each block in the backward pass instead of keeping its activations."""
+        """Choose whether the backward pass recomputes each block, so that its activations need no memory."""
         self.grad_checkpointing = enable
-        # Without dropout a block draws nothing (what stochastic depth drew is given to it), and nothing has to be drawn
-        # again. The state of the generator, which that takes, is not to be had in a CUDA graph.
+        # Without dropout a block draws no random numbers (stochastic depth is drawn outside), so recomputing it needs
+        # no generator state, which is not available in a CUDA graph.
         parts = [part for _, block in self.named_blocks() for part in block.modules()]
         drops = [part.p if isinstance(part, nn.Dropout) else getattr(part, "attn_drop", 0.0) for part in parts]
         self.blocks_draw = any(drops)
 
 
 def _compile_for_any_batch(module: nn.Module, *inputs: Tensor) -> None:
-    """Let a module that is compiled have one graph for batches of all sizes. Or the first size would be compiled for
-    itself, and a run that is resumed at another one would go on with another graph than before."""
+    """Mark the batch dimension of a compiled module's inputs as dynamic. Otherwise torch.compile would specialise the
+    graph to the first batch size, and a run resumed at another size would compile a different graph."""
     if module._compiled_call_impl is not None:
         for tensor in inputs:
             torch._dynamo.maybe_mark_dynamic(tensor, 0)
 
 
 def new_head(model: Any, channels: int) -> nn.Module:
-    """A fresh linear layer from `channels` to the model's classes, of the model's type and on its device; an identity
-    where it has none."""
+    """Return a fresh linear layer from `channels` to the model's classes, with its dtype and device, or an identity if
+    the model has no classes."""
     if model.num_classes == 0:
         return nn.Identity()
     like = next(model.parameters())

@@ -1,4 +1,4 @@
-"""Vision transformers as Hugging Face's Transformers stores them (`google/vit-...`), for timm's VisionTransformer."""
+"""Converts vision transformers of Hugging Face's Transformers (`google/vit-...`) to timm's VisionTransformer."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from tlt.errors import UserError
 from tlt.models.layers import init_linear
 
-# Names in files of Transformers 4 and 5, and those of the modules of version 5.
+# Names in files of Transformers 4 and 5, and of the modules of version 5, with timm's names.
 _NAMES = (
     (r"^embeddings\.cls_token$", "cls_token"),
     (r"^embeddings\.position_embeddings$", "pos_embed"),
@@ -39,10 +39,10 @@ _RESAMPLING = {2: "bilinear", 3: "bicubic"}  # Pillow's numbers
 
 
 def from_transformers(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return weights under timm's names if they are those of a ViT of Transformers, otherwise `state` itself.
+    """Return weights of a ViT from Transformers under timm's names; return any other `state` itself.
 
-    Queries, keys and values are joined, as timm has them. What timm's model lacks keeps its name: the pooler (a second
-    layer of the head, for pre-training) and the mask token.
+    Queries, keys and values are joined, as in timm. Tensors that timm's model lacks keep their names: the pooler (a
+    second layer of the pre-training head) and the mask token.
     """
     prefix = next((p for p in ("vit.", "") if p + _PATCHES in state), None)
     if prefix is None:
@@ -62,7 +62,7 @@ def from_transformers(state: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def describes_vit(config: Mapping[str, Any]) -> bool:
-    """Whether a config.json is that of a ViT of Transformers."""
+    """Return whether a config.json describes a ViT of Transformers."""
     return config.get("model_type") == "vit" and "architecture" not in config
 
 
@@ -70,7 +70,7 @@ def timm_config(config: Mapping[str, Any], processor: Mapping[str, Any]) -> tupl
     """Return the arguments of `vit_transformers` for a config.json, and its `pretrained_cfg` without a source.
 
     Args:
-        processor: The preprocessor_config.json beside it; empty where there is none.
+        processor: The preprocessor_config.json beside it; empty if there is none.
 
     Raises:
         UserError: timm has no such model; the message names the setting.
@@ -86,7 +86,7 @@ def timm_config(config: Mapping[str, Any], processor: Mapping[str, Any]) -> tupl
         **{"mlp_ratio": config["intermediate_size"] / width, "qkv_bias": config.get("qkv_bias", True)},
         "norm_eps": config.get("layer_norm_eps", _EPS),
     }
-    # The image processor resizes both sides to the model's size; without one, images are scaled to [-1, 1].
+    # The image processor resizes both sides to the model's size. Without one, images are scaled to [-1, 1].
     half = [0.5] * channels
     looks = {
         **_LOOKS,
@@ -99,13 +99,13 @@ def timm_config(config: Mapping[str, Any], processor: Mapping[str, Any]) -> tupl
 
 
 class TwoLayerHeadViT(VisionTransformer):
-    """timm's VisionTransformer, with the head of two layers on request that ViT (arXiv:2010.11929, section 3.1) is
-    pre-trained with: `head.pre_logits`, tanh, `head.logits`.
+    """timm's VisionTransformer, optionally with the two-layer head with which ViT (arXiv:2010.11929, section 3.1) is
+    pre-trained: `head.pre_logits`, tanh, `head.logits`.
 
     Args:
-        representation_size: Features between the two; 0 for timm's head of one layer. `reset_classifier` gives that
-            one, as fine-tuning has it.
-        The others: as of timm's VisionTransformer.
+        representation_size: Features between the two layers; 0 gives timm's head of one layer, as does
+            `reset_classifier`, for fine-tuning.
+        The others: Those of timm's VisionTransformer.
     """
 
     head: nn.Module
@@ -130,7 +130,7 @@ default_cfgs = generate_default_cfgs({NAME: _LOOKS})
 
 @register_model
 def vit_transformers(pretrained: bool = False, norm_eps: float = _EPS, **kwargs: Any) -> nn.Module:
-    """timm's VisionTransformer with the LayerNorm of Transformers; further arguments are those of `TwoLayerHeadViT`.
+    """Build timm's VisionTransformer with the LayerNorm of Transformers; `kwargs` are those of `TwoLayerHeadViT`.
 
     Args:
         norm_eps: Added to the variances of LayerNorm. At timm's 1e-6 logits differ by up to 5e-4.
@@ -147,6 +147,6 @@ def vit_transformers(pretrained: bool = False, norm_eps: float = _EPS, **kwargs:
 
 
 def _filter(state: dict[str, Tensor], model: VisionTransformer) -> dict[str, Tensor]:
-    """Convert a file's weights as timm does it for its own models: to the model's names and image size."""
+    """Convert a file's weights to the model's names and image size, as timm does for its own models."""
     known = {n: v for n, v in from_transformers(state).items() if not n.startswith(("pooler.", "embeddings.mask"))}
     return cast(dict[str, Tensor], checkpoint_filter_fn(known, model))

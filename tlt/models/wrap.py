@@ -1,9 +1,8 @@
-"""Token labeling for any timm model with spatial features: a dense head on its last map, and MixToken behind its
+"""Token labeling for any timm model with spatial features: adds a dense head on its last map, and MixToken after its
 embedding.
 
-The model stays what it is. It gets a second head beside its own, `aux_head` (with `aux_norm` before it where the model
-normalises only after pooling), and a subclass made for it (`extend`); its parameters keep their names, and `model(x)`
-stays timm's own forward pass.
+The model gets a second head, `aux_head` (after `aux_norm` if the model normalises only after pooling), and its class is
+replaced by a subclass (`extend`). Its parameters keep their names, and `model(x)` remains timm's own forward pass.
 
 Shapes: B images, maps of `h x w` tokens, N = h * w tokens, C channels, K classes.
 """
@@ -34,19 +33,19 @@ from tlt.models.spatial import (
 from tlt.models.token_labeling import TokenLabelModel, new_head
 
 DENSE_LAYERS = ("aux_head", "aux_norm")
-# Names that timm gives to the last layer that sees the whole image before the blocks, in the order of the search.
+# timm's names of the last layer that has the whole image before the blocks, in search order.
 _EMBEDDINGS = ("patch_embed", "stem", "maxpool", "bn1")
 _NO_LAYERS = (type(None), nn.Identity, nn.ModuleList)
-_TOLERANCE = 1e-3  # of the largest feature
+_TOLERANCE = 1e-3  # allowed difference as a share of the largest feature
 
 
 class TokenLayout(NamedTuple):
-    """The last map of a model for images of one size.
+    """Describes the last map of a model for images of one size.
 
     Attributes:
-        grid: Rows and columns.
-        channels: Of the map.
-        cells: Where the cells lie that MixToken mixes; None where they are the tokens.
+        grid: Rows and columns of the map.
+        positions: Where its tokens lie in the image.
+        cells: Where the cells that MixToken mixes lie; None if they are the tokens.
     """
 
     grid: Size
@@ -55,7 +54,7 @@ class TokenLayout(NamedTuple):
     cells: TokenGrid | None = None
 
     def of_cells(self, axis: int, count: int, device: torch.device) -> Tensor:
-        """(count,) the token of each cell along an axis; cells beyond the outer tokens belong to these."""
+        """Return (count,), the token of each cell along an axis. Cells beyond the outer tokens belong to these."""
         assert self.cells is not None
         centres = torch.arange(count, device=device) * self.cells.pitch[axis] + self.cells.first[axis]
         steps = (centres - self.positions.first[axis]) / self.positions.pitch[axis]
@@ -63,20 +62,20 @@ class TokenLayout(NamedTuple):
 
 
 class Extension(nn.Module):
-    """Methods that `extend` adds to a model; copies and pickles of the model have them, too."""
+    """A base class of methods that `extend` adds to a model; copies and pickles of the model keep them."""
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         return _blank, _parts_of(type(self)), self.__dict__
 
 
 def extend(model: nn.Module, extension: type[Extension], outermost: bool = False) -> None:
-    """Put an extension before the methods of a model, in place; nothing changes where it has it.
+    """Add an extension to a model in place, unless it has it already.
 
-    The model gets a class made of both. A module around the model would need no such class, but every parameter would
-    get another name: in checkpoints, for timm's rules of weight decay and of rates per layer, for who looks for layers.
+    The model's class is replaced by a subclass of both. A wrapper module would change the names of all parameters: in
+    checkpoints, in timm's rules for weight decay and layer-wise rates, and for code that looks for layers.
 
     Args:
-        outermost: Before earlier extensions, too; otherwise behind them.
+        outermost: Whether its methods come before those of earlier extensions; otherwise they come after.
     """
     plain, *before = _parts_of(type(model))
     if extension not in before:
@@ -84,7 +83,7 @@ def extend(model: nn.Module, extension: type[Extension], outermost: bool = False
 
 
 def _parts_of(kind: type[nn.Module]) -> tuple[Any, ...]:
-    """A model's own class, and its extensions from the outermost on."""
+    """Return a model's original class, and its extensions from the outermost on."""
     return kind.__dict__.get("_parts", (kind,))
 
 
@@ -100,10 +99,10 @@ def _blank(plain: Any, *extensions: Any) -> nn.Module:
 
 
 class WithDenseHead(Extension):
-    """What `with_dense_head` makes of a timm model: the interface of `TokenLabelModel` on top of its own.
+    """The extension that gives a timm model the interface of `TokenLabelModel`.
 
-    `model(x)` is timm's output (B, K). `model(x, dense=True, mix_box=None)` is `(class logits (B, K), token logits
-    (B, N, K))`, the tokens un-mixed. Unlike in a TokenLabelModel the dense head never adds to `model(x)`.
+    `model(x)` returns timm's output (B, K). `model(x, dense=True, mix_box=None)` returns `(class logits (B, K), token
+    logits (B, N, K))`, the tokens un-mixed. Unlike in a TokenLabelModel the dense head never adds to `model(x)`.
     """
 
     dense_head: bool
@@ -114,20 +113,20 @@ class WithDenseHead(Extension):
     aux_norm: nn.Module
     mix_point: MixPoint | None
     mix_refusal: str  # why there is no `mix_point`
-    _layout_by_size: dict[Size, TokenLayout]  # for images of a size
+    _layout_by_size: dict[Size, TokenLayout]
 
     def forward(self, x: Tensor, dense: bool = False, mix_box: Box | None = None) -> Any:
-        """Classify images; arguments and results as of `TokenLabelModel.forward`.
+        """Classify images. Arguments and results are those of `TokenLabelModel.forward`.
 
         Raises:
-            UserError: `dense` although the dense head is switched off, or a box for a model that can't be mixed.
+            UserError: `dense` is set, but the dense head is switched off; or a box is given, but the model can't mix.
         """
         if not dense and mix_box is None:
             return super().forward(x)
         return self.apply_heads(self.mixed_features(x, mix_box), (x.shape[-2], x.shape[-1]), dense, mix_box)
 
     def apply_heads(self, features: Any, img_size: Size, dense: bool, mix_box: Box | None) -> Any:
-        """What `forward` returns for the features of images of (H, W)."""
+        """Return what `forward` returns, given the features of images of (H, W)."""
         if dense and not self.dense_head:
             raise UserError("dense=True needs the dense head, which is switched off: call set_dense_head(True)")
         logits = self.forward_head(features)
@@ -135,16 +134,16 @@ class WithDenseHead(Extension):
             return logits
         tokens = feature_map(self, features, img_size)  # (B, h, w, C)
         if mix_box is not None:
-            # The head works token by token: un-mixing its input is un-mixing its output, at C instead of K channels.
+            # The head treats tokens separately, so we un-mix its input: C channels are fewer than its K outputs.
             tokens = mix_tokens(tokens, mix_box)
         return logits, self.aux_head(self.aux_norm(tokens)).flatten(1, 2)
 
     def both_heads(self, cls_logits: Tensor, token_logits: Tensor) -> Tensor:
-        """As of `TokenLabelModel`: the class logits (B, K) alone."""
+        """Return the class logits (B, K) only; see `TokenLabelModel.both_heads`."""
         return cls_logits
 
     def mixed_features(self, x: Tensor, mix_box: Box | None) -> Tensor:
-        """The model's `forward_features`, of images that are mixed by a box."""
+        """Return the model's `forward_features` of images mixed by a box."""
         if mix_box is None:
             return self.forward_features(x)
         self.check_mix_token()
@@ -152,14 +151,14 @@ class WithDenseHead(Extension):
         return self.mix_point.mixed(self.forward_features, x, mix_box, self._tokens((x.shape[-2], x.shape[-1])))
 
     def check_mix_token(self) -> None:
-        """Raise UserError, with the remedy, if images can't be mixed behind this model's embedding."""
+        """Raise UserError if images can't be mixed after this model's embedding."""
         if self.mix_point is None:
             raise UserError(f"{_name(self)} can't mix images: {self.mix_refusal}; use --no-mix-token")
 
     def token_grid(self, img_size: int | tuple[int, int] | None = None) -> tuple[int, int]:
-        """Rows and columns of the last map for images of (H, W) pixels (default: the model's own size).
+        """Return rows and columns of the last map for images of (H, W) pixels (default: the model's own size).
 
-        Found by running the model, once for each size, as are its `token_positions`.
+        The first call for a size runs the model once. This also finds `token_positions`.
 
         Raises:
             UserError: The model does not take this size.
@@ -167,7 +166,7 @@ class WithDenseHead(Extension):
         return self._tokens(img_size).grid
 
     def token_positions(self, img_size: int | Size | None = None) -> TokenGrid:
-        """Where the tokens lie in images of (H, W) pixels (default: the model's own size). Raises as `token_grid`."""
+        """Return where the tokens lie in images of (H, W) pixels (default: its own size). Raises like `token_grid`."""
         return self._tokens(img_size).positions
 
     def _tokens(self, img_size: int | Size | None) -> TokenLayout:
@@ -177,38 +176,38 @@ class WithDenseHead(Extension):
         return self._layout_by_size[size]
 
     def set_dense_head(self, enabled: bool) -> None:
-        """Switch the dense head on or off; off, it is kept but takes no gradient.
+        """Switch the dense head on or off. Switched off, it remains but gets no gradient.
 
-        Call it before the optimizer is built.
+        Call it before you build the optimizer.
         """
         self.dense_head = enabled
         for layer in DENSE_LAYERS:
             getattr(self, layer).requires_grad_(enabled)
 
     def reset_classifier(self, num_classes: int, *args: Any, **kwargs: Any) -> None:
-        """timm's, and a fresh dense head of as many classes."""
+        """Call timm's method, and replace the dense head by a fresh one with as many classes."""
         super().reset_classifier(num_classes, *args, **kwargs)  # type: ignore[misc]
         self.aux_head = new_head(self, next(iter(self._layout_by_size.values())).channels)
         self.set_dense_head(self.dense_head)
 
 
-# What the programs train with token labels.
+# The classes of models that the programs train with token labels.
 TOKEN_LABEL_MODELS = (TokenLabelModel, WithDenseHead)
 
 
 def with_dense_head(model: Any, img_size: tuple[int, int] | None = None) -> Any:
-    """Give a timm model a dense head and MixToken, in place; models that have them are returned as they are.
+    """Add a dense head and MixToken to a timm model in place. A model that has them is returned unchanged.
 
     Args:
-        model: Any timm model; on any device.
-        img_size: (H, W) that it will be trained on (default: its own).
+        model: Any timm model, on any device.
+        img_size: (H, W) in pixels of the training images (default: the model's own size).
 
     Returns:
-        `model`, now a WithDenseHead as well. Where images can't be mixed behind its embedding, `check_mix_token` and
+        `model`, which is now also a WithDenseHead. If images can't be mixed after its embedding, `check_mix_token` and
         `mix_box` raise UserError.
 
     Raises:
-        UserError: It has no classes, no spatial features, or does not take this size.
+        UserError: The model has no classes or no spatial features, or does not take this size.
     """
     if isinstance(model, TOKEN_LABEL_MODELS):
         return model
@@ -238,15 +237,15 @@ def with_dense_head(model: Any, img_size: tuple[int, int] | None = None) -> Any:
 
 
 def check_interface(model: nn.Module, *names: str) -> None:
-    """Raise UserError unless a model has these attributes of timm's models."""
+    """Raise UserError unless a model has these attributes, which timm's models have."""
     for name in names:
         if not hasattr(model, name):
             raise UserError(f"{_name(model)} is no model of timm: it has no {name}")
 
 
 def find_tokens(model: Any, size: Size, mix_point: MixPoint | None = None) -> TokenLayout:
-    """Run a timm model on an image of (H, W) to see what its last map is; VOLO and LV-ViT know it. Raises UserError as
-    `with_dense_head`."""
+    """Return the layout of a model's last map. Run a timm model on an image of (H, W) for that; VOLO and LV-ViT know
+    it. Raises like `with_dense_head`."""
     if isinstance(model, TokenLabelModel):
         return TokenLayout(model.token_grid(size), model.token_positions(size), model.num_features)
     layer = getattr(model, mix_point.layer) if mix_point else model
@@ -259,13 +258,13 @@ def find_tokens(model: Any, size: Size, mix_point: MixPoint | None = None) -> To
 
 @torch.no_grad()
 def _last_map(model: Any, images: Tensor) -> Tensor:
-    """(B, h, w, C) last features in evaluation mode; the model is left as it was."""
+    """Return the last features (B, h, w, C) in evaluation mode, and restore the model's mode."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     size = images.shape[-2], images.shape[-1]
     try:
         return feature_map(model, model.forward_features(images), size)
-    except (AssertionError, RuntimeError, ValueError) as error:  # what timm's and torch's layers raise at sizes
+    except (AssertionError, RuntimeError, ValueError) as error:  # timm's and torch's layers raise these for sizes
         reason = str(error).split("\n")[0]
         raise UserError(f"{_name(model)} does not take images of {size[0]} x {size[1]} px: {reason}") from error
     finally:
@@ -274,7 +273,7 @@ def _last_map(model: Any, images: Tensor) -> Tensor:
 
 
 def _probe(model: Any, batch: int, size: tuple[int, int]) -> Tensor:
-    """(batch, channels, H, W) noise for a trial run of the model; the same on every rank."""
+    """Return noise (batch, channels, H, W) for a trial run of the model; the same on every rank."""
     config = getattr(model, "pretrained_cfg", None) or {}
     channels = getattr(model, "in_chans", config.get("input_size", (3,))[0])
     images = torch.randn(batch, channels, *size, generator=torch.Generator().manual_seed(0))
@@ -295,14 +294,14 @@ def _name(model: Any) -> str:
 
 
 class MixPoint:
-    """Mixes the output of one layer in calls that ask for it; a forward hook of the layer.
+    """A forward hook that mixes the output of one layer, in those calls of the model that ask for it.
 
     Args:
         layer: Name of the layer.
         layout: "NLC" (patches row by row), "NHWC" or "NCHW".
 
     Attributes:
-        calls: The box, and the tokens for images of their size, of every call of the model that mixes now.
+        calls: Thread id -> the box and the token layout, for every running call that mixes.
     """
 
     def __init__(self, layer: str, layout: str) -> None:
@@ -310,7 +309,7 @@ class MixPoint:
         self.calls: dict[int, tuple[Box, TokenLayout]] = {}
 
     def mixed(self, run: Callable[[Tensor], Tensor], images: Tensor, box: Box, tokens: TokenLayout) -> Tensor:
-        """Return `run(images)`, which runs the layer, with images mixed by `box`."""
+        """Return `run(images)`, which runs the layer, while the hook mixes its output by `box`."""
         call = _this_call()
         self.calls[call] = box, tokens
         try:
@@ -330,7 +329,7 @@ class MixPoint:
         return mixed if self.layout == "NHWC" else mixed.permute(0, 3, 1, 2)
 
     def cells_of(self, output: Tensor, layers: list[DownsamplingLayer], img_size: Size) -> TokenGrid | None:
-        """Where the cells of this `output` lie in a network with these layers; None where they are the tokens."""
+        """Return where the cells of this `output` lie in a network with these layers; None if they are the tokens."""
         if self.layout == "NLC":
             return None
         rows = self.layout.index("H")
@@ -338,20 +337,22 @@ class MixPoint:
 
 
 def _this_call() -> int:
-    """What tells a call of a model from those that other threads make meanwhile; a compiled graph has no others."""
+    """Return an id that distinguishes a call from those of other threads; a compiled graph is called by one thread."""
     return 0 if torch.compiler.is_compiling() else threading.get_ident()
 
 
 def add_mix_point(model: nn.Module, images: Tensor) -> tuple[MixPoint, TokenLayout]:
-    """Hook a `MixPoint` to the embedding of a model and test it: a box of all tokens must show the partner's image.
-    Return it, and the tokens for images of this size.
+    """Hook a `MixPoint` to the embedding of a model and test it: a box of all tokens must give the partner's features.
 
     Args:
-        images: (2, 3, H, W), any two.
+        images: Any two images, (2, 3, H, W).
+
+    Returns:
+        The mix point, and the token layout for images of this size.
 
     Raises:
-        UserError: There is no such layer, its output is no map, or images reach the features on another way too. No
-            hook is left behind.
+        UserError: There is no such layer, its output is no map, or images also reach the features another way. No
+            hook remains.
     """
     name = next((n for n in _EMBEDDINGS if type(getattr(model, n, None)) not in _NO_LAYERS), None)
     if name is None:
@@ -372,7 +373,7 @@ def add_mix_point(model: nn.Module, images: Tensor) -> tuple[MixPoint, TokenLayo
 
 
 def _map_and_output(model: nn.Module, layer: nn.Module, images: Tensor) -> tuple[Tensor, Any]:
-    """The last map of images, and the output of `layer`; None unless `layer` ran exactly once."""
+    """Return the last map of images, and the output of `layer`, or None unless `layer` ran exactly once."""
     outputs: list[Any] = []
     handle = layer.register_forward_hook(lambda module, inputs, output: outputs.append(output))
     try:
@@ -383,10 +384,10 @@ def _map_and_output(model: nn.Module, layer: nn.Module, images: Tensor) -> tuple
 
 
 def _layout(name: str, layer: nn.Module, grid: Size, output: Any, lower: Any) -> str:
-    """The layout of the `output` of `layer`, of which `lower` is that for images with another lower half.
+    """Return the layout of the `output` of `layer`; `lower` is its output if only the lower half of the images differs.
 
     Raises:
-        UserError: It can't be read as a map.
+        UserError: The output can't be read as a map.
     """
     if not isinstance(output, Tensor) or output.ndim not in (3, 4):
         raise UserError(f"its {name} does not give one map of the image, for MixToken to mix")
@@ -402,4 +403,4 @@ def _layout(name: str, layer: nn.Module, grid: Size, output: Any, lower: Any) ->
         rows = layout.index("H")
         return float(change.narrow(rows, 0, change.shape[rows] // 2).sum())
 
-    return min("NCHW", "NHWC", key=above)  # what stays in the upper half of its rows
+    return min("NCHW", "NHWC", key=above)  # under the right layout, the upper half of the rows changes least
