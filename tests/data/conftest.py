@@ -21,6 +21,14 @@ def refuses(reason: str, kind: type[Exception] = UserError) -> Iterator[None]:
     assert "\n" not in str(caught.value)
 
 
+def write(root: Path, files: dict[str, bytes]) -> Path:
+    """Write files, with the folders that their names say."""
+    for name, content in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_bytes(content)
+    return root
+
+
 def flip(path: Path, at: int) -> None:
     """Flip a bit of a byte of a file."""
     content = bytearray(path.read_bytes())
