@@ -244,8 +244,8 @@ class DistillLoss:
             tokens of an image (DINOv3).
         temperature: Logits are divided by it, their loss is multiplied by its square.
         grid, window: Of the student's tokens, as of `tlt.TokenLabelLoss`.
-        scale: Normalises the teacher's features; None: they are as they are.
         places: Both, for images of other sizes (H, W).
+        scale: Normalises the teacher's features; None: they are as they are.
     """
 
     teacher: FeatureTeacher
@@ -254,8 +254,8 @@ class DistillLoss:
     temperature: float = 4.0
     grid: Size = (1, 1)
     window: Area = FULL_AREA
-    scale: TeacherScale | None = None
     places: Mapping[Size, tuple[Size, Area]] = field(default_factory=dict)
+    scale: TeacherScale | None = None
 
     def __post_init__(self) -> None:
         _check_kind(self.kind, self.dense_loss)
@@ -290,9 +290,8 @@ class DistillLoss:
         lists = {name: _for_each(name, given, count) for name, given in settings.items()}
         lists["scale"] = [getattr(model, _numbered("kd_scale", number), None) for number in range(count)]
         rows = ({name: values[number] for name, values in lists.items()} for number in range(count))
-        return DistillLosses(
-            [cls(each, **row, **fitted) for each, row in zip(teacher, rows, strict=True)], weight, drop
-        )
+        parts = [cls(each, **row, **fitted) for each, row in zip(teacher, rows, strict=True)]
+        return DistillLosses(parts, weight, drop)
 
     def lesson(self, batch: Batch, seen: Batch | None = None, images: Tensor | None = None) -> TeacherTargets:
         """Return what the teacher says of a batch.

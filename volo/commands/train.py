@@ -257,10 +257,7 @@ def report_dry_run(run: Run, training: Training) -> None:
             run.logger.line(line)
         if training.distillation is not None:
             teachers = [part.teacher for part in training.distillation.losses.parts]
-            shapes = [StepShape((size[0], *each.img_size), device_type, each.amp_dtype) for each in teachers]
-            pairs = zip((each.model for each in teachers), shapes, strict=True)
-            named = dict(zip(training.distillation.names, pairs, strict=True))
-            for line in teachers_report(named, model, shape, args.batch_size):
+            for line in teachers_report(training.distillation.names, teachers, model, shape, args.batch_size):
                 run.logger.line(line)
     run.logger.line("--dry-run: flags, data and model are fine; nothing was trained or written")
 

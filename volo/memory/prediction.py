@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import weakref
 from argparse import Namespace
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from tlt.distill import FeatureTeacher
 from tlt.errors import UserError
 from tlt.models.flops import flops_per_image
 from volo.cluster.shard import units_of
@@ -171,19 +172,20 @@ def memory_report(
 
 
 def teachers_report(
-    teachers: Mapping[str, tuple[nn.Module, StepShape]], student: nn.Module, shape: StepShape, batch: int
+    names: Sequence[str], teachers: Sequence[FeatureTeacher], student: nn.Module, shape: StepShape, batch: int
 ) -> list[str]:
-    """Return a line of `--dry-run` about each teacher, by name, which sees images of its shape and is not trained. Its
-    share of a step's operations is told beside a forward and a backward pass of the student."""
-    work = {name: flops_per_image(model, seen.input_size) for name, (model, seen) in teachers.items()}
-    of_step = None
+    """Return a line of `--dry-run` about each teacher, which is not trained; its share is of the operations of all
+    teachers and of a forward and a backward pass of the student."""
+    sizes = [(shape.input_size[0], *teacher.img_size) for teacher in teachers]
+    work = [flops_per_image(teacher.model, size) for teacher, size in zip(teachers, sizes, strict=True)]
+    of_student, lines = 0.0, []
     with suppress(NotImplementedError, RuntimeError, UserError):  # the model depends on values of tensors
-        of_step = 3 * flops_per_image(student, shape.input_size) + sum(work.values())
-    lines = []
-    for name, (model, seen) in teachers.items():
+        of_student = 3 * flops_per_image(student, shape.input_size)
+    for name, teacher, size, flops in zip(names, teachers, sizes, work, strict=True):
+        model, seen = teacher.model, StepShape(size, shape.device_type, teacher.amp_dtype)
         weights = _bytes([*model.parameters(), *model.buffers()]) / GIB
-        most, gmacs = step_peak(model, seen, batch, False) / GIB, work[name] / 2e9
-        share = f", {100 * work[name] / of_step:.0f} % of a step's operations" if of_step else ""
-        passed = f"a forward pass of {batch} images {most:.2f} GiB, {gmacs:.2f} GMACs an image{share}"
-        lines.append(f"teacher{f' {name}' * (len(teachers) > 1)}: weights {weights:.2f} GiB, {passed}")
+        passed = f"a forward pass of {batch} images {step_peak(model, seen, batch, False) / GIB:.2f} GiB"
+        share = f", {100 * flops / (of_student + sum(work)):.0f} % of a step's operations" if of_student else ""
+        who = f"teacher {name}" if len(names) > 1 else "teacher"
+        lines.append(f"{who}: weights {weights:.2f} GiB, {passed}, {flops / 2e9:.2f} GMACs an image{share}")
     return lines
