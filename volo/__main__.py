@@ -1,4 +1,4 @@
-"""`python -m volo`: the `volo` command where it is not installed."""
+"""`python -m volo` is the `volo` command for a checkout that is not installed."""
 
 import sys
 

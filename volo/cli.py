@@ -1,6 +1,6 @@
 """`volo COMMAND`: the table of programs, and how they start.
 
-Flags are parsed before torch is imported, so that `--help` and mistakes are answered at once.
+Flags are parsed before torch is imported, so that `--help` and error messages come at once.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from volo.config.flag_table import SCRIPTS, Program, nearest
 
 
 class Command(NamedTuple):
-    """A program: where its flags stand, and the module with its `run(args)`. Both are imported when they are needed."""
+    """Where a program's flags and its module with `run(args)` are found. Both are imported only when they are used."""
 
     flags: str
     module: str
 
     @property
     def program(self) -> Program:
-        """Its flags."""
+        """The program's name, flags and checks."""
         module, _, name = self.flags.partition(":")
         return getattr(import_module(module), name)
 
@@ -49,7 +49,7 @@ COMMANDS = {
 
 
 def main() -> int:
-    """`volo COMMAND [flags]`. Returns the exit code."""
+    """Run `volo COMMAND [flags]` and return its exit code."""
     name, *flags = sys.argv[1:] or ["--help"]
     if name in ("-h", "--help"):
         print("usage: volo COMMAND [flags]      volo COMMAND --help      volo --version\n")
@@ -73,9 +73,9 @@ def run(name: str, flags: Sequence[str] | None = None) -> int:
 
     Args:
         name: A key of `COMMANDS`.
-        flags: None: those of the command line, after a script such as `python train.py` was started.
+        flags: Words of the command line after the program's name; None takes them from sys.argv.
     """
     command = COMMANDS[name]
-    # A training run handles signals from the start.
+    # Training handles signals from its very start.
     with STOP.handled() if name == "train" else nullcontext():
         return run_program(command.program.parse, command.module, flags)

@@ -1,7 +1,7 @@
-"""The command line of train.py: it is parsed over a YAML recipe and checked before anything starts.
+"""Parses train.py's command line over a YAML recipe, and checks it before anything starts.
 
-Reading order: `flag_table` (what a flag is), `flags_train` and `flags_data` (the flags), `flag_rules`
-(contradictions), this file. The other programs' flags stand in `flags_programs`.
+Reading order: `flag_table` (what a flag is), `flags_train` and `flags_data` (the flags), `flag_rules` (contradictions
+between flags), this file. `flags_programs` has the flags of the other programs.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class TrainArgs(Namespace):
 
     Attributes:
         notes: Lines that rank 0 prints once.
-        defaulted: The flags of `FITTED` that neither command line nor recipe has; no setting of the run, so that it is
-            not among `vars`.
+        defaulted: The flags of `FITTED` that neither command line nor recipe sets. This is no setting of the run, so
+            `vars` doesn't contain it.
     """
 
     __slots__ = ("defaulted",)
@@ -44,7 +44,7 @@ class FrozenArgs(TrainArgs):
 
     Args:
         args: The arguments from command line and recipe.
-        decided: Values that replace them, for example from a checkpoint.
+        decided: Values that replace some of them, for example from a checkpoint.
     """
 
     def __init__(self, args: TrainArgs, **decided: Any) -> None:
@@ -57,16 +57,16 @@ class FrozenArgs(TrainArgs):
 
 class _Train(Program):
     def parser(self) -> FlagParser:
-        """Return its parser, which knows timm's flags."""
+        """Return the parser, which also knows the names of timm's flags."""
         parser = super().parser()
         parser.instead = TIMM_FLAGS
         return parser
 
     def parse(self, argv: Sequence[str] | None = None) -> TrainArgs:
-        """Parse train.py's command line (sys.argv where None) over its recipe (`-c`).
+        """Parse train.py's command line (`argv`, or sys.argv if None) over its recipe (`-c`).
 
         Raises:
-            UserError: An unknown flag or key, a wrong value, a contradiction, or a flag that would have no effect.
+            UserError: A flag or key is unknown, a value is wrong, flags contradict each other, or one has no effect.
         """
         parser = self.parser()
         given = parser.explicit(argv)
@@ -92,10 +92,10 @@ TRAIN = _Train(
 
 
 def checked_settings(recorded: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a checkpoint has recorded of train.py's flags, by destination, without what is empty.
+    """Return the values of train.py's flags that a checkpoint records, by destination; empty values are left out.
 
     Raises:
-        UserError: The flag doesn't take such a value.
+        UserError: A flag doesn't accept its value.
     """
     parser, checked = TRAIN.parser(), {}
     for dest, value in recorded.items():
@@ -103,14 +103,14 @@ def checked_settings(recorded: Mapping[str, Any]) -> dict[str, Any]:
         try:
             if value is not None and not (isinstance(value, str) and not value):
                 checked[dest] = _convert(row, value, parser)
-        except (UserError, ValueError) as error:  # an int of many digits is not printed
+        except (UserError, ValueError) as error:  # ValueError: Python doesn't print an int of thousands of digits
             raise UserError(f"{row.label} in the checkpoint: {error}; give {row.label} a value") from error
     return checked
 
 
 def changed_flags(settings: Mapping[str, Any]) -> dict[str, list[str]]:
-    """Return the flags of train.py that recorded settings have at other values than the default, by destination: the
-    words of a command line that sets them again."""
+    """Return, by destination, the command-line words that set train.py's flags to recorded values; flags at their
+    defaults are left out."""
     found = {}
     for dest, row in TRAIN.parser().flags.items():
         value = settings.get(dest)
@@ -122,7 +122,7 @@ def changed_flags(settings: Mapping[str, Any]) -> dict[str, list[str]]:
 
 
 def _not_overruled(recipe: Mapping[str, Any], given: Mapping[str, Any], flags: Mapping[str, Flag]) -> dict[str, Any]:
-    """Return the recipe without the values that the command line overrules."""
+    """Return the recipe without the values that the command line overrides."""
     chosen = {dest for dest, value in given.items() if value is not False and value != ""}
     void = {other for dest in chosen for other in flags[dest].excludes}
     void |= {dest for dest, row in flags.items() if chosen & set(row.excludes)}
@@ -131,24 +131,24 @@ def _not_overruled(recipe: Mapping[str, Any], given: Mapping[str, Any], flags: M
     if given.get("no_aug"):
         void |= {dest for dest, row in flags.items() if AUGMENTED in row.needs}
     if {"img_size", "input_size"} & given.keys() and recipe.get("token_label_size") != 1:
-        void.add("token_label_size")  # it belongs to the recipe's image size
+        void.add("token_label_size")  # the recipe's value belongs to the recipe's image size
     return {dest: value for dest, value in recipe.items() if dest not in void}
 
 
 def shipped(folder: str) -> Path:
-    """Return the folder "configs" or "slurm": at the root of a checkout, in the package where it is installed."""
+    """Return the folder "configs" or "slurm": inside an installed package, or else at the root of the checkout."""
     installed = _PACKAGE / "files" / folder
     return installed if installed.is_dir() else _PACKAGE.parent / folder
 
 
 def recipe_file(name: str) -> str:
-    """Return the file that `-c` names: a path, or a recipe of this project by its name alone (`volo_d1_224`)."""
+    """Return the path of the file that `-c` names: a path, or the name of one of this project's recipes."""
     known = shipped("configs") / f"{name}.yaml"
     return str(known) if not Path(name).exists() and Path(name).name == name and known.is_file() else name
 
 
 class _Loader(yaml.SafeLoader):
-    """Reads plain data only; refuses duplicate keys, and aliases, which can expand to billions of values."""
+    """Reads only plain data. It refuses duplicate keys, and aliases, which could expand to billions of values."""
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
         if self.check_event(yaml.AliasEvent):
@@ -166,21 +166,21 @@ class _Loader(yaml.SafeLoader):
 def load_yaml(path: str, parser: FlagParser) -> dict[str, Any]:
     """Read a recipe: a mapping from flag names (dashes or underscores) to values.
 
-    Values are checked as if they stood on the command line: type, range, choices, number of values.
+    Values are checked as on the command line: type, range, choices, number of values.
 
     Args:
-        path: The YAML file, or the name of a recipe of this project.
-        parser: The program's.
+        path: Path of the YAML file, or name of one of this project's recipes.
+        parser: Parser of the program.
 
     Returns:
         Values by destination.
 
     Raises:
-        UserError: The file can't be read, isn't a plain mapping, or has an unknown key (the nearest one is named) or a
-            value that the flag doesn't take.
+        UserError: The file can't be read or isn't a plain mapping, a key is unknown (the message suggests the nearest
+            one), or a flag doesn't accept its value.
     """
     path = recipe_file(path)
-    # A recipe in a recipe would need rules of precedence; the second name of the data directory is not needed.
+    # A recipe inside a recipe would need rules of precedence. A recipe may use only one name of the data directory.
     rows = [row for row in parser.flags.values() if row.dest != "config" and not row.renamed]
     known = {name.lstrip("-").replace("-", "_"): row for row in rows for name in row.names if len(name) > 3}
     values: dict[str, Any] = {}
@@ -194,7 +194,7 @@ def load_yaml(path: str, parser: FlagParser) -> dict[str, Any]:
             raise UserError(f"{path}: unknown key {shortened(key)}" + (f", did you mean {near}?" if near else ""))
         row = known[name]
         if name != row.dest and value in (None, False):
-            continue  # another name of a flag, from the time when it was a flag of its own
+            continue  # an alias that used to be a flag of its own, and is off
         try:
             converted = _convert(row, value, parser, texts.get(key, ()))
         except UserError as error:
@@ -205,7 +205,7 @@ def load_yaml(path: str, parser: FlagParser) -> dict[str, Any]:
 
 
 def _mapping(path: str) -> tuple[dict[Any, Any], dict[Any, list[str]]]:
-    """Return what a recipe says, by key, and how the items of each value are written: 001 is a name, too."""
+    """Return a recipe's values by key, and the text of each value's items: a name may be written 001."""
     try:
         with open(path, encoding="utf-8", opener=regular_only) as file:
             loader = _Loader(file)
@@ -214,7 +214,7 @@ def _mapping(path: str) -> tuple[dict[Any, Any], dict[Any, list[str]]]:
             pairs = node.value if isinstance(node, yaml.MappingNode) else []
     except OSError as error:
         raise UserError(f"--config {path}: {error.strerror}") from error
-    except Exception as error:  # YAML's own, and any effect of bad content: a month 13, brackets nested too deeply
+    except Exception as error:  # errors of YAML, and of bad content: a month 13, brackets nested too deeply
         raise UserError(f"--config {path} can't be read: {' '.join(str(error).split())[:300]}") from error
     if not isinstance(content, dict):
         found = "nothing" if content is None else f"a {type(content).__name__}"
@@ -224,10 +224,10 @@ def _mapping(path: str) -> tuple[dict[Any, Any], dict[Any, list[str]]]:
 
 
 def _convert(row: Flag, value: Any, parser: FlagParser, written: Sequence[str] = ()) -> Any:
-    """Convert `value`, whose items are `written` so, as the flag `row` does on the command line.
+    """Convert `value` as the flag `row` does on the command line; `written` is the text of its items.
 
     Raises:
-        UserError: The flag doesn't take it.
+        UserError: The flag doesn't accept the value.
     """
     if row.switch:
         if not isinstance(value, bool):

@@ -1,4 +1,4 @@
-"""The names of checkpoints, and the one that a folder stands for, in every program: of a run's directory its best."""
+"""The names of checkpoint files, and the one file that a folder stands for in every program."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ENDINGS = (".pth", ".pt", ".tar", ".safetensors")
 
 
 def best_or_last(folder: str) -> Path | None:
-    """Return the best checkpoint of a run's directory, or else the last; None: it is no such directory."""
+    """Return the best checkpoint of a run directory, else the last; None if the folder is not a run directory."""
     return next((file for name in (BEST, LAST) if (file := Path(folder, name)).is_file()), None)
 
 
@@ -32,10 +32,10 @@ def checkpoints_in(folder: str, flag: str) -> list[Path]:
 
 
 def single_checkpoint(folder: str, flag: str) -> Path:
-    """Return the checkpoint that stands for a folder: `best_or_last`, or the only one in it.
+    """Return the checkpoint that a folder stands for: `best_or_last`, or the only checkpoint in it.
 
     Raises:
-        UserError: It is no run's directory, and holds no checkpoint or several.
+        UserError: The folder is not a run directory, and holds no checkpoint or several.
     """
     if found := best_or_last(folder):
         return found

@@ -1,4 +1,4 @@
-"""Checks of the arguments beyond what a row says: rules between several flags, and what one of them decides."""
+"""Checks that concern several flags, and values that one flag decides for another."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from volo.config.flag_table import Flag, check_flags
 from volo.config.flags_data import DENSE, LABELS, PER_TEACHER
 from volo.config.flags_train import CUDA_GRAPH_MODES, ENDING_SCHEDULES, TRACKERS, mixes
 
-# A rule: when it is broken, and the message, in which {flag} stands for its value.
+# When a rule is broken, and its message, in which {flag} stands for the flag's value.
 Rule = tuple[Callable[[Namespace], bool], str]
 
 
@@ -58,7 +58,7 @@ TRAIN: tuple[Rule, ...] = (
         "first, of a scale up to 1 (the whole image)",
     ),
     (
-        # A job that is started again goes on from its own checkpoint; only its first start fine-tunes.
+        # With auto, a job that is started again resumes its own checkpoint; only its first start fine-tunes.
         lambda a: bool(a.pretrained or a.initial_checkpoint or a.finetune) and a.resume not in ("", "auto"),
         "weights to start from have no effect with --resume {resume}: leave out --finetune, --initial-checkpoint and "
         "--pretrained, or give --resume auto",
@@ -102,7 +102,7 @@ TRAIN: tuple[Rule, ...] = (
         "--amp and --model-dtype {model_dtype} both set the precision: keep one of them",
     ),
 )
-# What torch's FSDP2 or its distributed tensors can't do; optimizers are in volo/train/optim.py.
+# Rules for --shard and --tensor-parallel: FSDP2 or distributed tensors can't do this; see also volo/train/optim.py.
 DIVIDED: tuple[Rule, ...] = (
     (lambda a: a.channels_last, "--channels-last: torch divides contiguous weights alone"),
     (lambda a: a.model_ema_force_cpu, "--model-ema-force-cpu: the average is divided as well"),
@@ -119,13 +119,13 @@ DIVIDED: tuple[Rule, ...] = (
 
 
 def check_train(args: Namespace, flags: Mapping[str, Flag]) -> list[str]:
-    """Refuse what train.py cannot honour; settle `token_label_size` and `compat`; return lines for the log.
+    """Refuse what train.py can't do, decide `token_label_size` and `compat`, and return lines for the log.
 
     Raises:
-        UserError: A contradiction, or a flag without effect.
+        UserError: Flags contradict each other, or a flag has no effect.
     """
     _check_folder(args, args.data_dir, "DATA_DIR")
-    args.kd_model_name = "" if args.kd_model_name == [""] else args.kd_model_name  # as it is written down
+    args.kd_model_name = "" if args.kd_model_name == [""] else args.kd_model_name  # [""] in a recipe means no teacher
     notes = _settle_token_labels(args) + _settle_compat(args) + check_flags(args, flags)
     check_rules(args, (*PIXELS, *COMPILE, *TRAIN))
     if args.kd_model_name:
@@ -138,21 +138,21 @@ def check_train(args: Namespace, flags: Mapping[str, Flag]) -> list[str]:
 
 
 def check_images(args: Namespace, flags: Mapping[str, Flag]) -> list[str]:
-    """Refuse what validate.py and generate_label.py cannot honour; return lines for the log.
+    """Refuse what validate.py and generate_label.py can't do, and return lines for the log.
 
     Raises:
-        UserError: As `check_train`.
+        UserError: As in `check_train`.
     """
     _check_folder(args, args.data, "DATA")
     return check_weights(args, flags)
 
 
 def check_weights(args: Namespace, flags: Mapping[str, Flag]) -> list[str]:
-    """Check images' sizes and decide where the weights come from, for all programs except train.py; return lines for
-    the log.
+    """Check the flags about images, and decide where the weights come from, in all programs except train.py; return
+    lines for the log.
 
     Raises:
-        UserError: Two sources of weights, or none; a flag without effect.
+        UserError: There are two sources of weights or none, or a flag has no effect.
     """
     notes = check_flags(args, flags)
     check_rules(args, PIXELS + (COMPILE if "torchcompile" in args else ()))
@@ -167,10 +167,10 @@ def check_weights(args: Namespace, flags: Mapping[str, Flag]) -> list[str]:
 
 
 def teachers_of(args: Namespace) -> Namespace:
-    """Return the flags of `PER_TEACHER` with a value for each teacher, `kd_size` with a height and a width, or None.
+    """Return the flags of `PER_TEACHER`, each as a list with one value per teacher; `kd_size` has (H, W) pairs or None.
 
     Raises:
-        UserError: A flag has neither one value for all nor one for each teacher, or a whole image no tokens.
+        UserError: A flag has neither one value nor one per teacher, or `--kd-view whole` is used without tokens.
     """
     count, flags = len(args.kd_model_name), Namespace()
     for row in PER_TEACHER:
@@ -192,7 +192,7 @@ def check_drop_path(args: Namespace) -> None:
     """Raise UserError if `--drop-path-mode subset` drops nothing at this batch size."""
     if args.drop_path_mode == "mask" or args.drop_path is None:
         return
-    # Whole images are dropped, to the nearest number of them, and never all.
+    # The number of dropped images is rounded to a whole number, and is never all images.
     if args.batch_size == 1 or args.batch_size * args.drop_path < 0.5:
         raise UserError(
             f"--drop-path-mode {args.drop_path_mode} drops nothing at --drop-path {args.drop_path:g} with "
@@ -201,34 +201,34 @@ def check_drop_path(args: Namespace) -> None:
 
 
 def sharding_flag(args: Namespace) -> str:
-    """Return the flag that divides weights among ranks, as one types it; "" where they are whole on every rank."""
+    """Return the flag that divides weights among ranks with its value, such as "--shard 4"; "" if none does."""
     flags = {"--tensor-parallel": args.tensor_parallel, "--shard": args.shard}
     return next((f"{flag} {ranks}" for flag, ranks in flags.items() if ranks > 1), "")
 
 
 def other_sizes(args: Namespace) -> list[tuple[int, int]]:
-    """Return (H, W) of the images that a run shows to its model beside those of the model's own size."""
+    """Return the image sizes (H, W) that a run uses besides the model's own size."""
     sizes = [*(getattr(args, "train_img_sizes", None) or []), getattr(args, "val_img_size", None)]
     return [(side, side) for side in dict.fromkeys(sizes) if side]
 
 
 def trackers_of(args: Namespace) -> list[str]:
-    """Return the experiment trackers that are asked for."""
+    """Return the names of the requested experiment trackers."""
     return [name for name in TRACKERS if getattr(args, f"log_{name}")]
 
 
 def _check_trackers(args: Namespace) -> None:
     for name in trackers_of(args):
         found = find_spec(name)
-        if found is None or found.origin is None:  # a folder such as the ./wandb that it writes is no package
+        if found is None or found.origin is None:  # a folder without a package, such as a tracker's own ./wandb
             raise UserError(f"--log-{name} needs {name}: {install_command(name)}")
 
 
 def join_data_dir(args: Namespace, shown: str, dest: str) -> None:
-    """Set `dest` to the data folder, which the command line names by its place or as `--data-dir`.
+    """Set `dest` to the data folder, which is given as a positional argument or as `--data-dir`.
 
     Raises:
-        UserError: It has both, and they differ.
+        UserError: Both are given, and they differ.
     """
     option = args.__dict__.pop("data_dir_option")
     positional = getattr(args, dest)
@@ -243,7 +243,7 @@ def _check_folder(args: Namespace, root: str | None, shown: str) -> None:
 
 
 def _settle_token_labels(args: Namespace) -> list[str]:
-    """Without labels the token-label size is 1, as published, unless the command line says otherwise."""
+    """Set the token-label size to 1, as in the published code, if there are no labels and the user gives no size."""
     if not args.token_label or LABELS.met(args):
         return []
     args.token_label_size = args.token_label_size or 1
@@ -252,7 +252,7 @@ def _settle_token_labels(args: Namespace) -> list[str]:
 
 
 def _settle_compat(args: Namespace) -> list[str]:
-    """Reduce `--compat` to the rows that have an effect in this run, and set the flag that is a row of it."""
+    """Reduce `--compat` to the rows that have an effect in this run, and set the flag that one of them stands for."""
     if args.compat is None:
         return []
     rows, everything = resolve(args.compat)

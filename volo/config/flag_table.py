@@ -1,6 +1,6 @@
-"""Command-line flags as rows of tables, the programs that have them, and the parser built from them.
+"""Flags as rows of tables, programs as groups of flags, and the parser that is built from them.
 
-Imports nothing heavy, so that `--help` answers at once.
+This module imports nothing slow, so that `--help` answers at once.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from volo.config.checkpoint_files import single_checkpoint
 
 @dataclass(frozen=True)
 class Number:
-    """A type of values: an int or a finite float inside [low, high], or above 0 and up to high where `positive`.
+    """A type of values: an int or a finite float in [low, high]; with `positive` it must also be above 0.
 
     Raises:
-        argparse.ArgumentTypeError: The text is no such number; argparse puts the flag's name before the message.
+        argparse.ArgumentTypeError: The text is no such number. argparse puts the flag's name before the message.
     """
 
     kind: type[int] | type[float]
@@ -40,7 +40,7 @@ class Number:
 
     @property
     def metavar(self) -> str:
-        """What stands for a value in `--help`."""
+        """The word for a value in `--help`."""
         return "N" if self.kind is int else "X"
 
     def __call__(self, text: str) -> int | float:
@@ -64,7 +64,7 @@ class Number:
 
 @dataclass(frozen=True)
 class Text:
-    """A type of values: text as it is."""
+    """A type of values: any text."""
 
     metavar: str
 
@@ -74,10 +74,10 @@ class Text:
 
 @dataclass(frozen=True)
 class Place(Text):
-    """A type of values: a file, folder or model; `~` at the beginning, or behind `local-dir:`, is the home folder.
+    """A type of values: a file, folder or model. `~` at the beginning or after `local-dir:` is the home folder.
 
     Raises:
-        argparse.ArgumentTypeError: No file can have that name.
+        argparse.ArgumentTypeError: No file can have such a name.
     """
 
     def __call__(self, text: str) -> str:
@@ -86,13 +86,13 @@ class Place(Text):
 
 
 def possible_name(path: str) -> str:
-    """Return a path that a file can have. Raises argparse.ArgumentTypeError: none can."""
+    """Return `path`. Raises argparse.ArgumentTypeError if no file can have this name."""
     if "\0" in path or any(len(name.encode(errors="replace")) > 255 for name in path.split("/")):
         raise argparse.ArgumentTypeError(f"{path[:40]!r}... is no name of a file: it has more than 255 bytes, or NUL")
     return path
 
 
-# The types of values. A tuple of words is a type, too: one of them.
+# The types of values. A tuple of words is also a type: the value must be one of them.
 INT = Number(int)
 COUNT = Number(int, low=0)
 POSITIVE = Number(int, low=1)
@@ -104,38 +104,38 @@ SEED = Number(int, low=0, high=2**63 - 1)
 SHARE = Number(float, low=0, high=1)
 NAME, TEXT = map(Text, ("NAME", "TEXT"))
 PATH, FILE, DIR, SOURCE = map(Place, ("PATH", "FILE", "DIR", "NAME"))
-WEIGHTS = Place("PATH")  # of a checkpoint; a folder stands for `single_checkpoint` in it
+WEIGHTS = Place("PATH")  # path of a checkpoint; `check_flags` replaces a folder by `single_checkpoint`
 
 
 def name_below(text: str) -> str:
-    """A type of values: the name of a folder below another one. Raises argparse.ArgumentTypeError: it is elsewhere."""
+    """A type of values: the name of a folder inside another one. Raises argparse.ArgumentTypeError if it leads out."""
     if leads_out(text):
         raise argparse.ArgumentTypeError(f"{text!r} leads out of the folder that it is to be in: give a name alone")
     return possible_name(text)
 
 
 def key_value(text: str) -> tuple[str, Any]:
-    """A type of values: `depth=3` as a pair; the value is a Python literal, or text where it is none.
+    """A type of values: KEY=VALUE as a pair; VALUE is a Python literal, or else text.
 
     Raises:
-        argparse.ArgumentTypeError: There is no key, or no "=".
+        argparse.ArgumentTypeError: The key or "=" is missing.
     """
     key, equals, value = text.partition("=")
     if not equals or not key:
         raise argparse.ArgumentTypeError(f"{text!r} is not KEY=VALUE")
     try:
         return key, ast.literal_eval(value)
-    except (ValueError, SyntaxError, MemoryError, RecursionError):  # the last two: nested too deeply
+    except (ValueError, SyntaxError, MemoryError, RecursionError):  # the last two if it is nested too deeply
         return key, value
 
 
 def count_or_auto(text: str) -> int | str:
-    """A type of values: a whole number from 1 on, or `auto`. Raises argparse.ArgumentTypeError: it is neither."""
+    """A type of values: a whole number from 1 on, or `auto`. Raises argparse.ArgumentTypeError for other text."""
     return text if text == "auto" else int(POSITIVE(text))
 
 
 class Need(NamedTuple):
-    """A condition without which a flag has no effect: its name, and whether the arguments meet it."""
+    """A condition without which a flag has no effect: its name in messages, and a test of the arguments."""
 
     of: str
     met: Callable[[Namespace], bool]
@@ -143,17 +143,17 @@ class Need(NamedTuple):
 
 @dataclass(frozen=True)
 class Flag:
-    """One row: everything about an option.
+    """One row of a table: everything about a flag.
 
     Attributes:
         names: A name without a dash is positional.
-        type: Of a value, or of each where `nargs` takes several; a tuple of words: one of them; None: a switch.
-        const: The value where the flag stands alone.
-        renamed: Its name in the namespace, if that is not the first long name.
-        needs: Unless all of these are met, the flag has no effect and is refused.
-        excludes: Flags (by destination) that set the same value: both together are refused, but one on the command
-            line, unless it is switched off there, overrules others in a recipe.
-        refused: The reason why it must keep its default; "" if it can be set.
+        type: Type of the value, or of each value if `nargs` takes several. A tuple lists the choices; None is a switch.
+        const: Value of the flag if it is given without a value.
+        renamed: Name in the namespace, if it is not the first long name.
+        needs: The flag is refused as without effect unless all of these are met.
+        excludes: Destinations of flags that set the same value. Two of them together are refused, but a flag on the
+            command line overrides others in a recipe, unless the command line switches it off.
+        refused: Why the flag must keep its default; "" if it can be set.
     """
 
     names: tuple[str, ...]
@@ -170,12 +170,12 @@ class Flag:
 
     @property
     def switch(self) -> bool:
-        """Whether it takes no value."""
+        """Whether the flag takes no value."""
         return self.type is None
 
     @property
     def label(self) -> str:
-        """The name in messages: the first long one."""
+        """The flag's name in messages: its first long name."""
         return next((name for name in self.names if name.startswith("--")), self.names[0])
 
     @property
@@ -184,36 +184,36 @@ class Flag:
         return self.renamed or self.label.lstrip("-").replace("-", "_")
 
     def shown(self, value: Any) -> str:
-        """Return the flag as on a command line."""
+        """Return the flag with this value as it is written on a command line."""
         if self.switch:
             return self.label
         return f"{self.label} {' '.join(map(str, value)) if isinstance(value, list) else value}"
 
 
 def flag(names: str, type: Callable[[str], Any] | tuple[str, ...], default: Any, help: str, **rest: Any) -> Flag:
-    """Return a flag that takes a value; `names` are divided by spaces."""
+    """Return a flag that takes a value; spaces separate its `names`."""
     return Flag(tuple(names.split()), type, default, help, **rest)
 
 
 def switch(names: str, help: str, **rest: Any) -> Flag:
-    """Return a flag without a value, off by default."""
+    """Return a flag that takes no value and is off by default."""
     return Flag(tuple(names.split()), None, False, help, **rest)
 
 
 def needing(need: Need, *rows: Flag) -> tuple[Flag, ...]:
-    """Return the rows with one more need, which is checked first."""
+    """Return the rows with one more need, which is checked before their own."""
     return tuple(replace(row, needs=(need, *row.needs)) for row in rows)
 
 
 def check_flags(args: Namespace, flags: Mapping[str, Flag]) -> list[str]:
-    """Check for flags that can't be set, contradict each other, or have no effect without others; put files in the
-    place of folders of checkpoints, unless `--all` of them are wanted.
+    """Refuse flags that can't be set, contradict each other, or have no effect. Replace folders of checkpoints by
+    files, unless the flag `--all` is set.
 
     Returns:
-        Lines for the log: which files.
+        A line for the log for each replaced folder.
 
     Raises:
-        UserError: For the first such flag.
+        UserError: The message is about the first flag that is refused.
     """
     changed = [row for dest, row in flags.items() if getattr(args, dest, row.default) != row.default]
     for row in changed:
@@ -242,24 +242,24 @@ def check_flags(args: Namespace, flags: Mapping[str, Flag]) -> list[str]:
 
 
 class Group:
-    """Flags that stand together in `--help`, under a title and perhaps a note."""
+    """Flags that `--help` shows together, with a title and perhaps a note."""
 
     def __init__(self, title: str, *flags: Flag, note: str | None = None) -> None:
         self.title, self.flags, self.note = title, flags, note
 
 
 class FlagParser(argparse.ArgumentParser):
-    """ArgumentParser whose errors are UserErrors and which names the nearest flag for an unknown one.
+    """An ArgumentParser that raises UserError, and suggests the nearest flag for an unknown one.
 
-    Abbreviated flags are refused: a flag added later could silently change what an abbreviation means.
+    Abbreviated flags are refused, because a flag added later could silently change what an abbreviation means.
 
     Args:
-        program: A command of `volo`, or another way to start it.
-        usage: The text after that name.
-        undo: Give every switch `--X` a `--no-X`, and `--no-X` an `--X`, which set it back where a recipe turned it on.
+        program: Command of `volo`, or another way to start the program.
+        usage: Text after the program's name.
+        undo: Add `--no-X` for every switch `--X`, and `--X` for `--no-X`, which undo a recipe's switch.
     """
 
-    instead: Mapping[str, str] = {}  # of flags that users of another program know: what there is in their place
+    instead: Mapping[str, str] = {}  # for flags that only another program has: what this one has in their place
 
     def __init__(self, program: str, usage: str, description: str, groups: Sequence[Group], undo: bool = False) -> None:
         name = _started_as(program)
@@ -276,18 +276,18 @@ class FlagParser(argparse.ArgumentParser):
                 _add(section, row, undo)
 
     def error(self, message: str) -> NoReturn:
-        """Raise `message`, a single line.
+        """Raise a UserError with `message`, which is a single line.
 
         Raises:
-            UserError: always.
+            UserError: Always.
         """
         raise UserError(f"{message} (see {self.prog} --help)")
 
     def explicit(self, argv: Sequence[str] | None = None) -> dict[str, Any]:
-        """Return the values of the flags in `argv` (the command line where None), by destination, without defaults.
+        """Return the values of the flags in `argv` (None: sys.argv) by destination, without defaults.
 
         Raises:
-            UserError: An unknown flag (the message names the nearest one), a wrong type or choice, a missing value.
+            UserError: A flag is unknown (the message suggests the nearest one), or its value is wrong or missing.
         """
         parsed, unknown = self.parse_known_args(argv)
         if unknown:
@@ -297,7 +297,7 @@ class FlagParser(argparse.ArgumentParser):
         return given | {dest: dict(given[dest]) for dest in given if self.flags[dest].type is key_value}
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parse as `explicit` does, over the defaults."""
+        """Return the values of `explicit` over the defaults."""
         return Namespace(**(self.defaults() | self.explicit(args)))
 
     def defaults(self) -> dict[str, Any]:
@@ -315,7 +315,7 @@ class FlagParser(argparse.ArgumentParser):
 
 @dataclass(frozen=True)
 class Program:
-    """A program: its name, the text behind that in its usage, what it does, its flags, and the check of them, which
+    """A program: its name, the rest of its usage line, its description, its flags, and a check of the arguments that
     returns lines for the log."""
 
     name: str
@@ -326,14 +326,14 @@ class Program:
     undo: bool = False
 
     def parser(self) -> FlagParser:
-        """Return its parser."""
+        """Return a new parser for this program's flags."""
         return FlagParser(self.name, self.usage, self.does, self.groups, self.undo)
 
     def parse(self, argv: Sequence[str] | None = None) -> Namespace:
-        """Parse a command line (sys.argv where None). Returns one attribute per flag, and `notes`, lines to print.
+        """Parse a command line (None: sys.argv). Return one attribute per flag, and `notes`, which are lines to print.
 
         Raises:
-            UserError: An unknown flag, a wrong value, a contradiction, or a flag that would have no effect.
+            UserError: A flag is unknown, a value is wrong, flags contradict each other, or one has no effect.
         """
         parser = self.parser()
         args: Namespace = parser.parse_args(argv)
@@ -341,12 +341,12 @@ class Program:
         return args
 
 
-# The published scripts at the root of a checkout, by the command of `volo` that each stands for.
+# The published scripts at the root of a checkout, by the `volo` command that they correspond to.
 SCRIPTS = {"train": "train.py", "validate": "validate.py", "label": "generate_label.py"}
 
 
 def _started_as(program: str) -> str:
-    """Return what a user types: the script of a checkout if that was started, else `volo PROGRAM`."""
+    """Return the command that the user types: the script of a checkout if that was started, else `volo PROGRAM`."""
     if program.startswith("python "):
         return program
     script = SCRIPTS.get(program)
@@ -354,7 +354,7 @@ def _started_as(program: str) -> str:
 
 
 def _add(section: argparse._ArgumentGroup, row: Flag, undo: bool) -> None:
-    """Add a row to a parser. argparse knows no defaults: so it tells what was given."""
+    """Add a row to a parser, without its default, so that the parser returns only what the user has set."""
     options: dict[str, Any] = {"default": argparse.SUPPRESS, "help": row.help + _default_text(row)}
     if row.names[0].startswith("-"):
         options["dest"] = row.dest
@@ -380,7 +380,7 @@ def _default_text(row: Flag) -> str:
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
-    """Return the known name that is almost `name`, else the shortest one that has all of its words, else None."""
+    """Return the known name most similar to `name`, else the shortest that contains all its words, else None."""
     plain = {other: other.lstrip("-").replace("_", "-") for other in known}
     asked = name.lstrip("-").replace("_", "-")
     close = difflib.get_close_matches(asked, list(plain.values()), n=1, cutoff=0.8)

@@ -1,4 +1,4 @@
-"""The flags of `train.py` that say what it is trained on: images, their labels and augmentation."""
+"""The flags of `train.py` about its data: images, labels and augmentation."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ FILE_BACKENDS = ("torchvision", "pil", "dali-cpu", "dali-gpu")
 DENSE = "dense targets (--token-label-data, --token-label-teacher or a --token-label-size; with size 1 there are none)"
 TOKEN_LABEL = Need("--token-label", lambda a: a.token_label)
 DENSE_TARGETS = Need(DENSE, lambda a: a.token_label_size != 1)
-# Without dense targets there is no dense loss, so a weight of 0 says what happens.
+# Without dense targets there is no dense loss; then a weight of 0 is accepted, since it changes nothing.
 TOKEN_LABEL_OR_0 = Need("--token-label", lambda a: a.token_label or a.dense_weight == 0)
 DENSE_TARGETS_OR_0 = Need(DENSE, lambda a: a.token_label_size != 1 or a.dense_weight == 0)
 DENSE_LOSS = Need("--dense-weight above 0", lambda a: a.dense_weight > 0)
@@ -57,7 +57,7 @@ DATASET = flag("-d --dataset", TEXT, "", _KINDS, metavar="KIND", needs=(FILES,))
 
 CLASS_MAP = flag("--class-map", FILE, "", "class folders in the order of the outputs, one a line", needs=(FILES,))
 
-# What several programs have.
+# Flags that several programs have.
 LABEL_AREA = flag(
     "--token-label-area",
     ("full", "center"),

@@ -1,7 +1,7 @@
-"""The flags of all programs but train.py.
+"""The flags of all programs except train.py.
 
-validate.py keeps the 33 flags of the published program. `--model` has no default: a checkpoint of this project says
-what it is.
+validate.py has the 33 flags of the published program. `--model` has no default, because a checkpoint of this project
+names its model.
 """
 
 from __future__ import annotations
@@ -174,14 +174,14 @@ _GENERATE_LABEL = (
     Group("Distributed", BIND),
 )
 
-# The endings that files of predictions and of embeddings have.
+# File endings for predictions and embeddings.
 _OUTPUTS, _EMBEDDING_FILES = (".csv", ".json", ".parquet"), (".safetensors", ".npz")
 _PREDICT = (
     Group(
         "Images",
         flag("paths", PATH, None, "images, and folders with images at any depth", nargs="+"),
         _batch_size(64),
-        # Any number of unreadable images is told and left out.
+        # No limit: any number of unreadable images is reported and left out.
         *(row for row in _IMAGES if row.dest != "max_bad_images"),
     ),
     Group("Model", *MODEL),
@@ -203,7 +203,7 @@ def _check_validate(args: Namespace, flags: Mapping[str, Flag]) -> list[str]:
     if args.probe and args.crop_pct:
         raise UserError("--probe shows whole images, squashed to the model's size: leave --crop-pct out")
     join_data_dir(args, "DATA", "data")
-    # As published for a folder of checkpoints.
+    # A folder of checkpoints means all of them, as in the published program.
     args.all = args.all or (FOLDER.met(args) and best_or_last(args.checkpoint) is None)
     return check_images(args, flags)
 
@@ -237,9 +237,9 @@ PREDICT = Program(
     _check_predict,
 )
 
-# The endings that files of a format have.
+# File endings by format.
 ENDINGS = {"onnx": ".onnx", "torch-export": ".pt2"}
-OPSET = 18  # the lowest that torch's exporter writes, so the one that most runtimes know
+OPSET = 18  # the lowest that torch's exporter writes, and so the most widely supported
 
 TO_HF = Need("--to-hf", lambda a: bool(a.to_hf))
 
@@ -355,13 +355,13 @@ SAMPLE = Program(
 
 class _Launch(Program):
     def parse(self, argv: Sequence[str] | None = None) -> Namespace:
-        """Parse the first word; the others belong to the program that is started.
+        """Parse the first word, and leave the other words to the program that is started.
 
         Returns:
             `processes`, `command` and its `flags`.
 
         Raises:
-            UserError: No number of processes.
+            UserError: The number of processes is missing.
         """
         words = list(sys.argv[1:] if argv is None else argv)
         args = super().parse(words[:1])

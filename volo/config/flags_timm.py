@@ -1,5 +1,5 @@
-"""What timm's train.py (1.0.31) has under names that this project's has not, and what there is instead: the line that
-such a flag is refused with, and the row of docs/parity.md, which a test compares with these."""
+"""The flags of timm's train.py (1.0.31) that this project doesn't have, and what it has instead. Each text ends the
+message that refuses the flag, and is a row of docs/parity.md; a test compares the two."""
 
 ROWS = {
     "--color-jitter-prob --grayscale-prob --gaussian-blur-prob": "missing: --color-jitter, --aa",

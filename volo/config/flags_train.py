@@ -1,9 +1,9 @@
-"""The flags of `train.py`: one row each; `TRAIN_GROUPS` has the order in which `--help` shows them.
+"""The flags of `train.py`, one row each; `--help` shows them in the order of `TRAIN_GROUPS`.
 
-Those about images and labels are in `flags_data`.
+`flags_data` has the flags about images and labels.
 
-Names, types, defaults and meanings are those of the published VOLO `main.py` (103 flags; the two whose absence now
-means something, `--lr` and `--token-label-size`, are told in docs/flags.md); newer ones borrow timm's names.
+Names, types, defaults and meanings are those of the published VOLO `main.py` (103 flags). Two of them differ if they
+are not set, `--lr` and `--token-label-size`: see docs/flags.md. Newer flags have timm's names.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from volo.config.flags_data import (
     TOKEN_LABELS,
 )
 
-# Flags whose defaults depend on the data where neither command line nor recipe has them (volo/train/run.py).
+# Flags whose defaults depend on the data if neither command line nor recipe sets them (volo/train/run.py).
 FITTED = (
     *("batch_size", "checkpoint_hist", "cooldown_epochs", "drop_last", "lr_base_scale", "model_ema_decay"),
     *("num_classes", "warmup_epochs"),
@@ -68,7 +68,7 @@ def _cuts(args: Namespace) -> bool:
 
 
 def mixes(args: Namespace) -> bool:
-    """Whether Mixup or CutMix is on."""
+    """Return whether Mixup or CutMix is on."""
     return args.mixup > 0 or _cuts(args)
 
 
@@ -106,12 +106,12 @@ BIND = flag(
 )
 
 CYCLIC_SCHEDULES, STABLE_SCHEDULES = ("cosine", "tanh", "poly"), ("wsd", "rsqrt")
-ENDING_SCHEDULES = CYCLIC_SCHEDULES + STABLE_SCHEDULES  # at --min-lr
+ENDING_SCHEDULES = CYCLIC_SCHEDULES + STABLE_SCHEDULES  # schedules that end at --min-lr
 DECAYS = ("linear", "1-sqrt", "cosine", "power", "exp")
 SCHEDULES = (*ENDING_SCHEDULES, "step", "multistep", "constant")
 CLIPPED = Need("--clip-grad", lambda a: a.clip_grad is not None)
 NOISY = Need("--lr-noise", lambda a: a.lr_noise is not None)
-# Where it is not given, it is at most a fifth of the epochs (volo/train/run.py).
+# The default warm-up is at most a fifth of the epochs (volo/train/run.py), so there is none below 5 epochs.
 WARMED_UP = Need(
     "--warmup-epochs",
     lambda a: a.warmup_epochs > 0 and not ("warmup_epochs" in getattr(a, "defaulted", ()) and a.epochs < 5),
@@ -127,7 +127,7 @@ DECAYING = Need(
 CYCLIC = Need("--sched cosine, tanh or poly", lambda a: a.sched in CYCLIC_SCHEDULES)
 K_DECAYING = Need("--sched cosine or poly", lambda a: a.sched in ("cosine", "poly"))
 ENDING = Need("--sched cosine, tanh, poly, wsd or rsqrt", lambda a: a.sched in ENDING_SCHEDULES)
-# 0 says what happens.
+# A cool-down of 0 epochs is accepted with every schedule, since it changes nothing.
 COOLED_DOWN = Need(ENDING.of, lambda a: ENDING.met(a) or a.cooldown_epochs == 0)
 SEVERAL_CYCLES = Need("--lr-cycle-limit above 1", lambda a: a.lr_cycle_limit > 1)
 
@@ -300,7 +300,7 @@ CHECKPOINTS = Group(
     flag("--tta", Number(int, 0, 1), 0, "test-time augmentation; more than 1 is refused"),
 )
 
-# Each is the name of its package and of its pip extra.
+# Each tracker's name is also that of its package and of the pip extra.
 TRACKERS = {"wandb": "Weights & Biases", "tensorboard": "TensorBoard", "mlflow": "MLflow", "trackio": "Trackio"}
 WANDB = Need("--log-wandb", lambda a: a.log_wandb)
 TRACKED = Need("--log-wandb, --log-mlflow or --log-trackio", lambda a: a.log_wandb or a.log_mlflow or a.log_trackio)

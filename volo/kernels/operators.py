@@ -1,4 +1,4 @@
-"""Outlook attention as an operator of torch, whatever computes it: compile and export see one node of a known shape."""
+"""Makes an implementation of outlook attention a torch operator: torch.compile and export see one node."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ Backward: TypeAlias = Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Te
 def define_operator(name: str, forward: Forward, backward: Backward) -> Forward:
     """Define the operators `volo::NAME` and `volo::NAME_backward`, and return the first one.
 
-    Only v and the logits are kept for the backward pass. The flop counter knows both.
+    For the backward pass only v and the logits are stored. Both operators have formulas for torch's flop counter.
 
     Args:
-        forward: `(v, logits, scale)` to the result, shaped as v and contiguous.
-        backward: `(grad, v, logits, scale)` to the gradients of v and the logits, contiguous, too.
+        forward: Maps `(v, logits, scale)` to the result, contiguous and of the shape of v.
+        backward: Maps `(grad, v, logits, scale)` to the gradients of v and the logits, which are contiguous.
     """
     operator = torch.library.custom_op(f"volo::{name}", forward, mutates_args=())
     of_gradients = torch.library.custom_op(f"volo::{name}_backward", backward, mutates_args=())
@@ -49,7 +49,7 @@ def define_operator(name: str, forward: Forward, backward: Backward) -> Forward:
 
 
 def _flops(v: Sequence[int], logits: Sequence[int], scale: float, **_: Any) -> int:
-    """Two for each of the 81 weights of a window and head and each channel, as the matrix products are counted."""
+    """Count two operations per channel for each of the 81 weights of a window, as in a matrix product."""
     return 2 * 81 * math.prod(logits[:3]) * v[-1]
 
 

@@ -1,6 +1,6 @@
-"""What the compiler makes of the Triton programs, on any machine: `python -m volo.kernels.triton_offline`.
+"""Compiles the Triton programs for several GPUs on any machine: `python -m volo.kernels.triton_offline`.
 
-What Triton's interpreter accepts may still fail to compile, or need more registers than there are. Imports Triton.
+A program that Triton's interpreter accepts may still fail to compile, or need too many registers. Imports Triton.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ TRITON_TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "f
 
 
 class Compiled(NamedTuple):
-    """A program for one architecture; registers and stack (where registers spill to) in numbers and bytes a thread."""
+    """A compiled program: registers per thread, and bytes of stack per thread, to which registers spill."""
 
     program: str
     architecture: int
@@ -32,11 +32,11 @@ class Compiled(NamedTuple):
     warps: int
     registers: int
     stack: int
-    shared_memory: int  # bytes a program
+    shared_memory: int  # bytes per program
 
 
 def compile_program(name: str, architecture: int, dtype: torch.dtype, head_dim: int) -> Compiled:
-    """Compile one of `PROGRAMS` as it is started for values and logits of this type."""
+    """Compile one of `PROGRAMS` as it is launched for values and logits of this dtype."""
     program = getattr(triton_programs, name)
     block, warps = block_of(name, dtype, head_dim)
     constants: dict[str, Any] = {"D": head_dim, "BLOCK": block, "WIDEN": False}
@@ -67,7 +67,7 @@ def _type_of(argument: str, dtype: str, constants: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    """Print a table of all programs, architectures and types."""
+    """Print a table of all programs, architectures and dtypes."""
     print("| " + " | ".join(Compiled._fields) + " |\n|" + "---|" * len(Compiled._fields))
     for architecture in ARCHITECTURES:
         for dtype in (torch.bfloat16, torch.float32):

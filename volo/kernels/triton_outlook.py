@@ -15,12 +15,12 @@ from volo.kernels.operators import define_operator
 LOG2_E = math.log2(math.e)
 HEAD_DIMS = (16, 32, 64, 128)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_LONGEST = 300  # characters of Triton's message that are shown
+_LONGEST = 300  # characters shown of Triton's message
 PROGRAMS = ("outlook_forward", "outlook_backward_logits", "outlook_backward_values")
 
 
 def why_unsupported(v: Tensor, logits: Tensor, dropout: float) -> str | None:
-    """Return why the programs can't compute this; CPUs only interpret them, for tests (TRITON_INTERPRET=1)."""
+    """Return why the programs don't support this, or None. On a CPU only tests interpret them (TRITON_INTERPRET=1)."""
     head_dim = v.shape[-1] * 81 // logits.shape[-1]
     if dropout > 0:
         return "it has no dropout"
@@ -33,50 +33,50 @@ def why_unsupported(v: Tensor, logits: Tensor, dropout: float) -> str | None:
 
 @torch.compiler.assume_constant_result
 def _lack(device: torch.device) -> str | None:
-    """Return what this machine lacks."""
+    """Return what this machine lacks, or None."""
     interpreted = device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"
     if device.type != "cuda" and not interpreted:
         return f"it needs a CUDA device, not {device.type}"
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed"
-    # Memory is predicted with tensors on a GPU that need not be there (volo.memory.prediction).
+    # Memory prediction (volo.memory.prediction) uses fake CUDA tensors, perhaps on a machine without a GPU.
     if not interpreted and torch.cuda.is_available() and torch.cuda.get_device_capability(device) < (8, 0):
         return "the GPU is older than sm_80"
     return None
 
 
 def outlook_attention(v: Tensor, logits: Tensor, scale: float, dropout: float) -> Tensor:
-    """As `volo.kernels.outlook_attention`, with a positive scale; softmax and sums are float32 in any type."""
+    """Compute `volo.kernels.outlook_attention` for a positive scale; softmax and sums are in float32 for any dtype."""
     if scale <= 0:
         raise ValueError(f"scale {scale} is not positive")
     return _operator(v.contiguous(), logits.contiguous(), scale)
 
 
 def _forward(v: Tensor, logits: Tensor, scale: float) -> Tensor:
-    """(B, H, W, C), (B, h, w, heads * 81) -> (B, H, W, C); both contiguous."""
+    """Map (B, H, W, C) and (B, h, w, heads * 81), both contiguous, to (B, H, W, C)."""
     out = torch.empty_like(v)
     _launch("outlook_forward", (v, logits, out), v, logits, (scale * LOG2_E,))
     return out
 
 
 def _backward(grad: Tensor, v: Tensor, logits: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Return the gradients of v and the logits from that of the result."""
+    """Return the gradients of v and the logits, given the gradient of the result."""
     grad = grad.contiguous()
     grad_v, grad_logits = torch.empty_like(v), torch.empty_like(logits)
     lse = v.new_empty(logits.shape[-1] // 9, logits.shape[:3].numel(), dtype=torch.float32)  # (heads * 9, windows)
     scales = (scale, scale * LOG2_E)
     of_logits = (grad, v, logits, grad_logits, lse)
-    # The interpreter multiplies the bits of bfloat16.
+    # Triton's interpreter would multiply the bits of bfloat16 instead of their values.
     _launch("outlook_backward_logits", of_logits, v, logits, scales, WIDEN=not v.is_cuda)
     _launch("outlook_backward_values", (grad, logits, lse, grad_v), v, logits, scales[1:])
     return grad_v, grad_logits
 
 
 def block_of(program: str, dtype: torch.dtype, head_dim: int) -> tuple[int, int]:
-    """Return the number of cells (or windows) of a program and its warps, for values of that type.
+    """Return the number of cells (or windows) per program and its number of warps, for values of this dtype.
 
-    Chosen so that registers don't spill (`volo.kernels.triton_offline`): 16 bytes of a pixel in a thread, or 8 windows
-    of 16 x 16 products.
+    They are chosen so that registers don't spill (`volo.kernels.triton_offline`): each thread holds 16 bytes of a
+    pixel, or a program 8 windows of 16 x 16 products.
     """
     row = head_dim * dtype.itemsize  # bytes
     if program == "outlook_backward_logits":
@@ -87,11 +87,11 @@ def block_of(program: str, dtype: torch.dtype, head_dim: int) -> tuple[int, int]
 def _launch(
     program: str, tensors: tuple[Tensor, ...], v: Tensor, logits: Tensor, scales: tuple[float, ...], **options: bool
 ) -> None:
-    """Start one for every head and block of cells.
+    """Launch a program for every head and block of cells.
 
     Raises:
-        UserError: It can't be compiled for this GPU, or needs more than the GPU has. No other implementation takes its
-            place: a run that is many times slower than it might be had better not start.
+        UserError: Triton can't compile it for this GPU, or it needs more than the GPU has. No other implementation
+            replaces it, because a run should not silently be many times slower than it could be.
     """
     _, height, width, channels = v.shape
     batch, rows, columns, outputs = logits.shape
@@ -107,8 +107,8 @@ def _launch(
 
         with torch.cuda.device_of(v):
             getattr(triton_programs, program)[grid](*tensors, *sizes, *scales, **constants)
-    except Exception as error:  # Triton's own derive from nothing narrower; without a C compiler subprocess raises
-        if "Triton Error [CUDA]" in str(error):  # the driver's, also for what any program did before
+    except Exception as error:  # Triton's errors share no base class; without a C compiler, subprocess raises its own
+        if "Triton Error [CUDA]" in str(error):  # an error of the driver, which an earlier kernel may have caused
             raise
         message = " ".join(f"{type(error).__name__}: {error}".split())[:_LONGEST]
         raise UserError(

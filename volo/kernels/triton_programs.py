@@ -1,8 +1,8 @@
 """Triton programs of outlook attention for windows of 3 x 3 pixels, 2 apart, 1 pixel of padding. Imports Triton.
 
-Window (i, j) reads and writes its places 0..8 = 3 ky + kx, the pixels (2i - 1 + ky, 2j - 1 + kx). Cell (i, j) is the
-four pixels (2i, 2j) to (2i + 1, 2j + 1), its first, second, third and fourth. Of all pairs of window and place nine lie
-in a cell, and each pair lies in one:
+Window (i, j) reads and writes its places 0..8 = 3 ky + kx, the pixels (2i - 1 + ky, 2j - 1 + kx). Cell (i, j) consists
+of the four pixels (2i, 2j) to (2i + 1, 2j + 1), called first, second, third and fourth. Nine pairs of window and place
+lie in each cell, and each pair lies in exactly one cell:
 
                           first   second   third   fourth
     window (i, j)         4       5        7       8
@@ -10,19 +10,19 @@ in a cell, and each pair lies in one:
     window (i + 1, j)                      1       2
     window (i + 1, j + 1)                          0
 
-So a program that owns a block of cells (in raster order, from image to image) gathers all that is written to them: no
-atomics, every sum in a fixed order. What is read is gathered likewise in the backward pass, by the transposed weights.
-Only pixels near the block are read by others as well, mostly from caches; neighbouring programs are those of the heads,
-which lie side by side in memory. Sums are float32.
+So a program that owns a block of cells (in raster order, from image to image) gathers all that windows write to them:
+it needs no atomics, and every sum has a fixed order. The backward pass gathers in the same way with transposed weights.
+Only pixels near the block are also read by other programs, mostly from caches: neighbouring programs compute the heads
+of the same block, which lie side by side in memory. Sums are float32.
 
     v, out, grad, grad_v   (B, H, W, heads * D)
     logits, grad_logits    (B, h, w, heads * 81): 9 times place written, plus place read
     lse                    (heads, 9, B * h * w) float32: log2 of the sum of exp2 over each row of scaled logits
 
-Logits may reach 2^30: exp2(logit * scale - largest) is one multiply-add, so that of a row's largest there remains what
-its product lost by rounding. Beyond 2^31 that overflows; at 30,000 weights that come from lse are known to 1e-3.
+Logits may reach 2^30. exp2(logit * scale - largest) is one multiply-add, so for a row's largest logit the exponent is
+the rounding error of its product. Beyond 2^31 that overflows. At 30,000, weights computed from lse are exact to 1e-3.
 
-A cell and the window of the same place have the same number; BLOCK of them are a program's. D is the head dimension.
+A cell and its own window have the same number. A program computes BLOCK of them. D is the number of channels per head.
 """
 # mypy: ignore-errors
 
@@ -31,18 +31,18 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-SIZES = ("height", "width", "rows", "columns", "cells", "heads")  # one compiled program serves all of them
+SIZES = ("height", "width", "rows", "columns", "cells", "heads")  # not specialised: one compiled program serves all
 
 
 @triton.jit
 def cells_of_program(cells, heads, BLOCK: tl.constexpr):
-    """Numbers of its BLOCK cells; the last program has the last cell several times and writes the same every time."""
+    """Return the numbers of BLOCK cells; the last program repeats the last cell, and writes the same each time."""
     return tl.minimum(tl.program_id(0) // heads * BLOCK + tl.arange(0, BLOCK), cells - 1)
 
 
 @triton.jit
 def position(number, rows, columns):
-    """Image of cells (or windows), and their row and column in it; with two divisions, which are slow."""
+    """Return image, row and column of cells (or windows). This takes two divisions, which are slow."""
     image = number // (rows * columns)
     in_image = number - image * (rows * columns)
     row = in_image // columns
@@ -51,16 +51,16 @@ def position(number, rows, columns):
 
 @triton.jit
 def first_pixels(image, row, column, height, width, heads, head, D: tl.constexpr):
-    """Offsets (BLOCK, D) of each cell's first pixel in v; any other is a fixed number of elements away."""
+    """Return the offsets (BLOCK, D) of the cells' first pixels in v; other pixels are at fixed distances from them."""
     pixel = (image * height + 2 * row) * width + 2 * column
     return pixel.to(tl.int64)[:, None] * (heads * D) + (head * D + tl.arange(0, D))[None, :]
 
 
 @triton.jit
 def in_image(row, column, height, width, DOWN: tl.constexpr, RIGHT: tl.constexpr):
-    """Which of the nine places of the window that is (DOWN, RIGHT) of each cell are pixels; (BLOCK,) each.
+    """Return, for each of the nine places of the windows (DOWN, RIGHT) of each cell, a mask (BLOCK,) of real pixels.
 
-    None is where there is no such window: its centre, the first pixel of the cell there, is outside the image.
+    All are False if there is no such window, because its centre, the first pixel of that cell, is outside the image.
     """
     there = (2 * (row + DOWN) < height) & (2 * (column + RIGHT) < width)
     inside = ()
@@ -76,8 +76,8 @@ def read_window(
     pixels, lse, row, column, height, width, cells, channels,
     DOWN: tl.constexpr, RIGHT: tl.constexpr, BACKWARD: tl.constexpr,
 ):  # fmt: skip
-    """The nine places of that window, (BLOCK, D) each, 0 outside the image, and in the backward pass the log sums of
-    its nine rows; `pixels` points to the cells' first pixels and `lse` to the window."""
+    """Return the nine places of these windows, (BLOCK, D) each, 0 outside the image; for the backward pass also lse of
+    the nine rows. `pixels` points to the cells' first pixels and `lse` to the windows."""
     inside = in_image(row, column, height, width, DOWN, RIGHT)
     values = ()
     sums = ()
@@ -93,7 +93,7 @@ def read_window(
 def add_window(pixels, window, sums, values, scale_log2e, PLACE: tl.constexpr, BACKWARD: tl.constexpr):
     """Add what windows write to their PLACE: `values` times row PLACE of their weights, the softmax of their logits.
 
-    In the backward pass it is the gradient of what they read there: `values` times column PLACE, from the rows' `sums`.
+    In the backward pass, add the gradient of what they read there: `values` times column PLACE, computed from `sums`.
     """
     weights = ()
     if BACKWARD:
@@ -124,7 +124,7 @@ def add_window(pixels, window, sums, values, scale_log2e, PLACE: tl.constexpr, B
 
 @triton.jit
 def store_cells(pixels, inside, first, second, third, fourth, width, channels):
-    """The four pixels of each cell, where they lie in the image; they are places 4, 5, 7 and 8 of its own window."""
+    """Write the four pixels of each cell that lie in the image: the places 4, 5, 7 and 8 of the cell's own window."""
     kind = pixels.dtype.element_ty
     tl.store(pixels, first.to(kind), mask=inside[4][:, None])
     tl.store(pixels + channels, second.to(kind), mask=inside[5][:, None])
@@ -137,20 +137,20 @@ def gather(
     source, out, logits, lse, height, width, rows, columns, cells, heads, scale_log2e,
     D: tl.constexpr, BLOCK: tl.constexpr, BACKWARD: tl.constexpr,
 ):  # fmt: skip
-    """Write to `out`, for BLOCK cells and one head, what the windows make of `source`: of the values in the forward
-    pass, of the gradients of what was written in the backward pass, which needs `lse`."""
+    """Write to `out`, for BLOCK cells and one head, what the windows make of `source`: the values in the forward pass,
+    or the gradient of the output in the backward pass, which also needs `lse`."""
     head = tl.program_id(0) % heads
     number = cells_of_program(cells, heads, BLOCK)
     image, row, column = position(number, rows, columns)
     right = tl.where(column + 1 < columns, 1, 0)
     below = tl.where(row + 1 < rows, columns, 0)
     pixel = first_pixels(image, row, column, height, width, heads, head, D)
-    # A neighbour that isn't there has this window's weights, and its pixels are all 0.
+    # For a missing neighbour this window's weights are read, and multiply pixels that are all 0.
     window = logits + (number.to(tl.int64) * heads + head) * 81
     if BACKWARD:
         lse += head.to(tl.int64) * 9 * cells + number
 
-    # The window with most places comes last: few registers hold sums until then.
+    # The window with most places comes last, so that few registers hold sums until then.
     size = (row, column, height, width, cells, heads * D)
     zero = tl.zeros([BLOCK, D], tl.float32)
     values, sums = read_window(source + pixel, lse + right + below, *size, 1, 1, BACKWARD)
@@ -175,7 +175,7 @@ def gather(
 def outlook_forward(
     v, logits, out, height, width, rows, columns, cells, heads, scale_log2e, D: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """out of BLOCK cells and one head."""
+    """Compute `out` for BLOCK cells and one head."""
     gather(v, out, logits, out, height, width, rows, columns, cells, heads, scale_log2e, D, BLOCK, False)
 
 
@@ -184,13 +184,13 @@ def outlook_backward_logits(
     grad, v, logits, grad_logits, lse, height, width, rows, columns, cells, heads, scale, scale_log2e,
     D: tl.constexpr, BLOCK: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
-    """grad_logits and lse of BLOCK windows and one head.
+    """Compute grad_logits and lse for BLOCK windows and one head.
 
-    With weights A and dA = grad of the places times their values, it is A * (dA - sum of A * dA over the row).
+    With the weights A and dA = grad times values of the places, grad_logits = A * (dA - sum of A * dA over the row).
     """
     head = tl.program_id(0) % heads
     number = cells_of_program(cells, heads, BLOCK)
-    place = tl.arange(0, 16)  # 9 of them are there
+    place = tl.arange(0, 16)  # only the first 9 exist
     image, row, column = position(number, rows, columns)
     y = (2 * row - 1)[:, None] + (place // 3)[None, :]
     x = (2 * column - 1)[:, None] + (place % 3)[None, :]
@@ -202,7 +202,7 @@ def outlook_backward_logits(
     if WIDEN:
         at_written = at_written.to(tl.float32)
         at_read = at_read.to(tl.float32)
-    # Nothing is written outside the image: there the gradient is 0, and so is that of the logits.
+    # Nothing is written outside the image, so the gradients there are 0, and so are those of the logits.
     grad_weights = tl.dot(at_written, tl.permute(at_read, (0, 2, 1)), input_precision="tf32x3")  # (BLOCK, 16, 16)
 
     start = tl.program_id(0) // heads * BLOCK
@@ -214,8 +214,8 @@ def outlook_backward_logits(
     logit = tl.load(logits + element, mask=entry, other=0.0)
     if WIDEN:
         logit = logit.to(tl.float32)
-    # The product with the identity lies in registers as grad_weights does: sums over rows need few shuffles. It leaves
-    # float32 as it is: tf32x3 rounds to 23 bits, by which all weights of a row are wrong that come from its lse.
+    # The product with the identity has the register layout of grad_weights, so sums over rows need few shuffles. It
+    # must keep float32 exactly: tf32x3 would round to 23 bits, and spoil all weights computed from a row's lse.
     identity = tl.where(place[:, None] == place[None, :], 1.0, 0.0).to(logit.dtype)
     logit = tl.dot(logit, tl.broadcast_to(identity[None, :, :], (BLOCK, 16, 16)), input_precision="ieee")
     logit = tl.where((place < 9)[None, None, :], logit, -1e30)
@@ -235,5 +235,5 @@ def outlook_backward_values(
     grad, logits, lse, grad_v, height, width, rows, columns, cells, heads, scale_log2e,
     D: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """grad_v of BLOCK cells and one head, from the lse of `outlook_backward_logits`."""
+    """Compute grad_v for BLOCK cells and one head, with lse from `outlook_backward_logits`."""
     gather(grad, grad_v, logits, lse, height, width, rows, columns, cells, heads, scale_log2e, D, BLOCK, True)

@@ -1,11 +1,10 @@
 """Outlook attention without unfold and fold: plain torch, mainly for CPUs.
 
-A window's middle row falls on an even row of the map, its last row and the first of the window below on the odd row
-between. So windows are a strided view of the padded map, and
-adding them up takes two additions of slices.
+A window's middle row is an even row of the map. Its last row and the first row of the window below are the same odd
+row. So windows are a strided view of the padded map, and two additions of slices sum them.
 
-Images are processed in chunks that fit the processor's caches, in scratch memory shared by the chunks, so that tensors
-as large as the batch are read or written once. For compilers that loop is one opaque operation.
+Images are processed in chunks that fit into the processor's caches and share scratch memory, so that each tensor of the
+size of the batch is read or written only once. torch.compile sees this loop as one opaque operator.
 
 In shapes: B images, N of them in a chunk, H x W cells, h x w windows, D channels per head.
 """
@@ -18,16 +17,16 @@ from torch import Tensor
 from tlt.io.chunks import image_chunks
 from volo.kernels.operators import define_operator
 
-_PIXELS = 9  # of a window
+_PIXELS = 9  # per window
 
 
 def outlook_attention(v: Tensor, logits: Tensor, scale: float, dropout: float) -> Tensor:
-    """As `volo.kernels.outlook_attention`; the softmax and its gradient are computed in float32 at least."""
+    """Compute `volo.kernels.outlook_attention`; the softmax and its gradient are in float32 at least."""
     return _operator(v, logits, scale)
 
 
 def why_unsupported(v: Tensor, logits: Tensor, dropout: float) -> str | None:
-    """Return why it can't compute this: dropout."""
+    """Return why this implementation doesn't support the call, or None: it has no dropout."""
     return "it has no dropout of its weights" if dropout else None
 
 
@@ -42,14 +41,14 @@ def _attend(v: Tensor, logits: Tensor, scale: float) -> Tensor:
 
 
 def _attend_backward(grad: Tensor, v: Tensor, logits: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Return the gradients of v and of the logits. Recomputing the weights takes no longer than keeping them."""
+    """Return the gradients of v and the logits. Recomputing the weights is as fast as storing them."""
     grad_v, grad_logits = _map_of_pairs(v, logits), logits.new_empty(logits.shape)
     scratch = _Scratch(v, logits)
     for part in scratch.chunks:
         weights = _softmax(logits[part], scale, _accurate(logits))
         grads = scratch.cut(grad[part], scratch.first)
         _add_up(scratch.product(weights.to(v.dtype).mT, grads, scratch.second), grad_v[part])
-        values = scratch.cut(v[part], scratch.second)  # in the memory of the sums, which are not needed any more
+        values = scratch.cut(v[part], scratch.second)  # overwrites sums that are no longer needed
         grad_weights = torch.bmm(_matrices(grads), _matrices(values).mT).view_as(weights)
         _softmax_backward(grad_weights, weights, scale, grad_logits[part])
     return grad_v[:, : v.shape[1], : v.shape[2]].contiguous(), grad_logits
@@ -59,7 +58,7 @@ _operator = define_operator("outlook_windows", _attend, _attend_backward)
 
 
 class _Scratch:
-    """Memory for one chunk of images at a time: a padded map and two sets of windows."""
+    """Scratch memory for one chunk of images: a padded map and two sets of windows."""
 
     def __init__(self, v: Tensor, logits: Tensor) -> None:
         batch, rows, columns, heads = len(v), *logits.shape[1:3], _heads(logits)
@@ -90,17 +89,17 @@ def _heads(logits: Tensor) -> int:
 
 
 def _matrices(windows: Tensor) -> Tensor:
-    """(N, heads, h, w, 3, 3, D) as (N * heads * h * w, 9, D)."""
+    """View (N, heads, h, w, 3, 3, D) as (N * heads * h * w, 9, D)."""
     return windows.view(-1, _PIXELS, windows.shape[-1])
 
 
 def _map_of_pairs(v: Tensor, logits: Tensor) -> Tensor:
-    """Return an empty map (B, 2 h, 2 w, C), with one more row or column than `v` where that number is odd."""
+    """Return an empty map (B, 2h, 2w, C): where a side of `v` is odd, it has one more row or column."""
     return v.new_empty(v.shape[0], 2 * logits.shape[1], 2 * logits.shape[2], v.shape[3])
 
 
 def _add_up(windows: Tensor, out: Tensor) -> None:
-    """Add windows (N, heads, h, w, 3, 3, D) up to maps (N, 2 h, 2 w, heads * D). The windows are overwritten."""
+    """Sum windows (N, heads, h, w, 3, 3, D) into maps (N, 2h, 2w, heads * D). The windows are overwritten."""
     windows[:, :, :, :-1, :, 2].add_(windows[:, :, :, 1:, :, 0])
     windows[:, :, :-1, :, 2, 1:].add_(windows[:, :, 1:, :, 0, 1:])
     images, heads, rows, columns = windows.shape[:4]
@@ -109,16 +108,16 @@ def _add_up(windows: Tensor, out: Tensor) -> None:
 
 
 def _softmax(logits: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
-    """(N, h, w, heads * 81) -> weights (N, heads, h, w, 9, 9)."""
+    """Map logits (N, h, w, heads * 81) to weights (N, heads, h, w, 9, 9)."""
     rows = logits.unflatten(-1, (_heads(logits), _PIXELS, _PIXELS)).permute(5, 0, 3, 1, 2, 4)
-    # The axis to normalise comes first: torch processes rows of nine one by one, but many columns at once.
+    # Put the softmax axis first: torch processes rows of nine one by one, but many columns at once.
     columns = torch.empty(rows.shape, dtype=_accurate(logits), device=logits.device).copy_(rows)
     weights = columns.mul_(scale).softmax(0).permute(1, 2, 3, 4, 5, 0)
     return torch.empty(weights.shape, dtype=dtype, device=logits.device).copy_(weights)
 
 
 def _softmax_backward(grad: Tensor, weights: Tensor, scale: float, out: Tensor) -> None:
-    """Both (N, heads, h, w, 9, 9) -> (N, h, w, heads * 81)."""
+    """Map two tensors (N, heads, h, w, 9, 9) to the logits' gradient (N, h, w, heads * 81), written to `out`."""
     weighted = weights * grad
     result = weighted.addcmul_(weights, weighted.sum(-1, keepdim=True), value=-1).mul_(scale)
     out.unflatten(-1, (weights.shape[1], _PIXELS, _PIXELS)).copy_(result.permute(0, 2, 3, 1, 4, 5))

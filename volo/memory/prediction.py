@@ -1,7 +1,7 @@
-"""Predicts the memory of a training run before it starts (`--dry-run`): what a rank keeps, and what fits which card.
+"""Predicts the memory of a training run before it starts (`--dry-run`): what each rank needs, and which batch fits.
 
-A forward and a backward pass on tensors without contents show the most that a step holds. Predictions are for eager
-mode (torch.compile keeps less), and for the kernels of this machine: those of a GPU keep somewhat less or more.
+A forward and a backward pass on fake tensors show the peak memory of a step. Predictions are for eager mode (a compiled
+step stores less) and for this machine's kernels; those of a GPU may store somewhat more or less.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ from volo.train.loop import set_train_mode
 from volo.train.optim import create_optimizer
 
 GIB, MIB = 2.0**30, 2.0**20
-_MARGIN = 0.05  # of a card, for workspaces of libraries, prefetched batches and gaps between allocations
-_CONTEXT = GIB  # bytes that CUDA itself takes before the first tensor
-_CARDS = {24: 23.6, 40: 39.4, 80: 79.2, 141: 139.8}  # GiB that torch reports for a card that is sold with so many GB
+_MARGIN = 0.05  # share of a card left for workspaces of libraries, prefetched batches and gaps between allocations
+_CONTEXT = GIB  # bytes that CUDA itself occupies before the first tensor
+_CARDS = {24: 23.6, 40: 39.4, 80: 79.2, 141: 139.8}  # GB in a card's name: GiB that torch reports for it
 
 
 class StepShape(NamedTuple):
-    """The properties of a step, besides model and batch, that determine its memory."""
+    """The properties of a step that determine its memory, besides model and batch size."""
 
     input_size: tuple[int, int, int]  # channels, H, W
-    device_type: str  # where it runs: "cuda" or "cpu"
+    device_type: str  # "cuda" or "cpu"
     amp_dtype: torch.dtype | None = None  # type of autocast; None for float32
-    dense: bool = False  # whether it uses both heads, as with token labels
+    dense: bool = False  # whether both heads are used, as with token labels
 
 
 def activations_of(model: nn.Module, shape: StepShape) -> tuple[float, float]:
-    """Predict the most bytes of a step beside weights and gradients: a fixed part, and one for each image.
+    """Predict the peak bytes of a step besides weights and gradients: a fixed part, and a part per image.
 
     The model must be in the mode in which it is trained.
 
@@ -51,15 +51,15 @@ def activations_of(model: nn.Module, shape: StepShape) -> tuple[float, float]:
         NotImplementedError, RuntimeError: The model depends on values of tensors; VOLO and LV-ViT don't.
     """
     few, many = (step_peak(model, shape, batch) for batch in (16, 32))
-    # What does not grow with the batch is the weights in the type of autocast.
+    # The part that doesn't grow with the batch is the copy of the weights in autocast's dtype.
     return 2 * few - many, (many - few) / 16
 
 
 def step_peak(model: nn.Module, shape: StepShape, batch: int, trained: bool = True) -> int:
-    """Return the most bytes that a step holds at a time, beside weights, gradients and images.
+    """Return the peak bytes of a step, besides weights, gradients and images.
 
-    The loss is the one that takes the most memory: logits and their gradients in float32. A model that is not `trained`
-    has a forward pass alone.
+    The loss is assumed to be the one that takes most memory: logits and their gradients are float32. If the model is
+    not `trained`, there is only a forward pass.
     """
     kind, dtype, without_contents = shape.device_type, shape.amp_dtype, FakeTensorMode()
     with FakeCopyMode(without_contents):
@@ -80,8 +80,8 @@ def step_peak(model: nn.Module, shape: StepShape, batch: int, trained: bool = Tr
 
 
 class _PeakMemory(TorchDispatchMode):
-    """Counts the bytes of all tensors that are made in its block, as long as anything holds them; `known` ones do not
-    count. torch's MemTracker counts the same in five times the time."""
+    """Counts the bytes of all tensors created inside the block, while they exist. Tensors in `known` don't count.
+    torch's MemTracker counts the same, but takes five times as long."""
 
     def __init__(self, *known: Tensor) -> None:
         super().__init__()
@@ -104,14 +104,14 @@ class _PeakMemory(TorchDispatchMode):
 
 
 def fixed_memory(args: Namespace, model: nn.Module, device: torch.device) -> dict[str, int]:
-    """Return the bytes that each rank keeps from step to step, by what they are for."""
+    """Return the bytes that each rank stores from step to step, by purpose."""
     shards, parts, half = args.shard, args.tensor_parallel, args.model_dtype == "bfloat16"
     whole = _bytes(model.parameters())
     divided = _bytes(p for _, module in divisible(model) for p in module.parameters()) if parts > 1 else 0
     held = 1 - divided / max(1, whole) * (1 - 1 / parts)  # share of the weights that tensor parallelism leaves a rank
     trained = round(held * _bytes(p for p in model.parameters() if p.requires_grad))
     weights = round(held * _bytes([*model.parameters(), *model.buffers()]))
-    # Bytes of optimizer state per byte of weights, measured on one small layer, which draws no random numbers.
+    # Bytes of optimizer state per byte of weights, measured on a small layer whose creation draws no random numbers.
     layer = nn.utils.skip_init(nn.Linear, 64, 64, bias=False, device=device)
     nn.init.zeros_(layer.weight)
     optimizer = create_optimizer(Namespace(**{**vars(args), "layer_decay": None}), layer, device)
@@ -120,7 +120,7 @@ def fixed_memory(args: Namespace, model: nn.Module, device: torch.device) -> dic
     states = [value for state in optimizer.state.values() for value in state.values()]
     share = _bytes(value for value in states if isinstance(value, Tensor) and value.ndim) / _bytes([layer.weight])
     memory = {"weights": weights // shards, "optimizer": round(trained * share) // shards}
-    # With shards every rank adds up its own gradients of all weights until the last of several micro-batches.
+    # With gradient accumulation, shards don't divide gradients: each rank sums all of them until the last micro-batch.
     memory["gradients"] = trained if args.grad_accum_steps > 1 else trained // shards
     if args.model_ema and not args.model_ema_force_cpu:
         memory["EMA"] = weights // shards
@@ -140,11 +140,11 @@ def _bytes(tensors: Iterable[Tensor]) -> int:
 def memory_report(
     args: Namespace, master: nn.Module, model: nn.Module, shape: StepShape, device: torch.device
 ) -> list[str]:
-    """Return the lines of `--dry-run` about work and memory.
+    """Return the lines of `--dry-run` about operations and memory.
 
     Args:
         master: The model that is optimized.
-        model: The module that computes: the model or its bfloat16 copy. It is put in training mode.
+        model: The module that computes: `master` or its bfloat16 copy. It is put into training mode.
     """
     set_train_mode(model, args.freeze_bn or args.freeze)
     fixed_parts = fixed_memory(args, master, device)
@@ -174,8 +174,8 @@ def memory_report(
 def teachers_report(
     names: Sequence[str], teachers: Sequence[FeatureTeacher], student: nn.Module, shape: StepShape, batch: int
 ) -> list[str]:
-    """Return a line of `--dry-run` about each teacher, which is not trained; its share is of the operations of all
-    teachers and of a forward and a backward pass of the student."""
+    """Return a line of `--dry-run` about each teacher, which is not trained. Its share is of the operations of a step:
+    of all teachers, and of a forward and a backward pass of the student."""
     sizes = [(shape.input_size[0], *teacher.img_size) for teacher in teachers]
     work = [flops_per_image(teacher.model, size) for teacher, size in zip(teachers, sizes, strict=True)]
     of_student, lines = 0.0, []

@@ -1,4 +1,4 @@
-"""VOLO. Importing it registers the variants with timm."""
+"""VOLO. Importing this registers the variants with timm."""
 
 from volo.models.volo import ENTRYPOINTS, VOLO
 

@@ -1,10 +1,10 @@
-"""VOLO: Vision Outlooker for Visual Recognition (arXiv 2106.13112), D1 to D5 and two small ones.
+"""VOLO: Vision Outlooker for Visual Recognition (arXiv 2106.13112): D1 to D5, and two small models.
 
     timm.create_model("volo_d1", img_size=384, num_classes=10)
 
-State-dict names and shapes are those of the published checkpoints and of timm's `volo_dN_SIZE`.
+State-dict names and shapes equal those of the published checkpoints and of timm's `volo_dN_SIZE`.
 
-B images, H x W cells, N tokens, C channels.
+In shapes: B images, H x W cells, N tokens, C channels.
 """
 
 from __future__ import annotations
@@ -25,26 +25,26 @@ from tlt.models.pretrained import Entrypoint, create, published_cfgs, register
 from tlt.models.token_labeling import RunBlock, TokenLabelModel
 from volo.kernels import outlook_attention
 
-# They depend on devices and types, which a traced graph does not have.
+# torch.fx must not trace into these: they depend on devices and dtypes, which a traced graph doesn't have.
 torch.fx.wrap("attention")
 torch.fx.wrap("outlook_attention")
 
 CLASS_BLOCKS = 2
-POOLING = 2  # the downsampling between the outlooker stage and the transformer stages
+POOLING = 2  # factor of the downsampling between the outlooker stage and the transformer stages
 
 
 @dataclass(frozen=True)
 class Variant:
-    """One row of the table below."""
+    """One row of the table of models below."""
 
-    layers: tuple[int, int, int, int]  # outlookers, then three stages of transformer blocks
-    dims: tuple[int, int]  # channels of the outlooker stage, channels of the rest
+    layers: tuple[int, int, int, int]  # number of outlookers, then of transformer blocks in three stages
+    dims: tuple[int, int]  # channels of the outlooker stage, then of the transformer stages
     heads: tuple[int, int]
     mlp_ratio: float
     stem_dim: int
     stem_stride: int
-    patch_size: int  # pixels per cell of the outlooker stage; a final token is twice as wide
-    img_size: int  # default image size
+    patch_size: int  # pixels per cell of the outlooker stage; a final token covers twice as many
+    img_size: int  # default image size in pixels
     crop_pct: float
     params: float  # millions, with 1000 classes
 
@@ -57,7 +57,7 @@ VARIANTS = {
     "volo_d3":   Variant((8, 8, 16, 4),   (256, 512), (8, 16),  3.0,  64,  2,   8,  224, 0.96,  86.33),
     "volo_d4":   Variant((8, 8, 16, 4),   (384, 768), (12, 16), 3.0,  64,  2,   8,  224, 1.15, 192.96),
     "volo_d5":   Variant((12, 12, 20, 4), (384, 768), (12, 16), 4.0, 128,  2,   8,  224, 1.15, 295.46),
-    # For small images (32 to 64 px) and for tests; there are no published weights.
+    # For small images (32 to 64 px) and for tests; without published weights.
     "volo_d0":   Variant((2, 2, 2, 1),    (96, 192),  (3, 6),   3.0,  32,  2,   4,   32, 1.0,    3.29),
     "volo_test": Variant((1, 1, 1, 1),    (32, 64),   (2, 4),   2.0,  16,  2,   8,   64, 1.0,    0.33),
 }
@@ -65,7 +65,7 @@ VARIANTS = {
 
 
 class PatchEmbed(nn.Module):
-    """Three convolutions with BatchNorm at 1 / `stem_stride`, then one of stride `patch_size / stem_stride`."""
+    """Three convolutions with BatchNorm (the first of `stem_stride`), then one of stride `patch_size / stem_stride`."""
 
     conv_bn_pairs = (("conv.0", "conv.1"), ("conv.3", "conv.4"), ("conv.6", "conv.7"))
 
@@ -82,7 +82,7 @@ class PatchEmbed(nn.Module):
         self.proj = nn.Conv2d(stem_dim, embed_dim, kernel_size=kernel, stride=kernel)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(B, in_chans, H, W) -> (B, H / patch, W / patch, C)."""
+        """Map (B, in_chans, H, W) to (B, H / patch, W / patch, C)."""
         # Channels last from the first convolution on, as in the rest of the model, so that no copy is needed later.
         x = channels_last(x)
         return self.proj(self.conv(x)).permute(0, 2, 3, 1)
@@ -96,14 +96,14 @@ class Downsample(nn.Module):
         self.proj = nn.Conv2d(in_dim, out_dim, kernel_size=factor, stride=factor)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(B, H, W, C) -> (B, H / factor, W / factor, out_dim); a last odd row or column is dropped."""
+        """Map (B, H, W, C) to (B, H / factor, W / factor, out_dim); an odd last row or column is dropped."""
         return self.proj(x.permute(0, 3, 1, 2)).permute(0, 2, 3, 1)
 
 
 class OutlookAttention(nn.Module):
-    """Outlook attention with its projections; a window's weights come from the mean of its 2 x 2 middle cells."""
+    """Outlook attention with its projections; a window's weights come from the mean of its centre 2 x 2 cells."""
 
-    kernel_size, stride, padding = 3, 2, 1  # of every VOLO
+    kernel_size, stride, padding = 3, 2, 1  # in every VOLO
 
     def __init__(self, dim: int, num_heads: int, qkv_bias: bool = False, attn_drop: float = 0.0) -> None:
         super().__init__()
@@ -111,13 +111,13 @@ class OutlookAttention(nn.Module):
         self.num_heads = num_heads
         self.scale = (dim // num_heads) ** -0.5
         self.attn_drop = attn_drop
-        self.kernel = "auto"  # a name in volo.kernels.KERNELS, or the fastest that fits
+        self.kernel = "auto"  # a name in volo.kernels.KERNELS; "auto" takes the fastest that fits
         self.v = nn.Linear(dim, dim, bias=qkv_bias)
         self.attn = nn.Linear(dim, self.kernel_size**4 * num_heads)
         self.proj = nn.Linear(dim, dim)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(B, H, W, C) -> (B, H, W, C)."""
+        """Map (B, H, W, C) to (B, H, W, C)."""
         pooled = F.avg_pool2d(x.permute(0, 3, 1, 2), self.stride, ceil_mode=True).permute(0, 2, 3, 1)
         v, logits = linear(self.v, x), linear(self.attn, pooled)
         dropout = self.attn_drop if self.training else 0.0
@@ -142,7 +142,7 @@ class Outlooker(ResidualBlock):
 
 
 class ClassAttention(nn.Module):
-    """Attention of the class token over itself and all tokens (CaiT); queries are scaled before the product."""
+    """Attention of the class token to itself and all tokens (CaiT); queries are scaled before the product."""
 
     def __init__(self, dim: int, num_heads: int, qkv_bias: bool = False, attn_drop: float = 0.0) -> None:
         super().__init__()
@@ -154,7 +154,7 @@ class ClassAttention(nn.Module):
         self.proj = nn.Linear(dim, dim)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(B, 1 + N, C), class token first -> (B, 1, C)."""
+        """Map (B, 1 + N, C), class token first, to (B, 1, C)."""
         q = linear(self.q, x[:, :1]).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)  # (B, heads, 1, D)
         kv = linear(self.kv, x).unflatten(-1, (2, self.num_heads, -1))  # (B, 1 + N, 2, heads, D)
         k, v = kv.permute(2, 0, 3, 1, 4).unbind(0)
@@ -163,7 +163,7 @@ class ClassAttention(nn.Module):
 
 
 class ClassBlock(nn.Module):
-    """Class attention and MLP on the class token; the other tokens pass unchanged. No drop path, as published."""
+    """Class attention and MLP on the class token; other tokens stay unchanged. As published, without drop path."""
 
     def __init__(
         self,
@@ -181,30 +181,30 @@ class ClassBlock(nn.Module):
         self.mlp = Mlp(dim, int(dim * mlp_ratio))
 
     def forward(self, x: Tensor) -> Tensor:
-        """(B, 1 + N, C) -> (B, 1 + N, C)."""
+        """Map (B, 1 + N, C) to (B, 1 + N, C)."""
         cls = x[:, :1] + self.attn(self.norm1(x))
         cls = cls + self.mlp(self.norm2(cls))
         return torch.cat((cls, x[:, 1:]), dim=1)
 
 
 class VOLO(TokenLabelModel):
-    """Outlookers at `patch_size`, transformer blocks at twice that, two class-attention blocks and two heads.
+    """Outlookers on cells of `patch_size`, transformer blocks on cells twice as wide, class attention and two heads.
 
     Args:
-        layers: Blocks of the outlooker stage and of the three transformer stages.
+        layers: Number of blocks in the outlooker stage and in the three transformer stages.
         embed_dims: Channels of the four stages; the last three are equal.
-        num_heads: Heads of the four stages.
-        img_size: Pixels, a side or (H, W).
+        num_heads: Attention heads of the four stages.
+        img_size: Image size in pixels, one side or (H, W).
         global_pool: "token", "avg" (mean over the other tokens) or "" (head on every token).
-        patch_size: Pixels to a cell of the outlooker stage.
-        stem_hidden_dim: Channels of the convolutions before the patches.
-        stem_stride: Stride of the first of them.
-        drop_rate: Dropout after the position embedding, the one place where the published code has it.
-        attn_drop_rate: Dropout on attention weights.
+        patch_size: Width of a cell of the outlooker stage in pixels.
+        stem_hidden_dim: Channels of the stem's convolutions.
+        stem_stride: Stride of the stem's first convolution.
+        drop_rate: Dropout after the position embedding, the only place where the published code has dropout.
+        attn_drop_rate: Dropout of attention weights.
         drop_path_rate: Stochastic depth of the last transformer block; it falls linearly towards the first layer.
             Class-attention blocks have none.
-        outlooker_drop_path: Give outlookers their share of it too; the published recipes were trained without.
-        dense_head: Use the dense head (see `set_dense_head`).
+        outlooker_drop_path: Whether outlookers have stochastic depth; the published recipes trained without it.
+        dense_head: Whether to use the dense head (see `set_dense_head`).
     """
 
     block_types = (Outlooker, TransformerBlock, ClassBlock)
@@ -257,13 +257,13 @@ class VOLO(TokenLabelModel):
         self._init_heads()
 
     def set_outlook_kernel(self, kernel: str) -> None:
-        """Choose how outlook attention is computed: a name in `volo.kernels.KERNELS`, or "auto"."""
+        """Set the implementation of outlook attention: a name in `volo.kernels.KERNELS`, or "auto"."""
         for module in self.modules():
             if isinstance(module, OutlookAttention):
                 module.kernel = kernel
 
     def stage(self, x: Tensor, index: int, run: RunBlock) -> Tensor:
-        # network: outlookers, downsampling, three stages of transformer blocks
+        # Indices of `network`: 0 outlookers, 1 downsampling, 2 to 4 stages of transformer blocks.
         if index == 0:
             return self.network[0](x, run)
         if index == 1:
@@ -285,7 +285,7 @@ class VOLO(TokenLabelModel):
     def prune_intermediate_layers(
         self, indices: int | list[int] = 1, prune_norm: bool = False, prune_head: bool = True
     ) -> list[int]:
-        """Remove what `forward_intermediates` does not need for these stages (timm's `features_only` calls it)."""
+        """Remove what `forward_intermediates` doesn't need for these stages; timm's `features_only` calls this."""
         wanted, last = feature_take_indices(len(self.feature_info), indices)
         pruned_end = last < len(self.feature_info) - 1
         self.network = self.network[: last + 2 if last else 1]
@@ -303,14 +303,14 @@ class VOLO(TokenLabelModel):
 
     @torch.jit.ignore
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
-        """Layers in order of depth, for layer-wise learning rates; `coarse` groups by stage."""
+        """Return patterns that group layers by depth for layer-wise learning rates; `coarse` groups by stage."""
         fine = [(r"^network\.(\d+)\.(\d+)", None), (r"^network\.(\d+)", (0,))]
         end = [(r"^cls_token", (0,)), (r"^post_network\.(\d+)", None), (r"^norm", (99999,))]
         return {"stem": r"^patch_embed|^pos_embed", "blocks": r"^network\.(\d+)" if coarse else fine, "end": end}
 
 
 def _drop_path_rates(layers: tuple[int, ...], rate: float, outlooker_drop_path: bool) -> list[list[float]]:
-    """One list per stage: `rate * depth / (total - 1)`, depth counted over outlookers and transformer blocks."""
+    """Return a list of rates per stage: `rate * depth / (total - 1)`, over outlookers and transformer blocks."""
     last = max(sum(layers) - 1, 1)
     rates = []
     for index, count in enumerate(layers):
@@ -338,7 +338,7 @@ def _feature_info(dims: tuple[int, ...], patch_size: int) -> list[dict[str, Any]
 
 
 _RELEASE = "https://github.com/sail-sg/volo/releases/download/volo_1"
-# (model, image size) -> file
+# (model, image size): address of the file
 WEIGHTS = {
     ("volo_d1", 224): f"{_RELEASE}/d1_224_84.2.pth.tar",
     ("volo_d1", 384): f"{_RELEASE}/d1_384_85.2.pth.tar",
