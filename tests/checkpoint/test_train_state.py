@@ -44,6 +44,7 @@ def test_fault_61_payload_is_plain_data(tmp_path: Path) -> None:
     assert changed_settings(checkpoint["args"], {"lr": 0.2, "data": Path("/data"), "new": 1, "scale": (0.08, 1.0)}) == [
         "lr: 0.1 before, 0.2 now"
     ]
+    assert changed_settings({"kd_view": "crop"}, {"kd_view": ["crop"]}) == []  # a flag that takes a list now
     endless: list[object] = []
     for _ in range(60):  # written out, 2^60 entries
         endless = [endless, endless]

@@ -118,6 +118,8 @@ def test_command_line_wins_over_recipe_and_recipe_over_defaults(tmp_path: Path) 
         ({"drop_path": 0.5}, "--drop-connect 0.1", {"drop_path": 0.1}),
         ({"aa": "rand-m5", "reprob": 0.1}, "--no-aug", {"no_aug": True, "aa": "rand-m9-mstd0.5-inc1", "reprob": 0.25}),
         ({"pretrained": True}, "--finetune f", {"pretrained": False, "finetune": "f"}),
+        # As runs wrote their arguments down when there was one teacher at most.
+        ({"kd_model_name": "", "kd_distill_type": "logit"}, "", {"kd_model_name": "", "kd_distill_type": ["logit"]}),
         # What is switched off is no alternative.
         ({"finetune": "f"}, "--no-pretrained", {"pretrained": False, "finetune": "f"}),
         ({"pretrained": True}, "--finetune= --initial-checkpoint=", {"pretrained": True}),

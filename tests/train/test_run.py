@@ -154,6 +154,10 @@ def test_an_interval_that_a_resumed_run_goes_on_in_has_the_times_of_both(monkeyp
     (second := meter.Meter(run, training)).begin()
     now, run.guard.waited = 103.0, 1.5
     assert second.progress()["seconds"] == [8.0 + 3.0, 2.0 + 1.0, 0.0]
+    # The checkpoint of a version that did not tell a teacher's loss: the report begins anew.
+    training.distillation, state.progress = Mock(names=["teacher"]), first.progress()
+    (third := meter.Meter(run, training)).begin()
+    assert third.progress()["seconds"] == [0.0, 0.0, 0.0] and len(third.progress()["epoch"]) == 6
 
 
 def test_a_resumed_run_keeps_what_its_checkpoint_was_fitted_to() -> None:
