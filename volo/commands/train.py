@@ -15,13 +15,16 @@ import os
 import time
 from argparse import Namespace
 from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 from timm.utils import ModelEmaV3
 from torch import nn
 
 from tlt.data.dataset import LabelReader
+from tlt.data.loader import EvalLoader
 from tlt.data.sources.folder import check_num_classes
+from tlt.data.sources.source import ImageSource
 from tlt.io.jobs import SearchProgress
 from volo.checkpoint.checkpoint import LAST, NotWrittenError
 from volo.checkpoint.finetune import load_finetune, load_weights
@@ -91,10 +94,14 @@ from volo.train.run import BATCH_KEY, Run, Training, resolve_args
 from volo.train.schedule import LrSchedule, resolve_lr
 from volo.train.step_graph import use_own_stream
 
+if TYPE_CHECKING:  # few runs have one
+    from volo.train.distillation import Distillation
+    from volo.train.teacher import Teacher
+
 
 def run(args: TrainArgs) -> int:
     """Entry point, after the arguments are parsed."""
-    # Of a collective: late enough for the watchdog to tell why before.
+    # Collectives time out later than the watchdog, so that the watchdog reports the cause first.
     timeout = max(args.dist_timeout, Watchdog.START_S, args.loader_timeout or 7 * 24 * 3600) + 120
     launch = launch_of(os.environ, args.local_rank)
     logger = Logger(World(launch.rank, launch.local_rank, launch.size, torch.device("cpu")))  # until they have met
@@ -118,7 +125,7 @@ def run(args: TrainArgs) -> int:
 
 
 def start(args: TrainArgs, world: World, logger: Logger, guard: StopGuard) -> None:
-    """Find data and checkpoint, resolve_args the arguments by them, build everything, then train."""
+    """Find data and checkpoint, complete the arguments by them, build everything, then train."""
     # The logger's, too: sums over ranks count the images of a group once.
     logger.world = world = in_groups(world, 1 if args.dry_run else args.tensor_parallel)
     note_start(args, world, logger)
@@ -131,10 +138,10 @@ def start(args: TrainArgs, world: World, logger: Logger, guard: StopGuard) -> No
     with chosen_directory(args, world, logger) as (directory, lock, resume):
         folders = hold_out(args, folders, *([resume.path.parent] if resume.path else []), directory)
         images, classes = len(folders.train), len(folders.train.class_names)
-        settled, batch, messages = resolve_args(args, resume.checkpoint, images, classes, world.data_size)
+        resolved, batch, messages = resolve_args(args, resume.checkpoint, images, classes, world.data_size)
         for message in messages:
             logger.line(message)
-        run = Run(settled, world, logger, guard, directory, lock, resume.path)
+        run = Run(resolved, world, logger, guard, directory, lock, resume.path)
         torch.manual_seed(run.args.seed)  # the same initial weights on every rank
         model = build_model(run.args)
         labels, warnings = open_labels(run.args, folders.train, model.num_classes, on_progress)
@@ -150,65 +157,105 @@ def start(args: TrainArgs, world: World, logger: Logger, guard: StopGuard) -> No
 
 
 def build(run: Run, folders: Folders, labels: LabelReader | None, model: TimmModel, batch: dict[str, int]) -> Training:
-    """Build what trains the model, in this order: criterion, data, optimizer, schedule.
+    """Build what trains the model, in this order: model, teachers, criterion, data, optimizer, schedule.
 
     Args:
         batch: The record of the global batch for checkpoints.
     """
-    args, world, logger = run.args, run.world, run.logger
+    args, world = run.args, run.world
     settings = eval_settings(args, model)
     input_size, dtype = settings["input_size"], compute_dtype(args, world.device)
-    val_settings = validation_settings(args, settings)
     model = add_dense_head(model, args, input_size[1:])
-    load_start(model, args, logger)
-    teacher = None
-    if args.token_label_teacher:  # few runs have one
-        from volo.train.teacher import load_teacher
-
-        teacher = load_teacher(args, model, settings, folders.train.class_names, world)
-        size = sum(p.numel() for p in teacher.annotator.model.parameters())
-        logger.line(f"teacher {teacher.name}: {size / 1e6:.2f} M parameters")
-    distillation = None
-    if args.kd_model_name:
-        from volo.train.distillation import load_distillation
-
-        distillation = load_distillation(args, model, settings, folders.train, world, logger)
+    load_start(model, args, run.logger)
+    teacher, distillation = load_teachers(run, folders.train, model, settings)
     criterion = make_criterion(args, model, input_size[1:], dtype, teacher)
+
     loader = train_loader(args, folders.train, labels, settings, world)
-    validation_batch = args.validation_batch_size or args.batch_size * args.validation_batch_size_multiplier
-    maps, images = args.val_label_data, folders.validation
-    score = DenseScore(args, maps, model, val_settings, images, world) if maps else None
-    validation = validation_loader(args, images, validation_batch, val_settings, world, score.labels if score else None)
-    check_smallest_batch(args, model, input_size, loader.index_stream)
-    work = step_arithmetic(run, model, criterion, input_size)  # before SyncBatchNorm, which refuses meta tensors
+    stream = loader.index_stream
+    check_smallest_batch(args, model, input_size, stream)
+    validation, dense_score = build_validation(run, folders.validation, model, settings)
+    arithmetic = step_arithmetic(run, model, criterion, input_size)  # before SyncBatchNorm, which refuses meta tensors
+
     model = prepare_model(model, args, world)
     for network in (model,) if teacher is None else (model, teacher.annotator.model):
         for size in (input_size[1:], *other_sizes(args)):
             for line in check_convolutions(network, (input_size[0], *size), dtype, world.device):
-                logger.line(line)
-
-    meshes = meshes_of(args, world)
-    working_copy = WorkingCopy(model) if args.model_dtype == "bfloat16" and meshes is None else None
+                run.logger.line(line)
     ema = create_ema(model, args)
-    forward_model = wrap_model(model if working_copy is None else working_copy.module, args, world, meshes)
-    average = None if ema is None or args.model_ema_force_cpu else ema.module
-    if average is not None:  # it sends no gradients
-        average = compile_model(average, args) if meshes is None else wrap_model(average, args, world, meshes)
-
+    working_copy, forward_model, average = wrap_models(args, model, ema, world)
     clip = None if args.clip_grad is None else Clipping(args.clip_grad, args.clip_mode, heads_of(model))
     norm_of = TensorParallelParams(model).total_norm
     precision = Precision(world.device, dtype, clip, args.max_nonfinite, working_copy, norm_of)
     optimizer = create_optimizer(args, model, world.device)
     config = model_config(model, args, settings, folders.train.class_names)
+    data = fingerprint(folders.train, labels, None if distillation is None else distillation.checksum)
     metadata = {"arch": config["name"], "args": settings_of(args), "model_config": config}
-    taught_by = None if distillation is None else distillation.checksum
-    metadata |= {DATA_KEY: fingerprint(folders.train, labels, taught_by), BATCH_KEY: batch}
-    updates = loader.index_stream.updates_per_epoch
-    state = TrainState(model, optimizer, precision.scaler, ema, metadata=metadata, updates_per_epoch=updates)
-    lr, formula = resolve_lr(args, loader.index_stream.global_batch)
-    schedule = LrSchedule(args, lr, updates)
-    rest = (criterion, precision, schedule, formula, work, distillation, score)
-    return Training(state, forward_model, average, loader, validation, *rest)
+    metadata |= {DATA_KEY: data, BATCH_KEY: batch}
+    lr, lr_formula = resolve_lr(args, stream.global_batch)
+    return Training(
+        state=TrainState(
+            model, optimizer, precision.scaler, ema, metadata=metadata, updates_per_epoch=stream.updates_per_epoch
+        ),
+        model=forward_model,
+        average=average,
+        loader=loader,
+        validation=validation,
+        criterion=criterion,
+        precision=precision,
+        schedule=LrSchedule(args, lr, stream.updates_per_epoch),
+        lr_formula=lr_formula,
+        arithmetic=arithmetic,
+        distillation=distillation,
+        dense_score=dense_score,
+    )
+
+
+def load_teachers(
+    run: Run, images: ImageSource, model: TimmModel, settings: dict[str, Any]
+) -> tuple[Teacher | None, Distillation | None]:
+    """Return the teacher of `--token-label-teacher` and those of `--kd-model-name`; None without the flag."""
+    teacher = distillation = None
+    if run.args.token_label_teacher:
+        from volo.train.teacher import load_teacher
+
+        teacher = load_teacher(run.args, model, settings, images.class_names, run.world)
+        size = sum(p.numel() for p in teacher.annotator.model.parameters())
+        run.logger.line(f"teacher {teacher.name}: {size / 1e6:.2f} M parameters")
+    if run.args.kd_model_name:
+        from volo.train.distillation import load_distillation
+
+        distillation = load_distillation(run.args, model, settings, images, run.world, run.logger)
+    return teacher, distillation
+
+
+def build_validation(
+    run: Run, images: ImageSource, model: TimmModel, settings: dict[str, Any]
+) -> tuple[EvalLoader, DenseScore | None]:
+    """Return the loader of validation images, and what compares their tokens with `--val-label-data`."""
+    args, settings = run.args, validation_settings(run.args, settings)
+    score = DenseScore(args, args.val_label_data, model, settings, images, run.world) if args.val_label_data else None
+    batch_size = args.validation_batch_size or args.batch_size * args.validation_batch_size_multiplier
+    labels = score.labels if score else None
+    return validation_loader(args, images, batch_size, settings, run.world, labels), score
+
+
+def wrap_models(
+    args: Namespace, model: nn.Module, ema: ModelEmaV3 | None, world: World
+) -> tuple[WorkingCopy | None, nn.Module, nn.Module | None]:
+    """Compile and distribute the modules that a run calls.
+
+    Returns:
+        The copy of the weights that computes in place of `model` (`--model-dtype`), the module that the loop calls in
+        training, and the one that validates the moving average; the first and the last are None where there is none.
+    """
+    meshes = meshes_of(args, world)
+    working_copy = WorkingCopy(model) if args.model_dtype == "bfloat16" and meshes is None else None
+    forward_model = wrap_model(model if working_copy is None else working_copy.module, args, world, meshes)
+    if ema is None or args.model_ema_force_cpu:
+        return working_copy, forward_model, None
+    if meshes is None:  # it sends no gradients
+        return working_copy, forward_model, compile_model(ema.module, args)
+    return working_copy, forward_model, wrap_model(ema.module, args, world, meshes)
 
 
 def load_start(model: TimmModel, args: Namespace, logger: Logger) -> None:
