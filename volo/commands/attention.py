@@ -1,12 +1,12 @@
-"""Draw what the attention layers of a VOLO or LV-ViT look at in an image, and what its heads say about it.
+"""Draw what the attention layers of a VOLO or LV-ViT model attend to in an image, and what its heads predict.
 
     volo attention image.jpg --checkpoint output/train/RUN -o attention.png
     volo attention image.jpg --model volo_d1 --pretrained --query 0.3 0.6 -o attention.png
 
-A checkpoint of ours says which model it is and how its images are prepared; flags win over that. The models never hold
-their attention weights (`scaled_dot_product_attention`): they are computed again from what went into a layer.
+A checkpoint of this project records its model and the preparation of its images; flags override that. The models don't
+keep attention weights (`scaled_dot_product_attention`), so they are recomputed from the inputs of the layers.
 
-Shapes: B images, H x W cells of the outlooker stage, h x w windows, K the kernel's side, N tokens, C channels.
+In shapes: B images, H x W cells of the outlooker stage, h x w windows, K the kernel's side, N tokens, C channels.
 """
 
 from __future__ import annotations
@@ -57,31 +57,31 @@ _ROWS: dict[type[nn.Module], str] = {
     SelfAttention: "self-attention: what the query looks at",
     ClassAttention: "class attention: what the class token looks at",
 }
-_ACROSS = 3  # layers of each kind: the first, a middle and the last one
-_SIDE, _LINES = 3.4, 0.55  # inches: width of a picture, and what stands above it
+_ACROSS = 3  # layers drawn of each kind: the first, a middle and the last one
+_SIDE, _LINES = 3.4, 0.55  # inches: width of a picture, height of the lines above it
 _LEGEND = "Means over the heads, from the smallest value (blue) to the largest (yellow). Cyan: the query."
 
 
 class Heat(NamedTuple):
-    """The attention of one layer over the image, mean over the heads."""
+    """The attention of one layer over the image, averaged over the heads."""
 
-    what: str  # of `_ROWS`
-    name: str  # of the layer's block
-    values: npt.NDArray[np.float64]  # (rows, columns), 1 where attention is even
+    what: str  # a text of `_ROWS`
+    name: str  # name of the layer's block
+    values: npt.NDArray[np.float64]  # (rows, columns); 1 everywhere would be uniform attention
     cell: int  # side of a cell in pixels
 
 
 class View(NamedTuple):
-    """All there is to draw about one image."""
+    """Everything that is drawn about one image."""
 
-    top: list[tuple[int, float]]  # class id and probability of the most probable classes
-    tokens: Cells | None  # first class of each token by the dense head; None where there is no dense head
-    token_box: tuple[float, float, float, float]  # x0, y0, x1, y1 in pixels of what the tokens show together
-    maps: list[list[Heat]]  # a row for each of `_ROWS` that the model has
+    top: list[tuple[int, float]]  # id and probability of the most probable classes
+    tokens: Cells | None  # top class of each token by the dense head; None if there is no dense head
+    token_box: tuple[float, float, float, float]  # x0, y0, x1, y1 in pixels of the area that the tokens cover
+    maps: list[list[Heat]]  # a row for each kind of layer in `_ROWS` that the model has
 
 
 def run(args: Namespace) -> int:
-    """Entry point, after the arguments are parsed."""
+    """Draw the attention and write it to `--output`."""
     say(args.notes)
     check_format(args.output)
     refuse_existing(args.output, "-o")
@@ -102,10 +102,10 @@ def run(args: Namespace) -> int:
 
 
 def attention_layers(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the attention layers in the order of the model, by the name of their block.
+    """Return the attention layers in the model's order, by the name of their block.
 
     Raises:
-        UserError: There is none whose weights can be computed here.
+        UserError: The model has no layer whose weights can be computed here.
     """
     every, kinds = model.named_modules(), tuple(_ROWS)
     if matching := {name.removesuffix(".attn"): module for name, module in every if isinstance(module, kinds)}:
@@ -115,7 +115,7 @@ def attention_layers(model: nn.Module) -> dict[str, nn.Module]:
 
 @torch.no_grad()
 def forward_with_inputs(model: Any, images: Tensor) -> tuple[Tensor, dict[nn.Module, Tensor]]:
-    """Return `model.forward_features(images)`, and what went into each attention layer."""
+    """Return `model.forward_features(images)`, and the input of each attention layer."""
     inputs: dict[nn.Module, Tensor] = {}
     layers = attention_layers(model).values()
     hooks = [layer.register_forward_hook(lambda layer, x, _: inputs.update({layer: x[0]})) for layer in layers]
@@ -127,27 +127,27 @@ def forward_with_inputs(model: Any, images: Tensor) -> tuple[Tensor, dict[nn.Mod
 
 
 def self_attention(layer: SelfAttention, x: Tensor) -> Tensor:
-    """Input (B, ..., C) -> weights (B, heads, N, N), rows sum to 1."""
+    """Map a layer's input (B, ..., C) to its weights (B, heads, N, N), whose rows sum to 1."""
     qkv = layer.qkv(x.flatten(1, -2)).unflatten(-1, (3, layer.num_heads, -1))  # (B, N, 3, heads, C / heads)
     q, k, _ = qkv.permute(2, 0, 3, 1, 4).unbind(0)
     return (q * q.shape[-1] ** -0.5 @ k.transpose(-2, -1)).softmax(dim=-1)
 
 
 def class_attention(layer: ClassAttention, x: Tensor) -> Tensor:
-    """Input (B, 1 + N, C) -> weights of the class token (B, heads, 1 + N), itself first; they sum to 1."""
+    """Map a layer's input (B, 1 + N, C) to the class token's weights (B, heads, 1 + N), itself first; they sum to 1."""
     q = layer.q(x[:, :1]).unflatten(-1, (layer.num_heads, -1)).transpose(1, 2)  # (B, heads, 1, C / heads)
     k = layer.kv(x).unflatten(-1, (2, layer.num_heads, -1))[:, :, 0].transpose(1, 2)  # (B, heads, 1 + N, C / heads)
     return (q * q.shape[-1] ** -0.5 @ k.transpose(-2, -1)).softmax(dim=-1)[:, :, 0]
 
 
 def outlook_attention(layer: OutlookAttention, x: Tensor) -> Tensor:
-    """Input (B, H, W, C) -> (B, heads, H, W): how much a cell is looked at; 1 where all look evenly."""
+    """Map a layer's input (B, H, W, C) to the attention that each cell receives, (B, heads, H, W); 1 is the average."""
     pooled = F.avg_pool2d(x.permute(0, 3, 1, 2), layer.stride, ceil_mode=True).permute(0, 2, 3, 1)
     places = layer.kernel_size**2
     logits = (layer.attn(pooled) * layer.scale).unflatten(-1, (layer.num_heads, places, places))
     read = logits.softmax(dim=-1).sum(dim=-2).permute(0, 3, 4, 1, 2).flatten(3)  # (B, heads, K * K read, windows)
 
-    def add_up(values: Tensor) -> Tensor:  # over the windows in which a cell lies
+    def add_up(values: Tensor) -> Tensor:  # sums over the windows that contain a cell
         size, form = (x.shape[1], x.shape[2]), {"padding": layer.padding, "stride": layer.stride}
         return F.fold(values.flatten(1, 2), size, layer.kernel_size, **form).unflatten(1, values.shape[1:2])
 
@@ -156,16 +156,16 @@ def outlook_attention(layer: OutlookAttention, x: Tensor) -> Tensor:
 
 @torch.no_grad()
 def view(model: Any, image: Tensor, query: Sequence[float]) -> View:
-    """Run the model on one normalised image (1, 3, H, W), and look at some of its layers.
+    """Run the model on one normalised image (1, 3, H, W), and compute the attention of some of its layers.
 
     Args:
-        query: The place that looks, (x, y) shares of the image.
+        query: Position of the token whose attention is shown, (x, y) as shares of the image.
     """
     features, inputs = forward_with_inputs(model, image)
     grid, cell = model.token_grid(tuple(image.shape[-2:])), model.patch_size * model.mix_scale
     count = grid[0] * grid[1]
     row, column = (min(int(query[1 - n] * image.shape[2 + n] / cell), grid[n] - 1) for n in (0, 1))
-    at = row * grid[1] + column - count  # from the last token: a class token, where there is one, is the first
+    at = row * grid[1] + column - count  # counted from the end, because a class token may come first
 
     def heat(what: str, name: str, layer: Any) -> Heat:
         x = inputs[layer]
@@ -195,7 +195,7 @@ def _array(tensor: Tensor) -> npt.NDArray[np.float64]:
 
 
 def draw_attention(image: Pixels, seen: View, query: Sequence[float], names: Sequence[str], title: str) -> Figure:
-    """Draw the image as the model sees it, before normalisation, what both heads say, and the rows of maps."""
+    """Draw the image before normalisation, the predictions of both heads, and the rows of attention maps."""
     figure, rows = answers_page(1 + len(seen.maps), image, seen, names, f"{drawable(title)}\n{_LEGEND}")
     height, width = image.shape[:2]
     rows[0][0].plot(query[0] * width, query[1] * height, marker="+", color="#00e5ff", ms=11, mew=2)
@@ -203,7 +203,7 @@ def draw_attention(image: Pixels, seen: View, query: Sequence[float], names: Seq
         for axes, heat in zip(row, maps, strict=False):
             note = f"{heat.name}: {heat.values.min():.2f} to {heat.values.max():.2f} x even"
             _caption(axes, f"{heat.what}\n{note}" if axes is row[0] else note)
-            # In colours over the image in grey.
+            # The attention map is drawn in colour over the image in grey.
             show_image(axes, image, muted=True)
             extent = (0, heat.values.shape[1] * heat.cell, heat.values.shape[0] * heat.cell, 0)
             axes.imshow(heat.values, extent=extent, interpolation="nearest", cmap="plasma", alpha=0.65, label="map")
@@ -214,8 +214,8 @@ def draw_attention(image: Pixels, seen: View, query: Sequence[float], names: Seq
 def answers_page(
     rows: int, image: Pixels, seen: View, names: Sequence[str], title: str
 ) -> tuple[Figure, list[list[Axes]]]:
-    """Return a page with three pictures a row, and its axes: the first row has the image, the dense head's classes over
-    it, and the most probable classes."""
+    """Return a page with three pictures per row, and its axes. The first row shows the image, the dense head's classes
+    over it, and the most probable classes."""
     height = _SIDE * min(1.0, image.shape[0] / image.shape[1])
     figure = new_figure(3 * _SIDE, rows * (height + _LINES) + 0.4)
     figure.set_layout_engine("constrained")

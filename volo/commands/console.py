@@ -1,9 +1,9 @@
 """How every program starts and ends: parse, run, one line for a user's mistake, documented exit codes.
 
-Exit codes: 0 done; 2 bad input (one line on stderr, no traceback; `--debug` shows it); 3 training stopped on non-finite
-losses; 4 checkpoints could not be written; 5 a rank hung or was lost, or data workers had no memory; 6 the machines
-are not fit (preflight); 85 stopped by SIGTERM or SIGUSR1, to be started again; 130 interrupted from the keyboard; 141
-nobody reads the output any more; 1 a defect in the program, with its traceback.
+Exit codes: 0 success; 2 bad input (one line on stderr; `--debug` shows a traceback); 3 training stopped because losses
+were not finite; 4 checkpoints could not be written; 5 a rank hung or was lost, or data workers had no memory; 6 the
+machines are not fit (preflight); 85 stopped by SIGTERM or SIGUSR1, and can be started again; 130 interrupted from the
+keyboard; 141 the reader of the output has closed it; 1 a defect in the program, with its traceback.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ Parse = Callable[[Sequence[str] | None], Namespace]
 
 
 def run_program(parse: Parse, module: str, argv: Sequence[str] | None = None) -> int:
-    """Parse `argv` (default: the command line), bind the process where there is a `--bind`, then import `module` and
-    return the exit code of its `run(args)`.
+    """Parse `argv` (None: sys.argv), bind the process if the program has `--bind`, import `module`, and return the exit
+    code of its `run(args)`.
 
-    A rank whose process group stands ends here: a thread of gloo that frees a tensor while Python ends aborts the
-    process ("terminate called without an active exception", exit code 134).
+    If a process group still exists, end the process here. Otherwise a thread of gloo could free a tensor while Python
+    ends, which aborts the process ("terminate called without an active exception", exit code 134).
     """
     open_streams()
     end_with_launcher()
-    # torch's remark on more workers than CPUs: where they cost time, "data wait" says so.
+    # torch warns about more workers than CPUs; if they cost time, the log's "data wait" shows it.
     warnings.filterwarnings("ignore", "This DataLoader will create")
-    warnings.filterwarnings("ignore", "MixToken mixes nothing")  # which is told at the start
+    warnings.filterwarnings("ignore", "MixToken mixes nothing")  # the program reports this at the start
     output, errors = _Output(sys.stdout), _Output(sys.stderr)
     with redirect_stdout(output), redirect_stderr(errors):
         try:
@@ -59,18 +59,17 @@ def run_program(parse: Parse, module: str, argv: Sequence[str] | None = None) ->
 
 
 def say(lines: Iterable[str], on_this_rank: bool = True) -> None:
-    """Print each line at once."""
+    """Print each line and flush it."""
     for line in lines if on_this_rank else ():
         print(line, flush=True)
 
 
 class _Output:
-    """A standard stream whose failures do not end the program: text that can't be written (full disk, lost terminal) is
-    left out, with one warning on stderr. Only a reader that has gone (`| head`) is an error. Control characters are
-    escaped.
+    """A standard stream whose failures don't end the program. Text that can't be written (full disk, lost terminal) is
+    dropped, with one warning on stderr. Only a closed reader (`| head`) is an error. Control characters are escaped.
 
-    Lines are written whole. Under the `python -u` of launchers each part of a `print` would be a write of its own, and
-    who passes the lines of ranks on cuts them there.
+    Each line is one write. Launchers use `python -u`, where each part of a `print` would be a write of its own, and a
+    program that passes on the lines of several ranks would cut them there.
     """
 
     def __init__(self, stream: TextIO) -> None:
@@ -82,16 +81,16 @@ class _Output:
         return getattr(self._stream, name)
 
     def write(self, text: str) -> int:
-        """Write the text, or leave it out if that fails."""
+        """Write the text, or drop it if that fails."""
         self._try(self._stream.write, safe_text(text))
         return len(text)
 
     def flush(self) -> None:
-        """Flush the stream, if that is possible."""
+        """Flush the stream if possible."""
         self._try(self._stream.flush)
 
     def end(self) -> None:
-        """Flush; discard what can't be written, at which Python would fail at exit."""
+        """Flush the stream. Discard what can't be written, because Python would fail on it at exit."""
         try:
             self._stream.flush()
         except OSError:
@@ -115,13 +114,13 @@ def _run(parse: Parse, module: str, argv: Sequence[str] | None) -> int:
         args = parse(argv)
         if "bind" in args:
             args.notes += bind_process(args)
-        program = importlib.import_module(module)  # what a signal raises while torch's C++ is loaded aborts the process
+        program = importlib.import_module(module)  # outside `raising`: an exception while torch's C++ loads would abort
         with STOP.raising():
             return program.run(args)
     except UserError as error:
         if debug:
             raise
-        # What a message quotes (a flag, a file's name) may break lines.
+        # Text that a message quotes (a flag, a file name) may contain line breaks.
         _tell(f"error: {printable(str(error))}", launch)
         return error.exit_code
     except Stopped as stop:
@@ -129,30 +128,30 @@ def _run(parse: Parse, module: str, argv: Sequence[str] | None) -> int:
         return stop.exit_code
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:  # the reader of our output has gone (| head): nothing is wrong
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains when it flushes at exit
+    except BrokenPipeError:  # the reader of the output has closed it (| head), which is no error
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # otherwise Python complains at exit
         return 141
 
 
 def _tell(text: str, launch: Launch) -> None:
-    """Print one line on stderr in one write, because ranks share it.
+    """Print a line on stderr with one write, because several ranks share stderr.
 
-    Of several ranks on one machine with the same text, only the first prints it.
+    If several ranks on one machine have the same text, only the first one prints it.
     """
     if launch.size == 1:
         return print(text, file=sys.stderr, flush=True)
     line = f"[rank {launch.rank}] {text}\n"
     entry = f"{launch.rank} {os.environ.get('SLURM_STEP_ID') or os.getppid()} {text!a}\n"
-    with suppress(ImportError, OSError):  # Windows, where nothing is launched; no place for files
+    with suppress(ImportError, OSError):  # on Windows, which has no launcher; or without a writable folder
         import fcntl
 
         where = Path(tempfile.gettempdir(), f"volo-told-{os.getuid()}")
         with open(os.open(where, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600), "r+") as log:
-            # The lock is held while printing: a rank with the same text that exits first would get this one killed.
+            # Hold the lock while printing: a rank with the same text could exit first and get this one killed.
             fcntl.flock(log, fcntl.LOCK_EX)
             lines = log.readlines()
             same = [text_line for text_line in lines if text_line.partition(" ")[2] == entry.partition(" ")[2]]
-            if not same or entry in same:  # a rank that has told it before is of another start
+            if not same or entry in same:  # if this rank has an entry already, that is from an earlier start
                 print(line, file=sys.stderr, end="", flush=True)
                 lines = [text_line for text_line in lines if text_line not in same]
             log.seek(0)

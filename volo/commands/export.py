@@ -1,12 +1,12 @@
-"""Write a trained model as a file that runs without this project, and check that file against the model.
+"""Write a trained model as a file that runs without this project, and check the file against the model.
 
     volo export -o volo.onnx --checkpoint output/train/RUN
     volo export -o volo_d1_384.pt2 --model volo_d1 --pretrained --img-size 384 --dense
 
-The file takes any number of images of one size: one input, `images` (B, channels, H, W), float32 and normalised. Its
-outputs are float32: `logits`, or `class_logits` and `token_logits` (in a .pt2 without names). BatchNorm is folded into
-the stem. A JSON text `model_config` in the file says how images are prepared and what the classes are called. Before
-the file gets its name, it is loaded and must give the model's logits.
+The exported model takes any number of images of one size. Its only input is `images` (B, channels, H, W), float32 and
+normalised. Its outputs are float32: `logits`, or `class_logits` and `token_logits` (a .pt2 has no names). BatchNorm is
+folded into the stem. The JSON text `model_config` in the file says how images are prepared and gives the class names.
+The file is loaded and compared with the model before it gets its final name.
 """
 
 from __future__ import annotations
@@ -35,20 +35,20 @@ from volo.commands.hub import write_folder
 from volo.train.precision import check_convolutions
 from volo.train.trained_model import TrainedModel, load_model
 
-BATCHES = (1, 3)  # batch sizes for the check of the file; it was traced with another one
-# The largest allowed difference from the float32 model, as a share of the largest logit.
+BATCHES = (1, 3)  # batch sizes with which the file is checked; another one is used for tracing
+# The largest allowed difference from the float32 model, relative to the largest logit.
 TOLERANCES = {"float32": 1e-4, "float16": 2e-2, "bfloat16": 1e-1}
 INPUT = "images"
 CONFIG = "model_config"
-_LARGEST_ONNX = 2**31 - 2**20  # bytes of weights: a file is one protobuf message, which ends at 2 GiB
+_LARGEST_ONNX = 2**31 - 2**20  # bytes of weights: an ONNX file is one protobuf message, which is limited to 2 GiB
 
 
 class ExportModule(nn.Module):
-    """The exported computation: the model with float32 images and float32 logits, whatever type it computes in.
+    """The exported computation: the model with float32 images and logits, whatever dtype it computes in.
 
     Args:
-        model: In evaluation mode, with floating-point weights of one type.
-        dense: Return both heads, as `model(x, dense=True)`.
+        model: The model in evaluation mode; all floating-point weights have one dtype.
+        dense: Whether to return the logits of both heads, as `model(x, dense=True)` does.
     """
 
     def __init__(self, model: nn.Module, dense: bool) -> None:
@@ -58,17 +58,17 @@ class ExportModule(nn.Module):
         self.dtype = next(model.parameters()).dtype
 
     def forward(self, images: Tensor) -> tuple[Tensor, ...]:
-        """(B, channels, H, W) -> (B, K), and (B, N, K) with `dense`."""
+        """Map (B, channels, H, W) to logits (B, K), and with `dense` also to (B, N, K)."""
         images = images.to(self.dtype)
         outputs = self.model(images, dense=True) if self.dense else (self.model(images),)
         return tuple(logits.float() for logits in outputs)
 
 
 def trace(module: ExportModule, images: Tensor) -> ExportedProgram:
-    """Return the module as a graph for any batch of images of this size.
+    """Return the module as a graph for any number of images of this size.
 
     Args:
-        images: At least two images: torch would treat a batch size of one as a constant.
+        images: At least two images, because torch would treat a batch size of one as a constant.
 
     Raises:
         UserError: The model can't be traced.
@@ -82,15 +82,15 @@ def trace(module: ExportModule, images: Tensor) -> ExportedProgram:
 
 
 def write_onnx(program: ExportedProgram, outputs: list[str], config: str, path: Path, opset: int) -> None:
-    """Write one .onnx file, the weights in it; `model_config` is an entry of its metadata.
+    """Write one .onnx file that contains the weights, and `model_config` in its metadata.
 
     Raises:
-        UserError: Too large for one file, or an opset that torch can't write.
+        UserError: The weights are too large for one file, or torch can't write this opset.
     """
     size = sum(t.numel() * t.element_size() for t in program.state_dict.values())
     if size > _LARGEST_ONNX:
         raise UserError(f"{size / 2**30:.1f} GiB of weights: an ONNX file ends at 2 GiB; use --format torch-export")
-    logging.disable(logging.CRITICAL)  # the exporter's remarks on its own workings
+    logging.disable(logging.CRITICAL)  # silences the exporter's messages about its internals
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -105,29 +105,29 @@ def write_onnx(program: ExportedProgram, outputs: list[str], config: str, path: 
             )
     finally:
         logging.disable(logging.NOTSET)
-    if written.model.opset_imports[""] != opset:  # where a conversion fails, the graph is left as it was
+    if written.model.opset_imports[""] != opset:  # the exporter keeps its own opset if it can't convert the graph
         raise UserError(f"--opset {opset}: torch's exporter can't write it; use a lower one")
     written.model.metadata_props[CONFIG] = config
     written.save(path, external_data=False)
 
 
 def load_onnx(path: Path) -> Callable[[Tensor], tuple[Tensor, ...]]:
-    """The file as a function on the CPU, by onnxruntime.
+    """Return the file as a function on the CPU, which onnxruntime computes.
 
     Raises:
-        UserError: onnxruntime can't run it: it is older than the opset, or misses an operator in this type.
+        UserError: onnxruntime can't run it: it is too old for the opset, or lacks an operator for this dtype.
     """
     runtime = require("onnxruntime", extra="onnx")
     try:
         session = runtime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
-    except Exception as error:  # it derives its errors from nothing narrower
+    except Exception as error:  # onnxruntime's errors share no narrower class
         reason = " ".join(str(error).split())[:200]
         raise UserError(f"onnxruntime can't run the model ({reason}): use a lower --opset, or float32") from error
     return lambda images: tuple(map(torch.from_numpy, session.run(None, {INPUT: images.numpy()})))
 
 
 def run(args: Namespace) -> int:
-    """Entry point, after the arguments are parsed."""
+    """Export the model: write a file, or with `--to-hf` a folder for the Hugging Face Hub."""
     say(args.notes)
     if args.to_hf:
         trained = load_model(args, args.checkpoint or None, dense=False)
@@ -147,7 +147,7 @@ def run(args: Namespace) -> int:
 
     shape = tuple(trained.settings["input_size"])  # channels, height, width
     generator = torch.Generator().manual_seed(0)
-    images = [torch.randn(count, *shape, generator=generator) for count in BATCHES]  # of noise
+    images = [torch.randn(count, *shape, generator=generator) for count in BATCHES]  # noise
     expected = run_all(ExportModule(trained.model, args.dense), images)
     config = json.dumps(recorded_config(trained, args.dense))
     fold_batchnorm(trained.model)
@@ -181,13 +181,13 @@ def run_all(compute: Callable[[Tensor], tuple[Tensor, ...]], batches: list[Tenso
 
 
 def check_outputs(got: list[Tensor], expected: list[Tensor], dtype: str) -> None:
-    """Compare the outputs of the file with those of the model; print the difference.
+    """Compare the outputs of the file with those of the model, and print the difference.
 
     Raises:
-        UserError: The difference is larger than rounding explains.
+        UserError: The difference is larger than rounding can explain.
     """
     shares = [(g - e).abs().max() / e.abs().max() for g, e in zip(got, expected, strict=True)]
-    worst = torch.stack(shares).max().item()  # NaN where one is
+    worst = torch.stack(shares).max().item()  # NaN if any share is NaN
     print(f"largest difference from the model in PyTorch, in float32: {worst:.1e} of the largest logit", flush=True)
     if not worst <= TOLERANCES[dtype]:
         raise UserError(

@@ -1,18 +1,18 @@
-"""Make token labels: for every position of every image in a folder, the classes that an annotator network finds there.
+"""Make token labels: an annotator network finds the classes at every position of every image in a folder.
 
     python generate_label.py DATA OUT --model dm_nfnet_f6 --pretrained --img-size 576 -b 32
     python generate_label.py DATA OUT --checkpoint output/train/annotator
     ./distributed_generate_label.sh 8 DATA OUT ...                                   one process per GPU
 
-DATA is a folder of class folders, or holds one called `train` (`--split` names another): then that one is annotated.
-OUT becomes a label archive (docs/token_label_archive.md) of the k largest logits of every position and their classes;
-`tlt unpack` makes files as published of it. The whole image is shown to the annotator, squashed to its input size, so
-that every crop of it has labels. The annotator is a timm ConvNet, Swin or vision transformer with average pooling, or a
-model with a dense head: VOLO, LV-ViT, and whatever was trained with token labels.
+DATA is a folder of class folders, or contains such a folder called `train` (or as `--split` says), which is annotated.
+OUT becomes a label archive (docs/token_label_archive.md) with the k largest logits of every position and their classes;
+`tlt unpack` converts it to the published files. The annotator sees the whole image, squashed to its input size, so that
+every crop has labels. It is a timm ConvNet, Swin or vision transformer with average pooling, or a model with a dense
+head: VOLO, LV-ViT, or any model trained with token labels.
 
-The same command continues after any interruption, with any number of processes. The last bits of a network's output
-depend on which images share a batch: batches follow the order of the folder, and an interrupted batch is repeated as a
-whole, so that the labels are the same as without an interruption.
+After an interruption the same command continues, with any number of processes. The last bits of a network's output
+depend on which images share a batch. So batches follow the order of the folder, and an interrupted batch is repeated as
+a whole; the labels are then the same as without an interruption.
 """
 
 from __future__ import annotations
@@ -53,15 +53,15 @@ from volo.train.model import place_model
 from volo.train.precision import check_convolutions, compute_dtype
 from volo.train.trained_model import TrainedModel, load_model
 
-_RANK_TIMEOUT = 7 * 86400.0  # seconds that ranks wait for rank 0 while it checks the existing labels
+_RANK_TIMEOUT = 7 * 86400.0  # seconds for which the other ranks wait while rank 0 checks the existing labels
 
 
 def run(args: Namespace) -> int:
-    """Entry point, after the arguments are parsed."""
+    """Label the images on all ranks, and return the exit code."""
     world = init_world(args.device, timeout_s=_RANK_TIMEOUT, join_s=JOIN_S)
     with lost_rank_explained(), compile_errors_told(args):
         label_folder(args, world)
-    shut_down()  # where it fails its connections end with the process, so that its own failure is seen first
+    shut_down()  # not after a failure: connections then end with the process, so that its own error comes first
     return 0
 
 
@@ -92,7 +92,7 @@ def check(trained: TrainedModel, folder: ImageSource) -> None:
     """Compare the annotator's classes with the class folders, unless `--transfer` allows other classes.
 
     Raises:
-        UserError: The classes differ, or the annotator has none; or the flags ask for a crop.
+        UserError: The classes differ, the annotator has no classes, or the flags ask for a crop.
     """
     args, count = trained.args, trained.model.num_classes
     if args.crop_pct not in (None, 1.0):
@@ -109,10 +109,10 @@ def check(trained: TrainedModel, folder: ImageSource) -> None:
 
 
 def prepare_annotator(trained: TrainedModel, world: World) -> Annotator:
-    """Put the annotator on its device, in the precision that the flags ask for.
+    """Put the annotator on its device, with the precision of the flags.
 
     Raises:
-        UserError: The model has no exact dense logits.
+        UserError: The model can't give exact dense logits.
     """
     args, size = trained.args, trained.settings["input_size"]
     model = place_model(trained.model.eval(), args, world)
@@ -124,7 +124,7 @@ def prepare_annotator(trained: TrainedModel, world: World) -> Annotator:
 
 
 def describe(trained: TrainedModel, folder: ImageSource, grid: tuple[int, int]) -> LabelInfo:
-    """Return what the label maps have in common: how they are made, and of which classes."""
+    """Return what all label maps have in common: how they are made, and their classes."""
     args, settings, count = trained.args, trained.settings, trained.model.num_classes
     area = labelled_area(trained.model, settings["input_size"][1:])
     weights = "published"
@@ -154,7 +154,7 @@ def make_labels(
     annotator: Annotator,
     world: World,
 ) -> None:
-    """Label the pending rows, each rank its share of the batches that have one, then finish the archive.
+    """Label the pending rows and finish the archive. The ranks share the batches that contain a pending row.
 
     Raises:
         UserError: A logit is NaN or infinite, or the disk is full.
@@ -162,7 +162,7 @@ def make_labels(
     size, wanted = trained.args.batch_size, set(pending)
     starts = sorted({row // size * size for row in pending})[world.rank :: world.size]
     rows = [row for start in starts for row in range(start, min(start + size, len(folder)))]
-    # Each rank has rows of its own: whole images, squashed to the annotator's input size. Indices count within `rows`.
+    # Each rank loads its own rows, as whole images squashed to the annotator's input size. Indices count within `rows`.
     whole = trained.settings | {"crop_pct": 1.0, "crop_mode": "squash"}
     args = Namespace(**vars(trained.args) | {"workers": min(trained.args.workers, len(rows))})
     loader = validation_loader(args, folder.select(rows), size, whole, World(0, 0, 1, world.device))
@@ -181,7 +181,7 @@ def make_labels(
                 )
             label_map = LabelMap(values[position], ids[position], source=source, log_sum_exp=log_sum_exp[position])
             writer.write(row, label_map)
-        if progress is not None:  # the other ranks are about as far
+        if progress is not None:  # assumes that the other ranks have done as much
             progress.step(min(batch.size * world.size, len(pending) - progress.done))
     wait_for_hosts()
     skips = from_all(loader.skips.reasons)
@@ -194,13 +194,13 @@ def make_labels(
 def finish(
     args: Namespace, folder: ImageSource, writer: ArchiveWriter, pending: set[int], skips: list[dict[str, str]]
 ) -> None:
-    """Finish the archive, and print what it holds and how well it agrees with the class folders.
+    """Finish the archive, and print what it contains and how well it agrees with the class folders.
 
     Args:
-        skips: For each rank, the reason by path of the images that could not be read.
+        skips: For each rank, the images that could not be read: path and reason.
 
     Raises:
-        UserError: More images are unreadable than `--max-bad-images` allows, or all are, or the disk is full.
+        UserError: More images are unreadable than `--max-bad-images` allows, or all are; or the disk is full.
     """
     counter = SkipCounter(len(folder), args.max_bad_images)
     counter.record(Skipped(*item) for of_rank in skips for item in of_rank.items())

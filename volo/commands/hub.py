@@ -1,4 +1,4 @@
-"""A trained model as a folder for the Hugging Face Hub (`volo export --to-hf`), and its upload (`volo push`)."""
+"""Writes a trained model as a folder for the Hugging Face Hub (`volo export --to-hf`), and uploads it (`volo push`)."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from volo.record.records import epochs_of
 from volo.train.model import architecture_of, is_ours
 from volo.train.trained_model import TrainedModel
 
-# What only says where a run was, and on what; the card has no places of whoever trained.
+# Flags about where and on what data a run was trained. The model card must not contain its user's paths.
 _PLACES = {row.dest for group in (RUN, CHECKPOINTS, TRACKING, DISTRIBUTED) for row in group.flags} - {"seed"}
 _PLACES |= {"model", "workers", "loader_timeout", *(row.dest for row in LOADING)}
 _IMAGES = ("input_size", "mean", "std", "crop_pct", "crop_mode", "interpolation")
-# What timm says of its own weights, which these are not.
+# Entries in which timm describes its own weights; they don't apply to these weights.
 _OF_OTHERS = (
     *("url", "hf_hub_id", "origin_url", "paper_ids", "paper_name", "notes", "license", "tag", "file", "source"),
     *("test_input_size", "test_crop_pct"),
@@ -40,12 +40,12 @@ def write_folder(trained: TrainedModel, checkpoint: str, folder: Path, licence: 
     """Write the folder; return a line for the user.
 
     Args:
-        checkpoint: The file of the weights, whose run tells accuracy and settings; "": published weights.
-        licence: As the Hub names licences (`apache-2.0`); "": the card says that none is stated.
-        origin_url: Where the model comes from; "": not told.
+        checkpoint: Path of the weights' checkpoint, whose run has accuracy and settings; "" for published weights.
+        licence: The Hub's name of the licence (`apache-2.0`); with "" the card says that none is stated.
+        origin_url: Address where the model comes from; "" leaves it out.
 
     Raises:
-        UserError: The folder holds something already, or can't be written.
+        UserError: The folder is not empty, or can't be written.
     """
     name, classes = name_in_timm(trained), trained.model.num_classes
     names = class_names(trained.config, classes)
@@ -62,7 +62,7 @@ def write_folder(trained: TrainedModel, checkpoint: str, folder: Path, licence: 
         config["architecture"] = name
         theirs = {k: v for k, v in config["pretrained_cfg"].items() if k not in _OF_OTHERS}
         config["pretrained_cfg"] = theirs | settings | ({"origin_url": origin_url} if origin_url else {})
-        if name != trained.args.model:  # timm's function of that name knows the size of its images alone
+        if name != trained.args.model:  # timm's own model of that name has one fixed image size
             config["model_args"] = {"img_size": trained.settings["input_size"][1:], "num_classes": classes}
         (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
         (folder / "README.md").write_text(text, "utf-8")
@@ -70,7 +70,7 @@ def write_folder(trained: TrainedModel, checkpoint: str, folder: Path, licence: 
 
 
 def name_in_timm(trained: TrainedModel) -> str:
-    """Return the architecture's name, timm's own where its model computes the same: it needs no further package."""
+    """Return the architecture's name: timm's own if its model computes the same, so that timm alone can load it."""
     model = trained.model
     theirs = f"{trained.args.model}_224"
     kwargs = trained.config.get("kwargs") or trained.args.model_kwargs
@@ -79,18 +79,18 @@ def name_in_timm(trained: TrainedModel) -> str:
 
 
 def needed_import(name: str) -> str:
-    """Return the import before which timm does not know the architecture; "" where timm has it."""
+    """Return the import that makes the architecture known to timm; "" if timm has it."""
     if not is_ours(name):
         return ""
     return f"import {timm.model_entrypoint(name).__module__.split('.')[0]} first ({install_command()})"
 
 
 def card(trained: TrainedModel, name: str, checkpoint: str, licence: str, origin_url: str) -> str:
-    """Return the model card: what the Hub reads in its head, then text for people."""
+    """Return the model card: a header that the Hub reads, then text for people."""
     head: dict[str, Any] = {"library_name": "timm", "tags": ["image-classification", "timm"]}
     head |= {"license": licence} if licence else {}
     size = " x ".join(map(str, trained.settings["input_size"][1:]))
-    model = architecture_of(trained.args.model).name  # in place of a folder
+    model = architecture_of(trained.args.model).name  # an architecture's name even if --model names a folder
     lines = [f"# {model}", ""]
     parameters = sum(p.numel() for p in trained.model.parameters())
     lines.append(f"{parameters / 1e6:.1f} M parameters, images of {size} px, {trained.model.num_classes} classes.")
@@ -108,7 +108,7 @@ def card(trained: TrainedModel, name: str, checkpoint: str, licence: str, origin
 
 
 def _public(words: list[str]) -> list[str]:
-    """Return a flag and its values with words in place of files and folders of whoever trained."""
+    """Return a flag and its values, with a placeholder if a value is a path on the user's machine."""
     flag, *values = words
     is_name = [not value.endswith(ENDINGS) and ("/" not in value or value.startswith("hf-hub:")) for value in values]
     if flag == "--token-label-data" or not (all(is_name) or flag == "--dataset"):
@@ -117,8 +117,8 @@ def _public(words: list[str]) -> list[str]:
 
 
 def _accuracy(trained: TrainedModel, checkpoint: str) -> list[str]:
-    """A sentence about the exported weights, from the summary of their run; none if it has not measured just these on
-    images prepared like this."""
+    """Return a sentence about the accuracy of the exported weights, from their run's records. Return none if the run
+    did not measure exactly these weights on images prepared in this way."""
     if not checkpoint:
         return []
     saved, config, suffix = peek_checkpoint(checkpoint), trained.config, "_ema" if trained.args.use_ema else ""
@@ -138,7 +138,7 @@ def _accuracy(trained: TrainedModel, checkpoint: str) -> list[str]:
 
 
 def run(args: Namespace) -> int:
-    """Upload, or list what would be uploaded.
+    """Upload the folder, or list what would be uploaded.
 
     Raises:
         UserError: The folder is not of that kind, or the Hub refuses it.
@@ -152,7 +152,7 @@ def run(args: Namespace) -> int:
     if args.dry_run:
         print(f"--dry-run: nothing was sent to {args.repository}")
         return 0
-    from huggingface_hub import HfApi  # of timm's own dependencies
+    from huggingface_hub import HfApi  # timm depends on it
 
     try:
         api = HfApi()
@@ -160,7 +160,7 @@ def run(args: Namespace) -> int:
         done = api.upload_folder(
             repo_id=args.repository, folder_path=folder, revision=args.revision or None, commit_message=args.message
         )
-    except Exception as error:  # huggingface_hub's, httpx's and requests' share no narrower class
+    except Exception as error:  # the errors of huggingface_hub, httpx and requests share no narrower class
         reason = " ".join(str(error).split())[:300]
         raise UserError(f"{args.repository} was not uploaded: {reason} (log in: `hf auth login`, HF_TOKEN)") from error
     print(f"uploaded: {done.commit_url}")

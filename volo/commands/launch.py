@@ -1,7 +1,7 @@
-"""`python volo/commands/launch.py N PROGRAM [flags]` starts N processes on this node; the environment: launch.sh.
+"""`python volo/commands/launch.py N PROGRAM [flags]` starts N processes on this node; launch.sh lists its variables.
 
-Run as a file, it imports no model, and torch after mistakes are told. Exit code: that of the process that failed first,
-of those that can tell why; 2: a mistake; 5: nodes do not come together.
+As a script it imports no models, and imports torch only after checking its arguments. Exit code: that of the process
+that failed first for a reason of its own; 2 for a user's mistake; 5 if the nodes don't come together.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-if __name__ == "__main__":  # run as a file: the rest is found from the root
+if __name__ == "__main__":  # as a script: find the packages from the root of the checkout
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
 from tlt.errors import UserError  # noqa: E402
@@ -26,21 +26,21 @@ _LEAST = {"MAX_RESTARTS": 0, "SHUTDOWN_TIMEOUT": 0, "NNODES": 1, "NODE_RANK": 0,
 
 
 def run(args: Namespace) -> int:
-    """`volo launch`: what `distributed_train.sh` does in a checkout."""
-    # Not a file of the package where that can be avoided: its folder would stand in sys.path.
+    """Run `volo launch`, which does what `distributed_train.sh` does in a checkout."""
+    # Prefer the `volo` script to a file of the package, whose folder would be put into sys.path.
     main_file, script = Path(__file__).resolve().parents[1] / "__main__.py", Path(sys.argv[0])
     program = script if script.name == "volo" and script.is_file() else main_file
     return main([str(args.processes), str(program), args.command, *args.flags])
 
 
 def main(argv: Sequence[str]) -> int:
-    """Start the processes, or print what would; `argv` is their number, the program's file and its flags."""
+    """Start the processes, or with DRY_RUN print the command. `argv` is their number, the program's file, its flags."""
     try:
         launch = described(os.environ)
         if os.environ.get("DRY_RUN"):
             print(f"{argv[0]} processes: {shlex.join((sys.executable, *argv[1:]))}")
             return 0
-        sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # also into a pipe
+        sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # also if stdout is a pipe
         from volo.cluster.elastic import Launcher
 
         return Launcher(int(argv[0]), argv[1:], **launch).run()
@@ -50,10 +50,10 @@ def main(argv: Sequence[str]) -> int:
 
 
 def described(env: Mapping[str, str]) -> dict[str, Any]:
-    """Return the fields of `volo.cluster.elastic.Launcher` that the environment sets.
+    """Return the fields of `volo.cluster.elastic.Launcher` that environment variables set.
 
     Raises:
-        UserError: A variable is missing or out of range, or names something that other nodes cannot use.
+        UserError: A variable is missing or out of range, or its address can't be reached from other nodes.
     """
     settings: dict[str, Any] = {}
     for name, least in _LEAST.items():
@@ -73,7 +73,7 @@ def described(env: Mapping[str, str]) -> dict[str, Any]:
     if nodes > 1:
         settings = {"master_port": 29500, **settings, "master_addr": _address(env.get("MASTER_ADDR", ""))}
     else:
-        settings["master_port"] = 0  # any that is free
+        settings["master_port"] = 0  # any free port
     if log_dir := env.get("LOG_DIR"):
         try:
             Path(log_dir).mkdir(parents=True, exist_ok=True)
@@ -84,11 +84,11 @@ def described(env: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _address(name: str) -> str:
-    """Return the IP address that this value of MASTER_ADDR stands for."""
+    """Return the IP address of MASTER_ADDR's value `name`."""
     address = ""
     with suppress(OSError):
         address = str(socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)[0][4][0])
-    if not address or ipaddress.ip_address(address).is_loopback:  # as Debian maps a machine's own name to
+    if not address or ipaddress.ip_address(address).is_loopback:  # Debian resolves a machine's own name to loopback
         state = f"is {address or 'no address'} on {socket.gethostname()}"
         raise UserError(f"MASTER_ADDR={name} {state}: give the IP address of node 0 that the other nodes reach it by")
     return address

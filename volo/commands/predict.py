@@ -1,11 +1,11 @@
-"""Predict the classes of images, draw what the dense head says of their tokens, and write their features.
+"""Predict the classes of images, draw the dense head's classes of their tokens, and write their features.
 
     volo predict image.jpg --model volo_d1 --pretrained
     volo predict photos/ --checkpoint output/train/RUN --output predictions.csv
     volo predict photos/ --checkpoint output/train/RUN --token-maps maps/ --embeddings features.safetensors
 
-Images are prepared as in validation. One that can't be read is named and left out; files have a row for each of the
-others. One process, one device.
+Images are prepared as in validation. Unreadable images are named and left out; files have rows only for the others. The
+program uses one process and one device.
 """
 
 from __future__ import annotations
@@ -47,22 +47,22 @@ from volo.train.precision import Precision, check_convolutions, compute_dtype
 from volo.train.trained_model import TrainedModel, load_model
 
 TOKEN_CLASSES = ("token_class", "token_probability")
-COLUMNS = ("path", "rank", "class_id", "class_name", "probability")  # of files of predictions
+COLUMNS = ("path", "rank", "class_id", "class_name", "probability")  # columns of prediction files
 Rows = Sequence[tuple[str, int, int, str, float]]
-_WIDTH = 60  # characters of a class name on the terminal
-FEW = 20  # images whose predictions are shown on the terminal even if they are written to a file
+_WIDTH = 60  # characters shown of a class name on the terminal
+FEW = 20  # for up to so many images, predictions are printed even if they are also written to a file
 
 
 class InputImages(NamedTuple):
     """The images to predict."""
 
     paths: list[str]
-    names: list[str]  # relative to the folders given, for the names of token maps
+    names: list[str]  # relative to the given folders; token maps get these names
     warnings: list[str]
 
 
 def run(args: Namespace) -> int:
-    """Entry point, after the arguments are parsed."""
+    """Predict all images, and write or print the results."""
     say(args.notes)
     inputs = find_images(args.paths)
     say(f"warning: {line}" for line in inputs.warnings)
@@ -78,7 +78,7 @@ def run(args: Namespace) -> int:
     model = place_model(trained.model, args, world)
     dtype = compute_dtype(args, world.device)
     say(check_convolutions(model, trained.settings["input_size"], dtype, world.device))
-    # As validation loads them; any number of them may be unreadable.
+    # Load them as validation does, but let any number of them be unreadable.
     count = len(inputs.paths)
     wanted = {"max_bad_images": count, "workers": min(args.workers, -(-count // args.batch_size))}
     folder = ImageFolder("", inputs.paths, np.zeros(count, np.int64), [])
@@ -91,7 +91,7 @@ def run(args: Namespace) -> int:
 
 
 def find_images(paths: list[str]) -> InputImages:
-    """Return the images given, and those in the folders given, at any depth and in natural order.
+    """Return the given images, and those in the given folders at any depth in natural order.
 
     Raises:
         UserError: There is no such file or folder, or a folder can't be read or holds no image.
@@ -116,11 +116,11 @@ def find_images(paths: list[str]) -> InputImages:
 
 
 def check_outputs(args: Namespace, inputs: InputImages) -> None:
-    """Check before the work that its results can be written.
+    """Check, before the model runs, that its results can be written.
 
     Raises:
-        UserError: A file is there already, a folder is not writable, a package is missing, or two token maps would
-            have one name.
+        UserError: A file exists already, a folder is not writable, a package is missing, or two token maps would have
+            the same name.
     """
     for flag, path in (("--output", args.output), ("--embeddings", args.embeddings)):
         if path:
@@ -139,7 +139,7 @@ def check_outputs(args: Namespace, inputs: InputImages) -> None:
 
 
 def check_model(args: Namespace, trained: TrainedModel) -> None:
-    """Raise UserError if the model can't give what the flags ask for."""
+    """Raise UserError if the model can't compute what the flags ask for."""
     name, model = trained.args.model, trained.model
     if args.token_maps and not getattr(model, "dense_head", False):
         raise UserError(f"--token-maps: {name} has no trained dense head here; leave the flag out")
@@ -148,10 +148,10 @@ def check_model(args: Namespace, trained: TrainedModel) -> None:
 
 
 def names_of_classes(path: str, trained: TrainedModel) -> list[str]:
-    """Return the name of each class: from `--class-names`, the checkpoint, or ImageNet's; else its number.
+    """Return the name of each class from `--class-names`, the checkpoint or ImageNet, or else its number.
 
     Raises:
-        UserError: The file can't be read, or has another number of names than the model has classes.
+        UserError: The file can't be read, or its number of names is not the model's number of classes.
     """
     count = trained.model.num_classes
     if not path:
@@ -172,14 +172,14 @@ def predict(
     """Run the model on all images, and draw the token maps.
 
     Args:
-        files: The token map of each image.
-        names: Of the classes.
+        files: File name of each image's token map.
+        names: Names of the classes.
 
     Returns:
-        The numbers of the images that could be read, and what `look` says of them.
+        The indices of the images that could be read, and the results of `look` for them.
 
     Raises:
-        UserError: Not one image can be read, or the model doesn't have the features asked for.
+        UserError: No image can be read, or the model doesn't have the requested features.
     """
     read: list[int] = []
     parts: dict[str, list[Tensor]] = defaultdict(list)
@@ -201,7 +201,7 @@ def predict(
 
 
 def tell_unreadable(loader: EvalLoader) -> int:
-    """Print which images were left out since the last call; return how many."""
+    """Print which images were left out since the last call, and return how many."""
     lines = loader.skips.take_lines()
     say(f"warning: {line}" for line in lines)
     return len(lines)
@@ -209,11 +209,11 @@ def tell_unreadable(loader: EvalLoader) -> int:
 
 @torch.inference_mode()
 def look(model: TimmModel, images: Tensor, args: Namespace, precision: Precision) -> dict[str, Tensor]:
-    """Run the model on normalised images (B, 3, H, W). Returns rows on the CPU: of the first classes `probability` and
-    `class_id` (B, k), those of `embed`, and for token maps the first class of each token, `TOKEN_CLASSES` (B, tokens).
+    """Run the model on normalised images (B, 3, H, W) and return rows on the CPU: `probability` and `class_id` (B, k)
+    of the top classes, the features of `embed`, and for token maps `TOKEN_CLASSES` (B, tokens), each token's top class.
 
     Raises:
-        UserError: Features are asked for that the model doesn't have.
+        UserError: The flags ask for features that the model doesn't have.
     """
     outputs: dict[str, Tensor] = {}
     with precision.autocast():
@@ -233,7 +233,7 @@ def look(model: TimmModel, images: Tensor, args: Namespace, precision: Precision
 
 
 def embed(model: TimmModel, last: Any, images: Tensor, pooled_only: bool) -> dict[str, Tensor]:
-    """Return the features that go into the class head (B, D), and those of the image's tokens (B, T, D), row by row,
+    """Return the features that enter the class head (B, D), and those of the image's tokens (B, T, D), row by row,
     without class token and registers.
 
     Args:
@@ -256,14 +256,14 @@ def embed(model: TimmModel, last: Any, images: Tensor, pooled_only: bool) -> dic
 def draw_token_maps(
     folder: str, images: Tensor, answer: dict[str, Tensor], trained: TrainedModel, files: list[str], names: list[str]
 ) -> None:
-    """Write FOLDER/FILE.png for each image of a batch (B, 3, H, W): the image, the first class of every token, and
-    the first classes of the image."""
+    """Write FOLDER/FILE.png for each image of a batch (B, 3, H, W): the image, the top class of every token, and the
+    top classes of the image."""
     model, settings = trained.model, trained.settings
     height, width = settings["input_size"][1:]
     area, grid = labelled_area(model, (height, width)), model.token_grid((height, width))
     box = (area[0] * width, area[1] * height, area[2] * width, area[3] * height)
     std, mean = (torch.tensor(settings[name]).view(-1, 1, 1) for name in ("std", "mean"))
-    pictures = (images.cpu() * std + mean).expand(-1, 3, -1, -1)  # grey ones as RGB
+    pictures = (images.cpu() * std + mean).expand(-1, 3, -1, -1)  # grey images become RGB
     pixels = pictures.mul(255).round().clamp(0, 255).byte().permute(0, 2, 3, 1).numpy()
     best = (answer[name][:, :TOP].tolist() for name in ("class_id", "probability"))
     for row, (file, ids, probabilities) in enumerate(zip(files, *best, strict=True)):
@@ -280,7 +280,7 @@ def draw_token_maps(
 
 
 def report(args: Namespace, paths: list[str], names: list[str], rows: dict[str, Tensor]) -> None:
-    """Write the files; print the table where it is short, or all there is.
+    """Write the files. Print the table if it is short, or if no file is requested.
 
     Raises:
         NotWrittenError: A file can't be written.
@@ -306,12 +306,12 @@ def report(args: Namespace, paths: list[str], names: list[str], rows: dict[str, 
 
 
 def prediction_rows(paths: Sequence[str], ids: Tensor, probabilities: Tensor, names: Sequence[str]) -> Rows:
-    """Return the values of `COLUMNS`, k rows for each image; rank 1 is the most probable class.
+    """Return the values of `COLUMNS`, k rows per image; rank 1 is the most probable class.
 
     Args:
-        paths: N of them.
+        paths: Paths of the N images.
         ids, probabilities: (N, k), the most probable class first.
-        names: Of all classes.
+        names: Names of all classes.
     """
     return [
         (in_text(path), rank, class_id, names[class_id], round(value, 8))
@@ -321,10 +321,10 @@ def prediction_rows(paths: Sequence[str], ids: Tensor, probabilities: Tensor, na
 
 
 def write_predictions(path: Path, rows: Rows) -> None:
-    """Write the rows as .csv, .json (a list of objects) or .parquet, in one step.
+    """Write the rows as .csv, .json (a list of objects) or .parquet, atomically.
 
     Raises:
-        NotWrittenError: The old file is unchanged.
+        NotWrittenError: Writing failed, and the old file is unchanged.
     """
 
     def fill(staged: Path) -> None:
@@ -342,12 +342,12 @@ def write_predictions(path: Path, rows: Rows) -> None:
 
 
 def write_embeddings(path: Path, paths: Sequence[str], embeddings: dict[str, Tensor]) -> None:
-    """Write (N, ...) tensors and the N paths of their rows, in one step.
+    """Write (N, ...) tensors and the N paths of their rows, atomically.
 
-    The paths are the array `paths` in .npz, and in .safetensors the JSON list `paths` of the metadata.
+    The paths are the array `paths` in a .npz, and the JSON list `paths` in the metadata of a .safetensors.
 
     Raises:
-        NotWrittenError: The old file is unchanged.
+        NotWrittenError: Writing failed, and the old file is unchanged.
     """
     texts = list(map(in_text, paths))
 
@@ -361,7 +361,7 @@ def write_embeddings(path: Path, paths: Sequence[str], embeddings: dict[str, Ten
 
 
 def in_text(path: str) -> str:
-    """Return a path as UTF-8 can hold it: other bytes of a file's name are escaped."""
+    """Return a path as valid UTF-8, with other bytes escaped."""
     return os.fsencode(path).decode("utf-8", "backslashreplace")
 
 

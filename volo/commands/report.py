@@ -1,8 +1,8 @@
-"""What happened to a run, from the records in its directory: `volo report RUN`.
+"""Reports what happened to a run, from the records in its directory: `volo report RUN`.
 
-Prints its accuracy, what was trained on what and how, its starts, speed, checkpoints and faults; `--html` also writes
-RUN/report.html: one page with these, the curves, the settings and the first batch, for wide and narrow screens, light
-and dark. Reads runs that go on or were killed, and damaged files.
+It prints accuracy, data and model, command, starts, speed, checkpoints and faults. `--html` writes RUN/report.html,
+one page with these, the curves, the settings and the first batch, for any screen width, light and dark. Runs may be
+unfinished or killed, and files may be damaged.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from volo.record.records import EVENTS, METRICS, duration, read_json_lines
 
 Record = dict[str, Any]
 PAGE = "report.html"
-_ORDINARY = {"start", "resume", "checkpoint", "end"}  # kinds of events that every healthy run has
+_ORDINARY = {"start", "resume", "checkpoint", "end"}  # kinds of events of a run without faults
 _SHOWN_FILES = 20
-_OF_LOG = ("model", "data")  # with these words begin the lines of log.txt that the head quotes
+_OF_LOG = ("model", "data")  # first words of the lines of log.txt that the report quotes
 _STYLE = """
 :root{color-scheme:light dark;--ink:#1b1b1b;--faint:#585858;--paper:#ffffff;--box:#f2f2f2}
 @media(prefers-color-scheme:dark){:root{--ink:#e6e6e6;--faint:#a9adb5;--paper:#17191d;--box:#24272d}}
@@ -47,7 +47,7 @@ pre{font:14px/1.45 ui-monospace,monospace;background:var(--box);padding:.7rem;ov
 
 
 def run(args: Namespace) -> int:
-    """Entry point, after the arguments are parsed."""
+    """Print the report, and with `--html` write it as a page."""
     folder = Path(args.run)
     records = read_records(folder)
     starts, head = starts_of(records.events), _head(folder, records)
@@ -70,17 +70,17 @@ def run(args: Namespace) -> int:
 
 
 class Records(NamedTuple):
-    """What the files of a run hold, in the order in which it was written."""
+    """The records in the files of a run, in the order in which they were written."""
 
     events: list[Record]
-    reports: list[Record]  # of intervals of training
-    epochs: list[Record]  # that are finished
-    damaged: dict[str, int]  # file -> lines that could not be read
+    reports: list[Record]  # records of intervals of training
+    epochs: list[Record]  # records of finished epochs
+    damaged: dict[str, int]  # by file, the number of lines that could not be read
 
 
 @dataclass
 class Start:
-    """One start of the program, by the events of its rank 0. Updates are counted over the whole run; times are UTC."""
+    """One start of the program, from the events of rank 0. Updates count over the whole run; times are UTC."""
 
     node: str
     ranks: Any
@@ -88,14 +88,14 @@ class Start:
     first: int = 0  # updates done when it started
     last: int = 0  # updates done at its last event, such as a checkpoint
     seen: datetime | None = None  # time of its last event
-    end: str = ""  # exit code and reason; empty if not recorded
+    end: str = ""  # exit code and reason; "" if not recorded
 
 
 def read_records(folder: Path) -> Records:
     """Read the files of a run directory.
 
     Raises:
-        UserError: The folder is no run directory, or can't be read.
+        UserError: The folder is not a run directory, or can't be read.
     """
     if not any((folder / name).is_file() for name in (EVENTS, METRICS)):
         raise UserError(f"{folder} is no run directory: it holds neither {EVENTS} nor {METRICS}")
@@ -107,7 +107,7 @@ def read_records(folder: Path) -> Records:
 
 
 def starts_of(events: Sequence[Record]) -> list[Start]:
-    """Return each start with what it did."""
+    """Return the starts of the run, each with its extent."""
     starts: list[Start] = []
     by_process: dict[tuple[str, str], Start] = {}
     for event in (event for event in events if event.get("rank") == 0):
@@ -127,15 +127,15 @@ def starts_of(events: Sequence[Record]) -> list[Start]:
 
 
 def faults(events: Sequence[Record]) -> Counter[str]:
-    """Count the recorded faults by kind, and the damaged checkpoints that resuming has skipped."""
+    """Count the recorded faults by kind, and the damaged checkpoints that a resume skipped."""
     counts = Counter(kind for event in events if (kind := str(event.get("kind"))) not in _ORDINARY)
     skipped = sum(len(event["skipped"]) for event in events if isinstance(event.get("skipped"), list))
     return counts + Counter({"damaged checkpoint skipped": skipped})
 
 
 def _head(folder: Path, records: Records) -> dict[str, str]:
-    """Return what one wants to know first, by name: accuracy, how far the run came, what it trained on what, by which
-    command; what is not recorded is left out."""
+    """Return the most important facts by name: accuracy, how far the run came, data and model, and the command. Facts
+    that are not recorded are left out."""
     last = records.reports[-1] if records.reports else {}
     loss = f", loss {_number(last, 'loss', math.nan):.4f}" if last else ""
     run = [f"{int(_number(last, 'update'))} updates reported, {len(records.epochs)} epochs finished{loss}"]
@@ -146,7 +146,7 @@ def _head(folder: Path, records: Records) -> dict[str, str]:
         summary["branch"] = f"of {begun[-1]['path']}, with {int(_number(begun[-1], 'update'))} updates done"
     with suppress(OSError):
         for line in (folder / "log.txt").read_text("utf-8", "replace").splitlines():
-            word, _, text_after = line[20:].partition(" ")  # after the time
+            word, _, text_after = line[20:].partition(" ")  # the first 20 characters are the time
             if word.rstrip(":") in _OF_LOG:
                 summary[word.rstrip(":")] = text_after
     if times := [time for record in (*records.events, *records.reports) if (time := _time(record))]:
@@ -161,7 +161,7 @@ def _head(folder: Path, records: Records) -> dict[str, str]:
 
 
 def _accuracy(epochs: list[Record]) -> str:
-    """Return best and last top-1 of the weights that rank the epochs, "" where none was measured."""
+    """Return the best and the last top-1 of the weights that rank the epochs; "" if none was measured."""
     for name, weights in (("eval_top1_ema", " of the averaged weights"), ("eval_top1", "")):
         if known := [record for record in epochs if _number(record, name, -1.0) >= 0]:
             best, last = (
@@ -194,12 +194,12 @@ def _speed(records: Records) -> list[str]:
 
 
 def _checkpoints(folder: Path, verify: bool) -> list[str]:
-    """Return one row per file, newest first; a file with several names is read once."""
+    """Return a row per file, newest first. A file that has several names is read once."""
     rows = [("file", "epochs", "updates", "MiB", "state")]
     seen: dict[int, str] = {}
     files = []
     for path in folder.glob("*.pth.tar"):
-        with suppress(FileNotFoundError):  # a running run removes files
+        with suppress(FileNotFoundError):  # the run may still be going on and remove files
             files.append((path, path.stat()))
     for path, status in sorted(files, key=lambda item: (-item[1].st_mtime, item[0].name)):
         if status.st_ino in seen:
@@ -210,7 +210,7 @@ def _checkpoints(folder: Path, verify: bool) -> list[str]:
         try:
             content = peek_checkpoint(path)
             if isinstance(content.get("epoch"), int):
-                epoch = str(content["epoch"] + 1)  # so many are finished
+                epoch = str(content["epoch"] + 1)  # number of finished epochs
             update = str(content.get("update", ""))
             if verify:
                 read_checkpoint(path)
@@ -251,7 +251,7 @@ def _page(folder: Path, head: dict[str, str], sections: dict[str, list[str]]) ->
 
 
 def _shown(file: Path, title: str) -> str:
-    """Return a picture, or a text that is folded; "" where the file is missing."""
+    """Return a picture, or a text that is folded; "" if the file is missing."""
     content = file.read_bytes() if file.is_file() else b""
     if content and file.suffix == ".png":
         data = base64.b64encode(content).decode()
@@ -261,7 +261,7 @@ def _shown(file: Path, title: str) -> str:
 
 
 def _number(record: Record, key: str, default: float = 0.0) -> float:
-    """Return a finite number of a record, or `default`."""
+    """Return the finite number `record[key]`, or `default`."""
     value = record.get(key)
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
     return value if is_number and value is not None else default

@@ -1,7 +1,7 @@
-"""Write a folder of images to try everything with, `volo sample pictures`: scans of handwritten digits.
+"""Writes a folder of images to try everything with (`volo sample pictures`): scans of handwritten digits.
 
-They are the 1,797 scans of UCI's "Optical Recognition of Handwritten Digits" that scikit-learn holds: nothing is
-downloaded. Every fifth is held out: `pictures/train/3/0013.jpg`, `pictures/validation/0/0000.jpg`.
+They are the 1,797 scans of UCI's "Optical Recognition of Handwritten Digits" that scikit-learn contains, so nothing is
+downloaded. Every fifth scan is held out: `pictures/train/3/0013.jpg`, `pictures/validation/0/0000.jpg`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from PIL import Image
 from tlt.errors import UserError, require
 from tlt.io.files import os_errors_told
 
-SIZE = 64  # px; a scan has 8 x 8, and is enlarged so that augmentation has pixels to work on
+SIZE = 64  # px; scans of 8 x 8 px are enlarged, so that augmentation has pixels to work on
 HELD_OUT_EVERY = 5
 
 
@@ -23,7 +23,7 @@ def run(args: Namespace) -> int:
     """Write the folder.
 
     Raises:
-        UserError: It is there already or can't be written, or scikit-learn is missing.
+        UserError: The folder exists already or can't be written, or scikit-learn is missing.
     """
     folder = Path(args.directory)
     if folder.exists():
@@ -34,8 +34,8 @@ def run(args: Namespace) -> int:
 
 
 def write_digits(folder: Path, most: int | None = None) -> None:
-    """Write `most` scans (None: all) to train/ and validation/ in a folder, unless it is there; it appears when it is
-    whole."""
+    """Write `most` scans (None: all) to train/ and validation/ in a folder, unless it exists. The folder appears only
+    when it is complete."""
     if folder.is_dir():
         return
     digits = require("sklearn.datasets", "demo").load_digits()
@@ -44,9 +44,9 @@ def write_digits(folder: Path, most: int | None = None) -> None:
     scans = list(zip(digits.images, digits.target, strict=True))[:most]
     for split in ("train", "validation"):
         for digit in range(10):
-            (staged / split / str(digit)).mkdir(parents=True)  # also where few scans leave it empty
+            (staged / split / str(digit)).mkdir(parents=True)  # even if there are no scans for it
     for number, (scan, digit) in enumerate(scans):
-        # 0 is paper, 16 is ink.
+        # Scans have 0 for paper and 16 for ink.
         image = Image.fromarray((255 - scan * 255 / 16).astype("uint8")).resize((SIZE, SIZE), Image.Resampling.BICUBIC)
         split = "train" if number % HELD_OUT_EVERY else "validation"
         image.save(staged / split / str(digit) / f"{number:04d}.jpg", quality=95)

@@ -1,10 +1,10 @@
 """Segmentation by a linear layer on frozen tokens: `volo validate SEG --model M --probe seg`.
 
-As DINOv3's (arXiv:2508.10104): the last tokens of the image, normalised over all of the training set as BatchNorm does,
-and one linear layer, whose logits are interpolated from where the tokens lie to the pixels of the mask. An image is
-squashed whole to the model's size, and not augmented. Tokens and masks stay in memory.
+As for DINOv3 (arXiv:2508.10104), an image's last tokens are normalised over the training set as BatchNorm does. One
+linear layer maps them to logits, which are interpolated from the tokens' positions to the pixels of the mask. Whole
+images are squashed to the model's size, without augmentation. Tokens and masks stay in memory.
 
-Shapes: h x w tokens of D features, K classes, masks (H, W) of class numbers, 255 where a pixel is left out.
+In shapes: h x w tokens of D features, K classes, masks (H, W) of class numbers; pixels with 255 don't count.
 """
 
 from __future__ import annotations
@@ -40,18 +40,18 @@ from volo.train.model import TimmModel
 from volo.train.precision import Precision, compute_dtype
 
 _BATCH, _UPDATES, _LEAST_EPOCHS, _WEIGHT_DECAY, _LEFT_OUT = 16, 500, 10, 1e-3, 255
-Examples = dict[int, tuple[Tensor, np.ndarray]]  # of images by their numbers: tokens (h, w, D) and mask (H, W)
+Examples = dict[int, tuple[Tensor, np.ndarray]]  # image number: tokens (h, w, D) and mask (H, W)
 
 
 def segmentation_row(args: Namespace, model: TimmModel, settings: dict[str, Any], world: World) -> dict[str, Any]:
-    """Return the row of `--probe seg`, the same for any number of ranks up to rounding.
+    """Return the result row of `--probe seg`. It is the same for any number of ranks, up to rounding.
 
     Raises:
         UserError: The model has no spatial tokens, or images, masks or their classes can't be used.
     """
     grid, positions, channels, *_ = find_tokens(model, size := settings["input_size"][1:])
     window, settings = positions.window(grid, size), settings | {"crop_pct": 1.0, "crop_mode": "squash"}
-    # Both before anything is trained: a bad mask of either ends the program.
+    # Load both splits before training, so that a bad mask in either ends the program early.
     train, validation = (_examples(args, split, model, settings, world) for split in ("train", args.split))
     layer = _trained(args, train, max_over_ranks(max(train, default=-1)) + 1, channels, window, world)
     confusion = torch.zeros(256 * 256, dtype=torch.int64, device=world.device)
@@ -70,8 +70,8 @@ def segmentation_row(args: Namespace, model: TimmModel, settings: dict[str, Any]
 def features_of(
     run: Callable[[Tensor], Tensor], loader: EvalLoader, precision: Precision, flag: str
 ) -> Iterator[tuple[Tensor, Batch]]:
-    """Yield what `run` makes of the images of each batch, in float32, and the batch. Raises UserError: no rank can read
-    one of its images."""
+    """Yield `run(images)` of each batch in float32, and the batch. Raises UserError if no rank can read any of its
+    images."""
     read = 0
     for batch in loader:
         with torch.no_grad(), precision.autocast():
@@ -85,7 +85,7 @@ def features_of(
 
 
 def _examples(args: Namespace, split: str, model: TimmModel, settings: dict[str, Any], world: World) -> Examples:
-    """Those of this rank's images of a split that can be read, and whose mask can."""
+    """Return those of this rank's images of a split that can be read together with their masks."""
     folder, size = find_split(args.data, split), settings["input_size"][1:]
     images = open_images(folder, "images", None, classes=False, split_flag="--probe seg")
     masks = [os.path.join(folder, "masks", os.path.splitext(name)[0] + ".png") for name in images.paths]
@@ -107,9 +107,9 @@ def _examples(args: Namespace, split: str, model: TimmModel, settings: dict[str,
 
 
 def _read_mask(path: str, image: str, max_pixels: int) -> np.ndarray:
-    """The mask of an image, (H, W) uint8. Raises BadImage: it is damaged; UserError: it is something else."""
+    """Return an image's mask, (H, W) uint8. Raises BadImage if it is damaged, UserError if it is no such mask."""
     with pillow_errors(max_pixels):
-        with Image.open(image) as picture:  # reads no pixels
+        with Image.open(image) as picture:  # reads only the header
             size = picture.size
         with Image.open(io.BytesIO(read_file(path, max_pixels)), formats=("PNG",)) as mask:
             layout = mask.tile[0][3]
@@ -119,22 +119,22 @@ def _read_mask(path: str, image: str, max_pixels: int) -> np.ndarray:
     if numbers.shape != size[::-1]:
         shapes = "{1} x {0} pixels, its image {2} x {3}".format(*numbers.shape, *size)
         raise UserError(f"mask {printable(path)} has {shapes}: they must be of one size")
-    return numbers.astype(np.uint8) // {"L;2": 85, "L;4": 17}.get(layout, 1)  # which Pillow spreads over 0 to 255
+    return numbers.astype(np.uint8) // {"L;2": 85, "L;4": 17}.get(layout, 1)  # Pillow scales 2 and 4 bits to 0..255
 
 
 def _trained(
     args: Namespace, train: Examples, images: int, channels: int, window: Area, world: World
 ) -> tuple[Tensor, Tensor]:
-    """Train on all ranks' examples of so many images; return weight (K, D) and bias (K,) for tokens as they are.
+    """Train on `images` examples of all ranks; return weight (K, D) and bias (K,) for tokens before normalisation.
 
-    An update has the gradient of the mean over all pixels of 16 images that have a class, whichever rank holds them.
+    The gradient of an update is that of the mean over all labelled pixels of 16 images, whichever ranks hold them.
     """
     flat = (tokens.flatten(0, 1).double() for tokens, _ in train.values())
     sums = sum((torch.stack([torch.ones_like(x), x, x * x]).sum(1) for x in flat), torch.zeros(3, channels).double())
     count, total, squares = sum_over_ranks(sums)
     variance = (squares / count - (total / count) ** 2).clamp(min=0)
     shift, scale = (values.float().to(world.device) for values in (total / count, (variance + 1e-5).rsqrt()))
-    largest = (int((mask + 1).max()) for _, mask in train.values())  # with 8 bits 255 + 1 is 0
+    largest = (int((mask + 1).max()) for _, mask in train.values())  # in uint8, 255 + 1 is 0
     classes = max_over_ranks(max(largest, default=0))
     if not classes:
         raise UserError(f"--probe seg: no pixel of the training masks in {printable(args.data)} has a class")
@@ -147,7 +147,7 @@ def _trained(
         theta.grad, pixels = torch.zeros_like(theta), torch.zeros((), device=world.device)
         for index in permutation(images, 0, epoch)[start : start + _BATCH].tolist():
             if index not in train:
-                continue  # it is another rank's, or can't be read
+                continue  # another rank has this image, or it can't be read
             tokens, mask = train[index]
             x, truth = (tokens.to(world.device) - shift) * scale, torch.from_numpy(mask).to(world.device).long()
             logits = _at_pixels(F.linear(x, theta[:, :-1], theta[:, -1]), mask.shape, window)
@@ -161,7 +161,7 @@ def _trained(
 
 
 def _at_pixels(logits: Tensor, shape: Sequence[int], window: Area) -> Tensor:
-    """Logits (h, w, K) of tokens that cover `window` of an image -> (K, H, W), bilinearly between their centres."""
+    """Interpolate logits (h, w, K) of tokens that cover `window` of an image bilinearly to its pixels, (K, H, W)."""
     axes = (shape, logits.shape, (window[1], window[0]), (window[3], window[2]))
     down, across = (
         linear_weights((((torch.arange(side) + 0.5) / side - low) / (high - low) * n - 0.5).clamp(0, n - 1), n)
@@ -171,8 +171,8 @@ def _at_pixels(logits: Tensor, shape: Sequence[int], window: Area) -> Tensor:
 
 
 def mean_iou(confusion: Tensor) -> tuple[float, int]:
-    """The mean of intersection / union in percent over the classes that have pixels, and the number of these classes;
-    `confusion` (K, K) is the pixels of each true class and class that was said."""
+    """Return the mean of intersection / union in percent over the classes that have pixels, and the number of these
+    classes. `confusion` (K, K) counts pixels by true class and predicted class."""
     there = confusion.sum(1) > 0
     union = confusion.sum(1) + confusion.sum(0) - confusion.diagonal()
     return 100 * float((confusion.diagonal()[there].double() / union[there]).mean()), int(there.sum())

@@ -1,4 +1,4 @@
-"""Write the batch scripts for Slurm into a folder, for those who have installed the package without the checkout."""
+"""Writes the batch scripts for Slurm into a folder, for users who have installed the package without the checkout."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ exec "${PYTHON:-python3}" -m volo launch "$@"
 
 
 def run(args: Namespace) -> int:
-    """Write scripts and recipes to a folder that is new or empty.
+    """Write scripts and recipes into a new or empty folder.
 
     Raises:
-        UserError: The folder holds something, or can't be written.
+        UserError: The folder is not empty, or can't be written.
     """
     folder = Path(args.directory)
     with os_errors_told(lambda error: f"{folder} can't be written: {error.strerror}"):

@@ -2,8 +2,8 @@
 
     python validate.py DATA --checkpoint output/train/RUN
 
-A checkpoint of ours says which model it is and how its images were prepared; flags win over that. Every image counts
-once, for any number of processes (`torchrun --nproc-per-node N validate.py ...`).
+A checkpoint of this project records its model and the preparation of its images; flags override that. Every image
+counts once, for any number of processes (`torchrun --nproc-per-node N validate.py ...`).
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ from volo.train.model import TimmModel, place_model
 from volo.train.precision import Precision, check_convolutions, compute_dtype
 from volo.train.trained_model import load_model
 
-_COSINES = 2**28  # of --knn at a time: 1 GiB
+_COSINES = 2**28  # cosines that --knn computes at a time: 1 GiB
 
 
 def run(args: Namespace) -> int:
-    """Entry point, after the arguments are parsed."""
+    """Evaluate the checkpoints on all ranks, and return the exit code."""
     world = init_world(args.device)
     with lost_rank_explained(), compile_errors_told(args):
         validate(args, world)
@@ -61,29 +61,29 @@ def run(args: Namespace) -> int:
 
 
 def validate(args: Namespace, world: World) -> None:
-    """Evaluate every checkpoint, print a line for each and write the results file."""
+    """Evaluate every checkpoint, print a line for each, and write the results file."""
     say(args.notes, world.is_primary)
-    if args.retry and world.size > 1:  # where one rank has no memory, the others wait for it
+    if args.retry and world.size > 1:  # one rank could be out of memory while the others wait for it
         raise UserError(f"--retry works with one process, there are {world.size}: use a smaller -b")
     if args.results_file:
         check_writable(Path(args.results_file).parent, "--results-file")
     rows: list[dict[str, Any]] = []
     seen: dict[tuple[int, int], dict[str, Any]] = {}
-    named = Path(args.checkpoint) if args.checkpoint else None  # None stands for pretrained weights
+    named = Path(args.checkpoint) if args.checkpoint else None  # None means pretrained weights
     for path in checkpoints_in(args.checkpoint, "--checkpoint") if args.all else [named]:
         inode = (path.stat().st_dev, path.stat().st_ino) if path and path.exists() else (0, len(seen))
-        if inode not in seen:  # several names of one epoch may share one file
+        if inode not in seen:  # a file may have several names
             seen[inode] = evaluate_with_retry(args, path, world)
         rows.append({"checkpoint": str(path or "pretrained"), **seen[inode]})
         if world.is_primary:
             print(json.dumps(rows[-1]), flush=True)
         with primary_first():
-            if world.is_primary and args.results_file:  # now: the next checkpoint may be a bad one
+            if world.is_primary and args.results_file:  # after each checkpoint, because the next one may be damaged
                 write_results(Path(args.results_file), rows, args.results_format)
 
 
 def evaluate_with_retry(args: Namespace, path: Path | None, world: World) -> dict[str, Any]:
-    """Evaluate one checkpoint; with `--retry` in ever smaller batches until they fit into memory."""
+    """Evaluate one checkpoint. With `--retry`, halve the batch size until a batch fits into memory."""
     while True:
         try:
             return evaluate_checkpoint(args, path, world)
@@ -96,14 +96,14 @@ def evaluate_with_retry(args: Namespace, path: Path | None, world: World) -> dic
 
 
 def evaluate_checkpoint(args: Namespace, path: Path | None, world: World) -> dict[str, Any]:
-    """Evaluate one checkpoint; return its row of the results."""
+    """Evaluate one checkpoint, and return its row of the results."""
     trained = load_model(args, path, dense=bool(args.token_label_data))
     model, args, config, settings = trained.model, trained.args, trained.config, trained.settings
     say(trained.notes, world.is_primary)
     parameters = sum(p.numel() for p in model.parameters())
     fold_batchnorm(model)
     if args.test_pool:
-        # Models without a pool size have other heads than timm's wrapper replaces.
+        # timm's wrapper fits only the heads of models that have a pool size.
         pools = (getattr(model, "default_cfg", None) or {}).get("pool_size")
         model, applied = apply_test_time_pool(model, settings) if pools else (model, False)
         if not applied:
@@ -151,7 +151,7 @@ def open_folder(args: Namespace, config: dict[str, Any], model: TimmModel, world
     """Open the validation images, with classes numbered as in training.
 
     Raises:
-        UserError: A class folder that the checkpoint doesn't know, or more classes than outputs.
+        UserError: A class folder is not among the checkpoint's classes, or there are more classes than outputs.
     """
     recorded = None if args.knn else config.get("class_names")
     names = read_class_map(args.class_map) if args.class_map else recorded
@@ -167,7 +167,7 @@ def open_folder(args: Namespace, config: dict[str, Any], model: TimmModel, world
 
 
 def write_results(path: Path, rows: list[dict[str, Any]], kind: str) -> None:
-    """Write the rows as CSV, with a header, or as a JSON list.
+    """Write the rows as CSV with a header, or as a JSON list.
 
     Raises:
         UserError: The file can't be written.
@@ -189,7 +189,7 @@ def read_numbers(path: str) -> list[int]:
     """Read class numbers from a text file, one per line (`--valid-labels`).
 
     Raises:
-        UserError: The file can't be read or holds something else.
+        UserError: The file can't be read, or contains something else.
     """
     try:
         return [int(line) for line in read_bytes(path).decode("utf-8-sig").split()]
@@ -198,7 +198,7 @@ def read_numbers(path: str) -> list[int]:
 
 
 class ChosenClasses(Constants):
-    """A model with a selection of another model's outputs: folder i of the data is class `numbers[i]` of that model."""
+    """A selection of a model's outputs: class i of the data is class `numbers[i]` of the model."""
 
     def __init__(self, model: TimmModel, numbers: list[int]) -> None:
         super().__init__()
@@ -214,7 +214,7 @@ class ChosenClasses(Constants):
 class RealLabels:
     """Accuracy on ImageNet's reassessed labels (Beyer et al. 2020, "Are we done with ImageNet?").
 
-    `real.json` is a list: entry i holds the classes of ILSVRC2012_val_{i + 1:08d}. Images without any don't count.
+    `real.json` is a list: entry i has the classes of ILSVRC2012_val_{i + 1:08d}. Images without a class don't count.
     """
 
     def __init__(self, path: str, dataset: EvalDataset, world: World) -> None:
@@ -227,7 +227,7 @@ class RealLabels:
         self.sums = Sums(("images", "top1", "top5"), world)
 
     def add(self, logits: Tensor, indices: Tensor) -> None:
-        """Count a batch. Raises UserError for an image that is not in ImageNet's validation set."""
+        """Count a batch. Raises UserError if an image is not in ImageNet's validation set."""
         best = logits.topk(min(5, logits.shape[1]), dim=1).indices.tolist()
         for index, ranked in zip(indices.tolist(), best, strict=True):
             name = Path(self.dataset.path(index)).stem
@@ -248,7 +248,7 @@ class RealLabels:
 
 
 def watcher(args: Namespace, loader: EvalLoader, world: World, real: RealLabels | None) -> Callable[..., None]:
-    """Return a function to call with each batch's outputs: it feeds `RealLabels`, and prints a line now and then."""
+    """Return a function for each batch's outputs, which feeds `RealLabels` and prints progress now and then."""
     numbers, start = count(1), time.perf_counter()
 
     def watch(logits: Tensor, batch: Batch) -> None:
@@ -267,10 +267,10 @@ def watcher(args: Namespace, loader: EvalLoader, world: World, real: RealLabels 
 def knn_row(
     args: Namespace, images: ImageSource, model: TimmModel, settings: dict[str, Any], world: World
 ) -> dict[str, Any]:
-    """Return the row of `--knn`: top-1 in percent with 10 and 20 neighbours, and the numbers of images.
+    """Return the result row of `--knn`: top-1 in percent with 10 and 20 neighbours, and the numbers of images.
 
-    As DINO evaluates features (arXiv:2104.14294): those before the class head, compared by their cosine; each of the k
-    nearest votes for its class with exp(cosine / 0.07).
+    As in DINO's evaluation (arXiv:2104.14294), the features before the class head are compared by cosine; each of the k
+    nearest training images votes for its class with weight exp(cosine / 0.07).
     """
     if world.size > 1:
         raise UserError(f"--knn works with one process, there are {world.size}")
@@ -285,8 +285,8 @@ def knn_row(
 
 
 def knn_accuracy(bank: Tensor, classes: Tensor, features: Tensor, truth: Tensor, k: int) -> float:
-    """Return the share of images, features (B, D) of classes `truth` (B,), whose class gets most votes of their k
-    nearest in the bank, (N, D) of `classes` (N,)."""
+    """Return the share of images that k nearest neighbours classify correctly. The images have features (B, D) and
+    classes `truth` (B,); the neighbours are the rows of `bank` (N, D), of classes `classes` (N,)."""
     bank, step, right = F.normalize(bank, dim=1).T, max(1, _COSINES // len(bank)), 0
     for rows, true in zip(features.split(step), truth.split(step), strict=True):
         cosines, nearest = (F.normalize(rows, dim=1) @ bank).topk(min(k, len(classes)))
