@@ -125,7 +125,7 @@ class TrainStep:
         run.logger = SimpleNamespace(line=lambda line: print(line) if line.startswith("warning") else None)
         run.guard = SimpleNamespace(watchdog=SimpleNamespace(at=lambda phase: None))
         self.step = step_of(run, training)
-        self.step.loss_of = self._loss_of  # type: ignore[method-assign]
+        self.step.loss_of = self._loss_of
         self.launched_first = WARM_UP + 1 if isinstance(self.step, StepGraph) else 0
         self.logits: dict[str, Tensor] = {}  # of the newest batch that was launched
 

@@ -32,7 +32,7 @@ from tlt.label_map import FULL_AREA, Area
 from tlt.mixtoken import Box, mix_tokens
 from tlt.models.spatial import Size, feature_map
 from tlt.models.wrap import TOKEN_LABEL_MODELS, Extension, check_interface, extend, find_tokens
-from tlt.targets import linear_weights, points_per_token, token_points
+from tlt.targets import TokenPlaces, linear_weights, points_per_token, token_points
 
 
 def _check_kind(kind: str, dense_loss: str) -> None:
@@ -235,7 +235,7 @@ class TeacherTargets(NamedTuple):
 
 
 @dataclass(frozen=True)
-class DistillLoss:
+class DistillLoss(TokenPlaces):
     """How far a student is from its teacher. `DistillLoss.of(model, img_size, teacher)` fits a model.
 
     Args:
@@ -320,8 +320,7 @@ class DistillLoss:
         of the token of which it says anything: nothing where the batches hold different images, because one of the
         views could not be decoded."""
         (row_count, col_count), (x0, y0, x1, y1), _ = self.teacher.tokens
-        size = batch.images.shape[-2], batch.images.shape[-1]
-        grid, window = self.places.get(size, (self.grid, self.window))
+        grid, window = self.place(batch.images)
         n = points_per_token((row_count, col_count), grid)
         low, high = torch.maximum(batch.visible, seen.visible), torch.minimum(batch.visible, seen.visible)
         visible = torch.cat([low[:, :2], high[:, 2:]], 1)

@@ -6,8 +6,8 @@ Shapes: B images, N tokens, C classes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -22,7 +22,7 @@ from tlt.label_map import FULL_AREA, Area
 from tlt.mix import MixRatios
 from tlt.mixtoken import Box, mixed_share
 from tlt.models.wrap import DENSE_LAYERS, TOKEN_LABEL_MODELS
-from tlt.targets import SparseLabels, Targets, make_targets
+from tlt.targets import SparseLabels, Targets, TokenPlaces, make_targets
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -44,7 +44,7 @@ class LossTerms(NamedTuple):
 
 
 @dataclass(frozen=True)
-class TokenLabelLoss:
+class TokenLabelLoss(TokenPlaces):
     """The class loss plus the dense loss on token labels. `TokenLabelLoss.of(model, img_size)` makes one for a model.
 
     Args:
@@ -59,6 +59,7 @@ class TokenLabelLoss:
             class, and if it has another. The defaults are the published numbers.
         uncovered: How to treat what no label covers, see `tlt.targets.make_targets`.
         window: The part of an image that the tokens cover (`tlt.models.spatial`).
+        places: Grid and window for images of other sizes (H, W).
     """
 
     grid: tuple[int, int]
@@ -72,6 +73,7 @@ class TokenLabelLoss:
     gt_weight_disagree: float = 0.1
     uncovered: str = "ignore"
     window: Area = FULL_AREA
+    places: Mapping[tuple[int, int], tuple[tuple[int, int], Area]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for name in ("cls_weight", "dense_weight"):
@@ -80,8 +82,8 @@ class TokenLabelLoss:
             in_range(name, getattr(self, name), 0, 1)
 
     @classmethod
-    def of(cls, model: Any, img_size: tuple[int, int], **settings: Any) -> Self:
-        """Return the loss for a model and images of (H, W) pixels.
+    def of(cls, model: Any, img_size: tuple[int, int], sizes: Sequence[tuple[int, int]] = (), **settings: Any) -> Self:
+        """Return the loss for a model and images of (H, W) pixels, or of other `sizes`.
 
         Args:
             model: VOLO, LV-ViT, or a model from `with_dense_head`, before DistributedDataParallel or compilation. If
@@ -97,8 +99,12 @@ class TokenLabelLoss:
         if not settings.get("dense_weight", cls.dense_weight):
             for layer in filter(None, (getattr(model, name, None) for name in DENSE_LAYERS)):
                 layer.requires_grad_(False)
-        grid = model.token_grid(img_size)
-        return cls(grid, model.num_classes, window=model.token_positions(img_size).window(grid, img_size), **settings)
+        found = {
+            size: (grid := model.token_grid(size), model.token_positions(size).window(grid, size))
+            for size in (img_size, *sizes)
+        }
+        grid, window = found.pop(img_size)
+        return cls(grid, model.num_classes, window=window, places=found, **settings)
 
     def targets(self, batch: Batch) -> Targets:
         """Return the targets of a batch, on its device. Its images must not be mixed yet. Raise UserError if its data
@@ -109,8 +115,9 @@ class TokenLabelLoss:
                 "num_classes=len(images.class_names)"
             )
         crops = batch.labels, batch.affine, batch.visible, batch.classes
-        how = self.smoothing, self.dense, self.uncovered, self.window
-        return make_targets(*crops, self.grid, self.num_classes, *how)
+        grid, window = self.place(batch.images)
+        how = self.smoothing, self.dense, self.uncovered, window
+        return make_targets(*crops, grid, self.num_classes, *how)
 
     def __call__(
         self,

@@ -26,6 +26,7 @@ classes each.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -60,6 +61,18 @@ class SparseLabels(NamedTuple):
         """Return the labels as (B, N, C) probabilities."""
         rows = self.base[..., None].repeat(1, 1, num_classes)
         return rows.scatter_add_(2, self.ids.long(), self.excess)
+
+
+class TokenPlaces:
+    """What losses of tokens have in common: grid and window of the tokens, for images of other sizes in `places`."""
+
+    grid: tuple[int, int]
+    window: Area
+    places: Mapping[tuple[int, int], tuple[tuple[int, int], Area]]
+
+    def place(self, images: Tensor) -> tuple[tuple[int, int], Area]:
+        """Return grid and window of the tokens in images (B, 3, H, W)."""
+        return self.places.get((images.shape[-2], images.shape[-1]), (self.grid, self.window))
 
 
 @dataclass(frozen=True)

@@ -79,17 +79,17 @@ def test_tokens_get_the_labels_of_what_they_show_at_every_size_of_an_epoch(model
             if 0 < number < len(batches) - 1 and size in seen:
                 continue
             seen.add(size)
-            own, grid = criterion.at(batch), trained.token_grid(size)
-            assert isinstance(own, TokenLabelCriterion) and len(batch.images) == batch.key.update_samples
+            grid = trained.token_grid(size)
+            assert isinstance(criterion, TokenLabelCriterion) and len(batch.images) == batch.key.update_samples
             window, shown = trained.token_positions(size).window(grid, size), (batch.affine, batch.visible)
             assert batch.labels is not None
             expected = brute_force(batch.labels, *shown, batch.classes, grid, 5, window=window)
-            found, counted = own.targets(batch), expected.weight > 0
+            found, counted = criterion.targets(batch), expected.weight > 0
             assert found.tokens is not None
             assert torch.allclose(found.cls.double(), expected.cls, atol=1e-4)
             assert torch.allclose(found.tokens.weight.double(), expected.weight, atol=1e-5)
             assert torch.allclose(found.tokens.dense(5).double()[counted], expected.tokens[counted], atol=1e-4)
-            assert torch.isfinite(own.loss(trained, batch, StepKey(0, epoch)).total)
+            assert torch.isfinite(criterion.loss(trained, batch, StepKey(0, epoch)).total)
     assert seen == {(64, 64), (80, 80), (96, 96)} and list(trained.state_dict()) == names
 
 

@@ -92,28 +92,24 @@ class IndexStream:
     def images_per_epoch(self) -> int:
         """Images that all ranks together train on in an epoch, on average."""
         if self._endless:
-            return self.length
+            return max(1, round(self.length / self.global_batch)) * self.global_batch
         left = self.length % self.global_batch
         return self.length - (left if self.drop_last else left % self.world_size)
 
     @property
     def updates_per_epoch(self) -> int:
-        if self._endless:
-            return max(1, round(self.length / self.global_batch))
         return math.ceil(self.images_per_epoch / self.global_batch)
 
     @property
     def batches_per_epoch(self) -> int:
         """Micro-batches of each rank."""
-        if self._endless:
-            return self.updates_per_epoch * self.micro_batches
         return math.ceil(self.images_per_epoch * self.micro_batches / self.global_batch)
 
     @property
     def smallest_batch(self) -> int:
         """Images of a rank in the smallest micro-batch of an epoch, its last one."""
         if self.sizes is not None and self._endless:
-            return self.sizes.smallest_batch
+            return min(self.sizes.batch_sizes)
         size = self.global_batch // (self.world_size * self.micro_batches)
         return self.images_per_epoch // self.world_size % size or size
 

@@ -74,11 +74,6 @@ class SizeSchedule:
         """Mean number of images per micro-batch and rank over the updates of the schedule."""
         return float(np.mean([self.weights_of(epoch) @ self.batch_sizes for epoch in range(self.epochs or 1)]))
 
-    @property
-    def smallest_batch(self) -> int:
-        """Smallest number of images per micro-batch and rank."""
-        return min(np.array(self.batch_sizes)[np.array(self.weights or [1.0] * len(self.sizes)) > 0].tolist())
-
     def choices(self, seed: int, epoch: int, updates: int) -> npt.NDArray[np.int64]:
         """Return (updates,) indices into `sizes`, one for each update."""
         hashed = keys(seed, epoch, _SIZES, np.arange(updates + 1))

@@ -210,7 +210,7 @@ def describe(run: Run, training: Training) -> None:
     parameters = TensorParallelParams(model).count()
     config = training.state.metadata["model_config"]
     height, width = config["img_size"]
-    left_out = stream.length - stream.images_per_epoch
+    left_out = stream.length - stream.images_per_epoch if stream.sizes is None else 0
     logger.line(
         f"model {args.model}: {parameters / 1e6:.2f} M parameters, {model.num_classes} classes, {height}x{width} px"
     )

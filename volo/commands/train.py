@@ -18,6 +18,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+from timm.layers import to_2tuple
 from timm.utils import ModelEmaV3
 from torch import nn
 
@@ -85,7 +86,6 @@ from volo.train.model import (
     meshes_of,
     model_config,
     prepare_model,
-    validation_settings,
     wrap_model,
 )
 from volo.train.optim import create_optimizer
@@ -232,7 +232,8 @@ def build_validation(
     run: Run, images: ImageSource, model: TimmModel, settings: dict[str, Any]
 ) -> tuple[EvalLoader, DenseScore | None]:
     """Return the loader of validation images, and what compares their tokens with `--val-label-data`."""
-    args, settings = run.args, validation_settings(run.args, settings)
+    args, (channels, *size) = run.args, settings["input_size"]
+    settings = settings | {"input_size": (channels, *to_2tuple(args.val_img_size or size))}
     score = DenseScore(args, args.val_label_data, model, settings, images, run.world) if args.val_label_data else None
     batch_size = args.validation_batch_size or args.batch_size * args.validation_batch_size_multiplier
     labels = score.labels if score else None

@@ -140,14 +140,7 @@ IMAGE_SIZES = Group(
     flag("--train-img-sizes", POSITIVE, None, "sides in px: train each batch on images of one of them", nargs="+"),
     *needing(
         SIZES,
-        flag(
-            "--train-batch-sizes",
-            count_or_auto,
-            None,
-            "batch at each (--batch-size); auto: as many pixels as --batch-size at --img-size, in steps of 8 images",
-            nargs="+",
-            metavar="N",
-        ),
+        flag("--train-batch-sizes", count_or_auto, None, "batch at each; auto: equal pixels", nargs="+", metavar="N"),
         flag("--train-size-probs", AMOUNT, None, "weight of each (equal)", nargs="+"),
         flag("--train-size-schedule", ("constant", "progressive"), "constant", "weights stay, or move to the last one"),
         *needing(
@@ -155,12 +148,7 @@ IMAGE_SIZES = Group(
             flag("--train-size-schedule-spread", AMOUNT, 0.65, "how many sizes beside the present one come, too"),
             flag("--train-size-random-mix", SHARE, 0.1, "part of the batches that may have any of the sizes"),
         ),
-        flag(
-            "--variable-batch-loss-scale",
-            ("none", "sqrt", "linear"),
-            "none",
-            "the learning rate of an update follows its images in proportion to their mean, or not",
-        ),
+        flag("--variable-batch-loss-scale", ("none", "sqrt", "linear"), "none", "rate of an update by its images"),
     ),
     flag("--val-img-size", POSITIVE, None, "side in px of validation images (--img-size)", needs=(LABELLED,)),
 )

@@ -9,8 +9,8 @@ numbers.
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
@@ -23,10 +23,8 @@ from tlt.api import StepKey, draw_box
 from tlt.data.augment.operations import to_device
 from tlt.data.batch import Batch
 from tlt.errors import UserError
-from tlt.label_map import Area
 from tlt.loss import LossTerms, TokenLabelLoss
 from tlt.mix import MixRatios, Mixup
-from tlt.models.spatial import Size
 from tlt.models.wrap import TOKEN_LABEL_MODELS
 from tlt.targets import Targets
 from volo.config.flag_rules import other_sizes
@@ -87,7 +85,6 @@ class TokenLabelCriterion(StepLoss, TokenLabelLoss):
         published_sum: Let smoothed targets sum to 1 + s / C (`--compat target-sum`).
         teacher: Labels the batch before anything is mixed; None: the batch has its labels already, or has none.
         amp_dtype: The type in which autocast computes the forward pass; None for float32.
-        places: Grid and window of images of other sizes (H, W).
         The others: as `tlt.loss.TokenLabelLoss`; where `dense` is False, `model(x)` is trained on the class labels.
     """
 
@@ -96,12 +93,6 @@ class TokenLabelCriterion(StepLoss, TokenLabelLoss):
     published_sum: bool = False
     teacher: Teacher | None = None
     amp_dtype: torch.dtype | None = None
-    places: Mapping[Size, tuple[Size, Area]] = field(default_factory=dict)
-
-    def at(self, batch: Batch) -> TokenLabelCriterion:
-        """Return the criterion for images of the size of the batch's."""
-        found = self.places.get((batch.images.shape[-2], batch.images.shape[-1]))
-        return self if found is None else replace(self, grid=found[0], window=found[1])
 
     def targets(self, batch: Batch) -> Targets:
         # Before the forward pass, so that the memory of the teacher's activations is free again.
@@ -117,7 +108,8 @@ class TokenLabelCriterion(StepLoss, TokenLabelLoss):
         """Return what is random in the loss of a step. Raises UserError: a label map has a class that there is not."""
         if batch.labels is not None:
             batch.labels.check_ids(self.num_classes)
-        box = to_device(np.array(draw_box(step, self.grid), np.int32), batch.images.device) if self.mix_token else None
+        drawn = draw_box(step, self.place(batch.images)[0]) if self.mix_token else None
+        box = None if drawn is None else to_device(np.array(drawn, np.int32), batch.images.device)
         return Drawn(_draw_ratios(self.mix, batch, step), box)
 
     def prepare(self, batch: Batch, drawn: Drawn) -> Prepared:
@@ -146,10 +138,6 @@ class ClassCriterion(StepLoss):
     mix: Mixup | None = None
     bce: nn.Module | None = None
     amp_dtype: torch.dtype | None = None
-
-    def at(self, batch: Batch) -> ClassCriterion:
-        """Return itself: images of all sizes are compared with their classes."""
-        return self
 
     def draw(self, batch: Batch, step: StepKey) -> Drawn:
         """Return what is random in the loss of a step."""
@@ -207,10 +195,10 @@ def make_criterion(
         )
     if not args.dense_weight:
         model.set_dense_head(False)
-    grids = {size: model.token_grid(size) for size in other_sizes(args)}
     return TokenLabelCriterion.of(
         model,
         image_size,
+        other_sizes(args),
         dense=model.dense_head and args.token_label_size != 1,
         **{name: getattr(args, name) for name in _SETTINGS},
         mix_token=not args.no_mix_token,
@@ -218,7 +206,6 @@ def make_criterion(
         published_sum="target-sum" in (args.compat or ()),
         teacher=teacher,
         amp_dtype=amp_dtype,
-        places={size: (found, model.token_positions(size).window(found, size)) for size, found in grids.items()},
     )
 
 

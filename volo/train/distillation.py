@@ -70,7 +70,7 @@ class Distillation:
         """Return the losses of a step: those of `criterion`, and in their total those of the teachers."""
         images, options, terms = (batch.images, {}, _no_losses) if self.only else criterion.prepare(batch, drawn)
         box, parts = options.get("mix_box"), self.losses.parts
-        mixed = 0.0 if box is None else mixed_share(box, criterion.grid)
+        mixed = 0.0 if box is None else mixed_share(box, criterion.place(images)[0])
         with autocast(images.device, criterion.amp_dtype):
             began, seen = _now(images.device), [self._seen.get(view) for view in self.views]
             targets = [

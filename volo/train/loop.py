@@ -30,10 +30,10 @@ from volo.train.meter import Meter
 from volo.train.optim import set_lr
 from volo.train.precision import Precision
 from volo.train.run import Run, Training
-from volo.train.schedule import scaled_lr
 from volo.train.step import Step
 from volo.train.step_graph import step_of
 
+_LR_POWER = {"none": 0.0, "sqrt": 0.5, "linear": 1.0}  # of an update's images, as a share of the mean
 _COLLECT = 200  # updates between two collections of garbage
 
 
@@ -95,9 +95,8 @@ def train_epoch(run: Run, training: Training, step: Step, meter: Meter, saver: S
         batches = training.distillation.paired(batches, state.epoch, first)
     for batch in run.guard.iterate_until_stopped(batches):
         meter.look_at(batch)
-        images = batch.key.update_samples * run.world.data_size  # of the update
-        share = images / loader.index_stream.global_batch
-        lr = scaled_lr(training.schedule(state.update), run.args.variable_batch_loss_scale, share)
+        share = batch.key.update_samples * run.world.data_size / loader.index_stream.global_batch
+        lr = training.schedule(state.update) * share ** _LR_POWER[run.args.variable_batch_loss_scale]
         set_lr(state.optimizer, lr)
         found = step(batch, StepKey(run.args.seed, state.update, micro_batch, run.world.data_rank))
         meter.add(found.terms, batch)

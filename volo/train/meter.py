@@ -194,7 +194,7 @@ def _draw(run: Run, training: Training, update: int, few: Batch) -> None:
     try:
         from tlt.tools.drawing import draw_page, read_examples, save_figure
 
-        criterion = training.criterion.at(few)
+        criterion = training.criterion
         targets = criterion.targets(few) if isinstance(criterion, TokenLabelCriterion) else None
         # Synchronises with the device.
         examples = read_examples(training.loader.dataset, few, targets, config["mean"], config["std"])

@@ -298,12 +298,6 @@ def eval_settings(args: Namespace, model: TimmModel, recorded: dict[str, Any] | 
     return found
 
 
-def validation_settings(args: Namespace, settings: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings of training with the input_size of validation (`--val-img-size`)."""
-    channels, *size = settings["input_size"]
-    return settings | {"input_size": (channels, *([args.val_img_size] * 2 if args.val_img_size else size))}
-
-
 def add_dense_head(model: TimmModel, args: Namespace, image_size: tuple[int, int]) -> TimmModel:
     """Add a dense head to a timm model for `--token-label`; VOLO and LV-ViT have one already.
 

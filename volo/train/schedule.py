@@ -29,11 +29,6 @@ def resolve_lr(args: Namespace, global_batch: int) -> tuple[float, str]:
     return lr, f"{lr:g} = --lr-base {args.lr_base:g} x global batch {factor}"
 
 
-def scaled_lr(lr: float, mode: str, share: float) -> float:
-    """Return the rate of an update with so many times the images of the mean one (`--variable-batch-loss-scale`)."""
-    return lr * {"none": 1.0, "sqrt": math.sqrt(share), "linear": share}[mode]
-
-
 class LrSchedule:
     """The learning rate before layer decay: `schedule(update)` is a pure function of the update.
 

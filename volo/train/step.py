@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from functools import partial
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -31,7 +31,8 @@ class Step:
 
     def __init__(self, run: Run, training: Training) -> None:
         self.model, self.state, self.precision = training.model, training.state, training.precision
-        self.criterion, self.distillation = training.criterion, training.distillation
+        self.criterion, taught = training.criterion, training.distillation
+        self.loss_of = self.criterion.loss_of if taught is None else partial(taught.loss, self.criterion)
         self.parameters = [p for p in self.state.model.parameters() if p.requires_grad]
         self.several_ranks, ema = run.world.size > 1, self.state.ema
         # Whether `compute` updates the moving average: not one by a number that grows, nor one on the CPU.
@@ -43,18 +44,7 @@ class Step:
             begin_step()
         # Micro-batches are weighted by their images, so that accumulation equals one large batch of any size.
         share = batch.size / batch.key.update_samples
-        return self.done(self.compute(batch, self.draw(batch, key), share, batch.key.last))
-
-    def draw(self, batch: Batch, key: StepKey) -> Drawn:
-        """Return what is random in the loss of a micro-batch."""
-        return self.criterion.at(batch).draw(batch, key)
-
-    def loss_of(self, model: Callable[..., Any], batch: Batch, drawn: Drawn) -> LossTerms:
-        """Return the losses of a micro-batch, of the labels and of a teacher."""
-        criterion = self.criterion.at(batch)
-        if self.distillation is None:
-            return criterion.loss_of(model, batch, drawn)
-        return self.distillation.loss(criterion, model, batch, drawn)
+        return self.done(self.compute(batch, self.criterion.draw(batch, key), share, batch.key.last))
 
     def compute(self, batch: Batch, drawn: Drawn, share: float | Tensor, last: bool) -> StepResult:
         """Do all that the device does. Numbers that change from step to step are tensors: a graph repeats the others.

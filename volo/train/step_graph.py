@@ -142,7 +142,7 @@ class StepGraph(Step):
         if not now.graphs or now.inputs is None or _shapes(batch) != _shapes(now.inputs[0]):
             now.left -= int(now.left > 0 and batch.key.last)
             return super().__call__(batch, key)
-        self.send(batch, self.draw(batch, key))
+        self.send(batch, self.criterion.draw(batch, key))
         key.seed_torch()
         return self.done(self._repeat(batch.key.last))
 
@@ -200,7 +200,7 @@ class StepGraph(Step):
 
         The host waits, once a run, and holds a copy of the weights and of what belongs to them.
         """
-        drawn, share = self.draw(batch, key), batch.size / batch.key.update_samples
+        drawn, share = self.criterion.draw(batch, key), batch.size / batch.key.update_samples
         self.send(batch, drawn)
         self.precision.keeps_gradients = len(self._kinds) > 1
         before = [value.cpu() for value in self._changed()]
