@@ -5,7 +5,7 @@
 # make test-faults   do every fault of docs/reliability.md to it, hundreds of kill -9 among them (stress-ng: as root, from Debian)
 # make test-slurm   as root: a Slurm cluster on this machine, and jobs on it (installs Debian's packages of Slurm, says so)
 # make test-docker   build the image on a small base (root; installs Debian's buildah and debootstrap)
-# make benchmark-gpu   on a GPU: its tests, then training steps of VOLO-D1, D3 and D5 beside timm's, in calls of 10 minutes
+# make benchmark-gpu   on a GPU of 80 GB: its tests, training steps, and whole programs from files, in calls of 10 minutes
 # make house   lines of each room, of tests and docs
 # make docs   the pages of docs/ as a site: open site/index.html       make docs-serve  serve it, and follow changes
 # make lint   ruff, mypy, shellcheck, hadolint, mkdocs                       make clean  remove .venv and the demo's output
@@ -17,8 +17,10 @@ TEST_ARGS ?=
 # their order: files of few tests, which whole programs take long for, would come last where one process alone is left.
 PARALLEL ?= --numprocesses auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 DEMO_ARGS ?=
-# CALLS=volo_d5 is one of them; DEVICE=cpu rehearses them with a small model. No network, and nothing is installed.
-CALLS ?= tests volo_d1 volo_d3 volo_d5
+# CALLS=volo_d5 is one of them, and TIMM a checkout of timm, whose train.py is timed; DEVICE=cpu rehearses them with small
+# models. No network, and nothing is installed.
+CALLS ?= tests steps volo_d5 files
+TIMM ?=
 DEVICE ?= cuda
 OUT ?= output/benchmark-gpu
 BENCHMARK_ARGS ?=
@@ -79,7 +81,7 @@ benchmark-gpu:
 	@$(PYTHON) -c 'import torch, timm, pytest' || { \
 	  echo "make benchmark-gpu: $(PYTHON) lacks torch, timm or pytest: name another with PYTHON=..." >&2; exit 2; }
 	@mkdir -p $(OUT)
-	@for call in $(CALLS); do $(MAKE) --no-print-directory benchmark-gpu-$$call || code=$$?; done; exit $${code:-0}
+	@for call in $(CALLS); do $(MAKE) --no-print-directory -k benchmark-gpu-$$call || code=$$?; done; exit $${code:-0}
 
 XDIST = $(shell $(PYTHON) -c 'import xdist' 2>/dev/null && echo --numprocesses 6)
 benchmark-gpu-tests:
@@ -87,21 +89,32 @@ benchmark-gpu-tests:
 	  $(shell grep -rlF --include='test_*.py' mark.gpu tests) >$(OUT)/tests.txt 2>&1; \
 	  code=$$?; tail -n 30 $(OUT)/tests.txt; exit $$code
 
-STEP = $(PYTHON) benchmark.py step --device $(DEVICE) --output $(OUT)/step.jsonl --model-dtype bfloat16 --channels-last
-PEERS = --peer timm subset timm-compile$(if $(filter-out cpu,$(DEVICE)), launched)
-# A CUDA graph holds its memory: two of D3 or D5, and timm's beside them, take more than 80 GB.
-ifneq ($(DEVICE),cpu)
-benchmark-gpu-volo_d3 benchmark-gpu-volo_d5: PEERS = --drop-path-mode subset --peer timm timm-compile launched
-endif
-benchmark-gpu-volo_d1: IMAGES = 256
-benchmark-gpu-volo_d3: IMAGES = 128
-benchmark-gpu-volo_d5: IMAGES = 96
-benchmark-gpu-volo_%:
-ifeq ($(DEVICE),cpu)
-	timeout --signal=INT 590 $(STEP) --model volo_d1 --img-size 32 -b 2 --rounds 1 --warm-up 1 --torchcompile aot_eager $(PEERS)
-else
-	timeout --signal=INT 590 $(STEP) --model volo_$* -b $(IMAGES) --torchcompile $(PEERS) $(BENCHMARK_ARGS)
-endif
+# The first number is the limit in seconds, half as much again as an H100 is expected to take with an empty cache.
+ON_CPU = $(filter cpu,$(DEVICE))
+D5 = $(if $(ON_CPU),volo_d1,volo_d5) --drop-path-mode subset
+TINY = --img-size 32 -b 8 --rounds 1 --warm-up 1 --torchcompile aot_eager
+step = timeout --signal=INT $(1) $(PYTHON) benchmark.py step --device $(DEVICE) --output $(OUT)/step.jsonl \
+  --model-dtype bfloat16 --channels-last $(if $(ON_CPU),$(TINY),$(2) --torchcompile $(BENCHMARK_ARGS)) --model $(3) \
+  --peer $(4) $(if $(ON_CPU),eager,launched)
+benchmark-gpu-steps: benchmark-gpu-volo_d1 benchmark-gpu-lvvit_s benchmark-gpu-volo_d5-512
+benchmark-gpu-volo_d1:
+	$(call step,280,-b 256,volo_d1,timm timm-compile)
+benchmark-gpu-lvvit_s:
+	$(call step,90,-b 256,lvvit_s,reference)
+# A CUDA graph holds its memory: another one of D5, and timm's beside it, take more than 80 GB.
+benchmark-gpu-volo_d5-512:
+	$(call step,220,--img-size 512 -b 16,$(D5),)
+benchmark-gpu-volo_d5:
+	$(call step,590,-b 96,$(D5),timm timm-compile)
+
+FEW = --images 4 --copies 1 --image-size 60 48 -b 2 --epochs 1 --workers 1
+files = timeout --signal=INT $(1) $(PYTHON) benchmark.py run --device $(DEVICE) --output $(OUT)/run.jsonl \
+  $(if $(TIMM),--timm $(TIMM)) $(if $(ON_CPU),$(FEW) $(3),--workers 15) --model $(2)
+benchmark-gpu-files: benchmark-gpu-files-volo_d1 benchmark-gpu-files-vit_s
+benchmark-gpu-files-volo_d1:
+	$(call files,390,volo_d1,--img-size 32)
+benchmark-gpu-files-vit_s:
+	$(call files,200,vit_small_patch16_224)
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

@@ -4,7 +4,7 @@
     infer      inference, likewise
     outlook    outlook attention: each kernel of ours and timm's
     data       from image files to augmented batches: ours and timm's loader
-    startup    from the start of a program to its first update, and the listing of folders
+    run        whole programs, from image files: ours and timm's train.py
     ablation   do labels at the right place make a better model? (hours on a CPU)
 
 A module's flags are its FLAGS, and its `run(args)` measures.
@@ -21,7 +21,7 @@ from typing import Any
 
 from volo.config.flag_table import FlagParser, Group, flag
 
-COMMANDS = ("step", "infer", "outlook", "data", "startup", "ablation")
+COMMANDS = ("step", "infer", "outlook", "data", "run", "ablation")
 
 
 def module_of(command: str) -> Any:

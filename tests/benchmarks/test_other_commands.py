@@ -1,21 +1,22 @@
-"""benchmark.py outlook, data and startup: what is compared does the same work."""
+"""benchmark.py outlook, data and run: what is compared does the same work."""
 
 from __future__ import annotations
 
+import sys
 from itertools import product
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 import tlt
-from benchmarks import data, startup
+from benchmarks import data, run
 from benchmarks.data import BATCHES, CROPS
 from tests.benchmarks.conftest import Measure
-from volo.config.args import TRAIN
+from volo import cli
 from volo.kernels import KERNELS
 
+ROOT = Path(__file__).resolve().parents[2]
 OUTLOOK = "outlook -b 2 --model volo_d1 --cells 5 --rounds 2 --device cpu --no-compile"
 
 
@@ -67,30 +68,41 @@ def test_data_times_both_parts_with_and_without_workers(measure: Measure) -> Non
     assert all(row["CPU ms an image"][0] > 0 for row in rows if "note" not in row)
 
 
-def test_startup_lists_the_same_images_in_every_way(tmp_path: Path) -> None:
-    startup.make_data(tmp_path, 60, 7)
-    ours, torchvisions, timms = (listing(str(tmp_path)) for listing in startup.LISTINGS.values())
-    found: Any = ours
-    names = [f"{tmp_path}/train/{name}" for name in found.paths]
-    for other in (torchvisions, timms):
-        assert sorted(path for path, _ in other.samples) == sorted(names)  # type: ignore[attr-defined]
-    assert len(names) == 60 and len(list((tmp_path / "val").glob("*/*"))) == 7
+# The last lines of two epochs of timm's train.py (timm 1.0.31), and the first of the second one.
+TIMMS_LOG = """
+Train: 0 [   3/4 (100%)]  Loss: 8.27 (7.36)  Time: 0.376s,   10.63/s  (1.915s,    2.09/s)  LR: 1.250e-02  Data: 0.000 (0.004)
+Train: 1 [   0/4 ( 25%)]  Loss: 8.41 (8.41)  Time: 10.992s,    0.36/s  (10.992s,    0.36/s)  LR: 6.250e-03  Data: 0.004 (0.004)
+Train: 1 [   3/4 (100%)]  Loss: 4.42 (7.01)  Time: 1.227s,    3.26/s  (7.990s,    0.50/s)  LR: 6.250e-03  Data: 0.000 (1.598)
+"""  # noqa: E501
 
 
-def test_startup_measures_listings_and_programs(measure: Measure, monkeypatch: pytest.MonkeyPatch) -> None:
-    train = startup.PROGRAMS["train.py to its first update"]
-    args = TRAIN.parse(train[1:])
-    assert (args.data_dir, args.log_interval) == (".", 1)
-    monkeypatch.setitem(startup.PROGRAMS, "import torch, timm", ["-c", "print('loss 1.0')"])
-    monkeypatch.delitem(startup.PROGRAMS, "train.py to its first update")
-    monkeypatch.setattr(startup, "in_own_process", startup.listing)
-    rows = measure("startup --images 30 --classes 3 --rounds 1")
-    assert [row["what"] for row in rows] == [*startup.LISTINGS, "import torch, timm"]
-    assert all(row["images"] == 30 and row["s"][0] > 0 for row in rows)
+def test_run_times_the_last_epoch_of_ours_and_timms_programs(
+    measure: Measure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """timm's answers with its log; ours are entered in this process."""
+    (tmp_path / "train.py").write_text(f"print({TIMMS_LOG!r})")
+    started, log_of = [], run._log_of
+
+    def ours(words: list[str]) -> str:
+        started.append(words[1:])
+        if words[1] == str(tmp_path / "train.py"):
+            return log_of(words)
+        return str(cli.run("train", words[2:]))
+
+    monkeypatch.setattr(run, "_log_of", ours)
+    line = f"run --timm {tmp_path} --model volo_test --img-size 64 -b 2 --workers 0 --device cpu"
+    rows = measure(f"{line} --images 2 --copies 2 --image-size 60 48 --epochs 1")
+    assert [row["arm"] for row in rows] == ["timm", "ours", "ours, token labels"]
+    assert rows[0]["images/s"] == 0.5 and rows[0]["data wait, %"] == pytest.approx(20)
+    for row in rows[1:]:
+        assert row["x timm"] == pytest.approx(row["images/s"] / 0.5) and 0 <= row["data wait, %"] <= 100
+    assert [words[0] for words in started] == [str(tmp_path / "train.py"), *2 * [str(ROOT / "train.py")]]
+    assert ["--token-label" in words for words in started] == [False, False, True]
 
 
-def test_startup_waits_for_the_first_loss() -> None:
-    with pytest.raises(tlt.UserError, match="-c ended before its first update: no more"):
-        startup.to_first_loss(["-c", "print('no more')"], ".")
-    program = "import time; print('loss 1', flush=True); time.sleep(600)"
-    assert 0 < startup.to_first_loss(["-c", program], ".")["s"] < 300
+def test_run_tells_of_a_program_that_fails(measure: Measure, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("import sys; sys.exit('no such model')")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(run, "commands", lambda *_: {"timm": [sys.executable, str(tmp_path / "train.py")]})
+        rows = measure(f"run --timm {tmp_path} --data-dir {tmp_path} --device cpu")
+    assert [row["note"] for row in rows] == ["not measured: exit code 1: no such model"]

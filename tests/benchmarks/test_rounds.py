@@ -13,10 +13,13 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import rounds
+from benchmarks import rounds, run
+from benchmarks.arms import arms_of
 from benchmarks.program import parse_benchmark
 from benchmarks.rounds import Range, Rows
+from benchmarks.step import DROP_PATH
 from tests.conftest import LIMIT
+from volo.config.args import TRAIN
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -73,14 +76,35 @@ def test_cpu_time_is_that_of_living_children_too() -> None:
     assert used > 0.19
 
 
-def test_make_measures_a_gpu_in_calls_of_ten_minutes() -> None:
-    line = ["make", "-n", "benchmark-gpu", "PYTHON=python3", "OUT=there"]
-    calls = {}
-    for device in ("cuda", "cpu"):
-        printed = subprocess.check_output([*line, f"DEVICE={device}"], cwd=ROOT, text=True)
-        calls[device] = re.findall(r"^timeout --signal=INT 590 python3 (.*)", printed.replace("\\\n", ""), re.MULTILINE)
-        assert len(calls[device]) == 4 and calls[device][0].startswith("-m pytest -m gpu ")
-        for words in calls[device][1:]:
-            args = parse_benchmark(words.removeprefix("benchmark.py ").split())
-            assert (args.device, args.output) == (device, "there/step.jsonl")
-            assert (args.img_size == 32) == (device == "cpu")
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_make_measures_a_gpu_in_calls_of_ten_minutes(device: str) -> None:
+    """Each line is parsed, and its arms and programs are made up as the benchmark does first."""
+    line = ["make", "-n", "benchmark-gpu", "PYTHON=python3", "OUT=there", "TIMM=there", f"DEVICE={device}"]
+    printed = subprocess.check_output(line, cwd=ROOT, text=True).replace("\\\n", "")
+    found = re.findall(r"^timeout --signal=INT (\d+) python3 (.*)", printed, re.MULTILINE)
+    assert found[0][1].startswith("-m pytest -m gpu ")
+    limits, measured = [int(limit) for limit, _ in found], []
+    assert [limits[0], sum(limits[1:4]), limits[4], sum(limits[5:])] == pytest.approx([590] * 4, abs=5)
+    for _, words in found[1:]:
+        args = parse_benchmark(words.removeprefix("benchmark.py ").split())
+        assert (args.device, args.output) == (device, f"there/{args.command}.jsonl")
+        if args.command == "step":
+            (model,) = args.model
+            names = [
+                arm.name for arm in arms_of(args, model, batch_size=args.batch_size, drop_path=DROP_PATH.get(model))
+            ]
+        else:
+            model, programs = args.model, run.commands(args, "images", "labels", device == "cuda")
+            names = [*programs]
+            for words in (own for name, own in programs.items() if name != run.TIMM):
+                assert TRAIN.parse(words[2:]).torchcompile == ("inductor" if device == "cuda" else None)
+        measured.append((model, args.img_size, args.batch_size, len(names)))
+        assert device == "cpu" or names[0] == "timm" or "launched" in names
+    if device == "cuda":
+        steps = [
+            ("volo_d1", None, 256, 4),
+            ("lvvit_s", None, 256, 3),
+            ("volo_d5", 512, 16, 2),
+            ("volo_d5", None, 96, 4),
+        ]
+        assert measured == [*steps, ("volo_d1", 224, 256, 3), ("vit_small_patch16_224", 224, 256, 2)]

@@ -1,0 +1,148 @@
+"""Images/s of whole programs, from image files: `volo train` with and without token labels, and timm's train.py.
+
+    python benchmark.py run --timm pytorch-image-models             # made images of 500 x 375 px
+    python benchmark.py run --timm pytorch-image-models --model vit_small_patch16_224 --data-dir DATA --workers 15
+
+All train from the same files in the page cache, with the same augmentation and optimizer; on a GPU in bfloat16 and
+compiled, which timm does by autocast, ours by `--model-dtype`. A round starts each program once; its last epoch counts,
+by the program's own clock.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from argparse import Namespace
+from collections.abc import Sequence
+from itertools import product
+from pathlib import Path
+from typing import NamedTuple
+
+import tlt
+from benchmarks.data import CLASSES, make_images, make_labels
+from benchmarks.rounds import OUTPUT, Rows, rounds_flag
+from tlt.errors import UserError
+from volo.cluster.distributed import choose_device
+from volo.config.flag_table import COUNT, DIR, NAME, PATH, POSITIVE, Group, flag
+from volo.config.flags_data import DEVICE
+
+TIMM, OURS, LABELLED = "timm", "ours", "ours, token labels"
+_WITH_TOKENS = ("volo_", "lvvit_")
+_COMMON = "--opt adamw --drop-path 0.1 --reprob 0.25 --warmup-epochs 0 --cooldown-epochs 0"
+# Without `mstd`: timm's Posterize then asks for 0 bits now and then, which Pillow 13 refuses.
+_COMMON += f" --aa rand-m9-inc1 --num-classes {CLASSES}"
+_FAST = {TIMM: "--amp --amp-dtype bfloat16 --channels-last --torchcompile inductor"}
+_FAST |= dict.fromkeys((OURS, LABELLED), "--model-dtype bfloat16 --channels-last --torchcompile inductor")
+
+FLAGS = (
+    Group(
+        "Programs",
+        flag("--timm", DIR, "", "checkout of timm whose train.py is timed, too"),
+        flag("--model", NAME, "volo_d1", "VOLO, LV-ViT or any of timm's, which get no token labels"),
+        flag("--img-size", POSITIVE, 224, "height and width of the crops"),
+        flag("-b --batch-size", POSITIVE, 256, "images per batch"),
+        flag("--workers", COUNT, 8, "processes that decode"),
+        flag("--epochs", POSITIVE, 2, "of each program; the last one counts"),
+    ),
+    Group(
+        "Images",
+        flag("--data-dir", DIR, "", "image folders with splits train and val (else some are made)"),
+        flag("--token-label-data", PATH, "", "label maps of --data-dir"),
+        flag("--images", POSITIVE, 1024, "how many are made"),
+        flag("--copies", POSITIVE, 32, "links to each, which are images of their own for the programs"),
+        flag("--image-size", POSITIVE, [500, 375], "width and height if made", nargs=2),
+    ),
+    Group("Measuring", DEVICE, rounds_flag(1), *OUTPUT),
+)
+
+
+class Epoch(NamedTuple):
+    """What a program tells of its last epoch."""
+
+    images_per_second: float
+    wait: float  # for data, as a share of the time
+
+
+def run(args: Namespace) -> None:
+    """Time the programs in turns, timm's first, and write a row of each."""
+    on_gpu = choose_device(args.device, 0).type == "cuda"
+    facts = {"model": args.model, "images": args.batch_size, "px": args.img_size}
+    rows = Rows(args, ("model", "round", "arm", "images/s", "x timm", "data wait, %", "note"))
+    with tempfile.TemporaryDirectory(prefix="benchmark-run-") as folder:
+        data, labels = (args.data_dir, args.token_label_data) if args.data_dir else _made(args, Path(folder))
+        programs, theirs = commands(args, data, labels, on_gpu), 0.0
+        for number, name in product(range(args.rounds), programs):
+            row = facts | {"round": number + 1, "arm": name}
+            output = Path(folder, f"{number}-{name}")
+            try:
+                log = _log_of([*programs[name], "--output", str(output)])
+                epoch = of_timm(log) if name == TIMM else of_ours(output)
+            except UserError as error:
+                theirs = 0.0 if name == TIMM else theirs
+                rows.write(row | {"note": f"not measured: {error}"})
+                continue
+            theirs = epoch.images_per_second if name == TIMM else theirs
+            row |= {"images/s": epoch.images_per_second, "data wait, %": 100 * epoch.wait}
+            rows.write(row | ({"x timm": epoch.images_per_second / theirs} if theirs else {}))
+
+
+def commands(args: Namespace, data: str, labels: str, on_gpu: bool) -> dict[str, list[str]]:
+    """Return each program's command line, but for `--output`."""
+    same = f"-b {args.batch_size} --workers {args.workers} --epochs {args.epochs} --img-size {args.img_size} {_COMMON}"
+    programs = {OURS: f"--model {args.model}"}
+    if labels and args.model.startswith(_WITH_TOKENS):
+        programs[LABELLED] = f"--model {args.model} --token-label --token-label-data {labels}"
+    if args.timm:
+        size = f"_224 --model-kwargs img_size={args.img_size}" if args.model.startswith("volo_") else ""
+        programs = {TIMM: f"--model {args.model}{size}"} | programs
+    found = {}
+    for name, own in programs.items():
+        script = Path(args.timm) if name == TIMM else Path(__file__).resolve().parents[1]
+        flags = f"{own} {same} {_FAST[name] if on_gpu else '--device cpu'}"
+        found[name] = [sys.executable, str(script / "train.py"), data, *flags.split()]
+    return found
+
+
+def _made(args: Namespace, folder: Path) -> tuple[str, str]:
+    """Make images and label maps; return the folder of the former, and the archive of the latter."""
+    for split, count in (("train", args.images), ("val", min(10, args.images))):
+        make_images(folder / split, count, tuple(args.image_size))
+    for path in [*(folder / "train").rglob("*.jpg")]:
+        for number in range(1, args.copies):
+            os.link(path, path.with_stem(f"{path.stem}-{number}"))
+    if args.model.startswith(_WITH_TOKENS):
+        make_labels(folder, tlt.open_images(str(folder), "train").paths)
+    return str(folder), str(folder / "labels")
+
+
+def _log_of(words: Sequence[str]) -> str:
+    """Run a program and return what it prints. Raises UserError: it fails."""
+    ended = subprocess.run(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    if ended.returncode:
+        print(ended.stdout[-3000:], file=sys.stderr)
+        raise UserError(f"exit code {ended.returncode}: {(ended.stdout.strip().splitlines() or [''])[-1][:160]}")
+    return ended.stdout
+
+
+def of_ours(output: Path) -> Epoch:
+    """Read the metrics of the one run in a folder. Raises UserError: there are none."""
+    lines = [line for file in output.glob("*/metrics.jsonl") for line in file.read_text().splitlines()]
+    intervals = [row for row in map(json.loads, lines) if row["event"] == "train"]
+    if not intervals:
+        raise UserError("it has written no metrics")
+    last = [row for row in intervals if row["epoch"] == intervals[-1]["epoch"]]
+    images, seconds, waited = (sum(row[name] for row in last) for name in ("images", "seconds", "wait_seconds"))
+    return Epoch(images / seconds, waited / seconds)
+
+
+def of_timm(log: str) -> Epoch:
+    """Read the last line of timm's log, which has the means of its epoch. Raises UserError: there is none."""
+    found = re.findall(r"Train: .*Time: .*\(([\d.]+)s, +([\d.]+)/s\) .*Data: [\d.]+ \(([\d.]+)\)", log)
+    if not found:
+        raise UserError("it has printed no line of training")
+    seconds, images_per_second, waited = map(float, found[-1])
+    return Epoch(images_per_second, waited / max(seconds, 1e-9))
