@@ -1,36 +1,36 @@
 # shellcheck shell=bash disable=SC2154 # the batch scripts and sbatch set what is not set here
-# Sourced by pretrain.sbatch and finetune.sbatch: bring the data to the nodes, check the machines, train on all of them.
+# pretrain.sbatch and finetune.sbatch source this file. It copies the data to the nodes, checks the machines, and trains.
 #
-# One task per GPU runs train.py; Slurm starts, signals and ends them. Variables are read from the environment of `sbatch`;
-# these are their defaults.
+# Each GPU has one task that runs train.py; Slurm starts, signals and ends the tasks. The environment of `sbatch` may set
+# these variables; here are their defaults.
 
-DATA=${DATA:-}                                              # required: folder of train/ and validation/; with STAGE_TO also a tar
+DATA=${DATA:-}                                              # required: folder with train/ and validation/; with STAGE_TO also a tar
 LABELS=${LABELS:-}                                          # token labels, for --token-label-data
 OUTPUT=${OUTPUT:-$REPO/output/train}                        # run directories
-EXPERIMENT=${EXPERIMENT:-$SLURM_JOB_NAME-$SLURM_JOB_ID}     # this run's directory; stays the same when the job is requeued
+EXPERIMENT=${EXPERIMENT:-$SLURM_JOB_NAME-$SLURM_JOB_ID}     # name of the run's directory; a requeued job keeps it
 LOGS=${LOGS:-$REPO/output/slurm}                            # a log per node, JOB-NODE.log
-PROCESSES=${PROCESSES:-${SLURM_GPUS_ON_NODE:-}}             # per node; on nodes without GPUs it has to be given
-STAGE_TO=${STAGE_TO:-}                                      # folder on each node's own disk, to which DATA are brought first
-CONTAINER_IMAGE=${CONTAINER_IMAGE:-}                        # .sqsh file, or REGISTRY#IMAGE:TAG, for pyxis; none: no container
-CONTAINER_MOUNTS=${CONTAINER_MOUNTS:-}                      # more than checkout, data, labels, output: SOURCE:TARGET,...
-PREFLIGHT=${PREFLIGHT:-1}                                   # 0: don't check the machines first
-MASTER_ADDR=${MASTER_ADDR:-}                                # IPv4 address of the first node; found out unless given
-# Below the ports that the kernel gives away (32768 and up). The next one is the preflight's.
+PROCESSES=${PROCESSES:-${SLURM_GPUS_ON_NODE:-}}             # tasks per node; required on nodes without GPUs
+STAGE_TO=${STAGE_TO:-}                                      # folder on each node's own disk, to which DATA is copied first
+CONTAINER_IMAGE=${CONTAINER_IMAGE:-}                        # for pyxis: a .sqsh file or REGISTRY#IMAGE:TAG; empty: no container
+CONTAINER_MOUNTS=${CONTAINER_MOUNTS:-}                      # besides checkout, data, labels and output: SOURCE:TARGET,...
+PREFLIGHT=${PREFLIGHT:-1}                                   # 0 skips the check of the machines
+MASTER_ADDR=${MASTER_ADDR:-}                                # IPv4 address of the first node; determined below if empty
+# Below the ports that the kernel assigns (32768 and up). The preflight uses the next port.
 MASTER_PORT=${MASTER_PORT:-$((20000 + SLURM_JOB_ID % 5000 * 2))}
 
 for folder in OUTPUT LOGS; do
   mkdir -p "${!folder}" && [ -w "${!folder}" ] || { echo "error: $folder=${!folder} cannot be written" >&2; exit 2; }
 done
 OUTPUT=$(realpath "$OUTPUT") LOGS=$(realpath "$LOGS")
-REQUEUE_MARKER=$LOGS/$SLURM_JOB_ID-requeue # where containers and all nodes see it
+REQUEUE_MARKER=$LOGS/$SLURM_JOB_ID-requeue # on a file system that containers and all nodes see
 # shellcheck source=requeue.sh
 . "$REPO/slurm/requeue.sh"
 
-# FLAGS...: the model that they name.
+# FLAGS...: print the model that they name.
 model_of() { [[ " $* " =~ \ --model[=\ ]([^ ]+) ]]; echo "${BASH_REMATCH[1]:-volo_d5}"; }
 
-# The address of the first node, where this script runs: the one from which it reaches the second. Its own name is often a
-# loopback address (/etc/hosts).
+# Print the address from which the first node, where this script runs, reaches the second. Its own host name often resolves
+# to a loopback address (/etc/hosts).
 first_address() {
   local address
   address=$(getent ahostsv4 "$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n 2p)" | awk '{ print $1; exit }')
@@ -39,7 +39,7 @@ first_address() {
   [ -n "$address" ]
 }
 
-# TASKS per node, COMMAND...: print it and run it on every node. The ranks themselves bind to their CPUs and GPUs.
+# TASKS per node, COMMAND...: print and run it on every node. The ranks bind themselves to CPUs, so srun must not.
 on_nodes() {
   local tasks=$1
   shift
@@ -51,8 +51,8 @@ on_nodes() {
   step "$@"
 }
 
-# PATHS...: set the array `container` to srun's flags for it. Containers have no name: a named one would be found used
-# after a requeue.
+# PATHS...: set the array `container` to srun's flags. Containers get no name, because a requeued job would find a named one
+# as it was left.
 choose_container() {
   local mounts=$REPO:$REPO names path
   container=()
@@ -64,27 +64,27 @@ choose_container() {
   for path in "$OUTPUT" "$LOGS" "$@"; do
     [ -z "$path" ] || mounts+=,$path:$path
   done
-  # An image's own value of a variable would win otherwise.
+  # Otherwise an image's own values of these variables would take precedence.
   names=MASTER_ADDR,MASTER_PORT,REQUEUE_MARKER,PYTHON$(compgen -e | awk '/^(NCCL|UCX|GLOO|OMP)_/ { printf ",%s", $0 }')
   container=(--container-image="$CONTAINER_IMAGE" --container-mounts="$mounts${CONTAINER_MOUNTS:+,$CONTAINER_MOUNTS}"
     --container-workdir="$REPO" --container-env="$names")
 }
 
-# FLAGS... of train.py: the whole job, up to its end.
+# FLAGS... of train.py: do the whole job, and exit.
 run_job() {
   local data hang preflight=()
   [ -n "$DATA" ] || fail "DATA is not set: DATA=/path/to/images sbatch ..."
   [ -r "$DATA" ] || fail "DATA=$DATA cannot be read on $(hostname)"
   [ -n "$PROCESSES" ] || fail "PROCESSES is not set, and Slurm gave this job no GPUs: sbatch --gpus-per-node=8, or PROCESSES=N"
   [ -z "$CONFIG" ] || [ -r "$CONFIG" ] || fail "no recipe $CONFIG: set CONFIG=FILE.yaml, or CONFIG= for none"
-  # As all nodes and containers know them.
+  # Absolute paths are valid on all nodes and in containers.
   DATA=$(realpath "$DATA") LABELS=${LABELS:+$(realpath -m "$LABELS")} FINETUNE=${FINETUNE:+$(realpath "$FINETUNE")}
   STAGE_TO=${STAGE_TO:+$(realpath -m "$STAGE_TO")}
   data=$DATA
-  # A folder named after the date of DATA, so that newer ones are staged again.
+  # The folder's name contains the date of DATA, so that newer data are staged again.
   [ -z "$STAGE_TO" ] || data=$STAGE_TO/$(basename "${DATA%%.tar*}")-$(stat -c %Y "$DATA")
   choose_container "$data" "$LABELS" "${FINETUNE:+$(dirname "$FINETUNE")}"
-  # What `make` has installed beside the scripts, where no environment is active; the image's in a container.
+  # Without an active environment take the one that `make` made in the checkout; in a container, the image's Python.
   if [ -z "${PYTHON:-}" ]; then
     PYTHON=python3
     [ -n "$CONTAINER_IMAGE${VIRTUAL_ENV:-}${CONDA_PREFIX:-}" ] || [ ! -x .venv/bin/python ] || PYTHON=$REPO/.venv/bin/python
@@ -99,14 +99,14 @@ run_job() {
 
   [ -z "$STAGE_TO" ] || on_nodes 1 slurm/stage.sh "$DATA" "$data" || finish $?
   [ "$PREFLIGHT" = 0 ] || preflight=(--data "$data" ${LABELS:+"$LABELS"} --output "$OUTPUT" --timeout 600)
-  # A hang must last longer than Slurm needs to see that a node is lost, or the job fails before it is requeued.
+  # A hang must end later than Slurm notices a lost node. Otherwise the job fails before Slurm requeues it.
   hang=$(scontrol show config | awk '$1 == "SlurmdTimeout" { print 2 * $3 }')
   [ "${hang:-0}" -gt 120 ] || hang=120
   echo "logs: $LOGS/$SLURM_JOB_ID-NODE.log"
   on_nodes "$PROCESSES" --output="$LOGS/%j-%N.log" --open-mode=append "${container[@]}" slurm/rank.sh "${preflight[@]}" -- \
     "$data" ${CONFIG:+-c "$CONFIG"} ${LABELS:+--token-label-data "$LABELS"} ${FINETUNE:+--finetune "$FINETUNE"} \
     --output "$OUTPUT" --experiment "$EXPERIMENT" --resume auto --dist-timeout "$hang" "$@" || finish $?
-  if [ "$(cat "$REQUEUE_MARKER.state" 2>/dev/null)" != 'done' ]; then # a step may end well without having begun
+  if [ "$(cat "$REQUEUE_MARKER.state" 2>/dev/null)" != 'done' ]; then # a step can exit with 0 without having started
     echo "error: the training has not said that it is done: see $LOGS" >&2
     finish 1
   fi

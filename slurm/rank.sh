@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# One rank, in its container where there is one: check the machines with all others, then train.
+# Runs one rank, perhaps in a container: it checks the machines together with the other ranks, then trains.
 #
 #     rank.sh [FLAGS of the preflight] -- DATA [FLAGS of train.py]
 #
-# Both in one step, so that an image is unpacked once.
+# Both happen in one job step, so that a container image is unpacked only once.
 set -uo pipefail
 preflight=()
 while [ "$1" != -- ]; do
@@ -14,4 +14,4 @@ shift
 if [ ${#preflight[@]} -gt 0 ]; then
   MASTER_PORT=$((MASTER_PORT + 1)) "$PYTHON" -m volo preflight "${preflight[@]}" || exit
 fi
-exec "$PYTHON" -m volo train "$@" # there is a train.py in a checkout alone
+exec "$PYTHON" -m volo train "$@" # not train.py, which only a checkout has

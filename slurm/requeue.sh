@@ -1,46 +1,46 @@
 #!/usr/bin/env bash
-# Run a training, pass Slurm's warnings on to it, and put the job back into the queue when it asks for that. job.sh sources
-# this; in batch scripts of your own:
+# Run a training, pass Slurm's warnings on to it, and requeue the job when the training asks for that. job.sh sources this
+# file. In batch scripts of your own:
 #
 #     #SBATCH --signal=B:USR1@120      warn this script 120 s before the time limit
 #     #SBATCH --requeue
 #     #SBATCH --open-mode=append
 #     slurm/requeue.sh ./distributed_train.sh 8 DATA -c RECIPE --experiment NAME --resume auto
 #
-# The script ends with the code of the training, also after a requeue. A training that was told to end, and has saved,
-# leaves the file REQUEUE_MARKER (rank 0 writes it; on other nodes than this script's it has to see it). That decides, not
-# an exit code: that of srun mixes the codes of many processes.
+# The script exits with the training's exit code, even after a requeue. When a signal has stopped the training and it has
+# saved, rank 0 writes the file REQUEUE_MARKER, which rank 0's node must see. That file decides about requeueing, because
+# the exit code of srun combines the codes of many processes.
 REQUEUE_MARKER=${REQUEUE_MARKER:-$(mktemp)}
 export REQUEUE_MARKER
-# What an earlier start has left doesn't count, but for what `goes_on` compares.
+# Remove what an earlier start has left, except the file that `goes_on` reads.
 rm -f "$REQUEUE_MARKER.state" # rank 0 writes "begun", then "done"
 : >"$REQUEUE_MARKER" || exit 2
 
-running='' # process id of the step
-timer=''   # of what ends it if it has not begun
-warning='' # the newest signal that this script was sent
+running='' # process id of the running step
+timer=''   # process id of what ends the step if the training has not begun
+warning='' # the newest signal that this script received
 warnings=0
 
-fail() { echo "error: $*" >&2; exit 2; } # MESSAGE: the end, by the user's mistake
+fail() { echo "error: $*" >&2; exit 2; } # MESSAGE: exit because of the user's mistake
 
 warned() { # SIGNAL
   warning=$1 warnings=$((warnings + 1))
   [ -n "$running" ] || return
   echo "$1 from Slurm: passed on to the running step" >&2
   kill -s "$1" "$running" 2>/dev/null
-  # A node that is still busy unpacking an image hears nothing of it, and the others have nothing to save.
+  # A node that is still unpacking an image doesn't react, and the other nodes have nothing to save yet.
   { sleep 25 && [ ! -s "$REQUEUE_MARKER.state" ] && kill -TERM "$running"; } &>/dev/null &
   timer=$!
 }
 for signal in USR1 TERM INT; do
-  # shellcheck disable=SC2064 # the name of now
+  # shellcheck disable=SC2064 # expand the name now
   trap "warned $signal" "$signal"
 done
 
-# COMMAND...: run it, return its exit code when it has ended. A trapped signal ends `wait`, not the command.
+# COMMAND...: run it, wait for it, and return its exit code. A trapped signal ends `wait`, but not the command.
 step() {
   local code seen=-1
-  [ -z "$warning" ] || return 143 # it came between two steps
+  [ -z "$warning" ] || return 143 # a signal came between two steps
   "$@" &
   running=$!
   while [ "$seen" != "$warnings" ]; do
@@ -53,18 +53,18 @@ step() {
   return "$code"
 }
 
-# CODE: whether the job that ended with it is to be started again.
+# CODE: succeed if the job that ended with this exit code should be started again.
 to_be_requeued() {
   local state
   state=$(scontrol show job -o "$job")
-  # What was cancelled shall not come back; what Slurm has preempted or lost a node of, it requeues itself.
+  # A cancelled job must not come back. Slurm itself requeues jobs that it preempted or that lost a node.
   [[ -z $state || $state = *JobState=RUNNING* ]] || return 1
   [ ! -s "$REQUEUE_MARKER" ] || return 0
-  # Told to end before there was anything to save. A preempted job's steps are signalled, this script isn't.
+  # The training was stopped before it had anything to save. On preemption Slurm signals the steps, but not this script.
   [[ $1 =~ ^(85|138|143)$ ]] && { [ "$warning" = USR1 ] || [[ $state =~ PreemptTime=[0-9] ]]; }
 }
 
-# Whether it makes sense to start again: not where the time limit has ended two starts in a row without an update done.
+# Succeed unless the time limit has ended two starts in a row before any update was done.
 goes_on() {
   local update before idle=0
   update=$(sed -n 's/.*"update": \([0-9]*\).*/\1/p' "$REQUEUE_MARKER")
@@ -74,11 +74,11 @@ goes_on() {
   [ "$warning" != USR1 ] || [ "$idle" -lt 2 ]
 }
 
-# CODE: end with it, back in the queue if the training was told to end.
+# CODE: exit with it; requeue the job first if the training was stopped by a signal.
 finish() {
   local job
-  trap '' TERM USR1 INT # requeueing a job signals this script
-  # The id of one array task; the bare number may mean all of them.
+  trap '' TERM USR1 INT # scontrol requeue signals this script
+  # In a job array, name this task; the job's number alone may mean all tasks.
   job=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID}
   job=${job:-${SLURM_JOB_ID:-}}
   if [ -z "$job" ] || ! to_be_requeued "$1"; then
