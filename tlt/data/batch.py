@@ -1,4 +1,4 @@
-"""A batch: its images, a function of (seed, epoch) whatever the number of ranks and workers, and its tensors.
+"""Chooses the images of each batch, as a function of (seed, epoch) only, and holds the tensors of a batch.
 
 Legend: B images, (H, W) output size.
 """
@@ -24,11 +24,11 @@ from tlt.label_map import LabelBatch
 
 Ints = npt.NDArray[np.int64]
 
-_SHUFFLE = 0x5F0FF1E  # sets the permutation's hash apart from those of the augmentation streams
+_SHUFFLE = 0x5F0FF1E  # id of the permutation's random stream; it differs from those of the augmentation
 
 
 def permutation(length: int, seed: int, epoch: int) -> Ints:
-    """The order (length,) of the images in an epoch: the indices sorted by their hash."""
+    """Return the order of the images in an epoch, (length,): their indices sorted by hash."""
     return np.argsort(keys(seed, epoch, _SHUFFLE, np.arange(length)), kind="stable")
 
 
@@ -36,25 +36,24 @@ def permutation(length: int, seed: int, epoch: int) -> Ints:
 class IndexStream:
     """Cuts each epoch's permutation into global batches, ranks and micro-batches.
 
-    Global batch k is the k-th slice of `global_batch` entries; rank r takes every `world_size`-th entry of it; those
-    are cut into `micro_batches` chunks. The last, smaller global batch is kept, rounded down to a multiple of
-    `world_size` so that all ranks hold equally many images: at most world_size - 1 images are left out, other ones each
-    epoch. Its micro-batches are as large as the others, the last one ragged. `drop_last` leaves the smaller batch out.
+    Global batch k is the k-th slice of `global_batch` entries. Rank r takes every `world_size`-th entry of it and cuts
+    these into `micro_batches` chunks. The last, smaller global batch is used too, rounded down to a multiple of
+    `world_size` so that all ranks get equally many images: it leaves out at most world_size - 1 images, others in each
+    epoch. Its micro-batches have the usual size, except that the last one may be smaller. `drop_last` omits this batch.
 
-    With `repeats` an epoch shows an R-th of the images, each R times in a row, so that ranks get it at the same time
-    (repeated augmentation, arXiv:1901.09335). Repetition r of image i is the number `i + r * length`: it is augmented
-    in its own way.
+    With `repeats` = R an epoch shows 1/R of the images, each R times in a row, so that the ranks get it at the same
+    time (repeated augmentation, arXiv:1901.09335). Repetition r of image i has the number `i + r * length`, so each has
+    its own augmentation.
 
-    With `sizes` the images of an update have the size that the schedule says. Where its batches differ, the slices do:
-    permutations follow each other without end, and an epoch is as many updates as one of them takes on average. Each
-    image comes equally often, though an epoch may have one twice: in the k-th permutation that begins in it, counted
-    from 0, its number is raised by `k * repeats * length`.
-
+    With `sizes` the schedule gives the image size of each update. If its batch sizes differ, permutations follow each
+    other without end, and an epoch has as many updates as one permutation takes on average. All images are equally
+    frequent, but one epoch may have an image twice: in the k-th permutation that begins in an epoch, counted from 0,
+    its number is raised by `k * repeats * length`.
     Args:
-        global_batch: Images of an update; their mean over the updates of `sizes`.
+        global_batch: Images per update; with `sizes`, the mean over the updates.
 
     Raises:
-        UserError: Fewer images than a global batch, or a global batch that ranks and micro-batches don't divide.
+        UserError: The images do not fill a global batch, or it is no multiple of the ranks times the micro-batches.
     """
 
     length: int
@@ -90,7 +89,7 @@ class IndexStream:
 
     @property
     def images_per_epoch(self) -> int:
-        """Images that all ranks together train on in an epoch, on average."""
+        """Number of images on which all ranks together train in an epoch, on average."""
         if self._endless:
             return max(1, round(self.length / self.global_batch)) * self.global_batch
         left = self.length % self.global_batch
@@ -102,32 +101,32 @@ class IndexStream:
 
     @property
     def batches_per_epoch(self) -> int:
-        """Micro-batches of each rank."""
+        """Number of micro-batches per rank and epoch."""
         return math.ceil(self.images_per_epoch * self.micro_batches / self.global_batch)
 
     @property
     def smallest_batch(self) -> int:
-        """Images of a rank in the smallest micro-batch of an epoch, its last one."""
+        """Images per rank in the smallest micro-batch of an epoch, which is the last one."""
         if self.sizes is not None and self._endless:
             return min(self.sizes.batch_sizes)
         size = self.global_batch // (self.world_size * self.micro_batches)
         return self.images_per_epoch // self.world_size % size or size
 
     def sizes_of(self, epoch: int) -> list[tuple[int, int] | None]:
-        """(H, W) of the images of each update; None: of the data set."""
+        """Return (H, W) of the images of each update; None stands for the data set's size."""
         if self.sizes is None:
             return [None] * self.updates_per_epoch
         return [self.sizes.sizes[number] for number in self.sizes.choices(self.seed, epoch, self.updates_per_epoch)]
 
     def _batches(self, epoch: int) -> Ints:
-        """(updates,) images of a rank in each full micro-batch of an update."""
+        """Return (updates,), the images per rank in a full micro-batch of each update."""
         parts, updates = self.world_size * self.micro_batches, self.updates_per_epoch
         if self.sizes is None:
             return np.full(updates, self.global_batch // parts)
         return np.array(self.sizes.batch_sizes)[self.sizes.choices(self.seed, epoch, updates)]
 
     def epoch(self, epoch: int, start_update: int = 0) -> Iterator[list[Ints]]:
-        """Yield, per update from `start_update` on, the micro-batches (arrays of indices) of this rank."""
+        """Yield, for each update from `start_update` on, the micro-batches of this rank as arrays of indices."""
         sizes, parts = self._batches(epoch), self.world_size * self.micro_batches
         ends = parts * sizes.cumsum()
         if self._endless:
@@ -139,7 +138,7 @@ class IndexStream:
             yield [mine[cut : cut + size] for cut in range(0, len(mine), size)]
 
     def _entries(self, start: int, count: int) -> Ints:
-        """(count,) entries from `start` on of the permutations that follow each other."""
+        """Return (count,) entries, from `start` on, of the permutations in sequence."""
         first, skipped = divmod(start, self.length)
         passes = []
         for number in range(math.ceil((skipped + count) / self.length)):
@@ -150,7 +149,7 @@ class IndexStream:
 
 
 class Skipped(NamedTuple):
-    """An image that was left out, with the reason."""
+    """An image that was skipped, and why."""
 
     path: str
     reason: str
@@ -158,12 +157,12 @@ class Skipped(NamedTuple):
 
 @dataclass
 class SkipCounter:
-    """Counts the images that can't be read, each once however often it comes up. `limit` of them may fail
-    (`--max-bad-images`); None: 0.1 % of the images, but no fewer than 10 and no more than 100."""
+    """Counts unreadable images, each path once. `limit` of them are allowed (`--max-bad-images`); None allows 0.1 % of
+    the images, but at least 10 and at most 100."""
 
-    images: int  # of the data set
+    images: int  # number of images in the data set
     limit: int | None = None
-    reasons: dict[str, str] = field(default_factory=dict)  # by path, of those that were met
+    reasons: dict[str, str] = field(default_factory=dict)  # path -> why the image is unreadable
     _new: list[Skipped] = field(default_factory=list, repr=False)
 
     @property
@@ -173,7 +172,7 @@ class SkipCounter:
         return min(100, max(10, self.images // 1000))
 
     def record(self, skipped: Iterable[Skipped]) -> None:
-        """Count. Raises UserError when more than `allowed` images failed."""
+        """Count images. Raise UserError if more than `allowed` images are unreadable."""
         for image in skipped:
             if image.path in self.reasons:
                 continue
@@ -186,43 +185,43 @@ class SkipCounter:
                 )
 
     def take_new(self) -> list[Skipped]:
-        """The images that failed for the first time since the last call."""
+        """Return the images that failed for the first time since the last call."""
         new, self._new = self._new, []
         return new
 
     def take_lines(self) -> list[str]:
-        """One line for each of `take_new`, for the log."""
+        """Return one line for the log for each image of `take_new`."""
         return [f"left out {printable(path)}: {reason}" for path, reason in self.take_new()]
 
 
 @dataclass(frozen=True)
 class BatchKey:
-    """Which images a batch shall hold: a data set makes the batch of a key, always the same one."""
+    """Identifies the images of a batch. A data set always makes the same batch for a key."""
 
     epoch: int
-    indices: tuple[int, ...]  # of images; from the number of images on, of repetitions of them
+    indices: tuple[int, ...]  # of images; i + r * (number of images) is repetition r of image i
     last: bool = True  # whether this is the last micro-batch of its update
-    update_samples: int = 0  # images of this rank in that update
-    size: tuple[int, int] | None = None  # (H, W) of the output; None: the data set's
+    update_samples: int = 0  # images of this rank in the whole update
+    size: tuple[int, int] | None = None  # (H, W) of the output; None takes the data set's size
 
 
 @dataclass
 class Batch:
-    """A micro-batch of B images. B is smaller than asked for where evaluation leaves images out.
+    """A micro-batch of B images. Evaluation skips unreadable images, so B may be smaller than the key's batch.
 
     Attributes:
-        images: (B, 3, H, W). Decoded: uint8. After the device stage: float32, normalised and erased.
+        images: (B, 3, H, W). After decoding: uint8. After the device stage: float32, normalised and erased.
         classes: (B,) int64.
-        indices: (B,) int64, of the images shown (a replaced image's is the replacement's).
-        affine: (B, 2, 3) float32, unit square of the output -> unit square of the source, as labels take it; no rows in
-            evaluation without label maps.
-        visible: (B, 4) float32 x0, y0, x1, y1: share of the source that the crop shows; no rows there, too.
-        labels: None without label maps.
+        indices: (B,) int64, indices of the images; for a replaced image, that of the replacement.
+        affine: (B, 2, 3) float32, maps the unit square of the output to that of the source, for reading labels. Has no
+            rows in evaluation without label maps.
+        visible: (B, 4) float32 (x0, y0, x1, y1), the part of the source that the crop shows; rows as in `affine`.
+        labels: The label maps, or None.
         skipped: Images that could not be read.
-        bad_labels: Images whose label map was replaced (`--bad-label skip` or `uniform`).
+        bad_labels: Images whose label map was replaced, and why (`--bad-label skip` or `uniform`).
         plan: The augmentation; None in evaluation.
-        key: What was asked for.
-        num_classes: Of the data set; 0: not known.
+        key: The key from which the batch was made.
+        num_classes: Number of classes of the data set; 0 if it is not known.
     """
 
     images: Tensor
@@ -239,15 +238,15 @@ class Batch:
 
     @property
     def size(self) -> int:
-        """B."""
+        """B, the number of images."""
         return len(self.indices)
 
     def large_tensors(self) -> list[Tensor]:
-        """The images and the label maps."""
+        """Return the images and the label maps."""
         return [self.images] + ([self.labels.values, self.labels.ids, self.labels.area] if self.labels else [])
 
     def tensors(self) -> list[Tensor]:
-        """All tensors."""
+        """Return all tensors."""
         return self.large_tensors() + [getattr(self, name) for name in _SMALL]
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Batch:
@@ -259,7 +258,7 @@ class Batch:
         return self._map(lambda tensor: tensor if tensor.is_cuda else tensor.pin_memory())
 
     def clone(self) -> Batch:
-        """Return the batch in other memory, without its plan."""
+        """Return a copy of the batch in new memory, without its plan."""
         return replace(self._map(torch.clone), plan=None)
 
     def select(self, rows: slice) -> Batch:
@@ -267,13 +266,13 @@ class Batch:
         return replace(self._map(lambda tensor: tensor[rows]), plan=None)
 
     def _map(self, function: Callable[[Tensor], Tensor]) -> Batch:
-        """Apply a function to each tensor, those of the labels among them."""
+        """Return the batch after applying a function to each tensor, including those of the labels."""
         changed: dict[str, Any] = {name: function(getattr(self, name)) for name in ("images", *_SMALL)}
         return replace(self, labels=self.labels and self.labels.map(function), **changed)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what goes from a worker to the main process: small tensors as arrays, within the message. A tensor
-        takes shared memory of its own, a file descriptor and a connection."""
+        """Return the message from a worker to the main process. Small tensors become arrays in the message itself: a
+        tensor would take shared memory, a file descriptor and a connection of its own."""
         small = {name: getattr(self, name) for name in _SMALL}
         return self.__dict__ | {name: part.numpy() for name, part in small.items() if part.device.type == "cpu"}
 

@@ -1,8 +1,8 @@
-"""Datasets whose key is a whole micro-batch, so that one worker makes one batch and the worker count changes nothing.
+"""Data sets whose key is a whole micro-batch, so that one worker makes one batch, and their number changes nothing.
 
-Training: read every file once, draw the plan for the sizes found, decode the crops. An image that can't be decoded is
-replaced by another one that is a function of (seed, epoch, index, attempt), and reported. Evaluation: timm's resize and
-centre crop; an image that can't be decoded is left out, and reported.
+Training reads every file once, draws the plan for the image sizes, and decodes the crops. Another image, a function of
+(seed, epoch, index, attempt), replaces an image that can't be decoded, which is reported. Evaluation applies timm's
+resize and centre crop; it skips and reports an image that can't be decoded.
 
 Legend: B images, (H, W) output size.
 """
@@ -33,56 +33,56 @@ from tlt.errors import UserError, WorkerDied, in_range, one_of
 from tlt.io.text import printable
 from tlt.label_map import FULL_AREA, LabelBatch, LabelMap
 
-MAX_ATTEMPTS = 20  # images tried in place of one before the data set is called unreadable
+MAX_ATTEMPTS = 20  # replacements tried for one image before we call the data set unreadable
 LESS_MEMORY = (
     "lower --workers or --batch-size, raise the limit of open files (ulimit -n), and in a container give /dev/shm more "
     "room (docker --shm-size)"
 )
 CROP_MODES = ("center", "squash", "border")
-_REPLACEMENT_STREAM = 64  # of counter.uniform, apart from those of tlt.data.augment.plan.Stream
+_REPLACEMENT_STREAM = 64  # id of a random stream; it differs from those in tlt.data.augment.plan.Stream
 _FILTERS = {BILINEAR: "bilinear", BICUBIC: "bicubic"}
-# What torch says where memory, shared memory or file descriptors have run out.
+# Parts of torch's messages when memory, shared memory or file descriptors have run out.
 _NO_MEMORY = re.compile("allocate memory|allocate shared memory|No space left on device|[Tt]oo many open files|ancdata")
 
-# From the plan and the labels of a batch: the labels, and the affine (B, 2, 3) and visible part (B, 4) with which they
-# are read in place of the plan's.
+# Takes the plan and the labels of a batch; returns the labels, and the affine (B, 2, 3) and visible part (B, 4) that
+# replace those of the plan for reading them.
 LabelView = Callable[[Plan, LabelBatch], tuple[LabelBatch, Tensor, Tensor]]
 
 
 class LabelReader(Protocol):
-    """Token labels by image index (`tlt.labels.store`)."""
+    """Reads token labels by image index (`tlt.labels.store`)."""
 
     def read(self, index: int, width: int, height: int) -> LabelMap:
-        """The label map of image `index`, whose size in pixels is given. Raises UserError naming the file."""
+        """Return the label map of image `index`, whose size is in pixels. Raise UserError, which names the file."""
 
     def take_faults(self) -> list[tuple[str, str]]:
-        """(image, reason) of the maps that `read` replaced since the last call."""
+        """Return (image, reason) for each map that `read` replaced since the last call."""
 
 
 class WorkerStatus:
-    """Which image each worker has in hand, and since when: numbers that workers and main process share."""
+    """Records which image each worker is reading and since when, in memory that all processes share."""
 
     def __init__(self, workers: int) -> None:
-        # Without workers the only row is the main process's.
+        # Without workers the only row belongs to the main process.
         self._rows = torch.full((max(workers, 1), 2), -1.0, dtype=torch.float64).share_memory_()  # index, time
 
     def mark(self, index: int) -> None:
-        """Note that this worker begins with image `index`; -1: that it has none."""
+        """Record that this worker starts to read image `index`, or with -1 that it reads none."""
         worker = get_worker_info()
         self._rows.numpy()[worker.id if worker else 0] = index, time.monotonic()  # one clock for all processes
 
     def clear(self) -> None:
-        """Forget all: new workers are about to begin."""
+        """Clear all records, before new workers start."""
         self._rows.fill_(-1)
 
     def longest(self) -> tuple[int, float] | None:
-        """Index and seconds of the image that a worker has had in hand for longest; None: no worker has any."""
+        """Return the image that a worker has been reading for longest, and for how many seconds, or None."""
         begun = [(since, int(index)) for index, since in self._rows.tolist() if index >= 0]
         return (min(begun)[1], time.monotonic() - min(begun)[0]) if begun else None
 
 
 def out_of_memory(error: Exception) -> WorkerDied | None:
-    """The user's error for one that says that memory, shared memory or file descriptors have run out."""
+    """Return WorkerDied if `error` says that memory, shared memory or file descriptors have run out, else None."""
     if isinstance(error, MemoryError) or _NO_MEMORY.search(str(error)):
         reason = str(error).split("\n")[0] or "MemoryError"
         return WorkerDied(f"a data worker has no memory left ({reason}): {LESS_MEMORY}")
@@ -90,7 +90,7 @@ def out_of_memory(error: Exception) -> WorkerDied | None:
 
 
 class BatchDataset(Dataset[Batch | UserError]):
-    """What training and evaluation share."""
+    """The base class of the data sets for training and evaluation."""
 
     def __init__(self, source: ImageSource, backend: Backend, labels: LabelReader | None = None) -> None:
         if getattr(labels, "names", source.paths) != source.paths:
@@ -109,15 +109,15 @@ class BatchDataset(Dataset[Batch | UserError]):
         return len(self.source)
 
     def path(self, index: int) -> str:
-        """Where image `index` is, for messages."""
+        """Return the path of image `index`, for messages."""
         return self.source.path(index % len(self))
 
     def __getitem__(self, key: BatchKey) -> Batch | UserError:
-        """The batch of a key, or why there is none: DataLoader would wrap what is raised into a traceback."""
+        """Return the batch of a key, or its UserError: DataLoader would turn a raised error into a traceback."""
         try:
             batch = self.load(key)
             for tensor in batch.large_tensors() if get_worker_info() else ():
-                tensor.share_memory_()  # raises RuntimeError where no memory is left, here and not in a thread of torch
+                tensor.share_memory_()  # if memory is short, raises RuntimeError here rather than in a thread of torch
             return batch
         except UserError as error:
             return error
@@ -129,7 +129,7 @@ class BatchDataset(Dataset[Batch | UserError]):
             self.worker_status.mark(-1)
 
     def load(self, key: BatchKey) -> Batch:
-        """The batch of a key. Raises UserError."""
+        """Make the batch of a key. Raise UserError if that fails."""
         raise NotImplementedError
 
     def _open(self, index: int) -> Encoded:
@@ -138,7 +138,7 @@ class BatchDataset(Dataset[Batch | UserError]):
         return self.backend.open(self.path(index), self.source.read(index, self.backend.max_pixels))
 
     def _read_labels(self, indices: Sequence[int], sizes: Sequence[Any]) -> tuple[LabelBatch | None, list[Skipped]]:
-        """The maps of images, whose (width, height) `sizes` has, and those of them that were replaced."""
+        """Return the maps of images of these (width, height) `sizes`, and the images whose map was replaced."""
         if self.labels is None or not indices:
             return None, []
         maps = [self.labels.read(index, *size) for index, size in zip(indices, sizes, strict=True)]
@@ -149,16 +149,16 @@ class BatchDataset(Dataset[Batch | UserError]):
 
 
 class TrainDataset(BatchDataset):
-    """Augmented training batches, a function of (seed, epoch, indices).
+    """Makes augmented training batches, as a function of (seed, epoch, indices).
 
     Args:
-        seed: Of crops, augmentation and replacements.
+        seed: Seed of crops, augmentation and replacements.
         labels: Token labels of the same images, in their order.
-        backend: None: torchvision's.
-        label_view: How the maps of a batch are read in place of the plan's own way, as `tlt.upstream.behaviour` does.
+        backend: The decoder; None takes torchvision's.
+        label_view: Replaces the plan's geometry for reading the maps of a batch (see `tlt.upstream.behaviour`).
 
     Raises:
-        UserError: The labels are of other images.
+        UserError: The labels belong to other images.
     """
 
     def __init__(
@@ -204,12 +204,12 @@ class TrainDataset(BatchDataset):
         return Batch(images, classes, torch.tensor(shown), affine, visible, *about)
 
     def replacement(self, epoch: int, index: int, attempt: int) -> int:
-        """Index of the image that stands in for `index` in an epoch, after `attempt` (0, 1, ...) others failed."""
+        """Return the image that replaces `index` in an epoch after `attempt` (0, 1, ...) other replacements failed."""
         draws = uniform(self.seed, epoch, [index], _REPLACEMENT_STREAM, MAX_ATTEMPTS)
         return int(draws[0, attempt] * len(self))
 
     def _readable(self, epoch: int, index: int, skipped: list[Skipped]) -> Iterator[tuple[int, Encoded]]:
-        """Yield an image, then those that stand in for it, in turn, each with its index: those that can be opened."""
+        """Yield the readable ones among an image and its replacements, in order, each with its index."""
         for candidate in chain([index], (self.replacement(epoch, index, attempt) for attempt in range(MAX_ATTEMPTS))):
             try:
                 yield candidate, self._open(candidate)
@@ -227,20 +227,20 @@ class TrainDataset(BatchDataset):
 
 
 class EvalDataset(BatchDataset):
-    """Images for evaluation, as timm's `create_transform(is_training=False)` shows them.
+    """Makes evaluation batches, with the images of timm's `create_transform(is_training=False)`.
 
     Args:
         size: (H, W) of the output.
-        crop_pct: Output size over resized size; above 1 the resized image is padded (black; `fill` for "border").
-        crop_mode: "center": shorter side to size / crop_pct, then the centre. "squash": both sides to size / crop_pct.
-            "border": longer side to size / crop_pct, padded.
+        crop_pct: Output size / resized size. Above 1 the resized image is padded (black; with `fill` for "border").
+        crop_mode: "center" resizes the shorter side to size / crop_pct and crops the centre, "squash" resizes both
+            sides to it, "border" resizes the longer side to it and pads.
         interpolation: A name of `tlt.data.backends.decode.INTERPOLATIONS`.
-        fill: Colour 0..255 of the padding of "border"; timm takes the mean.
-        backend: None: Pillow's, so that every pixel is timm's.
+        fill: Colour 0..255 of the padding of "border"; timm uses the mean.
+        backend: The decoder; None takes Pillow's, which gives exactly timm's pixels.
         labels: Token labels of the same images, in their order.
 
     Raises:
-        UserError: Unknown crop mode or interpolation, a crop ratio that is not positive, or labels of other images.
+        UserError: Crop mode or interpolation is unknown, `crop_pct` is not positive, or labels are of other images.
     """
 
     def __init__(
@@ -285,7 +285,7 @@ class EvalDataset(BatchDataset):
             classes=torch.from_numpy(self.classes[np.array(indices, np.int64)]),
             indices=torch.tensor(indices, dtype=torch.int64),
             affine=self._affine(labelled) if labelled else torch.empty(0, 2, 3),
-            visible=torch.tensor(FULL_AREA).repeat(len(labelled), 1),  # what is outside of the source is fill
+            visible=torch.tensor(FULL_AREA).repeat(len(labelled), 1),  # beyond the source there is only fill
             labels=labels,
             skipped=[self._skip(index, failed[index]) for index in key.indices if index in failed],
             bad_labels=faults,
@@ -293,7 +293,7 @@ class EvalDataset(BatchDataset):
         )
 
     def _affine(self, requests: Sequence[Request]) -> Tensor:
-        """(B, 2, 3) from the unit square of the output to that of the source, all of which was resized."""
+        """Return (B, 2, 3) maps from the unit square of the output to that of the whole resized source."""
         left, top, h, w = np.array([(request.left, request.top, *request.size) for request in requests]).T
         height, width = self.size
         cut = geometry.crop(left, top, width, height, width, height)
@@ -306,12 +306,12 @@ class EvalDataset(BatchDataset):
 
 
 def resized_size(size: Size, crop_pct: float, crop_mode: str, width: int, height: int) -> Size:
-    """Height and width to which timm resizes an image of width x height before the centre crop of `size`."""
+    """Return the (height, width) to which timm resizes an image of width x height before cropping `size`."""
     target = tuple(math.floor(side / crop_pct) for side in size)
     if crop_mode == "squash":
         return target[0], target[1]
     if crop_mode == "center" and target[0] == target[1]:
-        # torchvision's Resize: the longer side is cut off, not rounded.
+        # Like torchvision's Resize, truncate the longer side; don't round it.
         short, long = target[0], int(target[0] * max(width, height) / min(width, height))
         return (short, long) if height <= width else (long, short)
     ratios = height / target[0], width / target[1]
@@ -320,7 +320,7 @@ def resized_size(size: Size, crop_pct: float, crop_mode: str, width: int, height
 
 
 def centre_offset(side: int, crop: int) -> int:
-    """Where torchvision's centre crop of `crop` pixels begins on a side; negative: that many pixels of padding."""
+    """Return where torchvision's centre crop of `crop` pixels starts on a side; -n means n pixels of padding."""
     if side < crop:
         return -((crop - side) // 2)
     return round((side - crop) / 2)

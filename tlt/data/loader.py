@@ -1,8 +1,8 @@
-"""Batches for training and evaluation, made ahead of time and finished on the device.
+"""Loads batches for training and evaluation ahead of time and finishes them on the device.
 
-What is loaded is a function of (seed, epoch, index stream); workers, pinning and prefetching change nothing. No loader
-holds random state, and none touches torch's. Batches are made by worker processes of torch's DataLoader, or by one
-thread for backends that have threads of their own. Where no batch comes, the file that is being read is named.
+The result is a function of (seed, epoch, index stream): workers, pinning and prefetching do not change it. No loader
+has random state or uses torch's. Worker processes of torch's DataLoader make the batches, or one thread if the backend
+has threads of its own. If no batch arrives in time, the error names the file that is being read.
 """
 
 from __future__ import annotations
@@ -36,25 +36,25 @@ from tlt.io.jobs import START_METHOD, begin_process, starting_processes
 from tlt.io.text import printable
 
 DEFAULT_TIMEOUT = 300.0  # seconds
-PREFETCH_FACTOR = 2  # batches ready or in the making per worker
-_LOOK_S = 5.0  # between two looks whether workers live, while a batch is waited for
-_DYING_S = 2.0  # within which a process that has closed its connections ends
-_JOIN_S = 10.0  # within which a thread finishes its batch
+PREFETCH_FACTOR = 2  # batches that a worker makes ahead
+_LOOK_S = 5.0  # while waiting for a batch, seconds between checks that the workers are alive
+_DYING_S = 2.0  # seconds in which a process ends after it has closed its connections
+_JOIN_S = 10.0  # seconds to wait for a thread to finish its batch
 
 
 class DeviceLoader:
-    """What the loaders of training and evaluation share: loading, counting images that can't be read, the device stage.
+    """The base of the loaders for training and evaluation: loads, counts unreadable images, runs the device stage.
 
     Args:
-        device: Where the batches are finished and stay.
-        workers: Worker processes; 0 loads in this thread. A backend with threads of its own is given one thread.
+        device: The device that finishes the batches and holds them.
+        workers: Number of worker processes; 0 loads in this thread. A backend with threads of its own gets one thread.
         pin_memory: Copy through page-locked memory (CUDA only).
-        prefetch: On CUDA, copy and finish the next batch on a side stream while this one is used. Also pins: the host
-            waits for a copy from memory that isn't page-locked.
-        persistent_workers: Keep the workers from epoch to epoch.
-        timeout: Seconds to wait for a batch before giving up, naming the file that is being read; 0 waits for ever.
-            Without workers nobody watches.
-        skips: Counter of unreadable images; None: a new one with the default limit.
+        prefetch: On CUDA, copy and finish the next batch on a side stream while this one is in use. This also pins
+            memory, because the host would wait for a copy from memory that is not page-locked.
+        persistent_workers: Keep the workers between epochs.
+        timeout: Seconds to wait for a batch before an error that names the file being read; 0 waits for ever. It has no
+            effect without workers.
+        skips: Counter of unreadable images; None makes one with the default limit.
     """
 
     def __init__(
@@ -77,18 +77,18 @@ class DeviceLoader:
         self._workers = Workers(dataset, workers, pin, persistent_workers, timeout)
 
     def _finish(self, batch: Batch) -> Tensor:
-        """The device stage: uint8 images on the device to float32 ones."""
+        """Run the device stage: turn uint8 images on the device into float32 ones."""
         raise NotImplementedError
 
     def _load(self, keys: Iterator[BatchKey]) -> Iterator[Batch]:
-        """Yield the batches of the keys. Raises UserError."""
+        """Yield the batches of the keys. Raise UserError if that fails."""
         batches = self._workers.run(keys)
         return self._one_ahead(batches) if self.prefetch else map(self._finished, batches)
 
     def _finished(self, batch: Batch) -> Batch:
         self.skips.record(batch.skipped)
         if batch.images.is_cuda:
-            # Made on a stream of the backend: its memory must not be given away before this stream is done with it.
+            # It was made on a stream of the backend. Its memory must not be reused before this stream has read it.
             batch.images.record_stream(torch.cuda.current_stream(self.device))
         batch = batch.to(self.device, non_blocking=True)
         with torch.no_grad():
@@ -110,28 +110,28 @@ class DeviceLoader:
         current = torch.cuda.current_stream(self.device)
         current.wait_event(done)
         for tensor in batch.tensors():
-            # Made on the side stream: its memory must not be given away before the current stream is done with it.
+            # It was made on the side stream. Its memory must not be reused before the current stream has read it.
             tensor.record_stream(current)
         return batch
 
 
 @functools.cache
 def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    """The one of all passes and loaders: torch keeps what was freed on a stream for that stream alone."""
+    """Return the one side stream of all loaders: torch reuses memory freed on a stream only on that stream."""
     return torch.cuda.Stream(device)
 
 
 class EvalLoader(DeviceLoader):
-    """Every image of this rank once, in order; images that can't be read are left out and counted in `skips`.
+    """Yields every image of this rank once, in order. Unreadable images are skipped and counted in `skips`.
 
     Args:
-        stage: Normalises (images uint8 on the device) to float32.
-        loading: `device`, `workers` and the other arguments of `DeviceLoader`.
-        world_size, rank: The images are dealt to the ranks in turn.
+        stage: Turns uint8 images on the device into normalised float32.
+        loading: `device`, `workers` and other arguments of `DeviceLoader`.
+        world_size, rank: Rank r gets the images r, r + world_size, and so on.
 
     Attributes:
-        left_out: Images of this rank that the newest pass has left out so far.
-        bad_labels: Which label maps were replaced (`--bad-label`).
+        left_out: Number of images of this rank that the current pass has skipped so far.
+        bad_labels: The label maps that were replaced (`--bad-label`).
     """
 
     def __init__(
@@ -150,11 +150,11 @@ class EvalLoader(DeviceLoader):
         self._indices = range(rank, len(dataset), world_size)
 
     def __len__(self) -> int:
-        """Batches of this rank."""
+        """Return the number of batches of this rank."""
         return math.ceil(len(self._indices) / self.batch_size)
 
     def __iter__(self) -> Iterator[Batch]:
-        """Yield the batches. Raises UserError: too many unreadable images, or a file that can't be read in time."""
+        """Yield the batches. Raise UserError if too many images are unreadable or reading a file takes too long."""
         self.left_out = 0
         for batch in self._load(self._keys()):
             self.left_out += len(batch.skipped)
@@ -171,7 +171,7 @@ class EvalLoader(DeviceLoader):
 
 
 class _Keys(Sampler[BatchKey]):
-    """The sampler of a DataLoader: the keys of the pass that begins."""
+    """The sampler of a DataLoader. It yields the keys of the pass that begins."""
 
     keys: Iterator[BatchKey]
 
@@ -180,10 +180,10 @@ class _Keys(Sampler[BatchKey]):
 
 
 class Workers:
-    """The worker processes of one data set. A pass that ends early, or fails, ends them.
+    """The worker processes of one data set. They are killed if a pass ends early or fails.
 
-    Nothing here, nor in the loaders, may refer back to its owner: torch's iterator must be freed by its last reference.
-    In a cycle the collector ends the queues' threads first, and each worker is then waited for in vain for 5 s.
+    This class and the loaders must make no reference cycles: torch's iterator must be freed when its last reference
+    goes. In a cycle, the garbage collector ends the threads of its queues first, and then each worker costs 5 s.
 
     The arguments are those of `DeviceLoader`.
     """
@@ -212,7 +212,7 @@ class Workers:
             reason = str(error).split("\n")[0]
             raise WorkerDied(f"data workers can't be started, or do not answer ({reason}): {LESS_MEMORY}") from error
         processes = getattr(batches, "_workers", [])
-        weakref.finalize(batches, _kill, processes, os.getpid())  # at the latest when the program ends
+        weakref.finalize(batches, _kill, processes, os.getpid())  # runs at the program's end at the latest
         while (batch := self._next(batches, processes)) is not None:
             if isinstance(batch, UserError):
                 raise batch
@@ -230,22 +230,22 @@ class Workers:
             num_workers=self.workers,
             collate_fn=_unchanged,
             pin_memory=self.pin_memory,
-            # torch waits for the whole of its timeout before it looks whether its workers live: see `_next`.
+            # torch checks whether its workers are alive only after its whole timeout: see `_next`.
             timeout=min(self.timeout or _LOOK_S, _LOOK_S) if self.workers else 0,
             worker_init_fn=_begin_worker,
             prefetch_factor=PREFETCH_FACTOR if self.workers else None,
             persistent_workers=self.persistent,
             multiprocessing_context=_context() if self.workers else None,
-            # DataLoader draws a seed at each pass, which would move the global generator.
+            # DataLoader draws a seed at each pass, which would advance the global generator.
             generator=torch.Generator(),
         )
 
     def _next(self, batches: Iterator[Batch | UserError], processes: list[BaseProcess]) -> Batch | UserError | None:
-        """Wait for the next batch; None at the end. Raises UserError."""
+        """Wait for the next batch and return it, or None at the end. Raise UserError if that fails."""
         began, sentinels = time.monotonic(), [process.sentinel for process in processes]
         try:
             while True:
-                # Before each wait: a worker that was killed while it sent may have left half of a batch.
+                # Check before each wait: a worker that was killed while sending may have left half a batch.
                 if wait(sentinels, 0):
                     raise _died(processes)
                 try:
@@ -259,12 +259,12 @@ class Workers:
                 if self.timeout and time.monotonic() - began >= self.timeout:
                     raise _hung(self.dataset, self.timeout)
         except BaseException:
-            _kill(processes, os.getpid())  # nothing is loaded any more: torch would wait 10 s for each that hangs
+            _kill(processes, os.getpid())  # otherwise torch would wait 10 s for each worker that hangs
             raise
 
 
 def _check_sockets() -> None:
-    """Raise UserError where no socket can be made as those by which workers hand over what they load."""
+    """Raise UserError if the sockets by which workers send their batches can't be made."""
     try:
         Listener(family="AF_UNIX").close()
     except OSError as error:
@@ -275,11 +275,11 @@ def _check_sockets() -> None:
 
 
 class _EndFlag:
-    """By which torch tells workers that the end has come. Its own event has a lock, which a worker that is killed as it
-    looks leaves held: the main process would wait for it for ever.
+    """Replaces torch's event that tells workers to stop. If a worker is killed while it reads that event, the event's
+    lock stays held, and the main process waits for it for ever.
 
     Args:
-        value: A byte that processes share, 0.
+        value: A shared byte, which is 0.
     """
 
     def __init__(self, value: Any) -> None:
@@ -299,8 +299,8 @@ def _context() -> BaseContext:
 
 
 def _begun(loader: DataLoader[Batch | UserError]) -> Iterator[Batch | UserError]:
-    """Begin a pass, and put back the handler of SIGCHLD: torch's raises for a dead worker wherever the main process is,
-    in the middle of an optimizer step say. `Workers._next` looks for dead workers itself."""
+    """Begin a pass and restore the handler of SIGCHLD. torch's handler raises an error for a dead worker anywhere in
+    the main process, even within an optimizer step; `Workers._next` checks for dead workers instead."""
     settable = hasattr(signal, "SIGCHLD") and threading.current_thread() is threading.main_thread()
     handler = signal.getsignal(signal.SIGCHLD) if settable else None
     with starting_processes():
@@ -311,7 +311,7 @@ def _begun(loader: DataLoader[Batch | UserError]) -> Iterator[Batch | UserError]
 
 
 def _from_one_thread(batches: Iterator[Batch], dataset: BatchDataset, timeout: float) -> Iterator[Batch]:
-    """Yield the batches, which one thread makes two ahead. Raises UserError."""
+    """Yield the batches, which one thread makes two ahead. Raise UserError if that fails."""
     made: SimpleQueue[Batch | BaseException | None] = SimpleQueue()
     free, stop = threading.Semaphore(PREFETCH_FACTOR), threading.Event()
 
@@ -322,16 +322,16 @@ def _from_one_thread(batches: Iterator[Batch], dataset: BatchDataset, timeout: f
             except BaseException as error:
                 made.put(error)
 
-    # A daemon: the interpreter waits for others at its end, for ever where a file hangs.
+    # A daemon thread, because Python waits at its end for other threads, for ever if a file hangs.
     thread = threading.Thread(target=make, daemon=True)
 
     def end() -> None:
-        """Let the thread end after the batch in hand: the interpreter must not end while it is in a library's code."""
+        """Let the thread finish its batch and end: Python must not exit while it runs code of a library."""
         stop.set()
         free.release()
         thread.join(_JOIN_S)
 
-    at_exit = weakref.finalize(stop, end)  # at the latest when the program ends
+    at_exit = weakref.finalize(stop, end)  # runs at the program's end at the latest
     thread.start()
     try:
         while True:
@@ -362,17 +362,17 @@ def _died(processes: list[BaseProcess]) -> WorkerDied:
 
 
 def _hung(dataset: BatchDataset, timeout: float) -> UserError:
-    """Which file is being read, where no batch has come for `timeout` seconds."""
+    """Return the error for no batch within `timeout` seconds, which names the file being read."""
     limit = f"no batch after {timeout:g} s (--loader-timeout)"
     longest = dataset.worker_status.longest()
-    if longest is None:  # CPython up to 3.11 can hang in a fork beside threads of C++ libraries
+    if longest is None:  # CPython up to 3.11 can hang when it forks beside threads of C++ libraries
         return WorkerDied(f"{limit}, though no file is being read: a worker hangs, or the machine does; start again")
     path, seconds = printable(dataset.path(longest[0])), longest[1]
     return UserError(f"{limit}: reading {path} has taken {seconds:.0f} s; check the storage, or raise the limit")
 
 
 def _kill(processes: list[BaseProcess], owner: int) -> None:
-    """End workers at once, hung ones too. A process that was forked from their owner leaves them alone."""
+    """Kill workers at once, even if they hang, but only from the process that owns them, not from a fork of it."""
     for process in processes if os.getpid() == owner else ():
         process.kill()
 
@@ -382,9 +382,9 @@ def _unchanged(batch: Any) -> Any:
 
 
 def _begin_worker(worker: int) -> None:
-    """Ignore what Ctrl-C, Slurm and torchrun send to all processes of a job: the main process decides. A worker ends by
-    its queue, by SIGKILL, or with the main process."""
+    """Ignore the signals that Ctrl-C, Slurm and torchrun send to all processes of a job: the main process handles them.
+    A worker ends by its queue, by SIGKILL, or with the main process."""
     for name in ("SIGINT", "SIGTERM", "SIGUSR1", "SIGHUP"):
-        if hasattr(signal, name):  # Windows has but the first two
+        if hasattr(signal, name):  # Windows has only the first two
             signal.signal(getattr(signal, name), signal.SIG_IGN)
     begin_process()

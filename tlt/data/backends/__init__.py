@@ -1,4 +1,4 @@
-"""Who decodes, crops and resizes: the backend of a name."""
+"""Creates a backend, which decodes, crops and resizes, from its name."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ def create_backend(
     device: torch.device | str = "cpu",
     dct_scaling: bool = False,
 ) -> Backend:
-    """The backend of a name of `--data-backend`: `threads` are those of DALI, `device` is where dali-gpu decodes, and
+    """Return the backend of a name of `--data-backend`. `threads` is for DALI, `device` is where dali-gpu decodes, and
     `dct_scaling` is for torchvision (see there) and dali-cpu.
 
     Raises:
-        UserError: Unknown name, DALI is not installed, or a device that dali-gpu can't use.
+        UserError: The name is unknown, DALI is not installed, or dali-gpu can't use the device.
     """
     if name == "torchvision":
         return TorchvisionBackend(max_pixels, dct_scaling)

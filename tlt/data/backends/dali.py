@@ -1,12 +1,12 @@
-"""NVIDIA DALI as a backend: one pipeline decodes the JPEGs of a batch, on the CPU or on the GPU.
+"""The backend of NVIDIA DALI: one pipeline decodes the JPEGs of a batch, on the CPU or on the GPU.
 
-Nothing is drawn in the pipeline: bytes, windows, sizes and filters are fed. The torchvision backend decodes what DALI
-does not decode exactly as Pillow does (other formats, CMYK, 12 bits, unsound markers), and says what is bad.
+The pipeline draws no random numbers: it is fed with bytes, windows, sizes and filters. The torchvision backend decodes
+images that DALI decodes differently from Pillow (other formats, CMYK, 12 bits, unsound markers), and finds bad ones.
 
-- dali-cpu: DALI decodes the rows that the window needs, and torch resizes, which takes a third of DALI's time on a CPU.
-  Every pixel is the torchvision backend's.
-- dali-gpu: DALI decodes and resizes on the training device, and the images stay there. nvJPEG rounds otherwise than
-  libjpeg, and at its edges a window counts as going on with its last pixel, where Pillow and torch go without.
+- dali-cpu: DALI decodes the rows that the window needs, and torch resizes them, which takes a third of DALI's time on a
+  CPU. All pixels equal those of the torchvision backend.
+- dali-gpu: DALI decodes and resizes on the training device, and the images stay there. nvJPEG rounds differently from
+  libjpeg. At the edges of a window DALI repeats the last pixel; Pillow and torch do not.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ from tlt.errors import UserError, require
 
 _FILTERS = {"bilinear": "INTERP_LINEAR", "bicubic": "INTERP_CUBIC"}
 _JPEG_END = b"\xff\xd9"
-_FAILURES = (RuntimeError, ValueError)  # what a pipeline raises for an image that it can't decode
+_FAILURES = (RuntimeError, ValueError)  # a pipeline raises one of these for an image that it can't decode
 _ONE_AT_A_TIME = threading.Lock()
 
 
 class DaliBackend(Backend):
-    """JPEGs by DALI, all else as TorchvisionBackend, on the CPU with its `dct_scaling`.
+    """Decodes JPEGs with DALI, and other images with TorchvisionBackend on the CPU, with its `dct_scaling`.
 
     Args:
-        threads: CPU threads of the pipeline, and as many that resize.
-        device: The CUDA device that decodes and resizes, and where the images stay; None: the CPU does.
+        threads: Number of CPU threads of the pipeline, and of those that resize.
+        device: The CUDA device that decodes, resizes and holds the images; None uses the CPU.
 
     Raises:
         UserError: DALI is not installed, or `device` is no CUDA device.
     """
 
-    has_threads = True  # a pipeline has threads and a device, which other processes can't share
+    has_threads = True  # a pipeline has threads and a device, which processes can't share
 
     def __init__(
         self,
@@ -71,9 +71,9 @@ class DaliBackend(Backend):
     def decode_batch(self, requests: Sequence[Request], size: Size, fill: Sequence[int] = (0, 0, 0)) -> Decoded:
         if self._stream is None:
             return self._decode_batch(requests, size, fill)
-        with torch.cuda.stream(self._stream):  # not the one on which the model trains
+        with torch.cuda.stream(self._stream):  # a stream of its own, not that of training
             decoded = self._decode_batch(requests, size, fill)
-        self._stream.synchronize()  # deliberate: in the thread that loads, not in the one that trains
+        self._stream.synchronize()  # deliberate: this is the loading thread, not the training thread
         return decoded
 
     def _decode_batch(self, requests: Sequence[Request], size: Size, fill: Sequence[int]) -> Decoded:
@@ -94,9 +94,9 @@ class DaliBackend(Backend):
     def _decode_accelerated(
         self, requests: list[Request], size: Size, fill: Sequence[int]
     ) -> tuple[Tensor, dict[int, Exception]]:
-        """The images (n, 3, H, W) that the pipeline makes of requests, and what it says of the others, by row.
+        """Return the images (n, 3, H, W) that the pipeline can decode, and the errors of the others by row.
 
-        One image ends a whole run: then each is decoded alone, so that no image depends on the others of its batch.
+        One bad image fails a whole run. Then we decode each image alone, so that none depends on others of its batch.
         """
         if not requests:
             return torch.empty(0, 3, *size, dtype=torch.uint8, device=self.device), {}
@@ -121,12 +121,12 @@ class DaliBackend(Backend):
     def _accelerates(self, request: Request) -> bool:
         stated = request.encoded.width * request.encoded.height
         if self._host.divisor(request) > 1 or max(math.prod(request.size), stated) > self.max_pixels:
-            return False  # the host decodes it scaled down, resizes the shown part alone, or refuses it
+            return False  # the host decodes it scaled down, resizes only the visible part, or refuses it
         return is_sound(request.encoded) and request.interpolation in _FILTERS
 
 
 def is_sound(encoded: Encoded) -> bool:
-    """Whether DALI decodes it as Pillow does: a whole JPEG, gray or of three components, of its header's size."""
+    """Return whether DALI decodes like Pillow: a complete grey or RGB JPEG with the size that its header states."""
     if encoded.data[:3] != JPEG_MAGIC or encoded.data[-2:] != _JPEG_END:
         return False
     try:
@@ -140,10 +140,10 @@ def is_sound(encoded: Encoded) -> bool:
 def _run(
     requests: Sequence[Request], size: Size, threads: int, device: torch.device, fill: tuple[int, ...] | None
 ) -> Any:
-    """DALI's list of images: windows (h, w, 3), or (3, H, W) where it resizes. Raises one of `_FAILURES`.
+    """Return DALI's list of images: windows (h, w, 3), or (3, H, W) if it resizes. Raise one of `_FAILURES`.
 
     Args:
-        fill: The pipeline also resizes, and shows this colour outside of the images; None: it only decodes.
+        fill: Colour beyond the images, if the pipeline also resizes; None if it only decodes.
     """
     geometry = np.array([_geometry(request, size) for request in requests], np.int32)
     encoded = [np.frombuffer(request.encoded.data, np.uint8) for request in requests]
@@ -152,7 +152,7 @@ def _run(
         try:
             (images,) = _pipeline(room, threads, device, fill).run(encoded=encoded, geometry=geometry)
         except _FAILURES:
-            _pipeline.cache_clear()  # one that has failed is of no more use
+            _pipeline.cache_clear()  # a pipeline can't be used after a failure
             raise
     return images
 
@@ -160,19 +160,19 @@ def _run(
 def _taken(images: Any, device: torch.device) -> Tensor:
     tensor = torch.from_dlpack(images.as_tensor())
     if device.type == "cuda":
-        # DALI knows nothing of torch's streams: it gets its memory back once it has been read.
+        # DALI does not know torch's streams, so we copy its memory and wait before DALI reuses it.
         tensor = tensor.clone()
         torch.cuda.current_stream(device).synchronize()
     return tensor
 
 
 def _reason(error: Exception) -> str:
-    """What of DALI's many lines says why."""
+    """Return the line of DALI's long message that gives the reason."""
     return str(error).rpartition("encountered:")[2].strip().split("\n")[0]
 
 
 def _geometry(request: Request, size: Size) -> tuple[int, ...]:
-    """What is fed for an image: window (row, column, height, width), resized size, filter, output window."""
+    """Return the pipeline's input for an image: window (y, x, h, w), resized size, filter, output window."""
     x, y, width, height = request.crop or (0, 0, request.encoded.width, request.encoded.height)
     kind = getattr(_dali().types, _FILTERS[request.interpolation])
     return (y, x, height, width, *request.size, int(kind), request.top, request.left, *size)
@@ -180,11 +180,11 @@ def _geometry(request: Request, size: Size) -> tuple[int, ...]:
 
 @functools.lru_cache(2)
 def _pipeline(room: int, threads: int, device: torch.device, fill: tuple[int, ...] | None) -> Any:
-    """A pipeline for batches of up to `room` images, which training and validation share. Raises UserError: DALI can't
-    start."""
+    """Return a pipeline for batches of up to `room` images, which training and validation share. Raise UserError if
+    DALI can't start."""
     fn, types, gpu = _dali().fn, _dali().types, device.type == "cuda"
-    # Threads stay on the cores that the rank is bound to. Which images the GPU's own JPEG decoder gets would depend on
-    # the others of the batch.
+    # Threads stay on the cores to which the rank is bound. The GPU's hardware JPEG decoder is off, because which images
+    # it gets would depend on the others of the batch.
     only_mixed = {"affine": False, "hw_decoder_load": 0.0} if gpu else {}
     settings = {"batch_size": room, "num_threads": threads, "device_id": device.index if gpu else None}
     pipeline = _dali().Pipeline(**settings, prefetch_queue_depth=1, exec_dynamic=True)

@@ -1,8 +1,8 @@
-"""From a file to a resized crop: uint8, antialiased, EXIF orientation ignored.
+"""Decodes, crops and resizes images to uint8, with antialiasing, ignoring the EXIF orientation.
 
-A backend only decodes, crops and resizes; flips, warps and colours are the device stage's. `torchvision` decodes JPEG
-with simplejpeg and resizes with torch (about half the time), `pil` does both with Pillow, as timm does. They differ by
-at most one grey level, but for about 1 in 10,000 bicubic values where an overshoot is clipped between the two axes.
+Backends do only this; the device stage flips, warps and changes colours. `torchvision` decodes JPEG with simplejpeg and
+resizes with torch (in about half the time); `pil` does both with Pillow, as timm does. They differ by at most one grey
+level, except for about 1 in 10,000 bicubic values, where an overshoot is clipped between the two axes.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from tlt.data.sources.image_file import (
     simplejpeg,
 )
 
-_CMYK = ("CMYK", "YCCK")  # simplejpeg's RGB of them is a grey level off
-DCT_SCALING_PIXELS = 8_000_000  # below, decoding and resizing a scaled JPEG takes as long as the whole one
+_CMYK = ("CMYK", "YCCK")  # simplejpeg converts these to RGB with errors of one grey level
+DCT_SCALING_PIXELS = 8_000_000  # smaller JPEGs take as long to decode and resize scaled as whole
 
 INTERPOLATIONS = ("nearest", "box", "bilinear", "hamming", "bicubic", "lanczos")
 _PIL_FILTERS = {name: Image.Resampling[name.upper()] for name in INTERPOLATIONS}
@@ -44,7 +44,7 @@ Size = tuple[int, int]  # height, width
 
 @dataclass(frozen=True)
 class Encoded:
-    """An encoded image as read, with the size that its header states. `data` is empty for computed images."""
+    """An encoded image with the size that its header states. `data` is empty for computed images."""
 
     path: str
     data: bytearray
@@ -54,8 +54,8 @@ class Encoded:
 
 @dataclass(frozen=True)
 class Request:
-    """One image of a batch: `crop` (None: all) is resized to `size` (h, w); the output shows the part of it that begins
-    at row `top` and column `left`. Where these are negative, or the output goes beyond, it shows the fill."""
+    """Describes one output image: resize `crop` (None: the whole image) to `size` (h, w), then show the part from row
+    `top` and column `left` on. Beyond the resized image the output has the fill colour."""
 
     encoded: Encoded
     crop: Crop | None
@@ -67,21 +67,21 @@ class Request:
 
 @dataclass(frozen=True)
 class Decoded:
-    """A batch of images, (B, 3, H, W) uint8 in the requests' order, and why some could not be decoded, by row: those
-    rows hold anything."""
+    """A batch of images (B, 3, H, W), uint8, in the order of the requests. `bad` has the error of each row that could
+    not be decoded; such rows have arbitrary contents."""
 
     images: Tensor
     bad: dict[int, BadImage]
 
 
 class Backend:
-    """Where pixels come from: decodes, crops and resizes, and does nothing at random.
+    """Decodes, crops and resizes images, without randomness.
 
-    `decode` is one image's, `decode_batch` a batch's, which is what loaders call. Backends without threads of their own
-    work in worker processes and are picklable.
+    `decode` handles one image, `decode_batch`, which loaders call, a batch. Backends without threads of their own run
+    in worker processes and can be pickled.
 
     Attributes:
-        has_threads: It decodes in threads of its own, which other processes can't share.
+        has_threads: Whether it decodes in threads of its own, which other processes can't share.
     """
 
     has_threads = False
@@ -90,21 +90,21 @@ class Backend:
         self.max_pixels = max_pixels
 
     def open(self, path: str, data: bytearray | None = None) -> Encoded:
-        """An encoded image and the size that its header states. `path` is its name for messages and, where `data` is
-        None, the file that is read. Raises BadImage: it can't be read, or is larger than `max_pixels`."""
+        """Return an encoded image and its header's size. `path` names it in messages, and is read if `data` is None.
+        Raise BadImage if the image can't be read, or is larger than `max_pixels`."""
         data = read_file(path, self.max_pixels) if data is None else data
         return Encoded(path, data, *read_size(data, self.max_pixels))
 
     def decode(self, encoded: Encoded, crop: Crop | None, size: Size, interpolation: str) -> Tensor:
-        """Crop (None: the whole image) resized to `size`: uint8 (3, h, w). Raises BadImage."""
+        """Return the crop (None: the whole image) resized to `size`, (3, h, w) uint8. Raise BadImage if that fails."""
         raise NotImplementedError
 
     def decode_batch(self, requests: Sequence[Request], size: Size, fill: Sequence[int] = (0, 0, 0)) -> Decoded:
-        """All requests, in outputs of one `size`."""
+        """Decode all requests into outputs of one `size`."""
         images, bad = torch.empty(len(requests), 3, *size, dtype=torch.uint8), {}
         for row, request in enumerate(requests):
             try:
-                # An image of 1 x 20000 pixels that is resized to a width of 224 has too many.
+                # An image of 1 x 20000 pixels becomes too large when it is resized to a width of 224.
                 check_pixel_limit(request.size[1], request.size[0], self.max_pixels)
                 pixels = self.decode(request.encoded, request.crop, request.size, request.interpolation)
                 images[row] = cut(pixels, request.top, request.left, size, fill)
@@ -114,7 +114,7 @@ class Backend:
 
 
 class PilBackend(Backend):
-    """Pillow decodes, crops and resizes: what timm does."""
+    """Decodes, crops and resizes with Pillow, as timm does."""
 
     def decode(self, encoded: Encoded, crop: Crop | None, size: Size, interpolation: str) -> Tensor:
         image = _cropped(self._rgb(encoded), crop)
@@ -127,14 +127,14 @@ class PilBackend(Backend):
 
 
 class TorchvisionBackend(PilBackend):
-    """JPEG by simplejpeg and bilinear or bicubic resizing by torch; all else as PilBackend.
+    """Decodes JPEG with simplejpeg, resizes by torch (bilinear or bicubic), and does the rest like PilBackend.
 
-    Its pixels are those of torchvision, whose own decoders are about to be removed.
+    Its pixels equal those of torchvision, whose own decoders will be removed.
 
     Args:
-        dct_scaling: Decode JPEGs of more than `DCT_SCALING_PIXELS` at 1/2, 1/4 or 1/8 where twice the output's size is
-            left of the crop: half the time at 4000 x 3000. Grey levels differ by 1 in the mean, about half of what
-            bilinear and bicubic differ by.
+        dct_scaling: Decode JPEGs of more than `DCT_SCALING_PIXELS` at 1/2, 1/4 or 1/8, as long as the crop keeps twice
+            the output's size. It takes half the time at 4000 x 3000. Grey levels change by 1 on average, about half of
+            the difference between bilinear and bicubic.
     """
 
     def __init__(self, max_pixels: int = DEFAULT_MAX_PIXELS, dct_scaling: bool = False) -> None:
@@ -142,7 +142,7 @@ class TorchvisionBackend(PilBackend):
         self.dct_scaling = dct_scaling
 
     def decode(self, encoded: Encoded, crop: Crop | None, size: Size, interpolation: str) -> Tensor:
-        check_pixel_limit(encoded.width, encoded.height, self.max_pixels)  # below, the header must state the same
+        check_pixel_limit(encoded.width, encoded.height, self.max_pixels)  # decoders below check the header's size
         if interpolation not in TORCH_FILTERS:
             return super().decode(encoded, crop, size, interpolation)
         if (divisor := self.divisor(Request(encoded, crop, size, interpolation))) > 1:
@@ -150,11 +150,11 @@ class TorchvisionBackend(PilBackend):
                 return _to_tensor(_scaled_jpeg(encoded, divisor, crop, size, interpolation))
         if (pixels := _decode_jpeg(encoded)) is not None:
             return resized_crop(pixels, crop, size, interpolation)
-        image = _cropped(self._rgb(encoded), crop)  # here, because a tensor is a copy
+        image = _cropped(self._rgb(encoded), crop)  # crop before the copy into a tensor
         return resized_crop(_to_tensor(image), None, size, interpolation)
 
     def divisor(self, request: Request) -> int:
-        """By what the sides of an image are divided in decoding: 8, 4, 2, or 1 for none."""
+        """Return the divisor of the image's sides in decoding: 8, 4, 2, or 1 for full size."""
         encoded, size = request.encoded, request.size
         scales = self.dct_scaling and encoded.data[:3] == JPEG_MAGIC and request.interpolation in TORCH_FILTERS
         if not scales or encoded.width * encoded.height <= DCT_SCALING_PIXELS:
@@ -164,8 +164,8 @@ class TorchvisionBackend(PilBackend):
 
 
 def cut(pixels: Tensor, top: int, left: int, size: Size, fill: Sequence[int] = (0, 0, 0)) -> Tensor:
-    """The part (3, *size) of pixels (3, h, w) uint8 that begins at row `top` and column `left`; `fill` (red, green,
-    blue) outside of them."""
+    """Return the part (3, *size) of pixels (3, h, w) uint8 from row `top` and column `left` on. Beyond the pixels it
+    has the colour `fill` (red, green, blue)."""
     bottom, right = top + size[0], left + size[1]
     if top >= 0 and left >= 0 and bottom <= pixels.shape[1] and right <= pixels.shape[2]:
         return pixels[:, top:bottom, left:right]
@@ -176,8 +176,8 @@ def cut(pixels: Tensor, top: int, left: int, size: Size, fill: Sequence[int] = (
 
 
 def resized_crop(pixels: Tensor, crop: Crop | None, size: Size, interpolation: str) -> Tensor:
-    """Crop (None: everything) and resize with antialiasing by one of `TORCH_FILTERS`, within one grey level of Pillow
-    (see the module's text): (3, H, W) uint8 -> (3, *size) uint8."""
+    """Crop (None: keep all) and resize with antialiasing by one of `TORCH_FILTERS`, to within one grey level of Pillow
+    (see the module's docstring): (3, H, W) uint8 -> (3, *size) uint8."""
     if crop is not None:
         x, y, width, height = crop
         pixels = pixels[:, y : y + height, x : x + width]
@@ -194,10 +194,10 @@ def _cropped(image: Image.Image, crop: Crop | None) -> Image.Image:
 
 
 def _scaled_jpeg(encoded: Encoded, divisor: int, crop: Crop | None, size: Size, interpolation: str) -> Image.Image:
-    """Decode at 1/divisor, where the crop's window has fractions of pixels, and resize exactly that window."""
+    """Decode at 1/divisor and resize exactly the crop's window, whose edges may be fractions of pixels."""
     x, y, width, height = crop or (0, 0, encoded.width, encoded.height)
     left, top, right, bottom = (edge / divisor for edge in (x, y, x + width, y + height))
-    # Cut first: what is outside of the crop takes no part in filtering, as in resizing a crop of the whole image.
+    # Cut first, so that pixels outside the crop take no part in filtering, as in resizing a crop of the whole image.
     whole = math.floor(left), math.floor(top), math.ceil(right), math.ceil(bottom)
     with Image.open(io.BytesIO(encoded.data), formats=("JPEG",)) as image:
         _same_size(image, encoded).draft(None, (encoded.width // divisor, encoded.height // divisor))
@@ -211,7 +211,7 @@ def _to_tensor(image: Image.Image) -> Tensor:
 
 
 def _decode_jpeg(encoded: Encoded) -> Tensor | None:
-    """The pixels of a plain JPEG in which libjpeg finds nothing to warn of; None for all else, which Pillow judges."""
+    """Return the pixels of a JPEG without libjpeg warnings; None for all others, which Pillow decodes or refuses."""
     if simplejpeg is None or encoded.data[:3] != JPEG_MAGIC:
         return None
     try:

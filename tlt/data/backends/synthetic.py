@@ -1,7 +1,7 @@
-"""Images and label maps without a disk, for benchmarks and tests (`--data-backend synthetic`).
+"""Makes images and label maps without a disk, for benchmarks and tests (`--data-backend synthetic`).
 
-Every image shows where it is: red grows from 0 to 255 from left to right, green from top to bottom, and blue is a
-function of the class and the index. All of it is a function of the path, so that it goes through the real loader.
+The colours of an image encode positions: red grows from 0 to 255 from left to right, green from top to bottom, and blue
+depends on class and index. All of this is a function of the path, so that the real loader can be used.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from tlt.label_map import FULL_AREA, LabelMap
 
 
 class SyntheticImages(ImageSource):
-    """Images without bytes."""
+    """Images that have a path but no bytes."""
 
     def read(self, index: int, max_pixels: int = DEFAULT_MAX_PIXELS) -> bytearray:
         return bytearray()
 
 
 def synthetic_folder(length: int, num_classes: int) -> SyntheticImages:
-    """`length` images, classes in turn, as `scan_folder` would list them."""
+    """Return `length` images with cycling classes, in the form of `scan_folder`."""
     classes = np.arange(length, dtype=np.int64) % num_classes
     names = [f"class_{number:05d}" for number in range(num_classes)]
     paths = [f"{names[number]}/{index:08d}" for index, number in enumerate(classes)]
@@ -35,7 +35,7 @@ def synthetic_folder(length: int, num_classes: int) -> SyntheticImages:
 
 
 class SyntheticBackend(Backend):
-    """Images of one size that are computed where a file backend decodes. `size` is (height, width) of the source."""
+    """Computes images of one size instead of decoding files. `size` is the source's (height, width)."""
 
     def __init__(self, size: Size = (375, 500)) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class SyntheticBackend(Backend):
         return Encoded(path, bytearray(), self.width, self.height)
 
     def decode(self, encoded: Encoded, crop: Crop | None, size: Size, interpolation: str) -> Tensor:
-        """The picture is linear, so the colour at a pixel's centre is what any interpolation gives."""
+        """Compute the crop. The image is linear, so every interpolation gives the colour at a pixel's centre."""
         x, y, width, height = crop or (0, 0, self.width, self.height)
         image = torch.empty(3, *size, dtype=torch.uint8)
         image[0] = _ramp(x, width, size[1], self.width)
@@ -55,8 +55,8 @@ class SyntheticBackend(Backend):
 
 
 class SyntheticLabels:
-    """Label maps of `synthetic_folder`: everywhere the image's class first, then the classes that count the cells.
-    `shape` is (k, h, w); k is cut to the class count."""
+    """Makes label maps for `synthetic_folder`: each cell lists the image's class first, then classes that depend on the
+    cell. `shape` is (k, h, w); k is limited to the number of classes."""
 
     def __init__(self, folder: ImageSource, shape: tuple[int, int, int] = (5, 18, 18)) -> None:
         self.classes = folder.classes
@@ -72,7 +72,7 @@ class SyntheticLabels:
         ranks = np.arange(1, self.shape[0])[:, None, None]
         ids = np.empty(self.shape, np.int32)
         ids[0] = first
-        ids[1:] = (first + self._cells + ranks) % self.num_classes  # never `first` again, nor one class twice
+        ids[1:] = (first + self._cells + ranks) % self.num_classes  # the k classes of a cell all differ
         return LabelMap(self._values.copy(), ids, FULL_AREA)
 
     def take_faults(self) -> list[tuple[str, str]]:
@@ -80,6 +80,6 @@ class SyntheticLabels:
 
 
 def _ramp(start: int, extent: int, pixels: int, full: int) -> Tensor:
-    """(pixels,) uint8: 255 x the source coordinate over the source's size, at the pixel centres of a resized window."""
+    """Return (pixels,) uint8: 255 * source coordinate / source size, at the pixel centres of a resized window."""
     centres = start + (torch.arange(pixels) + 0.5) * (extent / pixels)
     return (centres * (255 / full) + 0.5).to(torch.uint8)

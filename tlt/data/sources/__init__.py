@@ -1,6 +1,6 @@
-"""Where encoded images are: the images of a split, whatever kind of data set they are in (`--dataset`).
+"""Finds the images of a split in any kind of data set (`--dataset`).
 
-Flags are checked with the table of kinds here, so that what opens one is imported when it is needed.
+The table of kinds is here so that flags can be checked before the module of a kind is imported.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from tlt.io.text import printable
 if TYPE_CHECKING:
     from tlt.data.sources.source import ImageSource
 
-# Kind -> module here, its function that opens it, and what stands behind the slash; in capitals: anything. Given that,
-# DATA, split and a function for progress, the function returns the images.
+# Kind -> its module in this folder, the function that opens it, and the allowed names after the slash; names in
+# capitals stand for any name. The function takes name, DATA, split and `on_progress`, and returns the images.
 OPENERS = {
     "tfrecord": ("tfrecords", "open_tfrecords", [""]),
     "wds": ("tar_shards", "open_webdataset", ["NAME"]),
@@ -38,22 +38,22 @@ def open_images(
     split_flag: str = "--split",
     classes: bool = True,
 ) -> ImageSource:
-    """Find the images of a split. Records in large files are read once, every byte of them, and their table is written
-    beside them, where there is none yet (`tlt.data.sources.records`).
+    """Find the images of a split. If records in large files have no table yet, they are read once, every byte, and a
+    table is written beside them (`tlt.data.sources.records`).
 
     Args:
-        data: Folder of the data set; None only where `needs_folder` is false.
-        split: Such as `"train"` or `"validation"`.
-        dataset: Kind of data set (`--dataset`); "": image folders or shards, whichever is there; None: so it is, and
-            the program has no such flag.
-        class_names: Imposed class list; None: the data set's own.
-        allow_root: Take `data` itself where no split of any name is in it.
-        on_progress: Called often, with what is done and how many images or files were found; None: lines are printed.
-        split_flag: The program's flag that names the split.
-        classes: False: images of folders may lie anywhere, and are of one class.
+        data: Folder of the data set; may be None only if `needs_folder` is false.
+        split: A name such as `"train"` or `"validation"`.
+        dataset: Kind of data set (`--dataset`). "" means image folders or shards, whichever exists; so does None, for
+            programs without this flag.
+        class_names: Class list to impose; None keeps the data set's own.
+        allow_root: Whether to use `data` itself if it has no split of any name.
+        on_progress: Called often with a message and the number of images or files so far; None prints lines.
+        split_flag: The program's flag for the split, for messages.
+        classes: False allows images of folders anywhere; all get one class.
 
     Raises:
-        UserError: No such data set, an unknown kind, or it can't be used as it is; names the flag or file.
+        UserError: The data set does not exist, its kind is unknown, or it is unusable; names the flag or file.
     """
     from tlt.data.sources.folder import find_split, holds_shards, other_kinds, scan_folder
     from tlt.data.sources.source import check_classes
@@ -74,7 +74,7 @@ def open_images(
         else:
             images = scan_folder(folder, on_progress, classes)
     except MissingSplit as error:
-        # Of a folder without splits it makes both.
+        # For a folder without splits, --val-fraction makes both splits.
         held_out = split_flag == "--val-split" or (split_flag == "--train-split" and not kind)
         hint = "; --val-fraction 0.1 makes a split" if held_out else ""
         hint += "" if kind or dataset is None else other_kinds(data or "")
@@ -86,11 +86,11 @@ def open_images(
 
 
 def parse_kind(dataset: str | None) -> tuple[str, str]:
-    """(kind, name) of a `--dataset`: the prefix before the first slash in lower case, and the rest as it is, as timm
-    has them; ("", "") for image folders and shards, which are told apart by what is there.
+    """Split `--dataset` at its first slash into (kind, name), the kind in lower case, as timm does; ("", "") for image
+    folders and shards, which are recognised by their files.
 
     Raises:
-        UserError: No such kind, or one that can't be read by index.
+        UserError: The kind is unknown, or can't be read by index.
     """
     if dataset is None or dataset.lower() in ("", "imagefolder", "image_folder", "folder"):
         return "", ""
@@ -107,5 +107,5 @@ def parse_kind(dataset: str | None) -> tuple[str, str]:
 
 
 def needs_folder(dataset: str | None) -> bool:
-    """Whether a kind is in a folder of the user's: Hugging Face's data sets have a cache of their own."""
+    """Return whether a kind needs a folder: Hugging Face's data sets have a cache of their own."""
     return parse_kind(dataset)[0] != "hfds"
