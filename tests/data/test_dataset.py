@@ -172,6 +172,8 @@ SHOWN = {
     "gray.jpg": jpeg(picture().convert("L")),
     "progressive.jpg": jpeg(progressive=True),
     "turned.jpg": jpeg(exif=turned()),
+    "ends_early.jpg": jpeg()[: len(jpeg()) // 2] + b"\xff\xd9",  # libjpeg warns and goes on
+    "more_behind_its_end.jpg": jpeg() + b"more",
     "1x1.jpg": jpeg(picture(1, 1)),
     "1x20000.jpg": jpeg(picture(1, 20000)),
     "16_bits_gray.png": encoded(sixteen_bits(), "PNG"),
@@ -193,6 +195,8 @@ BAD = {
     "empty.jpg": (b"", "empty file"),
     "text.jpg": (b"<html>404 not found</html>" * 9, "no image format"),
     "truncated.jpg": (jpeg()[: len(jpeg()) // 2], "truncated|can't be decoded"),
+    "without_its_end.jpg": (jpeg()[:-2], "truncated"),
+    "without_a_scan.jpg": (without(jpeg(), 0xDA), "cannot load|broken|can't be decoded"),
     "truncated.png": (encoded(picture(), "PNG")[:-5000], "truncated"),
     "only_a_start.jpg": (b"\xff\xd8\xff", "no image format|broken|could not"),
     "float.tiff": (encoded(picture().convert("F"), "TIFF"), "floating-point numbers.*convert it to 8 or 16 bits"),

@@ -11,12 +11,11 @@ import numpy as np
 import pytest
 import torch
 from safetensors.numpy import save
-from torchvision.transforms import CenterCrop
 
 from tests.data.conftest import refuses
 from tlt.errors import UserError
 from tlt.io.names import Names
-from tlt.label_map import FULL_AREA, NO_AREA, LabelMap, centre_square
+from tlt.label_map import FULL_AREA, NO_AREA, LabelMap
 from tlt.labels.label_info import LabelInfo
 from tlt.labels.shards import ShardReader
 from tlt.labels.store import LabelStore, open_labels
@@ -156,15 +155,6 @@ def test_fault_49_code_in_a_label_file_is_not_run(tmp_path: Path) -> None:
     assert (tmp_path / "ran").exists()
 
 
-def test_fault_45_cut_files_name_the_file(tree: Path) -> None:
-    path = tree / "c0" / "0.pt"
-    whole = path.read_bytes()
-    for keep in (0, 10, 400):
-        path.write_bytes(whole[:keep])
-        with pytest.raises(UserError, match=r"c0/0\.pt is truncated or damaged"):
-            read_map(path)
-
-
 @pytest.mark.parametrize("policy,area", [("skip", NO_AREA), ("uniform", FULL_AREA)])
 def test_fault_45_46_missing_and_odd_maps_stop_or_are_replaced(
     tree: Path, policy: str, area: tuple[float, ...]
@@ -240,12 +230,3 @@ def test_other_descriptions_are_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "labels.json").write_text(text)
     with refuses(r"labels\.json"):
         LabelInfo.read(tmp_path / "labels.json")
-
-
-@pytest.mark.parametrize("width,height", [(500, 375), (375, 500), (64, 64)])
-def test_centre_square_is_what_a_centre_crop_keeps(width: int, height: int) -> None:
-    places = torch.stack(torch.meshgrid(torch.arange(width), torch.arange(height), indexing="xy"))
-    kept = CenterCrop(min(width, height))(places)
-    x0, y0, x1, y1 = centre_square(width, height)
-    edges = [*kept[:, 0, 0].tolist(), *(kept[:, -1, -1] + 1).tolist()]
-    assert edges == pytest.approx([x0 * width, y0 * height, x1 * width, y1 * height], abs=0.5)

@@ -131,8 +131,7 @@ def test_a_class_has_its_colour_in_every_picture_or_is_grey_and_named() -> None:
     assert page.legends[0].get_title().get_text() == "grey: class 12, class 13, class 14, class 15"
 
 
-@pytest.mark.parametrize("parts", [(), ("tokens",), ("label", "tokens")])
-@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize(("parts", "count"), [((), 1), (("tokens",), 1), (("label", "tokens"), 3)])
 def test_all_text_is_inside_of_the_page_and_speaks_of_what_is_drawn(parts: tuple[str, ...], count: int) -> None:
     pixels, window = np.zeros((40, 30, 3), np.uint8), np.array([[0, 0], [60, 0], [60, 40], [0, 40]])
     cells = Cells(np.arange(30).reshape(5, 6) // 2, np.ones((5, 6)), np.ones((5, 6)))

@@ -85,34 +85,6 @@ def test_a_batch_of_everything_in_its_order(make: Callable[[], DaliBackend]) -> 
         assert torch.equal(shown(make(), [request], (40, 36), (9, 80, 200))[0], ours[row])
 
 
-def damaged() -> dict[str, bytearray]:
-    """Images that are bad, and some that only look so, by what was done to them."""
-    whole = encoded(picture(), quality=90).data
-    scan = whole.index(b"\xff\xda")
-    middle = (scan + len(whole)) // 2
-    return {
-        "cut": whole[:middle],
-        "cut, end marker": whole[:middle] + b"\xff\xd9",
-        "no end marker": whole[:-2],
-        "more behind its end": whole + b"more",
-        "scan of other components": whole[: scan + 4] + b"\x02" + whole[scan + 5 :],
-        "noise in the scan": whole[:middle] + b"\x12\x34\x56\x78" + whole[middle + 4 :],
-        "no scan": whole[:scan] + b"\xff\xd9",
-    }
-
-
-@MAKERS
-def test_fault_24_bad_images_are_torchvisions(make: Callable[[], DaliBackend]) -> None:
-    good = encoded(picture())
-    files = [good, *(Encoded(name, data, 96, 72) for name, data in damaged().items()), good]
-    requests = [Request(image, None, (72, 96), "bilinear") for image in files]
-    ours, theirs = (backend.decode_batch(requests, (72, 96)) for backend in (make(), TorchvisionBackend()))
-    assert {r: str(error) for r, error in ours.bad.items()} == {r: str(error) for r, error in theirs.bad.items()}
-    assert 2 <= len(theirs.bad) < len(files) - 3
-    for row in set(range(len(files))) - set(theirs.bad):
-        assert torch.equal(ours.images[row], theirs.images[row]), files[row].path
-
-
 def named(count: int) -> list[Request]:
     """Images with their number in a comment at their end."""
     data = encoded(picture()).data[:-2]

@@ -1,6 +1,7 @@
 """Decoding against Pillow: at most one grey level apart, and damaged files named as such by both backends. Where JPEGs
 are decoded at 1/2, 1/4 or 1/8, the same window and nearly the same grey levels."""
 
+import importlib.util
 import io
 import itertools
 import os
@@ -181,9 +182,9 @@ def small_images_are_scaled(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def photograph(mode: str = "RGB") -> Image.Image:
-    from sklearn.datasets import load_sample_image  # takes a second
-
-    return Image.fromarray(load_sample_image("china.jpg")).convert(mode)  # 640 x 427
+    package = importlib.util.find_spec("sklearn")  # importing it takes a second
+    assert package is not None and package.origin is not None
+    return Image.open(Path(package.origin).parent / "datasets" / "images" / "china.jpg").convert(mode)  # 640 x 427
 
 
 def pixels(backend: PilBackend, path: str, crop: Crop | None, size: Size, interpolation: str) -> np.ndarray:
