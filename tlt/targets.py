@@ -278,9 +278,7 @@ def _crop_logits(labels: LabelBatch, points: _Points, num_classes: int) -> tuple
 def linear_weights(position: Tensor, size: int) -> Tensor:
     """Turn (...) positions in cells into (..., size) linear interpolation weights of the cells along an axis. Beyond
     the centre of an outermost cell they extrapolate from the two outermost cells."""
-    cells = torch.arange(size, device=position.device)
-    (one, other), (weight, rest) = (pair[..., None].unbind(-2) for pair in _neighbours(position, size))
-    return (cells == one) * weight + (cells == other) * rest
+    return position.new_zeros(*position.shape, size).scatter_add_(-1, *_neighbours(position, size))
 
 
 def _token_logits(labels: LabelBatch, points: _Points) -> tuple[Tensor, Tensor, Tensor]:
