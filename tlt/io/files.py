@@ -1,4 +1,4 @@
-"""Files: reading at an offset and trying again, writing whole files and flushing them to the disk, checksums."""
+"""Reads files with retries and at offsets, writes whole files atomically, and explains errors."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from typing import Any, TypeVar
 from tlt.errors import MachineFault, UserError
 from tlt.io.text import printable
 
-# Windows would translate line ends, and has none of the others. O_NONBLOCK: a pipe without a writer opens at once.
+# O_BINARY stops Windows from translating line ends. With O_NONBLOCK, opening a pipe without a writer does not wait.
 _READ_FLAGS = os.O_RDONLY | sum(getattr(os, name, 0) for name in ("O_CLOEXEC", "O_NONBLOCK", "O_BINARY"))
 _SEEKING = Lock()
-_WAITS = (0.1, 0.5, 2.0)  # seconds between the times that a file is read
-# What is wrong with a file itself, or with where a damaged one leads its reader. All else is the machine's fault.
+_WAITS = (0.1, 0.5, 2.0)  # seconds between attempts to read a file
+# Error numbers for which a file, or a damaged file that refers to it, is at fault. For all others the machine is.
 _OF_THE_FILE = {
     *(errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.EACCES, errno.EPERM),
     *(errno.ENXIO, errno.ENODEV, errno.EINVAL, errno.EOVERFLOW, errno.EFBIG, errno.ESPIPE, errno.EILSEQ),
@@ -30,16 +30,16 @@ Result = TypeVar("Result")
 
 
 def is_machine_fault(error: OSError) -> bool:
-    """Whether a file can't be read because of the machine. Errors that a decoder raises have no number."""
+    """Return whether the machine is at fault that a file can't be read. Errors of decoders have no number."""
     return error.errno is not None and error.errno not in _OF_THE_FILE
 
 
 def with_retries(read: Callable[[], Result], path: str) -> Result:
-    """What `read` makes of a file, perhaps at the fourth time: what fails because of the machine may pass.
+    """Return `read()`. If it fails because of the machine, which may pass, try up to three times more.
 
     Raises:
-        MachineFault: It did not pass.
-        OSError: It is the file's fault.
+        MachineFault: All attempts failed.
+        OSError: The file is at fault.
     """
     waits = iter(_WAITS)
     while True:
@@ -59,14 +59,14 @@ def with_retries(read: Callable[[], Result], path: str) -> Result:
 
 @contextmanager
 def blamed_on(file: str | Path | None, what: str = "can't be used", remedy: str = "copy it again") -> Iterator[None]:
-    """Turn whatever the content of somebody's file leads to in the block into one line that begins with the file.
+    """Turn every error that the content of a file causes in the block into one line that begins with the file.
 
-    Parsers, constructors and optimizers raise anything for foreign content, so all is caught. None: there is no file,
-    and all errors pass.
+    Foreign content makes parsers, constructors and optimizers raise errors of any class, so all are caught. If `file`
+    is None, all errors pass unchanged.
 
     Raises:
-        UserError: `FILE what (the error): remedy`; one that was raised in the block gets the file's name, if it lacks
-            it, and keeps its class.
+        UserError: `FILE what (the error): remedy`. A UserError from the block keeps its class and gets the file's name,
+            if it lacks it.
     """
     try:
         yield
@@ -82,7 +82,7 @@ def blamed_on(file: str | Path | None, what: str = "can't be used", remedy: str 
 
 @contextmanager
 def os_errors_told(message: Callable[[OSError], str]) -> Iterator[None]:
-    """Turn what the system refuses in the block into a UserError with the text that `message` makes of it."""
+    """Turn an OSError in the block into a UserError with the text that `message` makes of it."""
     try:
         yield
     except OSError as error:
@@ -90,8 +90,8 @@ def os_errors_told(message: Callable[[OSError], str]) -> Iterator[None]:
 
 
 def regular_only(path: str, flags: int) -> int:
-    """An `opener` of `open` for files that users name. Raises OSError: it is a folder, a device, or a pipe, which might
-    wait for its writer for ever."""
+    """Open a file that a user named (an `opener` for `open`). Raise OSError for a folder, a device, or a pipe, which
+    might wait for ever for its writer."""
     descriptor = os.open(path, flags | _READ_FLAGS)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
@@ -100,7 +100,7 @@ def regular_only(path: str, flags: int) -> int:
 
 
 def read_bytes(path: str | Path) -> bytes:
-    """All bytes of a regular file. Raises what `with_retries` and `regular_only` raise."""
+    """Return all bytes of a regular file. Raises what `with_retries` and `regular_only` raise."""
 
     def read() -> bytes:
         with open(path, "rb", opener=regular_only) as file:
@@ -124,7 +124,7 @@ def read_at(descriptor: int, length: int, offset: int) -> bytes:
     """Read up to `length` bytes from byte `offset` of an open file, which processes and threads may share."""
     if hasattr(os, "pread"):
         return os.pread(descriptor, length, offset)
-    with _SEEKING:  # Windows: there processes that share a file are started anew and open it themselves
+    with _SEEKING:  # on Windows, where processes don't inherit open files, only threads share the position
         os.lseek(descriptor, offset, os.SEEK_SET)
         return os.read(descriptor, length)
 
@@ -139,10 +139,10 @@ def read_into(data: bytearray, descriptor: int, offset: int) -> int:
 
 
 def write_whole(path: str | Path, data: bytes | memoryview, sync: bool = True) -> None:
-    """Write a file, whole or not at all, and with `sync` wait until it is on the disk; `sync_folder` does so for its
+    """Write a file atomically. With `sync`, wait until its contents are on the disk; `sync_folder` does so for its
     name."""
     path = Path(path)
-    # No process id in the name: what a killed process leaves behind, the next one overwrites.
+    # The name has no process id, so that the next writer overwrites what a killed process left.
     temporary = path.with_name(f".{path.name}.tmp")
     try:
         with open(temporary, "wb") as file:
@@ -158,7 +158,7 @@ def write_whole(path: str | Path, data: bytes | memoryview, sync: bool = True) -
 
 
 def read_json(path: str | Path, format_name: str) -> dict[str, Any]:
-    """The JSON object in a file, whose `format` says what it is. Raises UserError if it is something else."""
+    """Return the JSON object in a file. Raise UserError if its `format` is not `format_name`."""
     name = printable(str(path))
     try:
         content = json.loads(read_bytes(path))
@@ -170,6 +170,6 @@ def read_json(path: str | Path, format_name: str) -> dict[str, Any]:
 
 
 def refuse_existing(path: str | Path, flag: str) -> None:
-    """Raise UserError if there is something already where `flag` asks for a file."""
+    """Raise UserError if the path of the output file that `flag` names already exists."""
     if os.path.lexists(path):
         raise UserError(f"{flag} {printable(str(path))} exists already: remove it, or choose another name")

@@ -1,4 +1,4 @@
-"""Long jobs: how far one is, and one in several processes."""
+"""Runs long jobs: shows progress, and divides a job among processes."""
 
 from __future__ import annotations
 
@@ -28,25 +28,25 @@ Job = TypeVar("Job")
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
-# How processes are started, on every Python: on Linux by fork, which Python 3.14 does only where asked. They share the
-# data set and all modules with the main process, and begin at once. By "forkserver", each loads torch and unpickles the
-# data set: 490 MB of its own in place of 20 (1.28 million images). The price is what Python warns of from 3.12 on: a
-# thread may hold a lock at that moment. Python and glibc see to their own.
+# How processes are started. On Linux by fork, also with Python 3.14, where it is no longer the default: forked
+# processes start at once and share the data set and all modules with the main process. With "forkserver" each would
+# load torch and unpickle the data set: 490 MB of its own instead of 20 (1.28 million images). The risk, of which Python
+# warns from 3.12 on, is that another thread holds a lock at the fork. Python and glibc handle their own locks.
 START_METHOD = "fork" if sys.platform == "linux" else "spawn"
 _ROOT = Path("/")
 _PR_SET_PDEATHSIG = 1
-_JOB: list[Any] = []  # of this process
-_by_main_thread = False  # whether the main thread has begun this process, or those that are being started
-_REPORT_SECONDS = 10.0  # between lines where nobody watches a progress bar
-_LOOK_SECONDS = 0.2  # between two looks whether the main process lives
-_FIRST_SECONDS = 3.0  # until the first line of a search, most of which take less
+_JOB: list[Any] = []  # the job of this process
+_by_main_thread = False  # whether the main thread started this process, or is starting processes
+_REPORT_SECONDS = 10.0  # between progress lines if there is no terminal
+_LOOK_SECONDS = 0.2  # between checks that the main process is alive
+_FIRST_SECONDS = 3.0  # until the first line of a search; most searches take less
 
 
 class SearchProgress:
-    """Counts what a search finds where the total is unknown: a line after 3 s, then one every 10 s.
+    """Reports the results of a search with unknown total: a line after 3 s, then one every 10 s.
 
     Args:
-        report: Prints a line; None: nothing is printed.
+        report: Prints a line; None prints nothing.
         alive: Called at each step.
     """
 
@@ -56,7 +56,7 @@ class SearchProgress:
         self._due = self._start + _FIRST_SECONDS
 
     def __call__(self, what: str, count: int) -> None:
-        """Count: `what` is done, and has found `count` by now."""
+        """Report that the task `what` has found `count` items so far."""
         if self._alive is not None:
             self._alive()
         now = time.monotonic()
@@ -66,7 +66,7 @@ class SearchProgress:
 
 
 class Progress:
-    """Shows a bar with ETA in a terminal, lines with ETA in a log."""
+    """Shows a bar with the remaining time in a terminal, and lines with it in a log."""
 
     def __init__(self, what: str, total: int, unit: str = "image") -> None:
         self.what, self.total, self.unit, self.done = what, total, unit, 0
@@ -75,7 +75,7 @@ class Progress:
         self.bar = tqdm(desc=what, total=total, unit=unit, dynamic_ncols=True, leave=False) if watched else None
 
     def step(self, count: int = 1) -> None:
-        """Count items that are done."""
+        """Count finished items."""
         self.done += count
         now = time.monotonic()
         if self.bar is not None:
@@ -100,7 +100,7 @@ class Progress:
 
 
 def available_cpus(process: int = 0) -> int:
-    """CPUs that a process may use (0: this one): those that it is bound to, or the time that control groups leave it.
+    """Return how many CPUs a process may use (0: this one): those of its affinity, limited by its control groups.
 
     Raises:
         OSError: There is no such process.
@@ -110,16 +110,16 @@ def available_cpus(process: int = 0) -> int:
 
 
 def _granted_cpus(membership: Path) -> float:
-    """CPU time per time that control groups of both versions grant, as `docker --cpus` sets it; perhaps infinity."""
+    """Return how many CPUs control groups (version 1 or 2) grant, as `docker --cpus` sets; may be infinity."""
     granted = math.inf
     for line in membership.read_text().splitlines() if membership.exists() else ():
-        _, controllers, path = line.split(":", 2)  # version 2 names no controllers
+        _, controllers, path = line.split(":", 2)  # in version 2 `controllers` is empty
         if controllers and "cpu" not in controllers.split(","):
             continue
         top = _ROOT / "sys/fs/cgroup" / ("cpu" if controllers else "")
-        # Limits of a group are those of the groups in it. In a container the path may be that of the host.
+        # A group's limit also binds the groups in it. In a container the path may be that of the host.
         for group in (top / part for part in ("", *itertools.accumulate(Path(path).parts[1:], os.path.join))):
-            with suppress(OSError, ValueError):  # it has none, or "max"
+            with suppress(OSError, ValueError):  # the group has no limit, or "max"
                 files = ("cpu.cfs_quota_us", "cpu.cfs_period_us") if controllers else ("cpu.max",)
                 quota, period = (int(n) for name in files for n in (group / name).read_text().split())
                 granted = min(granted, quota / period if quota > 0 else math.inf)
@@ -127,7 +127,7 @@ def _granted_cpus(membership: Path) -> float:
 
 
 def physical_memory() -> float:
-    """Bytes of memory of this machine; infinity where the system does not say."""
+    """Return the bytes of memory of this machine; infinity if the system does not say."""
     try:
         return float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
     except (AttributeError, ValueError, OSError):
@@ -136,10 +136,10 @@ def physical_memory() -> float:
 
 @contextmanager
 def starting_processes() -> Iterator[None]:
-    """Around the start of processes, each of which begins with `begin_process`, and collects no garbage before.
+    """Wrap the start of processes, which must call `begin_process` first, and collect no garbage until then.
 
-    What the main process has not collected yet is its own: a DALI pipeline, freed in a fork, waits for ever for threads
-    that only the main process has.
+    Garbage of the main process must not be collected in a fork: a DALI pipeline that is freed there waits for ever for
+    threads that only the main process has.
     """
     global _by_main_thread
     _by_main_thread = threading.current_thread() is threading.main_thread()
@@ -153,10 +153,10 @@ def starting_processes() -> Iterator[None]:
 
 
 def begin_process() -> None:
-    """What a process begins with: it leaves what the main process has made alone, and ends when that is no more.
+    """Initialise a process: never collect garbage of the main process, and end when the main process ends.
 
-    On Linux the kernel ends it, also where it is stopped or hangs, when the thread that forked has ended: that of a
-    process which another thread than the main one has begun may do so long before the main process.
+    On Linux the kernel ends it, even if it is stopped or hangs, when the thread that forked it ends. That thread must
+    be the main thread: another one may end long before the main process.
     """
     gc.freeze()
     gc.enable()
@@ -176,14 +176,14 @@ def _end_with_main_process() -> None:
 def in_processes(
     function: Callable[[Job, Item], Result], job: Job, items: Sequence[Item], workers: int, what: str, unit: str = ""
 ) -> Iterator[Result]:
-    """Yield `function(job, item)` of every item, in order; where there is a `unit`, a progress bar says `what`.
+    """Yield `function(job, item)` for every item, in order. With a `unit`, show a progress bar titled `what`.
 
     Args:
-        job: Given to each process once, on Linux without being copied.
-        workers: Processes; 1: this one.
+        job: Passed to each process once, on Linux without a copy.
+        workers: Number of processes; with 1, this process does the work.
 
     Raises:
-        UserError: What `function` raises; or a process was killed.
+        UserError: A process was killed, or `function` raised it.
     """
     progress = Progress(what, len(items), unit) if unit else None
     context = multiprocessing.get_context(START_METHOD)
@@ -208,7 +208,7 @@ def in_processes(
 
 def _begin(job: Any) -> None:
     _JOB[:] = [job]
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the main process decides
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the main process handles Ctrl-C
     begin_process()
 
 

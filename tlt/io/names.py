@@ -1,4 +1,4 @@
-"""A list of many names that takes little memory."""
+"""A list of many names that needs little memory."""
 
 from __future__ import annotations
 
@@ -10,17 +10,16 @@ import numpy as np
 
 
 class Names(Sequence[str]):
-    """Names as one block of bytes, which processes share: reading from a list of a million strings changes their
-    reference counts, and with that makes every data worker copy the pages they are on.
+    """A sequence of names stored in one block of bytes, which processes share. Reading a list of a million strings
+    changes their reference counts, and so makes every data worker copy their memory pages.
 
-    Equal to any sequence of the same names.
-
+    It equals any sequence of the same names.
     Args:
-        names: Without NUL, but that one text of several names is taken apart there.
+        names: Names without NUL; a NUL would split a name in two.
 
     Attributes:
-        block: All names, one after the other.
-        ends: (N,) int64: where in `block` each name ends.
+        block: The concatenated names.
+        ends: (N,) int64, the end of each name in `block`.
     """
 
     def __init__(self, names: Iterable[str] = ()) -> None:
@@ -31,13 +30,13 @@ class Names(Sequence[str]):
 
     @classmethod
     def packed(cls, block: bytes | memoryview, ends: np.ndarray) -> Names:
-        """Names one after the other in `block`, name i up to byte `ends[i]`; neither is copied."""
+        """Return names from `block`, in which name i ends at byte `ends[i]`, without copying."""
         names = cls()
         names.block, names.ends = block, ends
         return names
 
     def __reduce__(self) -> tuple[Any, tuple[bytes, np.ndarray]]:
-        return Names.packed, (bytes(self.block), self.ends)  # mapped memory can't be sent
+        return Names.packed, (bytes(self.block), self.ends)  # mapped memory can't be pickled
 
     def __len__(self) -> int:
         return len(self.ends)
@@ -60,7 +59,7 @@ class Names(Sequence[str]):
             start = end
 
     def rows_of(self, names: Sequence[str]) -> np.ndarray:
-        """(N,) int64: where each of N other names is among these, -1 where it is not."""
+        """Return (N,) int64, the index of each of N names in this sequence, or -1."""
         if names == self:
             return np.arange(len(self))
         row_of = {name: row for row, name in enumerate(self)}

@@ -1,7 +1,7 @@
-"""A folder that a long command writes: a killed command goes on where it was, and a marker says when it is complete.
+"""The output folder of a long command, which can be killed and continued. A marker says when it is complete.
 
-`OUT/MARKER` is a JSON file: what the folder is (`format` and the settings of the command), and whether it is
-`complete`. It is written first, and a second time when everything else is on the disk. `OUT/.lock` is locked meanwhile.
+`OUT/MARKER` is a JSON file with the kind of the folder (`format`), the settings of the command, and `complete`. It is
+written first, and again when everything else is on the disk. `OUT/.lock` is locked while the command runs.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ _SHOWN = 60  # characters of a setting in a message
 
 
 class OutputFolder:
-    """The folder of a command that writes into it, locked until `close`.
+    """The output folder of a command, locked until `close`.
 
     Args:
-        root: Made if need be.
+        root: The folder; it is created if it does not exist.
         marker: Name of the JSON file.
-        settings: `format` and what must be equal for a command to go on with what another one began.
+        settings: `format`, and the settings that must be equal for continuing an interrupted command.
         files: Names of the other files that the command writes.
-        overwrite: Begin anew: the marker and `files` of an earlier command are removed, and nothing else.
+        overwrite: First remove the marker and `files` of an earlier command, and nothing else.
 
     Attributes:
-        complete: The same command has ended here before.
+        complete: Whether the same command has finished this folder before.
 
     Raises:
         UserError: The folder holds something else, or another command is writing into it.
-        OSError: It can't be written.
+        OSError: Writing failed.
     """
 
     def __init__(
@@ -58,14 +58,14 @@ class OutputFolder:
             raise UserError(f"{label}: another command is writing into it; wait until it ends") from error
         state = read_marker(self.marker, self.settings["format"]) if self.marker.exists() else None
         if state is not None and overwrite:
-            self._write(state, complete=False)  # first: what is left when this is interrupted is known to be incomplete
+            self._write(state, complete=False)  # before removing, so that an interruption leaves it marked incomplete
             for name in files:
                 (self.root / name).unlink(missing_ok=True)
             state = None
         if state is None:
             self._write(self.settings, complete=False)
         self.complete = state is not None and state["complete"] is True
-        for key, value in json.loads(json.dumps(self.settings)).items():  # lists for tuples
+        for key, value in json.loads(json.dumps(self.settings)).items():  # JSON turns tuples into lists
             if state is not None and state.get(key) != value:
                 was, says = (printable(str(each))[:_SHOWN] for each in (state.get(key), value))
                 raise UserError(
@@ -73,7 +73,7 @@ class OutputFolder:
                 )
 
     def finish(self, more: Mapping[str, Any]) -> None:
-        """Say that the folder is complete, with `more` than the settings; the other files are on the disk."""
+        """Mark the folder as complete and add `more` to the settings. All other files must be on the disk."""
         sync_folder(self.root)
         self._write({**self.settings, **more}, complete=True)
         self.complete = True
@@ -89,7 +89,7 @@ class OutputFolder:
 
 
 def read_marker(path: str | Path, format_name: str) -> dict[str, Any]:
-    """The content of a marker. Raises UserError if it is something else or damaged."""
+    """Return the content of a marker. Raise UserError if it is of another kind or damaged."""
     content = read_json(path, format_name)
     if content.pop("crc32", None) != marker_crc(content):
         raise UserError(f"{printable(str(path))} is damaged (crc32 is wrong): copy or make the folder again")
@@ -97,5 +97,5 @@ def read_marker(path: str | Path, format_name: str) -> dict[str, Any]:
 
 
 def marker_crc(content: Mapping[str, Any]) -> int:
-    """The crc32 that is stored in a marker of this content."""
+    """Return the crc32 that a marker with this content stores."""
     return zlib.crc32(json.dumps(content, sort_keys=True).encode())

@@ -1,6 +1,6 @@
-"""Names and text: their natural order, tables, and escapes for what a terminal would take for a command.
+"""Functions for names and text: natural order, tables, and escapes for characters that a terminal would obey.
 
-Imports nothing heavy: the command line is checked with it.
+It imports nothing large, because the command line is checked with it.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ from collections.abc import Iterable, Sequence
 from io import TextIOWrapper
 from unicodedata import normalize
 
-# Control characters but for those that lay out lines; of escapes, the progress bar's step up a line.
+# Control characters except line layout, and of the escape sequences the progress bar's "one line up".
 _COMMANDS = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1a\x1c-\x1f\x7f-\x9f]|\x1b(?!\[A)")
 _DIGITS = re.compile(r"\d+")
-_COUNTS = 0xE000  # the first character for private use
-NAMES_SHOWN = 5  # in a message
+_COUNTS = 0xE000  # the first private-use character
+NAMES_SHOWN = 5  # number of names that a message shows
 
 
 def natural_key(text: str) -> str:
-    """Text that sorts in natural order, as timm has it: runs of digits count as numbers, and case is ignored.
+    """Return a key that sorts in timm's natural order: runs of digits count as numbers, and case is ignored.
 
-    A number becomes NUL, which comes before all that may stand in its place and is in no file's name, then the count of
-    its digits without leading zeros, then these. The count is a character that is no part of a path, such as a slash.
+    A number becomes NUL, a character for its count of digits without leading zeros, then these digits. NUL sorts before
+    any other character and is in no file name. The second character can't be part of a path, such as a slash.
     """
 
     def number(match: re.Match[str]) -> str:
@@ -34,24 +34,24 @@ def natural_key(text: str) -> str:
 
 
 def natural_sorted(names: Iterable[str]) -> list[str]:
-    """The names in natural order (`n2` before `n10`), equal ones by themselves."""
+    """Sort names in natural order (`n2` before `n10`); names with equal keys in plain order."""
     return sorted(sorted(names), key=natural_key)
 
 
 def leads_out(name: str) -> bool:
-    """Whether the path of a file, with slashes, is absolute or has `..` in it: it may lie outside of a folder."""
+    """Return whether a file's path (with slashes) is absolute or has `..`, so that it may lead out of a folder."""
     return os.path.isabs(name) or ".." in name.split("/")
 
 
 def safe_text(text: str) -> str:
-    """Escape what a terminal would take for a command: names of files and folders may hold anything."""
+    """Escape characters that a terminal would obey: names of files and folders may contain anything."""
     return _COMMANDS.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
 
 
 def open_streams() -> None:
-    """Let standard output and errors take any text: what their encoding lacks is escaped, and closed ones lead nowhere.
+    """Make stdout and stderr accept any text: escape what their encoding lacks, and send closed ones to nowhere.
 
-    The next file that is opened would get the number of a closed stream, and with it what libraries print there.
+    Otherwise the next opened file would get the number of a closed stream, and libraries would print into it.
     """
     while (number := os.open(os.devnull, os.O_RDWR)) <= 2:
         pass
@@ -65,12 +65,12 @@ def open_streams() -> None:
 
 
 def printable(name: str) -> str:
-    """The name on one line and safe for any terminal: line breaks and bytes that are not UTF-8 are escaped."""
+    """Return the name on one line, safe for any terminal: escape line breaks and bytes that are not UTF-8."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in name)
 
 
 def some_names(names: Sequence[str]) -> str:
-    """The first few names of a list for a message."""
+    """Return the first few names of a list, for a message."""
     if not names:
         return "none"
     more = f" and {len(names) - NAMES_SHOWN} more" if len(names) > NAMES_SHOWN else ""
@@ -78,18 +78,18 @@ def some_names(names: Sequence[str]) -> str:
 
 
 def look_of(name: str) -> str:
-    """The name without what nobody sees: spaces around it, and which of Unicode's forms it is in."""
+    """Return the name without invisible differences: surrounding spaces, and Unicode's normal form."""
     return normalize("NFC", name).strip()
 
 
 def lookalikes(names: Iterable[str], others: Iterable[str]) -> str:
-    """A remark for a message that some of the names look like others, but are not the same; "" where none do."""
+    """Return a hint if some names look like others without being equal, else ""."""
     same = {*map(look_of, names)} & {*map(look_of, others)}
     return "; names that look the same differ in their Unicode form (NFC, NFD) or in spaces" if same else ""
 
 
 def first_difference(there: Sequence[str], here: Sequence[str]) -> str:
-    """What tells two lists of classes apart, for a message: the first class that differs, else their lengths."""
+    """Return the difference of two class lists for a message: the first class that differs, else the lengths."""
     for number, (one, other) in enumerate(zip(there, here, strict=False)):
         if one != other:
             difference = f"class {number} is {printable(one)} there, {printable(other)} here"
@@ -98,7 +98,7 @@ def first_difference(there: Sequence[str], here: Sequence[str]) -> str:
 
 
 def table(rows: Iterable[Sequence[str]]) -> list[str]:
-    """Align the columns of rows of equal length, the first of which is the heading."""
+    """Return the lines of a table with aligned columns; the first row is the heading."""
     rows = [[printable(cell) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]

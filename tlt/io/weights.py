@@ -1,7 +1,7 @@
-"""Weights from files that may not be trustworthy: the only reader of checkpoints.
+"""Reads weights from files that may not be trustworthy. All checkpoints are read here.
 
-`torch.load(weights_only=True)` unpickles tensors and plain data alone. Damage that it accepts is found by the CRC of
-each record of the zip archive that `torch.save` writes. Of safetensors, which has no CRCs, the length is checked.
+`torch.load(weights_only=True)` unpickles only tensors and plain data. We also check the CRC of each record of the zip
+archive that `torch.save` writes, because torch accepts some damage. Safetensors have no CRCs; their length is checked.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ _NUMBERS = {
     *(torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.bool, torch.int8, torch.int16, torch.int32),
     *(torch.int64, torch.uint8, torch.uint16, torch.uint32, torch.uint64),
 }
-_SCALAR = np.float64(0).__reduce__()[0]  # makes a NumPy number of a type and bytes; NumPy 1 had it in another module
+_SCALAR = np.float64(0).__reduce__()[0]  # makes a NumPy number from dtype and bytes; NumPy 1 has it in another module
 _NUMPY_NUMBERS: list[Any] = [
     np.dtype,
     *((_SCALAR, f"numpy.{core}.multiarray.scalar") for core in ("core", "_core")),
     *{type(np.dtype(letter)) for letter in "?bBhHiIlLqQefd"},
 ]
-_FOLDER = 0x10  # among the attributes of a record
+_FOLDER = 0x10  # an attribute bit of zip records
 _REFUSED = re.compile(r"GLOBAL (\S+)|unrecognized function (\S+)|but got (?:<class ')?([\w.]+)")
 
 
@@ -45,23 +45,23 @@ def read_checkpoint(path: str | Path, peek: bool = False) -> dict[str, Any]:
     """Return everything a checkpoint holds, tensors on the CPU.
 
     Args:
-        path: safetensors, or what `torch.save` writes (a zip archive; before torch 1.6 a pickle). The content tells
-            which, not the name's ending.
-        peek: For a look at the numbers: checksums are not compared, and tensors of a zip archive are mapped, not read.
+        path: A safetensors file, or one of `torch.save` (a zip archive; before torch 1.6 a pickle). The content
+            decides, not the extension.
+        peek: Skip the checksums, and map the tensors of a zip archive into memory instead of reading them.
 
     Raises:
-        UserError: The file is missing, truncated, damaged (naming the record), compressed, something else altogether,
-            or holds more than tensors and plain data (naming the class; nothing of it is run).
+        UserError: The file is missing, truncated, damaged (names the record), compressed, of another kind, or holds
+            more than tensors and plain data (names the class; its code does not run).
     """
     path = Path(path)
     if path.is_dir():
         raise UserError(f"{path} is a directory: name a checkpoint in it; a .pth.tar is not to be unpacked")
-    if not path.is_file():  # a pipe would wait for its writer
+    if not path.is_file():  # opening a pipe would wait for its writer
         raise UserError(f"{path}: no such checkpoint, or no regular file")
     with blamed_on(path, _DAMAGED), path.open("rb") as file:
         head = file.read(40)
         file.seek(0)
-        if head.startswith((b"PK", b"\x80")):  # a pickle's protocol mark
+        if head.startswith((b"PK", b"\x80")):  # a zip archive, or a pickle's protocol byte
             return _checkpoint(load_plain(file, path, peek), path)
         if head[8:9] == b"{":  # after the 8-byte length of a JSON header
             return check_plain(dict(safetensors.torch.load_file(path)), path)
@@ -74,19 +74,19 @@ def read_checkpoint(path: str | Path, peek: bool = False) -> dict[str, Any]:
 
 
 def peek_checkpoint(path: str | Path) -> dict[str, Any]:
-    """`read_checkpoint` for a look at the numbers."""
+    """Return `read_checkpoint(path, peek=True)`."""
     return read_checkpoint(path, peek=True)
 
 
 def load_plain(file: BinaryIO, what: str | Path, peek: bool = False) -> Any:
-    """Unpickle what `torch.save` wrote: tensors, plain data, NumPy's numbers and `argparse.Namespace`, nothing else.
+    """Unpickle a file of `torch.save`: only tensors, plain data, NumPy's numbers and `argparse.Namespace`.
 
     Args:
-        what: Where messages say that it was read.
-        peek: As of `read_checkpoint`.
+        what: The file's name in messages.
+        peek: See `read_checkpoint`.
 
     Raises:
-        UserError: As `read_checkpoint`.
+        UserError: See `read_checkpoint`.
     """
     with blamed_on(what, _DAMAGED):
         zipped = file.read(2) == b"PK"  # before torch 1.6 it was a pickle, without checksums
@@ -104,7 +104,7 @@ def load_plain(file: BinaryIO, what: str | Path, peek: bool = False) -> Any:
                         f"{what} is refused: it holds {refused[refused.lastindex or 0]}, neither a tensor nor plain "
                         "data (nothing of it was run); save it with tensors, numbers and text only"
                     ) from error
-                # torch's text advises to load the file without this protection
+                # torch's message advises to load the file without this protection, so we don't show it
                 raise UnpicklingError("neither tensors nor plain data") from error
         return check_plain(content, what)
 
@@ -113,7 +113,7 @@ def check_plain(content: Any, what: str | Path) -> Any:
     """Return the content of a file, whose tensors are detached in place, if programs can compute with all of them.
 
     Raises:
-        UserError: One is sparse, quantized, nested, on `meta`, or of complex or 8-bit floating-point numbers.
+        UserError: A tensor is sparse, quantized, nested, on `meta`, or has complex or 8-bit floating-point numbers.
     """
     left, seen = [("", content)], set[int]()
     while left:
@@ -128,18 +128,18 @@ def check_plain(content: Any, what: str | Path) -> Any:
                 )
             value.requires_grad_(False)
         elif isinstance(value, (dict, list, tuple, argparse.Namespace)) and id(value) not in seen:
-            seen.add(id(value))  # in a hostile file, a list may hold itself
+            seen.add(id(value))  # in a hostile file a list may contain itself
             inner = vars(value) if isinstance(value, argparse.Namespace) else value
             left += inner.items() if isinstance(inner, dict) else ((name, each) for each in inner)
     return content
 
 
 def _check_records(archive: zipfile.ZipFile, what: str | Path, checksums: bool) -> None:
-    """Check that the records are stored as `torch.save` stores them, and the CRC-32 of each."""
+    """Check that the records are stored as by `torch.save`, and the CRC-32 of each if `checksums` is set."""
     for record in archive.infolist():
         if record.compress_type != zipfile.ZIP_STORED:
             raise UserError(f"{what} is refused: record {record.filename} is compressed, which torch.save never does")
-        if record.external_attr & _FOLDER:  # torch reads no byte of it, and takes what the memory held for its numbers
+        if record.external_attr & _FOLDER:  # torch would read none of its bytes and return uninitialised memory
             raise UserError(f"{what} is damaged: record {record.filename} calls itself a folder")
     if checksums and (damaged := archive.testzip()):
         raise UserError(f"{what} is damaged: record {damaged} does not match its checksum")
@@ -148,7 +148,7 @@ def _check_records(archive: zipfile.ZipFile, what: str | Path, checksums: bool) 
 def _checkpoint(content: Any, path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise UserError(f"{path} holds a {type(content).__name__}, not a checkpoint")
-    if isinstance(content.get("args"), argparse.Namespace):  # timm's
+    if isinstance(content.get("args"), argparse.Namespace):  # timm stores its arguments so
         content["args"] = vars(content["args"])
     return content
 
@@ -159,15 +159,15 @@ def weights_entry(
     path: str | Path = "the checkpoint",
     wanted: Collection[str] = (),
 ) -> str:
-    """Return the key of the weights to use, `""` where the checkpoint itself is the state dict.
+    """Return the key of the weights to use, or `""` if the checkpoint itself is the state dict.
 
     Args:
-        use_ema: True: the moving average; False: the plain weights; None: the moving average where there is one.
-        wanted: The model's names. Of several entries, the one that most of them are in is used, and of equal ones the
+        use_ema: True takes the moving average, False the plain weights, None the moving average if there is one.
+        wanted: The model's names. Among several entries, the one that has most of them is used; of equal ones, the
             first.
 
     Raises:
-        UserError: What is asked for isn't there.
+        UserError: The checkpoint has no such weights.
     """
     ema, plain = ([k for k in keys if isinstance(checkpoint.get(k), dict)] for keys in (EMA_KEYS, WEIGHT_KEYS))
     if use_ema and not ema:
@@ -189,10 +189,10 @@ def state_dict_of(
     path: str | Path = "the checkpoint",
     wanted: Collection[str] = (),
 ) -> dict[str, Tensor]:
-    """Return the weights in a checkpoint under the model's own names: prefixes of DDP and torch.compile removed, and
-    where the model's names are given, whatever else stands before most of them.
+    """Return the weights in a checkpoint under the model's own names, without the prefixes of DDP and torch.compile
+    and, if the model's names are given, without any other prefix that most names have.
 
-    Arguments and errors as in `weights_entry`; also a UserError for an entry that is not a tensor.
+    Arguments and errors are those of `weights_entry`; an entry that is not a tensor is also a UserError.
     """
     entry = weights_entry(checkpoint, use_ema, path, wanted)
     weights = checkpoint[entry] if entry else checkpoint
@@ -205,14 +205,14 @@ def state_dict_of(
 
 
 def foreign_prefix(names: Collection[str], wanted: Collection[str]) -> str:
-    """Return the prefix (`model.`, `encoder_q.`) that most of a foreign file's `names`, or of the `wanted` ones, have
-    there; "" if there is none. Names without it, such as a counter's, belong to no weight of the model."""
+    """Return the prefix (`model.`, `encoder_q.`) with which most of a foreign file's `names`, or most of the `wanted`
+    ones, appear there; "" if there is none. Names without it, such as a counter's, are no weights of the model."""
     prefix, count = _fitting(names, wanted)
     return prefix if 2 * count > min(len(wanted), len(names)) else ""
 
 
 def _fitting(names: Iterable[str], wanted: Collection[str]) -> tuple[str, int]:
-    """Return the prefix without which most of the names are a model's own, and how many those are."""
+    """Return the prefix whose removal makes the most names the model's own, and how many these are."""
     counts, known = Counter({"": 0}), set(wanted)
     for parts in (str(name).split(".") for name in names) if known else ():
         counts.update("".join(f"{p}." for p in parts[:n]) for n in range(len(parts)) if ".".join(parts[n:]) in known)
@@ -220,13 +220,13 @@ def _fitting(names: Iterable[str], wanted: Collection[str]) -> tuple[str, int]:
 
 
 def count_weights(checkpoint: dict[str, Any]) -> int:
-    """Return how many numbers the tensors of a checkpoint hold, its entries' and its own."""
+    """Return how many numbers the tensors of a checkpoint and of its entries hold."""
     entries = [checkpoint, *(entry for entry in checkpoint.values() if isinstance(entry, dict))]
     return sum(value.numel() for entry in entries for value in entry.values() if isinstance(value, Tensor))
 
 
 def clean_names(names: list[str]) -> list[str]:
-    """Remove `_orig_mod.` (torch.compile) wherever it stands and `module.` (DDP) where every name starts with it."""
+    """Remove `_orig_mod.` (torch.compile) everywhere, and `module.` (DDP) if every name starts with it."""
     names = [re.sub(r"(^|\.)(?:_orig_mod\.)+", r"\1", name) for name in names]
     while names and all(name.startswith("module.") for name in names):
         names = [name[len("module.") :] for name in names]
@@ -242,13 +242,13 @@ def unwrap(model: nn.Module) -> nn.Module:
 
 
 def clean_state_dict(model: nn.Module) -> dict[str, Tensor]:
-    """Return the model's state dict under the names of the unwrapped model; tensors are shared, not copied."""
+    """Return the model's state dict under the names of the unwrapped model. Its tensors are shared, not copied."""
     state = unwrap(model).state_dict()
     return dict(zip(clean_names(list(state)), state.values(), strict=True))
 
 
 def load_clean(model: nn.Module, state: dict[str, Tensor], strict: bool = True) -> None:
-    """Load `state`, named as `clean_state_dict` does, into a model that may be wrapped or hold compiled blocks."""
+    """Load `state`, with names of `clean_state_dict`, into a model that may be wrapped or have compiled blocks."""
     target = unwrap(model)
     target_names = list(target.state_dict())
     names = dict(zip(clean_names(target_names), target_names, strict=True))
@@ -256,14 +256,14 @@ def load_clean(model: nn.Module, state: dict[str, Tensor], strict: bool = True) 
 
 
 def check_finite(state: dict[str, Tensor], path: str | Path = "the checkpoint") -> None:
-    """Raise UserError naming the first tensor that holds NaN or infinity."""
+    """Raise UserError, which names the first tensor with NaN or infinity, if there is one."""
     if name := first_non_finite(state):
         count = int((~torch.isfinite(state[name])).sum())
         raise UserError(f"{path} is refused: {name} holds {count} NaN or infinite of {state[name].numel()} values")
 
 
 def first_non_finite(state: dict[str, Tensor]) -> str | None:
-    """Return the name of the first tensor with a NaN or infinite value. Waits for the device, once."""
+    """Return the name of the first tensor with NaN or infinity, or None. Synchronises with the device once."""
     names = [name for name, value in state.items() if value.is_floating_point()]
     finite = torch.stack([torch.isfinite(state[name]).all() for name in names]).tolist() if names else []
     return next((name for name, is_finite in zip(names, finite, strict=True) if not is_finite), None)

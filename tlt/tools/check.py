@@ -1,4 +1,4 @@
-"""Checks that labels and images belong together (`tlt check`)."""
+"""Checks whether labels and images belong together (`tlt check`)."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from tlt.labels.label_info import Agreement, agreement_text
 from tlt.labels.shards import ShardReader
 from tlt.labels.store import open_labels
 
-_SHOWN = 3  # examples of each fault
+_SHOWN = 3  # examples per kind of fault
 
 
 def check(data: str, labels: str, split: str = "train", num_classes: int | None = None) -> tuple[bool, list[str]]:
-    """Read every label of the images in `data`, whose own bytes are read only where they lie in shards.
+    """Read every label of the images in `data`. The images themselves are read only if they are in shards.
 
     Returns:
-        Whether every image has a label that can be trained on; and the report, as lines of text.
+        Whether every image has a valid label; and the report, as lines of text.
 
     Raises:
-        UserError: No images, or nothing that could be their labels.
+        UserError: There are no images, or nothing that could be their labels.
     """
     folder = open_images(data, split, None, allow_root=True)
     store = open_labels(labels, folder.paths, num_classes=num_classes, bad_label="skip")

@@ -24,18 +24,18 @@ from tlt.io.jobs import available_cpus
 from tlt.io.text import open_streams
 from tlt.upstream import WINDOW_ROWS
 
-_path = os.path.expanduser  # which a shell doesn't do behind "="
+_path = os.path.expanduser  # a shell does not expand `~` after "="
 _SPLIT = "folder of the images within DATA, if there is one (train)"
 
 
 def parser() -> ArgumentParser:
-    """The parser of all commands; a flag is named as the argument of the command's function."""
+    """Return the parser of all commands. A flag's destination is the name of the function's argument."""
     description = __doc__.split("\n\n", 1)
     top = ArgumentParser("tlt", description="\n\n".join(description), formatter_class=RawDescriptionHelpFormatter)
     top.add_argument("--version", action="version", version=f"volo-tlt {__version__}")
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, (arguments, summary, add_flags) in _COMMANDS.items():
-        # Flags that take several values would swallow what argparse prints after them.
+        # Argparse's own usage line puts flags with several values where they would swallow the positional arguments.
         usage = f"tlt {name} {arguments} [flags]"
         command = commands.add_parser(name, usage=usage, help=summary, description=add_flags.__doc__)
         add_flags(command)
@@ -117,7 +117,7 @@ def _positive(text: str) -> int:
     return int(text)
 
 
-_COMMANDS = {  # arguments, one line of help, and what adds the flags; the description is its text
+_COMMANDS = {  # name -> positional arguments, help line, function that adds flags (its docstring is the description)
     "pack": ("TREE OUT", "a tree of label files into an archive", _pack),
     "unpack": ("ARCHIVE OUT", "an archive into a tree of label files", _unpack),
     "pack-images": ("DATA OUT", "images and labels into tar shards", _pack_images),
@@ -127,7 +127,7 @@ _COMMANDS = {  # arguments, one line of help, and what adds the flags; the descr
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point of the `tlt` command. Its function gets the flags as arguments, and returns lines to print."""
+    """Run the `tlt` command: pass the flags to the command's function, and print the lines that it returns."""
     open_streams()
     flags = vars(parser().parse_args(argv))
     name, debug = flags.pop("command").replace("-", "_"), flags.pop("debug")

@@ -1,9 +1,9 @@
-"""Pictures with token labels, and the page that shows what a model is trained on: images, their label maps, and the
-augmented images with the targets.
+"""Draws pictures with token labels, and the page that shows training data: images, their label maps, and the augmented
+images with the targets.
 
-`tlt show` and the picture of a run's first batch are that page. What it shows comes from the training pipeline itself:
-a `Batch` and its targets. matplotlib is needed to draw, not to import this module; nothing of its global state is
-changed.
+`tlt show` and the picture of a run's first batch draw this page, from a `Batch` and its targets, which come from the
+training pipeline itself. Only drawing needs matplotlib, not the import of this module. Nothing changes matplotlib's
+global state.
 """
 
 from __future__ import annotations
@@ -38,32 +38,32 @@ Pixels: TypeAlias = npt.NDArray[np.uint8]  # (h, w, 3)
 Colours: TypeAlias = dict[int, str]  # of class ids
 
 INK = "#202020"
-# Okabe and Ito's seven colours, then those farthest from them and each other (in OKLab) for every kind of eye; grey is
-# for classes without one.
+# The seven colours of Okabe and Ito, then those that differ most (in OKLab) from them and each other under every kind
+# of colour vision. Other classes are grey.
 PALETTE = (
     *("#009e73", "#d55e00", "#56b4e9", "#f0e442", "#cc79a7", "#0072b2", "#e69f00"),
     *("#551122", "#002288", "#77ffff", "#0000ff", "#993311"),
 )
 _OTHERS = "#c0c0c0"
-_OPACITY = 0.6  # of a cell whose class has probability 1: the image stays visible
-_NAMED = 4  # classes of a picture
-_EDGE = 0.2  # share of a picture's width, within which names don't stand centred on their cell
-_SOURCE_PIXELS = 480  # longer side of the source images as drawn
-_PANEL, _ABOVE = 2.2, 0.3  # inches: side of a picture, and what stands above it
-_ACROSS = 4  # pictures in a row
+_OPACITY = 0.6  # opacity of a cell whose class has probability 1; the image stays visible
+_NAMED = 4  # number of classes that are named in a picture
+_EDGE = 0.2  # share of a picture's width near its edges, where names are not centred on their cell
+_SOURCE_PIXELS = 480  # longer side of the source images in the page
+_PANEL, _ABOVE = 2.2, 0.3  # inches: side of a picture, and the space above it
+_ACROSS = 4  # pictures per row
 _WINDOW = "#ffee00"
-# The pictures of an example, by the attribute of `Example`, with their headings.
+# Attribute of `Example` -> heading of its picture.
 _PANELS = {"source": "image", "label": "label map", "augmented": "augmented", "tokens": "targets of the tokens"}
 
 
 @dataclass(frozen=True)
 class Cells:
-    """The most probable class of every cell of a grid of r rows and c columns.
+    """The most probable class of every cell of a grid with r rows and c columns.
 
     Attributes:
         ids: (r, c) class ids.
-        probability: (r, c) of that class, in [0, 1].
-        weight: (r, c) share of the cell that its label covers, in [0, 1].
+        probability: (r, c) probability of that class, in [0, 1].
+        weight: (r, c) share of the cell that the label covers, in [0, 1].
     """
 
     ids: npt.NDArray[np.int64]
@@ -72,22 +72,22 @@ class Cells:
 
 
 def class_colours(ids: Iterable[int]) -> Colours:
-    """A colour for each class, the same in every picture. Where two have the same, as classes beyond the twelfth do,
-    the first of `ids` gets it; the other is grey and known by its name."""
+    """Return a colour for each class, the same in every picture. If two classes have the same colour (there are
+    twelve), the first in `ids` gets it, and the other is grey and shown by name."""
     owners: dict[int, int] = {}
     return {i: PALETTE[n] if owners.setdefault(n := i % len(PALETTE), i) == i else _OTHERS for i in ids}
 
 
 def new_figure(width: float, height: float, **options: Any) -> Figure:
-    """An empty page of width x height inches. Raises UserError: matplotlib is not installed."""
+    """Return an empty page of width x height inches. Raise UserError if matplotlib is not installed."""
     require("matplotlib", extra="plot")
-    from matplotlib.figure import Figure  # not pyplot, whose backend is a notebook's to choose
+    from matplotlib.figure import Figure  # not pyplot, because a notebook chooses pyplot's backend
 
     return Figure(figsize=(width, height), dpi=120, facecolor="white", **options)
 
 
 def drawable(text: str) -> str:
-    """The text on one line; what matplotlib's own font has no sign for is escaped."""
+    """Return the text on one line, with escapes for characters that matplotlib's own font lacks."""
     from matplotlib.font_manager import findfont, get_font
 
     font = get_font(findfont("DejaVu Sans"))
@@ -97,16 +97,16 @@ def drawable(text: str) -> str:
 
 
 def shorten(text: str, length: int) -> str:
-    """At most `length` characters, the middle left out."""
+    """Shorten a text to at most `length` characters by omitting the middle."""
     half = (length - 1) // 2
     return text if len(text) <= length else f"{text[: length - 1 - half]}…{text[-half:]}"
 
 
 def show_image(axes: Axes, image: Pixels, size: tuple[float, float] | None = None, muted: bool = False) -> None:
-    """An image with its upper left corner at (0, 0), in units of which it is `size` (width, height) large: pixels.
+    """Draw an image with its upper left corner at (0, 0) and `size` (width, height) in axis units; default: in pixels.
 
     Args:
-        muted: Greyed and paler, so that colours drawn over it can be told apart.
+        muted: Whether to make it grey and pale, so that colours drawn over it can be distinguished.
     """
     width, height = size or (image.shape[1], image.shape[0])
     if muted:
@@ -119,15 +119,15 @@ def show_image(axes: Axes, image: Pixels, size: tuple[float, float] | None = Non
 def draw_cells(
     axes: Axes, cells: Cells, box: tuple[float, float, float, float], colours: Colours, names: Mapping[int, str]
 ) -> None:
-    """Cells over the box (x0, y0, x1, y1): colour is the class; hatched where no label counts. Grey classes and those
-    with the most cells are named, each on its cell nearest to the middle of all its cells."""
+    """Draw cells over the box (x0, y0, x1, y1). The colour shows the class; cells without a label are hatched. Grey
+    classes, then those with the most cells, are named, each on its cell nearest to the centre of its cells."""
     from matplotlib.collections import PatchCollection
     from matplotlib.colors import to_rgb
     from matplotlib.patches import Rectangle
     from matplotlib.patheffects import withStroke
 
     (x0, y0, x1, y1), limits = box, axes.axis()
-    # A cell that counts for nothing shows no colour, and its class may have none.
+    # A cell of weight 0 shows no colour, and its class may have none.
     known = np.vectorize(lambda class_id: to_rgb(colours.get(class_id, INK)), otypes=[float] * 3)
     rgba = np.stack([*known(cells.ids), _OPACITY * cells.probability * cells.weight], axis=-1)  # (r, c, 4)
     axes.imshow(rgba, extent=(x0, x1, y1, y0), interpolation="nearest", zorder=2, label="cells")
@@ -143,7 +143,7 @@ def draw_cells(
         row, col = places[((places - places.mean(axis=0)) ** 2).sum(axis=1).argmin()]
         x = x0 + col * width
         share = (x - limits[0]) / (limits[1] - limits[0])
-        side = "left" if share < _EDGE else "right" if share > 1 - _EDGE else "center"  # inside of the picture
+        side = "left" if share < _EDGE else "right" if share > 1 - _EDGE else "center"  # keeps the name in the picture
         style = {"ha": side, "va": "center", "fontsize": 7, "color": INK, "parse_math": False}
         style["path_effects"] = [withStroke(linewidth=2, foreground="#ffffffd0")]
         text = drawable(shorten(names[int(class_id)], 14))
@@ -152,7 +152,7 @@ def draw_cells(
 
 
 def save_figure(figure: Figure, path: str | Path) -> None:
-    """Write the page, replacing `path` in one step; its suffix is the format.
+    """Write the page to `path` atomically; the file's suffix chooses the format.
 
     Raises:
         UserError: The file can't be written.
@@ -172,18 +172,18 @@ def check_format(path: str | Path) -> None:
 
 @dataclass(frozen=True)
 class Example:
-    """One image of a batch, ready to be drawn.
+    """One image of a batch, with all that is drawn of it.
 
     Attributes:
-        name: Of the image.
-        source: The image as it is in its file, possibly made smaller.
-        size: (width, height) of the file's image in pixels; `window` and `area` count in them.
-        window: (4, 2) x, y: where the corners of the augmented image lie, from its upper left one clockwise.
-        augmented: What the model sees, without the normalisation.
-        label: Label map of the source, None without token labels.
-        area: (x0, y0, x1, y1), what the label map covers.
-        tokens: Targets of the tokens, None where only the whole image has one.
-        target: Most probable class of the image's own target, and its probability.
+        name: The image's path relative to the data set.
+        source: The image in its file, possibly made smaller.
+        size: (width, height) of the file's image in pixels, the units of `window` and `area`.
+        window: (4, 2) x, y of the corners of the augmented image, clockwise from its upper left one.
+        augmented: The image that the model sees, without normalisation.
+        label: The label map of the source; None without token labels.
+        area: The area (x0, y0, x1, y1) that the label map covers.
+        tokens: The targets of the tokens; None if only the image has a target.
+        target: The most probable class of the image's target, and its probability.
     """
 
     name: str
@@ -200,15 +200,15 @@ class Example:
 def read_examples(
     dataset: TrainDataset, batch: Batch, targets: Targets | None, mean: Sequence[float], std: Sequence[float]
 ) -> list[Example]:
-    """The images of a batch with their sources, read again.
+    """Return the images of a batch with their sources, which are read again.
 
     Args:
-        dataset: Where the batch comes from.
-        targets: Those of the batch, None where the loss has none but the classes.
-        mean, std: By which the images are normalised.
+        dataset: The data set that made the batch.
+        targets: The targets of the batch; None if the loss uses only the classes.
+        mean, std: The normalisation of the images.
 
     Raises:
-        BadImage: A source image can't be read (any more).
+        BadImage: A source image can't be read.
     """
     scale, shift = (torch.tensor(tuple(v), device=batch.images.device).view(-1, 1, 1) for v in (std, mean))
     pixels = ((batch.images * scale + shift) * 255).round().clamp(0, 255).byte().permute(0, 2, 3, 1).cpu().numpy()
@@ -230,7 +230,7 @@ def read_examples(
 
 
 def _source(dataset: TrainDataset, index: int) -> tuple[Pixels, tuple[int, int]]:
-    """The image in its file, and its true (width, height)."""
+    """Return the image in its file, possibly made smaller, and its true (width, height)."""
     encoded = dataset.backend.open(dataset.path(index), dataset.source.read(index))
     width, height = encoded.width, encoded.height
     scale = min(1.0, _SOURCE_PIXELS / max(width, height))
@@ -240,7 +240,7 @@ def _source(dataset: TrainDataset, index: int) -> tuple[Pixels, tuple[int, int]]
 
 
 def _map_cells(labels: LabelBatch, row: int, num_classes: int) -> Cells:
-    """The first class of every cell of a map, its probability as in the targets: other classes have logit 0."""
+    """Return the top class of every cell of a map. As in the targets, unlisted classes count with logit 0."""
     values = labels.values[row].double()  # (k, h, w)
     top, rank = values.max(dim=0)
     others = max(num_classes - len(values), 0) * torch.exp(-top)
@@ -254,7 +254,7 @@ def _map_cells(labels: LabelBatch, row: int, num_classes: int) -> Cells:
 def _token_cells(targets: Targets, row: int) -> Cells | None:
     if targets.tokens is None:
         return None
-    # Image by image: the targets of many at once are large where there are many classes.
+    # One image at a time, because dense targets are large if there are many classes.
     tokens = SparseLabels(*(part[row : row + 1] for part in targets.tokens))
     probability, ids = tokens.dense(targets.cls.shape[1])[0].max(dim=-1)  # (N,)
     shaped = (values.reshape(targets.grid).cpu().numpy() for values in (ids, probability.double(), tokens.weight[0]))
@@ -262,12 +262,12 @@ def _token_cells(targets: Targets, row: int) -> Cells | None:
 
 
 def draw_page(examples: Sequence[Example], class_names: Sequence[str], title: str, note: str = "") -> Figure:
-    """Draw the examples, a row each, and the legend.
+    """Draw the examples and the legend.
 
     Args:
-        class_names: By class id; ids beyond them are shown as numbers.
+        class_names: Names by class id; other ids are shown as numbers.
         title: First line of the page.
-        note: What the probabilities are, for the legend.
+        note: The meaning of the probabilities, for the legend.
     """
     cells = [cell for example in examples for cell in (example.label, example.tokens) if cell is not None]
     counts = Counter(np.concatenate([np.empty(0, int), *(cell.ids[cell.weight > 0] for cell in cells)]).tolist())
@@ -302,7 +302,7 @@ def draw_page(examples: Sequence[Example], class_names: Sequence[str], title: st
 
 
 def _draw_legend(figure: Figure, colours: Colours, names: Mapping[int, str], columns: int) -> None:
-    """The classes with a colour, and above them the names of the others."""
+    """Draw the legend of the coloured classes, and above it the names of the grey ones."""
     from matplotlib.patches import Patch
 
     named = {i: colour for i, colour in colours.items() if colour != _OTHERS}
@@ -317,7 +317,7 @@ def _draw_legend(figure: Figure, colours: Colours, names: Mapping[int, str], col
 
 
 def _draw_key(axes: Axes, panels: Sequence[str], note: str) -> None:
-    """What the marks in the pictures mean."""
+    """Draw a key that explains the marks in the pictures."""
     from matplotlib.legend_handler import HandlerTuple
     from matplotlib.patches import Patch
 
@@ -338,7 +338,7 @@ def _draw_key(axes: Axes, panels: Sequence[str], note: str) -> None:
 
 
 def _draw(axes: Axes, example: Example, panel: str, colours: Colours, names: dict[int, str]) -> None:
-    """One picture of an example."""
+    """Draw one picture of an example."""
     from matplotlib.patches import Polygon, Rectangle
 
     height, width = example.augmented.shape[:2]

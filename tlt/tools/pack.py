@@ -1,4 +1,4 @@
-"""A tree of label files into an archive (`tlt pack`), and a tree out of it (`tlt unpack`)."""
+"""Packs a tree of label files into an archive (`tlt pack`), and unpacks it again (`tlt unpack`)."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ def pack(
     transposed: bool = False,
     overwrite: bool = False,
 ) -> list[str]:
-    """Pack every label file of a tree as the flags of `tlt pack` say; return lines that say what was done.
+    """Pack every label file of a tree; the arguments are the flags of `tlt pack`. Return lines that report the result.
 
     Raises:
-        UserError: No labels, a label that can't be trained on, or `out` can't be written.
+        UserError: There are no labels, a label is invalid, or `out` can't be written.
     """
     if split and not images:
         raise UserError(f"--split {split} has no effect without --images")
@@ -68,13 +68,13 @@ def pack(
 
 
 def find_rows(tree: str, folder: ImageSource | None) -> tuple[list[str], list[str], np.ndarray, list[str]]:
-    """The label files of a tree, those of the images in their order before all others.
+    """Return the label files of a tree: first those of the images, in their order, then all others.
 
     Returns:
-        Label files; image names, or the label file where the image is not known; classes, -1 where not known; notes.
+        Label files; image names, or label files of unknown images; classes, -1 if not known; notes.
 
     Raises:
-        UserError: No labels at all, or one of them fits two images.
+        UserError: There are no labels, or one fits two images.
     """
     files = label_files_below(tree)
     if not files:
@@ -97,17 +97,17 @@ def find_rows(tree: str, folder: ImageSource | None) -> tuple[list[str], list[st
 
 
 def unpack(archive: str, out: str, overwrite: bool = False) -> list[str]:
-    """Write the labels of an archive as a tree of label files; return lines that say what was done.
+    """Write the labels of an archive as a tree of label files. Return lines that report the result.
 
-    `labels.json` is written first. A file of an image without a label is not written.
+    `labels.json` is written first. An image without a label gets no file.
 
     Raises:
-        UserError: The archive is incomplete or damaged, or `out` can't be written or holds something else than a tree
-            that such a command has begun.
+        UserError: The archive is incomplete or damaged, or `out` can't be written or holds something other than a tree
+            from such a command.
     """
     root, (info, names) = Path(out), read_description(archive)
     reader = ArchiveReader(archive, names)
-    # The label file of the image, or the one that the row is called after.
+    # The label file of the image, or the one whose name the row has.
     labels = [name if name.endswith(".pt") else usual for name, usual in zip(names, label_names(names), strict=True)]
     if (outside := next(filter(leads_out, labels), None)) is not None:
         raise UserError(f"the archive names {printable(outside)}, outside of its tree: it is not unpacked")

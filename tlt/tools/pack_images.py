@@ -1,12 +1,12 @@
-"""An image folder, or any other source of images, into tar shards that any reader of WebDataset's reads.
+"""Packs an image folder, or any other source of images, into tar shards in WebDataset's format.
 
 OUT/SPLIT/00000.tar ...   images in the folder's order: KEY.jpg (bytes unchanged), KEY.cls, KEY.labels.safetensors
 OUT/SPLIT/shards.json     and .npy, .names: the table of the images (`tlt.data.sources.records`)
-OUT/SPLIT/labels.json     and .npy, .names: the table of the label maps, where there are some
-OUT/SPLIT/packing.json    what is packed, and whether it is complete
+OUT/SPLIT/labels.json     and .npy, .names: the table of the label maps, if there are any
+OUT/SPLIT/packing.json    the settings, and whether packing has finished
 
-A shard that has its name is whole, and the table of the images, written last, makes a split whole. The same command
-goes on where a killed one was.
+A shard gets its name when it is complete, and the table of the images is written last. So the same command continues
+a killed one.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ from tlt.labels.store import LabelStore, open_labels
 
 FORMAT = "volo-tlt shards, version 1"
 _OURS = re.compile(r"\d{5,}\.tar|\.\d{5,}\.tar\.tmp|(shards|labels)\.(npy|names|json)")
-_READ_BY_OTHERS = image_extensions() - {".jpeg", ".jpe", ".jfif"}  # they look for jpg
+_READ_BY_OTHERS = image_extensions() - {".jpeg", ".jpe", ".jfif"}  # other readers look for .jpg instead
 _JPEG_QUALITY = 90
-_MOST_PIXELS = 10 * DEFAULT_MAX_PIXELS  # of an image that is made smaller: 1.5 GB of memory
-_SAMPLED = 256  # images whose bytes say how many make a shard
+_MOST_PIXELS = 10 * DEFAULT_MAX_PIXELS  # limit for images to be made smaller: 1.5 GB of memory
+_SAMPLED = 256  # number of images whose size is measured to choose the images per shard
 
 
 def pack_images(
@@ -66,19 +66,19 @@ def pack_images(
     max_side: int | None = None,
     dataset: str = "",
 ) -> list[str]:
-    """Pack the images of a data set into shards, as the flags of `tlt pack-images` say; return lines that say what was
-    done. The classes of the first split number the others.
+    """Pack the images of a data set into shards; the arguments are the flags of `tlt pack-images`. Return lines that
+    report the result. The other splits get the class numbers of the first.
 
     Raises:
-        UserError: No images, an image or label that can't be read, or `out` can't be written or holds something else.
+        UserError: There are no images, an image or label is unreadable, or `out` can't be written or is something else.
     """
     lines, sources = list[str](), dict[str, ImageSource]()
     class_names: list[str] | None = None
     if not splits:
         both = ("train", TRAIN_SPLITS), ("validation", VALIDATION_SPLITS)
         there = [split for split, names in both if any(os.path.isdir(os.path.join(data, name)) for name in names)]
-        splits = there or ["train"]  # which is then missing
-    for split in splits:  # all of them before one is packed
+        splits = there or ["train"]  # `open_images` then reports that it is missing
+    for split in splits:  # open all before packing one, so that errors come first
         sources[split] = open_images(data, split, dataset, class_names)
         class_names = sources[splits[0]].class_names
     for split, source in sources.items():
@@ -97,11 +97,11 @@ def pack_images(
 
 
 class Packing:
-    """The shards of one split, which are written into `folder`.
+    """Writes the shards of one split into `folder`.
 
     Attributes:
-        names: The tar member of each image.
-        labelled: The images that have a label map.
+        names: The tar member name of each image.
+        labelled: Indices of the images that have a label map.
     """
 
     def __init__(self, folder: str, source: ImageSource, labels: LabelStore | None, max_side: int | None) -> None:
@@ -114,13 +114,13 @@ class Packing:
         self.labelled = frozenset(range(len(source))).difference(labels.reader.missing) if labels else frozenset()
 
     def run(self, shard_mb: int, workers: int, overwrite: bool) -> str:
-        """Write the shards that are missing, and the tables. Returns a line that says what was done."""
+        """Write the missing shards and the tables. Return a line that reports the result."""
         per_shard, total = self._images_per_shard(shard_mb), len(self.source)
         ours = filter(_OURS.fullmatch, os.listdir(self.folder) if os.path.isdir(self.folder) else ())
         out = OutputFolder(self.folder, PACKING, self._settings(shard_mb, per_shard), ours, overwrite)
         try:
             if out.complete:
-                RecordImages(os.path.join(self.folder, TABLE))  # the shards are there
+                RecordImages(os.path.join(self.folder, TABLE))  # checks that the shards exist
                 return f"{total} images are packed in {printable(self.folder)} already"
             rows = [range(start, min(start + per_shard, total)) for start in range(0, total, per_shard)]
             made = [*in_processes(make_shard, self, [*enumerate(rows)], workers, "packing", "shard")]
@@ -136,7 +136,7 @@ class Packing:
         )
 
     def _settings(self, shard_mb: int, per_shard: int) -> dict[str, Any]:
-        """What must be equal for a command to go on with what another one began."""
+        """Return the settings that must be equal for continuing an interrupted command."""
         images = hashlib.sha256("\0".join(self.source.class_names).encode(errors="surrogateescape"))
         for path, number in zip(self.source.paths, self.source.classes.tolist(), strict=True):
             images.update(f"\n{path}\0{number}".encode(errors="surrogateescape"))
@@ -167,8 +167,8 @@ class Packing:
 
 
 def member_names(names: Sequence[str]) -> list[str]:
-    """The tar member of each image, `CLASS/STEM.jpg`. Other readers cut file names at the first dot, so a stem has
-    none, and no two images share one: dots and percent signs are written as in addresses (`%2E`)."""
+    """Return the tar member name of each image, `CLASS/STEM.jpg`. Other readers cut file names at the first dot. So
+    stems are unique and have no dots: dots and percent signs are encoded as in URLs (`%2E`)."""
     shared = Counter(os.path.splitext(name)[0] for name in names)
     members = []
     for name in names:
@@ -180,12 +180,11 @@ def member_names(names: Sequence[str]) -> list[str]:
 
 
 def make_shard(packing: Packing, shard: tuple[int, range]) -> tuple[FileRecords, FileRecords]:
-    """Write a shard, a number and its images, unless it exists, and read it. Returns where its images and its label
-    maps are. A shard is a function of images and labels alone, not of who wrote it when.
-
+    """Write a shard (its number and its images) unless it exists, and read it back. Return the records of its images
+    and of its label maps. Its contents depend on the images and labels only, not on the process that wrote it.
     Raises:
-        UserError: An image or label can't be read; or what is there is something else, or other than it was written.
-        OSError: It can't be written.
+        UserError: An image or label is unreadable, or the existing shard differs, or the written one reads differently.
+        OSError: Writing failed.
     """
     number, rows = shard
     path = os.path.join(packing.folder, f"{number:05d}.tar")
@@ -209,7 +208,7 @@ def make_shard(packing: Packing, shard: tuple[int, range]) -> tuple[FileRecords,
 
 
 def _write(packing: Packing, rows: range, path: str) -> dict[str, int]:
-    """Write the file of a shard. Returns the crc32 of each image and label map by name."""
+    """Write the file of a shard. Return the crc32 of each image and label map by name."""
     written = {}
     with open(path, "wb") as file, tarfile.open(fileobj=file, mode="w", format=tarfile.GNU_FORMAT) as tar:
         for row in rows:
@@ -219,14 +218,14 @@ def _write(packing: Packing, rows: range, path: str) -> dict[str, int]:
                 tar.addfile(info, io.BytesIO(data))
                 if not name.endswith(".cls"):
                     written[name] = zlib.crc32(data)
-        tar.close()  # which writes the end marker
+        tar.close()  # writes the end marker
         file.flush()
         os.fsync(file.fileno())
     return written
 
 
 def _members(packing: Packing, row: int) -> Iterator[tuple[str, bytes | bytearray]]:
-    """Name and bytes of the files that are stored for an image. Raises UserError: its label can't be trained on."""
+    """Yield name and bytes of each file to store for an image. Raise UserError if its label is invalid."""
     name, image = packing.names[row], read_image(packing.source, row)
     yield name, image if packing.max_side is None else made_smaller(image, packing.max_side)
     yield f"{os.path.splitext(name)[0]}.cls", str(packing.source.classes[row]).encode()
@@ -241,15 +240,15 @@ def _members(packing: Packing, row: int) -> Iterator[tuple[str, bytes | bytearra
 
 
 def _label_name(image: str) -> str:
-    """The tar member of an image's label map."""
+    """Return the tar member name of an image's label map."""
     return f"{os.path.splitext(image)[0]}.{LABEL_EXTENSION}"
 
 
 def read_image(source: ImageSource, row: int) -> bytearray:
-    """The encoded image; empty bytes for an empty file.
+    """Return the encoded image, or empty bytes for an empty file.
 
     Raises:
-        UserError: It is unreadable, perhaps only for now.
+        UserError: The image is unreadable.
     """
     try:
         return source.read(row)
@@ -260,8 +259,8 @@ def read_image(source: ImageSource, row: int) -> bytearray:
 
 
 def made_smaller(image: bytes | bytearray, max_side: int) -> bytes | bytearray:
-    """A JPEG with the longer side `max_side`; the image itself where it is no larger or can't be decoded. A label map
-    stays valid for it: maps cover shares of an image."""
+    """Return a JPEG whose longer side is `max_side`, or the image itself if it is no larger or can't be decoded. Its
+    label map stays valid, because maps cover shares of an image."""
     try:
         with pillow_errors(_MOST_PIXELS), Image.open(io.BytesIO(image), formats=image_formats()) as opened:
             width, height = check_pixel_limit(opened.width, opened.height, _MOST_PIXELS)

@@ -1,4 +1,4 @@
-"""A picture of images with their labels, before and after augmentation (`tlt show`)."""
+"""Draws images with their labels, before and after augmentation (`tlt show`)."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ from tlt.targets import make_targets
 from tlt.tools.drawing import check_format, draw_page, read_examples, save_figure
 from tlt.upstream.behaviour import label_view
 
-_IMAGES, _MAX_IMAGES = 8, 64  # on a page
+_IMAGES, _MAX_IMAGES = 8, 64  # default and maximum number of images on a page
 _TOKEN_PIXELS = 16
 
 
 def show(**flags: Any) -> list[str]:
-    """Draw the page that the flags of `tlt show` describe; return lines of text about it.
+    """Draw the page that the flags of `tlt show` describe. Return lines that report the result.
 
     Raises:
-        UserError: No images or labels, an image that isn't there or can't be read, or matplotlib is missing.
+        UserError: There are no images or labels, an image is missing or unreadable, or matplotlib is not installed.
     """
     args = Namespace(**flags)
     check_format(args.output)
@@ -45,7 +45,7 @@ def show(**flags: Any) -> list[str]:
         raise UserError(f"-n {args.n} has no effect with --images: keep one of them")
     if args.images:
         rows = find_images(folder, args.images)
-    else:  # one at random out of each of n equal stretches of the folder
+    else:  # one random image from each of n equal stretches of the folder
         edges = np.linspace(0, len(folder), min(args.n or _IMAGES, len(folder)) + 1).astype(int)
         rows = np.random.default_rng(args.seed).integers(edges[:-1], edges[1:]).tolist()
     if len(rows) > _MAX_IMAGES:
@@ -57,14 +57,14 @@ def show(**flags: Any) -> list[str]:
     dataset = TrainDataset(folder, config, args.seed, store, label_view=label_view(args.compat))
     batch = load_batch(dataset, rows, args.epoch - 1)
     assert batch.labels is not None and batch.plan is not None
-    # The window of the images, which is another one than that of the labels with rows of `--compat`.
+    # The window of the images, which with rows of `--compat` differs from that of the labels.
     unmirrored = replace(batch, affine=torch.from_numpy(batch.plan.normalised_affine()))
     num_classes, names = store.info.num_classes, store.info.class_names or []
-    if not num_classes:  # whose labels they are is not recorded
+    if not num_classes:  # the labels do not record their classes
         num_classes = max(int(batch.labels.ids.max()) + 1, len(folder.class_names))
         names = folder.class_names if num_classes == len(folder.class_names) else []
     grid = tuple(args.grid) if args.grid else tuple(max(1, side // _TOKEN_PIXELS) for side in args.size)
-    # Without smoothing, so that opacity 1 means certain.
+    # No smoothing, so that opacity 1 means certainty.
     label_args = batch.labels, batch.affine, batch.visible, batch.classes
     targets = make_targets(*label_args, grid, num_classes, smoothing=0.0, uncovered=args.uncovered)
     try:
@@ -79,7 +79,7 @@ def show(**flags: Any) -> list[str]:
 
 
 def find_images(folder: ImageSource, wanted: list[str]) -> list[int]:
-    """Row numbers of images by path within the folder or by file name. Raises UserError: none has it, or several."""
+    """Return the rows of images by path or file name. Raise UserError unless each name fits exactly one image."""
     rows: dict[str, set[int]] = {name: set() for name in wanted}
     for row, path in enumerate(folder.paths):
         for name in {path, os.path.basename(path)} & rows.keys():
@@ -94,7 +94,7 @@ def find_images(folder: ImageSource, wanted: list[str]) -> list[int]:
 
 
 def load_batch(dataset: TrainDataset, rows: list[int], epoch: int) -> Batch:
-    """These images as a training batch, made as a worker and the device stage make it."""
+    """Return these images as a training batch, made as by a worker and the device stage."""
     batch = dataset.load(BatchKey(epoch, tuple(rows)))
     assert batch.plan is not None
     stage = DeviceStage(dataset.config, IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD)

@@ -1,6 +1,6 @@
-"""The rows of `--compat`: differences to the published code that change what is learned (`behaviour.py`).
+"""The rows of `--compat`: mistakes of the published code that change what is learned (`behaviour.py`).
 
-This file imports nothing heavy: the command line is checked with it.
+This file imports nothing large, because the command line is checked with it.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ ROWS: Mapping[str, str] = {
     "uncovered": "where nothing is known all classes are equally likely, as --uncovered uniform",
     "target-sum": "smoothed token targets sum to 1 + s / C",
 }
-# Rows that change which part of a map a token is given.
+# Rows that change which part of a label map a token gets.
 WINDOW_ROWS = ("label-crop", "label-scale", "label-area")
 
 
 def resolve(words: Sequence[str]) -> tuple[list[str], bool]:
-    """Rows in the table's order, and whether `upstream` was among `words`: it is all rows.
+    """Return the chosen rows in the table's order, and whether `words` has `upstream`, which means all rows.
 
     Raises:
-        UserError: An unknown row; the nearest one is named.
+        UserError: A row is unknown; the message names the nearest one.
     """
     for word in words:
         if word not in (UPSTREAM, *ROWS):

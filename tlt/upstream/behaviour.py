@@ -1,7 +1,7 @@
-"""The published code's mistakes that change what is learned, so that their effect can be measured (`--compat`).
+"""Repeats mistakes of the published code that change what is learned, to measure their effect (`--compat`).
 
-They change the window of a label map that the sampler of `tlt.targets` reads, or what it made of it. The rows stand in
-`__init__.py`; they retrace TokenLabeling (9dbfd59).
+They change the window of a label map that `tlt.targets` samples, or the sampled targets. `__init__.py` lists the rows,
+which follow TokenLabeling (9dbfd59).
 
 Legend: B images, maps of h x w cells, C classes.
 """
@@ -25,26 +25,26 @@ from tlt.upstream import WINDOW_ROWS
 
 
 def label_view(rows: Collection[str]) -> LabelView | None:
-    """`published_window` of those rows, for `tlt.data.dataset.TrainDataset`; None where none of them concerns it."""
+    """Return `published_window` for those rows, for `tlt.data.dataset.TrainDataset`; None if no row changes windows."""
     chosen = frozenset(WINDOW_ROWS).intersection(rows)
     return partial(published_window, chosen) if chosen else None
 
 
 def published_window(rows: Collection[str], plan: Plan, labels: LabelBatch) -> tuple[LabelBatch, Tensor, Tensor]:
-    """The label maps of a batch, and the affine (B, 2, 3) and visible part (B, 4) with which `tlt.targets.make_targets`
-    reads them, as the published data set would have them. `rows` are of WINDOW_ROWS."""
+    """Return the label maps of a batch, and the affine (B, 2, 3) and visible part (B, 4) that make
+    `tlt.targets.make_targets` read them as the published data set does. `rows` are from WINDOW_ROWS."""
     affine, visible = plan.normalised_affine(), plan.visible()
     if "label-area" in rows:
         full = torch.tensor(FULL_AREA).expand_as(labels.area)
         labels = replace(labels, area=torch.where(known(labels)[:, None], full, labels.area))
     if "label-crop" in rows:
-        # The transform stores (y, x, h, w), and the target maker hands them to roi_align, which takes x first.
+        # The transform stores (y, x, h, w), and the target maker passes this to roi_align, which expects x first.
         y, x, h, w = (plan.crop / np.tile(plan.source, 2)).T
         moves = geometry.normalise(plan.warp, plan.size, plan.size)
         affine = geometry.compose(moves, geometry.crop(x, y, w, h, 1, 1))
         visible = np.stack([x, y, x + w, y + h], axis=1)
     if "label-scale" in rows:
-        # y in cells is (share of the map) * w in place of * h.
+        # y in cells is (share of the map) * w instead of * h.
         height, width = labels.values.shape[2:]
         top, scale = labels.area[:, 1].double().numpy(), width / height
         affine, visible = affine.copy(), visible.copy()
@@ -56,9 +56,9 @@ def published_window(rows: Collection[str], plan: Plan, labels: LabelBatch) -> t
 
 
 def summing_to_more(targets: Targets, labels: LabelBatch, smoothing: float) -> Targets:
-    """The same targets with `p (1 - s + s / C) + s / C` in place of `p (1 - s) + s / C`, of a smoothing s: the
-    published on value is that of one-hot targets, put on soft ones. The truth, which stands in for an image without a
-    map, is one-hot."""
+    """Change targets from `p (1 - s) + s / C` to `p (1 - s + s / C) + s / C`, with smoothing s. The published code
+    applies the on value of one-hot targets to soft ones. The class target of an image without a map is one-hot;
+    it stays."""
     floor = smoothing / targets.cls.shape[1]
     factor = (1 - smoothing + floor) / (1 - smoothing)
     cls = torch.where(known(labels)[:, None], (targets.cls - floor) * factor + floor, targets.cls)

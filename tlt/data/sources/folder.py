@@ -1,9 +1,9 @@
-"""Image files: which there are, which class each has, and in which order, found in folders in one pass or listed by a
-table (`--dataset csv/FILE`: a column `path`, a column `class`, and perhaps one `split`).
+"""Lists image files with their classes and order: those in folders, found in one pass, or those of a table (`--dataset
+csv/FILE`, with the columns `path` and `class`, and optionally `split`).
 
 The class of an image is the name of the folder that holds it. Classes and images are in natural order of their paths
-(`n2` before `n10`), as in timm. What timm drops without a word (unreadable folders, empty classes, other suffixes, two
-folders of one name) is an error or a warning here, because each of them can shift every label.
+(`n2` before `n10`), as in timm. timm silently ignores unreadable folders, empty classes, other suffixes and two folders
+with one name; here they are errors or warnings, because each can shift all labels.
 """
 
 from __future__ import annotations
@@ -26,28 +26,28 @@ from tlt.io.text import leads_out, natural_key, natural_sorted, printable, some_
 
 TRAIN_SPLITS = ("train", "training")
 VALIDATION_SPLITS = ("val", "valid", "validation", "eval", "evaluation")
-TABLE, LABELS = "shards", "labels"  # tables of the images and of the label maps in a folder of tar shards
-PACKING = "packing.json"  # what `tlt pack-images` packed, and whether it came to its end
-# Folders that file systems, network drives and archive programs make beside the user's, some with small pictures.
+TABLE, LABELS = "shards", "labels"  # names of the tables of images and of label maps in a folder of tar shards
+PACKING = "packing.json"  # says what `tlt pack-images` packs here, and whether it has finished
+# Folders that file systems, network drives and archive programs create, some of which hold small pictures.
 _SYSTEM_FOLDERS = {"lost+found", "$RECYCLE.BIN", "System Volume Information", "__MACOSX"}
 _SYSTEM_FOLDERS |= {"@eaDir", "@Recycle", "#recycle", "#snapshot"}
 _HIDDEN = re.compile(r"(^|/)\.")
 
 
 class FolderListing:
-    """The images below `root`.
+    """Lists the images below `root`.
 
     Args:
-        found: None: lines are printed if it takes long.
-        classes: Folders are classes, so that images in `root` itself belong to none and are left out.
+        on_progress: Called with a message and the number of images so far; None prints lines if it takes long.
+        classes: Whether folders are classes. Then images in `root` itself have no class and are left out.
 
     Attributes:
-        names: `CLASS/FILE` relative to `root`, in natural order of the whole text.
-        leaves: Folders with images, or without any folder in them.
-        leaf: For each name, which of `leaves` holds the image.
+        names: `CLASS/FILE` relative to `root`, in natural order of the whole path.
+        leaves: Folders that hold images, or no folder.
+        leaf: For each name, the index in `leaves` of its folder.
 
     Raises:
-        UserError: A missing or unreadable folder.
+        UserError: A folder is missing or unreadable.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class FolderListing:
         self.root, self._found, self._classes = os.fspath(root), on_progress or SearchProgress(), classes
         self.names, self.leaves, self.leaf = list[str](), list[str](), list[int]()
         self._left_out = defaultdict[str, list[str]](list)
-        self._linked: set[str] = set()  # real paths of the folders that were reached through links
+        self._linked: set[str] = set()  # real paths of folders that were read through links
         self._suffixes, self._real_root = image_extensions(), os.path.realpath(self.root)
         if not os.path.isdir(self.root):
             raise UserError(f"image folder {printable(self.root)} does not exist or is not a folder")
@@ -64,7 +64,7 @@ class FolderListing:
 
     @property
     def warnings(self) -> list[str]:
-        """What was left out, one line for each reason."""
+        """Return a line for each reason for which entries were left out."""
         return [f"{printable(self.root)}: {line}" for line in left_out_lines(self._left_out)]
 
     def _visit(self, folder: str) -> None:
@@ -79,7 +79,7 @@ class FolderListing:
         leaf = len(self.leaves)
         if (images or not folders) and (folder or not self._classes):
             self.leaves.append(folder)
-        # The whole paths are in natural order where each folder is sorted as if a slash followed its name.
+        # Whole paths are in natural order if each folder is sorted as if a slash followed its name.
         names = sorted([*images, *folders])
         keys = dict(zip(names, natural_key("/".join(names)).split("/"), strict=bool(names)))
         for name in folders:
@@ -93,7 +93,7 @@ class FolderListing:
         self._found(f"listing {printable(self.root)}", len(self.names))
 
     def _entries(self, folder: str) -> tuple[list[str], dict[str, bool]]:
-        """The names of the images in a folder, and of its folders with whether they are links."""
+        """Return the names of the images in a folder, and its subfolders with whether each is a link."""
         path, images, folders = os.path.join(self.root, folder), list[str](), dict[str, bool]()
         remedy = "mend its permissions or the link"
         remedy += "; leaving it out would change the class numbers" if self._classes else ""
@@ -111,8 +111,8 @@ class FolderListing:
         return images, folders
 
     def _is_read_elsewhere(self, link: str) -> bool:
-        """Whether a folder that is a link is read where it really is, or through another link; or holds the split, or
-        the link."""
+        """Return whether a linked folder is read anyway, at its real place or through another link, or contains the
+        split or the link itself."""
         path = os.path.join(self.root, link)
         real, here = map(os.path.realpath, (path, os.path.dirname(path)))
         if any(os.path.commonpath([real, folder]) == real for folder in (self._real_root, here)):
@@ -125,7 +125,7 @@ class FolderListing:
 
 
 def _kind(entry: os.DirEntry[str], by_suffix: bool) -> str:
-    """What an entry is that is neither image nor folder."""
+    """Return the kind of an entry that is neither an image nor a folder."""
     if entry.name[0] == ".":
         return "hidden entries"
     if entry.name in _SYSTEM_FOLDERS:
@@ -137,7 +137,7 @@ def _kind(entry: os.DirEntry[str], by_suffix: bool) -> str:
 
 
 class ImageFolder(ImageSource):
-    """Image files; `paths` are relative to `root`."""
+    """A source of image files; `paths` are relative to `root`."""
 
     def read(self, index: int, max_pixels: int = DEFAULT_MAX_PIXELS) -> bytearray:
         return read_file(self.path(index), max_pixels)
@@ -146,11 +146,11 @@ class ImageFolder(ImageSource):
 def scan_folder(
     root: str | os.PathLike[str], on_progress: ProgressCallback | None = None, in_classes: bool = True
 ) -> ImageFolder:
-    """Find all images under `root`, a folder of class folders, at any depth. The classes are the folders found, in
-    natural order, those without images included. Without `in_classes` images lie anywhere, and all are of one class.
+    """Find all images under `root`, a folder of class folders, at any depth. All folders found are classes, in natural
+    order, even without images. Without `in_classes` images may lie anywhere, and all have one class.
 
     Raises:
-        UserError: Missing or unreadable folder, no images, two class folders of one name.
+        UserError: A folder is missing or unreadable, there are no images, or two class folders have one name.
     """
     listing = FolderListing(root, on_progress, in_classes)
     if not in_classes:
@@ -180,17 +180,17 @@ def scan_folder(
 
 
 def open_csv(name: str, data: str, split: str, _found: object) -> ImageFolder:
-    """The images of a table, in its order.
+    """Return the images of a table, in its order.
 
     Args:
-        name: The file, from `data` on or absolute. The first line names the columns; `path` is that of a
-            file below `data`, and counts from there.
-        split: Which rows, where there is a column `split`: those with this name or one of its synonyms.
+        name: The file, relative to `data` or absolute. Its first line names the columns. `path` is an image file's path
+            relative to `data`.
+        split: Selects the rows whose column `split`, if there is one, has this name or a synonym.
 
     Raises:
-        UserError: The file can't be read, has other columns or a row of other fields, names an image twice, one that is
-            not there, or one elsewhere.
-        MissingSplit: No row is of the split, or the table doesn't tell the validation images from the others.
+        UserError: The file can't be read, has other columns, a row with other fields, an image twice, or an image that
+            is missing or outside `data`.
+        MissingSplit: No row is in the split, or a table without splits is asked for the validation images.
     """
     file, searched = os.path.join(data, name), split_names(split)
     rows, csv_name = _rows(file), printable(file)
@@ -209,7 +209,7 @@ def open_csv(name: str, data: str, split: str, _found: object) -> ImageFolder:
 
 
 def _rows(file: str) -> list[dict[str, str]]:
-    """The rows, with their paths in the usual form (`a.jpg` for `./a.jpg`)."""
+    """Return the rows, with normalised paths (`a.jpg` for `./a.jpg`)."""
     what, rows = printable(file), list[dict[str, str]]()
     try:
         with open(file, newline="", encoding="utf-8-sig", opener=regular_only) as lines:
@@ -237,20 +237,20 @@ def _rows(file: str) -> list[dict[str, str]]:
 
 
 def split_names(split: str) -> list[str]:
-    """The names under which a split is searched: its own, then timm's synonyms of it."""
+    """Return the names to try for a split: its own, then timm's synonyms of it."""
     synonyms = [name for names in (TRAIN_SPLITS, VALIDATION_SPLITS) if split in names for name in names]
     return [split, *(name for name in synonyms if name != split)]
 
 
 def find_split(data_dir: str | os.PathLike[str], split: str, allow_root: bool = False) -> str:
-    """Folder of a split under `data_dir`: its own name first, then timm's synonyms of it.
+    """Return the folder of a split under `data_dir`. Its own name comes first, then timm's synonyms of it.
 
     Args:
-        allow_root: Take `data_dir` itself where no split of any name is in it (a program that reads one split only).
+        allow_root: Return `data_dir` itself if it has no split of any name (for programs that read one split only).
 
     Raises:
-        UserError: No such folder; the message shows what was searched. timm takes `data_dir` itself then, which makes
-            a run without validation folder validate on the training images.
+        UserError: There is no such folder; the message shows the names tried. timm uses `data_dir` itself in this case,
+            so a run without a validation folder validates on the training images.
     """
     data_dir = os.fspath(data_dir)
     if not os.path.isdir(data_dir):
@@ -269,7 +269,7 @@ def find_split(data_dir: str | os.PathLike[str], split: str, allow_root: bool = 
 
 
 def other_kinds(path: str) -> str:
-    """A remark for a file that is no image, and for a folder that holds one; "" for others."""
+    """Return a hint if `path` is a file that is no image, or a folder with such a file; else ""."""
     inside = os.listdir(path) if os.path.isdir(path) else []
     paths = [os.path.join(path, name) for name in inside if name[0] != "."] or [path]
     if all(os.path.splitext(file)[1].lower() in image_extensions() or not os.path.isfile(file) for file in paths):
@@ -278,11 +278,11 @@ def other_kinds(path: str) -> str:
 
 
 def holds_shards(folder: str) -> bool:
-    """Whether a folder holds shards: with a table, or tar files and no folder. Raises UserError: not all of them."""
+    """Return whether a folder has shards: a table, or tar files and no folder. Raise UserError if some are missing."""
     try:
         with os.scandir(folder) as entries:
             folders = {entry.name: entry.is_dir() for entry in entries}
-    except OSError:  # which scan_folder tells
+    except OSError:  # scan_folder reports it
         return False
     if f"{TABLE}.json" in folders:
         return True
@@ -292,10 +292,10 @@ def holds_shards(folder: str) -> bool:
 
 
 def compare_classes(train: ImageSource, val: ImageSource) -> None:
-    """Check that both splits have the same class folders; one that is empty in training need not be in `val`.
+    """Check that both splits have the same class folders. One without training images may be missing in `val`.
 
     Raises:
-        UserError: A class is in one of them only; names both lists.
+        UserError: A class is in one split only; names both lists.
     """
     trained = [train.class_names[index] for index in np.unique(train.classes).tolist()]
     known, validated = set(train.class_names), set(val.folder_names)
@@ -310,8 +310,8 @@ def compare_classes(train: ImageSource, val: ImageSource) -> None:
 
 
 def check_num_classes(folder: ImageSource, num_classes: int) -> list[str]:
-    """Compare `--num-classes` with the folders: more than there are is a warning, which is returned. Raises UserError:
-    fewer, so that labels would be out of range."""
+    """Compare `--num-classes` with the class folders. Return a warning if it is larger. Raise UserError if it is
+    smaller, because class ids would be out of range."""
     count = len(folder.class_names)
     if num_classes < count:
         raise UserError(
@@ -323,10 +323,10 @@ def check_num_classes(folder: ImageSource, num_classes: int) -> list[str]:
 
 
 def read_class_map(path: str | os.PathLike[str]) -> list[str]:
-    """Class list from a text file (`--class-map`): one folder name per line, the line's number is the class index.
+    """Read a class list (`--class-map`): one folder name per line, where the line's number is the class index.
 
     Raises:
-        UserError: Not readable, empty, or a name twice.
+        UserError: The file is unreadable or empty, or has a name twice.
     """
     path = os.fspath(path)
     try:

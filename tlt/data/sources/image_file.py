@@ -1,6 +1,6 @@
-"""Image files: which formats there are, the bytes and the size in the header, and what damaged ones raise.
+"""Reads image files: the supported formats, the bytes, the size in the header, and the errors of damaged files.
 
-Nothing here needs torch.
+This module does not need torch.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ from PIL import Image, PngImagePlugin
 
 try:
     import simplejpeg
-except ImportError:  # there is no wheel for a new Python: Pillow decodes to the same pixels
+except ImportError:  # it may have no wheel for a new Python; Pillow decodes to the same pixels
     simplejpeg = None
 
 from tlt.io.files import is_machine_fault, read_into, regular_only, with_retries
 
-# Pillow warns of odd metadata, which nothing here looks at, and of sizes that --max-pixels judges.
+# Pillow warns about odd metadata, which we don't use, and about sizes, which --max-pixels limits.
 warnings.filterwarnings("ignore", module=r"PIL\.")
-# Sound files have more text, or a larger colour profile, than the megabyte that Pillow takes.
+# Valid files may have more text, or a larger colour profile, than the megabyte that Pillow allows.
 PngImagePlugin.MAX_TEXT_CHUNK = PngImagePlugin.MAX_TEXT_MEMORY
 
 DEFAULT_MAX_PIXELS = 50_000_000
 JPEG_MAGIC = b"\xff\xd8\xff"
 
-# More than an image of `max_pixels` takes: four channels of 16 bits are 8 bytes a pixel.
+# An upper bound for an image of `max_pixels`: four channels of 16 bits are 8 bytes per pixel.
 _BYTES_PER_PIXEL = 16
-_BYTES_BESIDE = 2**24  # colour profiles, previews and the like
+_BYTES_BESIDE = 2**24  # room for colour profiles, previews and the like
 
-# Registered by Pillow, but stubs without a decoder, or run a program (EPS), or hold an image of another format, which
-# Pillow decodes whatever size their own header states.
+# Formats that Pillow registers, but that have no decoder, run a program (EPS), or contain an image of another format,
+# which Pillow decodes without regard to the size in the outer header.
 _NO_DECODER = {"BUFR", "EPS", "GRIB", "HDF5", "MPEG", "WMF"} | {"BLP", "ICNS", "ICO", "IPTC"}
 
 
@@ -45,7 +45,7 @@ class BadImage(Exception):
 
 @functools.cache
 def image_formats() -> tuple[str, ...]:
-    """Pillow's formats that can be decoded without running a program, the common ones first."""
+    """Return Pillow's formats that can be decoded without running a program, the common ones first."""
     Image.init()
     common = ("JPEG", "PNG")
     return common + tuple(sorted(set(Image.OPEN) - set(common) - _NO_DECODER))
@@ -53,18 +53,18 @@ def image_formats() -> tuple[str, ...]:
 
 @functools.cache
 def image_extensions() -> frozenset[str]:
-    """Lower-case file suffixes of `image_formats`."""
+    """Return the lower-case file suffixes of `image_formats`."""
     formats = {*image_formats(), "MPO"}
     return frozenset(suffix for suffix, name in Image.registered_extensions().items() if name in formats)
 
 
 def read_file(path: str, max_pixels: int = DEFAULT_MAX_PIXELS) -> bytearray:
-    """All bytes of a regular file.
+    """Return all bytes of a regular file.
 
     Raises:
-        BadImage: Not there, not readable, empty, no regular file, or larger than an image of `max_pixels`. A pipe is
-            refused and not waited for.
-        MachineFault: It can't be read for another reason, several times in a row.
+        BadImage: The file is missing, unreadable, empty, not regular, or larger than an image of `max_pixels`. A pipe
+            is refused at once.
+        MachineFault: Reading failed several times in a row because of the machine.
     """
 
     def read() -> bytearray:
@@ -81,13 +81,13 @@ def read_file(path: str, max_pixels: int = DEFAULT_MAX_PIXELS) -> bytearray:
 
 
 def most_bytes(max_pixels: int = DEFAULT_MAX_PIXELS) -> int:
-    """More bytes than an encoded image of `max_pixels` has."""
+    """Return an upper bound of the bytes of an encoded image of `max_pixels`."""
     return _BYTES_PER_PIXEL * max_pixels + _BYTES_BESIDE
 
 
 def check_length(length: int, max_pixels: int = DEFAULT_MAX_PIXELS) -> int:
-    """The bytes of an encoded image themselves, which are asked for before they are read: a file may say that it has
-    any number. Raises BadImage: there are none, or more than an image of `max_pixels` can have."""
+    """Return the length of an encoded image, checked before memory is allocated, because a file may claim any length.
+    Raise BadImage if it is 0, or more than an image of `max_pixels` can have."""
     if not length:
         raise BadImage("empty file")
     if length > most_bytes(max_pixels):
@@ -96,14 +96,14 @@ def check_length(length: int, max_pixels: int = DEFAULT_MAX_PIXELS) -> int:
 
 
 def read_size(data: bytes | bytearray, max_pixels: int = DEFAULT_MAX_PIXELS) -> tuple[int, int]:
-    """Width and height from the header, without decoding.
+    """Read width and height from the header, without decoding.
 
     Raises:
-        BadImage: No known format, pixels without a range, or more than `max_pixels` of them (a small file can hold a
-            huge image).
+        BadImage: The format is unknown, its pixels have no known range, or there are more than `max_pixels` (a small
+            file can hold a huge image).
     """
     if simplejpeg is not None and data[:3] == JPEG_MAGIC:
-        with suppress(ValueError):  # Pillow says what is wrong
+        with suppress(ValueError):  # Pillow then gives the reason
             height, width, *_ = simplejpeg.decode_jpeg_header(data)
             return check_pixel_limit(width, height, max_pixels)
     with pillow_errors(max_pixels), Image.open(io.BytesIO(data), formats=image_formats()) as image:
@@ -112,14 +112,14 @@ def read_size(data: bytes | bytearray, max_pixels: int = DEFAULT_MAX_PIXELS) -> 
 
 
 def as_rgb(image: Image.Image) -> Image.Image:
-    """`image.convert("RGB")`, no copy where it is RGB; of 16 bits of gray, which that would clip at 255, the upper 8.
+    """Convert to RGB, without a copy if it is RGB. Of 16-bit grey keep the upper 8 bits; Pillow would clip at 255.
 
     Raises:
-        BadImage: Its pixels are floating-point numbers, 32 bits wide or of FITS: nobody knows which of them is white.
+        BadImage: Its pixels are floats, 32 bits wide or from FITS, so that the value of white is unknown.
     """
     _check_range(image)
     if image.mode.startswith("I"):
-        tags = getattr(image, "tag_v2", {})  # of TIFF: how many bits a value has, and whether 0 is white
+        tags = getattr(image, "tag_v2", {})  # TIFF's tags say how many bits a value has, and whether 0 is white
         levels = np.asarray(image).astype(np.int64) >> tags.get(258, (16,))[0] - 8
         image = Image.fromarray((255 - levels if tags and not tags.get(262) else levels).astype(np.uint8))
     image.load()
@@ -127,14 +127,14 @@ def as_rgb(image: Image.Image) -> Image.Image:
 
 
 def _check_range(image: Image.Image) -> None:
-    # Pillow shows a PGM of 16 bits as 32, and a PNG in some versions; it ignores the zero and the scale of FITS.
+    # Pillow opens a 16-bit PGM, and in some versions PNG, as 32 bits. It ignores the zero and scale of FITS.
     if image.mode == "F" or (image.mode == "I" and image.format not in ("PNG", "PPM")) or image.format == "FITS":
         kind = {"F": "floating-point numbers", "I": "32 bits wide"}.get(image.mode, "of FITS, on a scale of its own")
         raise BadImage(f"its pixels are {kind}: nobody knows which of them is white; convert it to 8 or 16 bits")
 
 
 def check_pixel_limit(width: int, height: int, max_pixels: int = DEFAULT_MAX_PIXELS) -> tuple[int, int]:
-    """The size itself. Raises BadImage: it is larger than `max_pixels`, or 0."""
+    """Return the size. Raise BadImage if it has more than `max_pixels` pixels, or none."""
     if width * height > max_pixels:
         raise BadImage(
             f"{width} x {height} pixels are more than --max-pixels {max_pixels} "
@@ -147,8 +147,8 @@ def check_pixel_limit(width: int, height: int, max_pixels: int = DEFAULT_MAX_PIX
 
 @contextmanager
 def pillow_errors(max_pixels: int) -> Iterator[None]:
-    """Turn whatever a damaged file makes Pillow raise into BadImage. What the machine fails at (`is_machine_fault`) is
-    raised as it is. Pillow's own limit of pixels is raised to `max_pixels` where it is lower, and stays so."""
+    """Turn every error that Pillow raises for a damaged file into BadImage, except faults of the machine
+    (`is_machine_fault`). Also raise Pillow's own pixel limit to `max_pixels` permanently, if it is lower."""
     if Image.MAX_IMAGE_PIXELS is not None:
         Image.MAX_IMAGE_PIXELS = max(Image.MAX_IMAGE_PIXELS, max_pixels)
     try:
@@ -158,7 +158,7 @@ def pillow_errors(max_pixels: int) -> Iterator[None]:
     except Image.UnidentifiedImageError as error:
         raise BadImage("no image format that Pillow can decode") from error
     except Image.DecompressionBombError as error:
-        # Pillow speaks of twice the limit, from where on it refuses by itself.
+        # Pillow's message mentions twice the limit, where it refuses by itself.
         size = _first_line(error).partition(" exceeds ")[0]
         raise BadImage(
             f"more than --max-pixels {max_pixels} pixels (make it smaller: tlt pack-images --max-side): {size}"

@@ -1,5 +1,5 @@
-"""Data sets of other libraries: Hugging Face's `datasets` (`--dataset hfds/NAME`), read by index out of its
-memory-mapped tables, and torchvision's CIFAR-10 and CIFAR-100 (`--dataset torch/NAME`), as images of the format PPM."""
+"""Reads data sets of other libraries by index: Hugging Face's `datasets` (`--dataset hfds/NAME`) from its memory-mapped
+tables, and torchvision's CIFAR-10 and CIFAR-100 (`--dataset torch/NAME`) as images in PPM format."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tlt.io.text import printable
 
 @dataclass
 class HubImages(ImageSource):
-    """Images in the only column of a `datasets.Dataset`, encoded, in the format of Arrow."""
+    """A source of encoded images in the only column of a `datasets.Dataset` in Arrow format."""
 
     table: Any = field(kw_only=True)
 
@@ -33,21 +33,21 @@ class HubImages(ImageSource):
 
 
 def open_hub_dataset(name: str, data: str | None, split: str, _found: object) -> HubImages:
-    """A data set with one column of images and one of classes.
+    """Open a data set with one column of images and one of classes.
 
     Args:
-        name: As `datasets.load_dataset` takes it: of the hub, or a folder.
-        data: Where `datasets` keeps its files; None: in its own cache.
-        split: As `datasets` takes it, slices (`train[:10%]`) included.
+        name: The name for `datasets.load_dataset`: a name on the hub, or a folder.
+        data: Folder in which `datasets` stores its files; None takes its own cache.
+        split: A split of `datasets`; slices (`train[:10%]`) are allowed.
 
     Raises:
-        UserError: It can't be had, has no such split, or not the columns.
+        UserError: The data set can't be loaded, or lacks this split or the columns.
     """
     datasets = require("datasets", "hf")
     what = f"--dataset hfds/{printable(name)}"
     try:
         table = datasets.load_dataset(name, split=split, cache_dir=data)
-    # Whatever its builders, file systems and the hub raise.
+    # Its builders, file systems and the hub raise errors of any class.
     except Exception as error:
         reason = printable(str(error).strip().split("\n")[0])
         raise MissingSplit(f"{what}, split {printable(split)}, can't be loaded: {reason}") from error
@@ -61,14 +61,14 @@ def open_hub_dataset(name: str, data: str | None, split: str, _found: object) ->
             "labelled split, or filter the data set"
         )
     classes = labels.to_numpy().astype(np.int64)
-    # As Arrow's values, which are views of the mapped file: a length is known before anything is copied.
+    # Arrow's values are views of the mapped file, so that we know a length before we copy.
     table = table.select_columns(image).cast_column(image, datasets.Image(decode=False)).with_format("arrow")
     paths = numbered_names(class_names[number] for number in classes)
     return HubImages(f"{name}/{split}", paths, classes, class_names, class_names, table=table)
 
 
 def _column(features: Any, kind: type, preferred: str, what: str) -> str:
-    """The column of a kind: the one that has the usual name, or the only one."""
+    """Return the name of the column of this kind: `preferred` if there is one, else the only one."""
     columns = [column for column, feature in features.items() if isinstance(feature, kind)]
     if preferred in columns or len(columns) == 1:
         return preferred if preferred in columns else columns[0]
@@ -80,7 +80,7 @@ def _column(features: Any, kind: type, preferred: str, what: str) -> str:
 
 @dataclass
 class ArrayImages(ImageSource):
-    """Images that are pixels in memory, (N, H, W, 3) uint8, which forked workers share."""
+    """A source of pixels in memory, (N, H, W, 3) uint8, which forked workers share."""
 
     pixels: np.ndarray = field(kw_only=True)
 
@@ -90,16 +90,16 @@ class ArrayImages(ImageSource):
 
 
 def open_torch_dataset(name: str, data: str, split: str, _found: object) -> ArrayImages:
-    """A data set in torchvision's layout, which torchvision reads: pickles only if their md5 is the published one.
-    Nothing is downloaded.
+    """Open a data set in torchvision's layout. torchvision reads it, and loads pickles only if their md5 is the
+    published one. Nothing is downloaded.
 
     Args:
         name: "cifar10" or "cifar100".
-        data: Folder that holds it, torchvision's `root`.
-        split: A name of the training split, of the validation split, or "test", which is the same.
+        data: The folder that contains it, torchvision's `root`.
+        split: A name of the training or the validation split; "test" is the latter.
 
     Raises:
-        UserError: It is not there, damaged, or has no such split.
+        UserError: The data set is missing or damaged, or has no such split.
     """
     from torchvision import datasets
 

@@ -1,15 +1,15 @@
-"""Images that lie in a few large files (tar shards, TFRecords), read in any order through a table of where each one is.
+"""Reads images inside a few large files (tar shards, TFRecords) in any order, by a table of their positions.
 
-Three files beside the large ones, of which the last tells that the others are whole:
+The table has three files beside the large ones. The last one is written last, so its presence means all are complete:
 
 | file | |
 |---|---|
-| `NAME.npy` | a row of `ROW` for each image, which `np.load(..., mmap_mode="r")` reads |
-| `NAME.names` | all names in one, each up to its `name_end` |
-| `NAME.json` | the large files with their lengths, classes, and what was left out |
+| `NAME.npy` | one row of `ROW` per image, read by `np.load(..., mmap_mode="r")` |
+| `NAME.names` | the concatenated names; each ends at its `name_end` |
+| `NAME.json` | the large files with their lengths, the classes, and what was left out |
 
-They are made when a data set is opened for the first time: every byte of the large files is read once. All processes of
-a machine share the mapped files.
+The table is made when a data set is opened for the first time, which reads every byte of the large files once. All
+processes of a machine share the mapped files.
 """
 
 from __future__ import annotations
@@ -36,24 +36,24 @@ from tlt.io.names import Names
 from tlt.io.text import leads_out, natural_key, printable, some_names
 
 FORMAT = "volo-tlt table of records, version 1"
-# File by its number, then bytes; length 0: an empty image.
+# `file` is an index, `offset` and `length` are in bytes; length 0 means an empty image.
 ROW = np.dtype(
     [("file", "<u4"), ("offset", "<i8"), ("length", "<i8"), ("crc32", "<u4"), ("class", "<i4"), ("name_end", "<i8")]
 )
 LONGEST_NAME = 4096  # bytes
-_OPEN_FILES = 256  # kept open per table, the last ones used
+_OPEN_FILES = 256  # maximum number of open files per table, the most recently used
 
 
 @dataclass
 class FileRecords:
-    """What one large file holds, in its order. Raises UserError: a name is too long, or has NUL in it."""
+    """The contents of one large file, in its order. Raises UserError if a name is too long or has NUL in it."""
 
     path: str
     length: int  # bytes
     rows: np.ndarray  # (n,) of `ROW`; `file` and `name_end` are not set
-    names: list[str]  # of the images, "" where they have none
-    class_texts: list[str] = field(default_factory=list)  # names of their classes, "" where they have none
-    left_out: dict[str, list[str]] = field(default_factory=dict)  # kind -> names of what is no image
+    names: list[str]  # name of each image, or ""
+    class_texts: list[str] = field(default_factory=list)  # class name of each image, or ""
+    left_out: dict[str, list[str]] = field(default_factory=dict)  # kind -> names of entries that are no images
 
     def __post_init__(self) -> None:
         for name in (*self.names, *self.class_texts):
@@ -68,16 +68,16 @@ def open_records(
     write: Callable[[str, list[FileRecords]], None],
     on_progress: ProgressCallback | None = None,
 ) -> RecordImages:
-    """The images in large files; their table is made first where there is none, by one process at a time.
+    """Return the images in large files. If there is no table yet, one process at a time makes it.
 
     Args:
-        table: Path of their table, without an ending.
-        scan: Reads a file, every byte of it. Raises UserError: it is cut, damaged or something else.
-        write: Writes the table of the scanned files (`write_table`).
-        on_progress: Called often, with what is done and how many files were read; None: lines are printed.
+        table: Path of their table without an extension.
+        scan: Reads every byte of a file. Raises UserError if it is cut, damaged or of another kind.
+        write: Writes the table of the scanned files, with `write_table`.
+        on_progress: Called often with a message and the number of files so far; None prints lines.
 
     Raises:
-        UserError: A file is missing, cut, damaged, or not the one of the table.
+        UserError: A file is missing, cut or damaged, or differs from the table.
     """
     name, lock = f"{printable(table)}.json", FileLock(f"{table}.lock")
     on_progress = on_progress or SearchProgress()
@@ -93,7 +93,7 @@ def open_records(
                         files.append(file)
                         on_progress(what, len(files))
                     write(table, files)
-            except Timeout:  # another process makes it
+            except Timeout:  # another process is making it
                 on_progress(what, 0)
     except (OSError, NotImplementedError) as error:
         raise UserError(
@@ -116,14 +116,14 @@ def _scan(scan: Callable[[str], FileRecords], path: str) -> FileRecords:
 
 
 def concatenated(files: Sequence[FileRecords]) -> np.ndarray:
-    """The rows of all files, which are numbered."""
+    """Return the rows of all files, with the files' indices set."""
     rows = np.concatenate([file.rows for file in files])
     rows["file"] = np.repeat(np.arange(len(files)), [len(file.rows) for file in files])
     return rows
 
 
 def in_natural_order(rows: np.ndarray, names: Sequence[str]) -> tuple[np.ndarray, list[str]]:
-    """Rows and names in natural order of the names."""
+    """Sort rows and names in natural order of the names."""
     order = sorted(range(len(names)), key=lambda row: (natural_key(names[row]), names[row]))
     return rows[order], [names[row] for row in order]
 
@@ -138,18 +138,18 @@ def write_table(
     notes: Sequence[str] = (),
     about: Any = None,
 ) -> None:
-    """Write the table of a path without an ending, its `.json` last. `notes` are warnings.
+    """Write the files of a table, whose path has no extension; `.json` comes last. `notes` are warnings.
 
     Args:
-        rows: (N,) of `ROW`, in the order in which the images are numbered; `name_end` is set here.
+        rows: (N,) of `ROW`, in index order of the images; `name_end` is set here.
         names: `CLASS/FILE` of each image.
-        class_names: By number; the numbers themselves where classes have no names.
-        folder_names: The classes that are there; None: those with images.
-        about: What else is kept with the table.
+        class_names: Name of each class index; its number, if classes have no names.
+        folder_names: The classes of this data set; None means those with images.
+        about: Other data to store in the table.
 
     Raises:
-        UserError: No images, two of one name, or a file outside of the table's folder.
-        OSError: It can't be written.
+        UserError: There are no images, two have one name, or a file is outside the table's folder.
+        OSError: Writing failed.
     """
     if not len(names):
         raise UserError(f"no image in {len(files)} files, such as {printable(files[0].path)}")
@@ -183,16 +183,16 @@ def _crc(rows: np.ndarray, names: bytes | memoryview, description: Any) -> int:
 
 
 class RecordImages(ImageSource):
-    """The images in large files, by their table (its path, without an ending), which is mapped into memory. Travels to
-    other processes as that path.
+    """A source of the images in large files. The table (path without an extension) is memory-mapped; pickling stores
+    only its path.
 
     Attributes:
         rows: (N,) of `ROW`.
         files: Paths of the large files.
-        about: What `write_table` was given to keep.
+        about: The `about` of `write_table`.
 
     Raises:
-        UserError: The table is cut, damaged or something else; a file is missing or of another length.
+        UserError: The table is cut, damaged or of another kind; or a file is missing or has another length.
     """
 
     paths: Names
@@ -239,7 +239,7 @@ class RecordImages(ImageSource):
         return RecordImages, (self._table,), {"classes": self.classes, "class_names": self.class_names}
 
     def damaged_files(self) -> list[str]:
-        """Files in which a record's checksum is wrong; every record is read."""
+        """Read every record and return the files in which a checksum is wrong."""
         damaged = set()
         for number in np.flatnonzero(self.rows["length"]).tolist():
             try:
@@ -249,8 +249,8 @@ class RecordImages(ImageSource):
         return sorted(damaged)
 
     def read(self, index: int, max_pixels: int = DEFAULT_MAX_PIXELS) -> bytearray:
-        """The bytes of a record, by any number of threads and processes. Raises BadImage: they can't be read, or their
-        crc32 is wrong; MachineFault."""
+        """Return the bytes of a record. Threads and processes may call this at once. Raise BadImage if they can't be
+        read or their crc32 is wrong, or MachineFault."""
         file, offset, length, crc32, *_ = self.rows[index].item()
         data, path = bytearray(check_length(length, max_pixels)), self.files[file]
 
@@ -259,7 +259,7 @@ class RecordImages(ImageSource):
                 opened = self._opened(path)
                 return read_into(data, opened.fileno(), offset)
             except OSError:
-                self._opened.cache_clear()  # opened anew the next time, which helps where it is stale
+                self._opened.cache_clear()  # the next attempt opens it again, which helps if the handle is stale
                 raise
 
         try:

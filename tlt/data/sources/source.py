@@ -1,4 +1,4 @@
-"""Where encoded images come from: a list of images with classes, whose bytes are read in any order.
+"""The interface of image sources: a list of images with classes, whose bytes can be read in any order.
 
 Sources are image files (`folder.py`), records in large files (`records.py`), and data sets of Hugging Face and of
 torchvision (`libraries.py`).
@@ -18,26 +18,26 @@ from tlt.errors import UserError
 from tlt.io.names import Names
 from tlt.io.text import look_of, lookalikes, printable, some_names
 
-# Called often, with what is done and how many images or files were found by then.
+# Called often, with a message and the number of images or files so far.
 ProgressCallback = Callable[[str, int], None]
-MAX_CLASS = 999_999  # by number, where others wrote it
-SYNTHETIC = "synthetic"  # the root of images that are computed (`tlt.data.backends.synthetic`)
+MAX_CLASS = 999_999  # largest class index accepted from files of other programs
+SYNTHETIC = "synthetic"  # the root of computed images (`tlt.data.backends.synthetic`)
 
 
 @dataclass
 class ImageSource:
     """N images with names and classes.
 
-    A source is shared with worker processes: what it holds must be picklable, and small or memory-mapped. It may keep
-    files open (`os.pread` only: processes and threads share the position).
+    A source is shared with worker processes. So its contents must be picklable, and small or memory-mapped. It may keep
+    files open if it uses only `os.pread`, because processes and threads share the position in a file.
 
     Attributes:
-        root: Where the images are, for messages.
-        paths: (N,) Name of each image, `CLASS/FILE` with slashes: what labels, logs and checkpoints know it by.
+        root: The place of the images, for messages.
+        paths: (N,) name of each image, `CLASS/FILE` with slashes, which labels, logs and checkpoints use.
         classes: (N,) int64, class index of each image.
-        class_names: Name of every class index; with an imposed list also classes without images.
-        folder_names: The classes that are there (a folder may be empty).
-        warnings: One line each, for rank 0 to print once.
+        class_names: Name of every class index; an imposed list may have classes without images.
+        folder_names: The classes of this data set (a class folder may be empty).
+        warnings: Warnings of one line each, which rank 0 prints once.
     """
 
     root: str
@@ -51,18 +51,18 @@ class ImageSource:
         return len(self.classes)
 
     def path(self, index: int) -> str:
-        """Where image `index` is, for messages; a source of files gives what `open` takes."""
+        """Return the place of image `index`, for messages; for sources of files, the path to open."""
         return os.path.join(self.root, self.paths[index])
 
     def read(self, index: int, max_pixels: int = DEFAULT_MAX_PIXELS) -> bytearray:
-        """The encoded image `index`. Raises `tlt.data.sources.image_file.BadImage`: it can't be read, or it has more
-        bytes than an image of `max_pixels` can have."""
+        """Return the encoded image `index`. Raise `tlt.data.sources.image_file.BadImage` if it can't be read, or has
+        more bytes than an image of `max_pixels` can have."""
         raise NotImplementedError
 
     def number_by(self, class_names: Sequence[str]) -> None:
-        """Number the classes as in another class list: the training set's, or a class map. A class is the one of its
-        name. Where the list has no name of them all, 0 to n - 1 stand for its first n. Raises UserError: it lacks a
-        class."""
+        """Renumber the classes by another class list, that of the training set or a class map, matching names. If the
+        list has none of the names and they are numbers, class i becomes entry i of the list. Raise UserError if the
+        list lacks a class."""
         names, numbers = self.class_names, {name: number for number, name in enumerate(class_names)}
         if numbers.keys().isdisjoint(names) and names == [str(n) for n in range(min(len(names), len(numbers)))]:
             self.folder_names = [class_names[int(name)] for name in self.folder_names]
@@ -77,7 +77,7 @@ class ImageSource:
         self.class_names = list(class_names)
 
     def select(self, rows: Sequence[int] | np.ndarray) -> ImageSource:
-        """The images `rows` in that order, or those where `rows` (N,) is true, as a source of their own."""
+        """Return a source of the images `rows`, in that order, or of those for which a mask `rows` (N,) is true."""
         rows = np.arange(len(self))[rows if len(rows) else []]
         about = self.class_names, self.folder_names, self.warnings
         paths = Names(self.paths[row] for row in rows)
@@ -86,7 +86,7 @@ class ImageSource:
 
 @dataclass
 class SelectedImages(ImageSource):
-    """Some images of another source: `rows` (N,) int64 of `whole`."""
+    """A selection from another source: images `rows` (N,) int64 of `whole`."""
 
     whole: ImageSource = field(kw_only=True)
     rows: np.ndarray = field(kw_only=True)
@@ -99,7 +99,7 @@ class SelectedImages(ImageSource):
 
 
 def check_classes(classes: np.ndarray, class_names: Sequence[str], where: str) -> None:
-    """Raise UserError, which names `where`: no images, a number without a name, or two classes of one name."""
+    """Raise UserError, which names `where`, if there are no images, class numbers out of range, or names used twice."""
     if len(classes) == 0:
         raise UserError(f"{where} holds no images")
     if outside := [int(number) for number in (classes.min(), classes.max()) if not 0 <= number < len(class_names)]:
@@ -112,16 +112,16 @@ def check_classes(classes: np.ndarray, class_names: Sequence[str], where: str) -
 
 
 def left_out_lines(left_out: Mapping[str, Sequence[str]]) -> list[str]:
-    """A line for each kind of what was found and is no image."""
+    """Return a line for each kind of entries that were left out because they are no images."""
     return [f"left out {len(names)} {kind}: {some_names(sorted(names))}" for kind, names in left_out.items() if names]
 
 
 def class_folder(name: str) -> str:
-    """A class's name as a folder's: what would be another folder, a hidden one or none is replaced."""
+    """Return a class name as a folder name: replace slashes, a leading dot, and an empty name."""
     name = name.replace("/", "_").replace("\\", "_").replace("\0", "_")
     return f"_{name}" if not name or name.startswith(".") else name
 
 
 def numbered_names(class_names: Iterable[str], suffix: str = "") -> Names:
-    """`CLASS/NUMBER` for images in order, `class_names` theirs: label maps are found by these names."""
+    """Return names `CLASS/NUMBER` for images in order, given their class names. Label maps are found by these names."""
     return Names(f"{class_folder(name)}/{row:08d}{suffix}" for row, name in enumerate(class_names))

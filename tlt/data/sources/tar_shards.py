@@ -1,13 +1,13 @@
-"""Tar shards of WebDataset's layout, `KEY.jpg` and `KEY.cls` or `KEY.json`: read strictly, and never unpacked.
+"""Reads tar shards in WebDataset's layout, `KEY.jpg` with `KEY.cls` or `KEY.json`, strictly and without unpacking.
 
-Those in DATA/SPLIT are found as they are. `--dataset wds/NAME` names them as timm does, by `_info.json` in DATA or by a
-pattern in place of a split; NAME says nothing.
+Shards in DATA/SPLIT need no flag. `--dataset wds/NAME` finds them as timm does, by `_info.json` in DATA or by a pattern
+in place of the split; it ignores NAME.
 
     _info.json   {"splits": {"train": {"filenames": ["train-0000.tar", ...], "num_samples": 1281167, "alt_label": ""}}}
     pattern      --train-split 'imagenet-train-{0000..1023}.tar', or '...tar|1281167' with the number of images
 
-Python's `tarfile` takes a damaged header for the end of the archive, and so do most readers: what lies behind is lost
-without a word. Here the end must be marked as tar writers mark it.
+Python's `tarfile` treats a damaged header as the end of the archive, as most readers do, and silently loses what
+follows. We require the end marker that tar writers write.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ from tlt.errors import MissingSplit, UserError
 from tlt.io.files import blamed_on, read_at, regular_only
 from tlt.io.text import leads_out, printable, some_names
 
-LABEL_KEY = "label"  # of KEY.json, where there is no KEY.cls
+LABEL_KEY = "label"  # entry of KEY.json with the class, if there is no KEY.cls
 LABEL_EXTENSION = "labels.safetensors"
 _BRACES = re.compile(r"\{([^{}]*)\}")
 _RANGE = re.compile(r"(\d{1,9})\.\.(\d{1,9})")
 _MOST_SHARDS = 1_000_000
 _AT_ONCE = 2**22  # bytes
-_LONGEST_TEXT = 2**20  # bytes of KEY.cls or KEY.json, and of the headers of a member
+_LONGEST_TEXT = 2**20  # maximum bytes of KEY.cls or KEY.json, and of the headers of a member
 
 
 class Member(NamedTuple):
-    """A file in a tar: its name, where it lies in bytes, and the class that goes with it."""
+    """A file in a tar: its name, its position in bytes, and the class of its sample."""
 
     name: str
     offset: int
@@ -58,17 +58,17 @@ Samples = dict[str, dict[str, Member]]  # key -> extension -> file
 
 
 def open_shards(folder: str, on_progress: ProgressCallback | None = None) -> RecordImages:
-    """The images in the tar files of a folder, but the hidden ones that a killed writer left."""
+    """Open the images in the tar files of a folder, except hidden files, which a killed writer left."""
     names = sorted(name for name in os.listdir(folder) if name.endswith(".tar") and not name.startswith("."))
     paths = [os.path.join(folder, name) for name in names]
     return records.open_records(paths, os.path.join(folder, TABLE), scan_tar, write_tar_table, on_progress)
 
 
 def open_webdataset(_name: str, data: str, split: str, on_progress: ProgressCallback | None) -> RecordImages:
-    """The images in the shards of a split.
+    """Open the images in the shards of a split.
 
     Raises:
-        UserError: No `_info.json`, no such split in it, or names of shards that are not in DATA.
+        UserError: There is no `_info.json`, it lacks the split, or a named shard is not in DATA.
     """
     if ".tar" in split or ".." in split:
         pattern = split.partition("|")[0]
@@ -90,12 +90,12 @@ def open_webdataset(_name: str, data: str, split: str, on_progress: ProgressCall
 
 
 def expand_braces(pattern: str) -> list[str]:
-    """All names that a pattern stands for: `{000..123}`, with leading zeros as wide as the first number, and `{a,b}`.
+    """Return all names of a pattern: `{000..123}`, zero-padded to the width of the first number, and `{a,b}`.
 
     Raises:
-        UserError: Braces of another kind, or more than a million names.
+        UserError: The pattern has other braces, or more than a million names.
     """
-    pieces = _BRACES.split(pattern)  # text, what is in braces, text, ...
+    pieces = _BRACES.split(pattern)  # text and contents of braces alternate
     choices = [_choices(piece) if number % 2 else [piece] for number, piece in enumerate(pieces)]
     if any("{" in text or "}" in text for text in pieces[::2]) or not 0 < math.prod(map(len, choices)) <= _MOST_SHARDS:
         raise UserError(
@@ -106,7 +106,7 @@ def expand_braces(pattern: str) -> list[str]:
 
 
 def _choices(inside: str) -> Sequence[str]:
-    """What braces stand for; nothing where that is unknown."""
+    """Return the alternatives that braces stand for; none if we don't know the syntax."""
     if match := _RANGE.fullmatch(inside):
         width = len(match[1]) if match[1].startswith("0") else 0
         return [f"{number:0{width}d}" for number in range(int(match[1]), int(match[2]) + 1)[: _MOST_SHARDS + 1]]
@@ -114,7 +114,7 @@ def _choices(inside: str) -> Sequence[str]:
 
 
 def _listed(data: str, split: str) -> tuple[str, list[str], str]:
-    """A split's name in `_info.json`, the shards that are listed there, and the key of their classes."""
+    """Return the split's name in `_info.json`, its shards, and the key of their classes."""
     path = next((path for name in ("_info.json", "info.json") if os.path.isfile(path := os.path.join(data, name))), "")
     if not path:
         raise MissingSplit(
@@ -134,17 +134,17 @@ def _listed(data: str, split: str) -> tuple[str, list[str], str]:
 
 
 def scan_tar(path: str, label_key: str = LABEL_KEY) -> FileRecords:
-    """Read a shard. A sample is one image, and its class as `KEY.cls` or as the number `label_key` in `KEY.json`;
-    another `label_key` than the usual one goes before `KEY.cls`.
+    """Read a shard. A sample is one image with its class, in `KEY.cls` or as the number `label_key` in `KEY.json`. If
+    `label_key` is not the usual one, `KEY.cls` is ignored.
 
     Raises:
-        UserError: It is cut or damaged, or a sample has no class or several images.
+        UserError: The shard is cut or damaged, or a sample has no class or several images.
     """
     return scan_packed(path, label_key)[0]
 
 
 def scan_packed(path: str, label_key: str = LABEL_KEY) -> tuple[FileRecords, FileRecords]:
-    """The images of a shard, as `scan_tar` reads them, and the label maps that `tlt pack-images` put beside them."""
+    """Read the images of a shard as `scan_tar` does, and the label maps that `tlt pack-images` stored with them."""
     left_out, images, maps = dict[str, list[str]](), list[Member](), list[Member]()
     samples = list_members(path, left_out)
     with open(path, "rb") as file:
@@ -175,8 +175,8 @@ def _crc32(descriptor: int, offset: int, length: int) -> int:
 
 
 def write_tar_table(table: str, shards: list[FileRecords]) -> None:
-    """Write the table of samples that others wrote, in natural order of the names. Classes are named after the keys'
-    folders where each class has one of its own, else by their number."""
+    """Write the table of shards of other programs, in natural order of the names. Classes are named after the keys'
+    folders if each class has exactly one, else by their number."""
     rows, names = records.concatenated(shards), [name for shard in shards for name in shard.names]
     classes = rows["class"].tolist()
     folders = [os.path.basename(os.path.dirname(name)) for name in names]
@@ -190,15 +190,15 @@ def write_tar_table(table: str, shards: list[FileRecords]) -> None:
 
 
 def list_members(path: str, left_out: dict[str, list[str]]) -> Samples:
-    """The samples of a tar file: the files of each key by extension, both as WebDataset has them. Names are cut at the
-    first dot of the file's name, extensions are lower case.
+    """Return the samples of a tar file: the files of each key by extension. As in WebDataset, a key ends at the first
+    dot of the file name, and extensions are in lower case.
 
     Args:
-        left_out: Gets the names of what is no part of any sample, by kind.
+        left_out: Collects by kind the names of files that belong to no sample.
 
     Raises:
-        UserError: Not readable, compressed, cut or damaged; a name that is absolute or leads out of the tar; two files
-            of one name; a link.
+        UserError: The file is unreadable, compressed, cut or damaged, or has a link, two files with one name, or a name
+            that is absolute or leads out of the tar.
     """
     what, samples = f"tar {printable(path)}", Samples()
     try:
@@ -225,13 +225,13 @@ def list_members(path: str, left_out: dict[str, list[str]]) -> Samples:
                 files[extension.lower()] = Member(name, info.offset_data, info.size)
     except (UserError, OSError):
         raise
-    except Exception as error:  # damaged headers make tarfile raise OverflowError, RecursionError and others, too
+    except Exception as error:  # damaged headers make tarfile raise OverflowError, RecursionError and more
         raise UserError(f"{what} is cut, damaged, or no uncompressed tar ({error}): copy it again") from error
     return samples
 
 
 class _Headers(io.FileIO):
-    """A tar of which `tarfile` reads the headers: no more of them for a member than a name takes."""
+    """The file from which `tarfile` reads headers; limits the bytes of one member's headers to what a name needs."""
 
     left = _LONGEST_TEXT
 
@@ -243,13 +243,13 @@ class _Headers(io.FileIO):
 
 
 def _infos(path: str) -> Iterator[tarfile.TarInfo]:
-    """Every member, in order. Raises TarError: the tar is cut or damaged."""
+    """Yield every member in order. Raise TarError if the tar is cut or damaged."""
     with _Headers(path, opener=regular_only) as file, tarfile.open(fileobj=file, mode="r:") as tar:
         length, end = os.fstat(file.fileno()).st_size, 0
         while (info := tar.next()) is not None:
             file.left = _LONGEST_TEXT
-            tar.members.clear()  # type: ignore[attr-defined]  # or all of them are kept in memory
-            if info.offset < end or info.size < 0:  # would go round for ever
+            tar.members.clear()  # type: ignore[attr-defined]  # otherwise all members stay in memory
+            if info.offset < end or info.size < 0:  # this would loop for ever
                 raise tarfile.ReadError(f"member at byte {info.offset} overlaps another one")
             end = info.offset_data + (info.size if info.isreg() else 0)
             if end > length:
@@ -260,7 +260,7 @@ def _infos(path: str) -> Iterator[tarfile.TarInfo]:
 
 
 def _image_of(files: dict[str, Member], what: str) -> str:
-    """Extension of a sample's image; "": it has none. `jpg` goes before `mask.png`."""
+    """Return the extension of a sample's image, or "" if it has none. `jpg` precedes `mask.png`."""
     images = [file for file in files if f".{file.rpartition('.')[2]}" in image_extensions()]
     named = [file for file in images if "." not in file] or images
     if len(named) > 1:

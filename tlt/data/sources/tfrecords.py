@@ -1,11 +1,11 @@
-"""Images in TFRecord files, read without TensorFlow (`--dataset tfrecord`, and `tfds/NAME` for what tensorflow_datasets
-prepared). Nothing is downloaded.
+"""Reads images in TFRecord files without TensorFlow (`--dataset tfrecord`, and `tfds/NAME` for files prepared by
+tensorflow_datasets). Nothing is downloaded.
 
     DATA/train/*.tfrecord*    DATA/train/*-00000-of-01024    DATA/train*.tfrecord*    DATA/train-00000-of-01024
     DATA/NAME[/CONFIG]/VERSION/NAME-train.tfrecord-00000-of-01024
 
-A record is a length (8 bytes), its CRC-32C, the data, their CRC-32C; both checksums are verified here. The data are
-TensorFlow's Example messages, as `_PROTO` has them.
+A record is a length (8 bytes), its CRC-32C, the data, and their CRC-32C. We verify both checksums. The data are
+TensorFlow's Example messages, which `_PROTO` describes.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from tlt.errors import MissingSplit, UserError, require
 from tlt.io.files import os_errors_told, regular_only
 from tlt.io.text import leads_out, natural_key, natural_sorted, printable, some_names
 
-# Names of the features: TensorFlow's image records, then tensorflow_datasets'.
+# Names of the features in TensorFlow's image records, then in those of tensorflow_datasets.
 _IMAGE = ("image/encoded", "image")
 _LABEL = ("image/class/label", "label")
 _CLASS_NAME = ("image/class/synset", "image/class/text")
@@ -39,7 +39,7 @@ _RECORDS = re.compile(r"(?!\.).*(\.tfrecords?(-\d+-of-\d+)?|-\d{5,}-of-\d{5,})")
 _PART = re.compile(r"(.*)-(\d{5,9})-of-(\d{5,9})")
 _VERSION = re.compile(r"\d+\.\d+\.\d+")
 
-# tensorflow/core/example/*.proto, but for floating-point numbers; a map is a list of such entries on the wire.
+# tensorflow/core/example/*.proto without floating-point numbers. On the wire, a map is a list of such entries.
 _PROTO = """
 name: "tlt/example.proto" syntax: "proto3"
 message_type { name: "Texts" field { name: "value" number: 1 label: LABEL_REPEATED type: TYPE_BYTES } }
@@ -59,11 +59,11 @@ Features = dict[str, list[bytes | int]]
 
 
 def open_tfrecords(_name: str, data: str, split: str, on_progress: ProgressCallback | None) -> RecordImages:
-    """The images in the TFRecord files of a split: those in its folder, or those whose names hold its name. Classes are
-    named by `label.labels.txt` beside the files, where it is there.
+    """Open the images in the TFRecord files of a split: those in its folder, or those with its name in their name. A
+    file `label.labels.txt` beside them, if there is one, names the classes.
 
     Raises:
-        UserError: There are none, or some are missing by the numbers in their names.
+        UserError: There are none, or by the numbers in their names some are missing.
     """
     for name in split_names(split):
         folder, table = os.path.join(data, name), "records"
@@ -84,10 +84,10 @@ def open_tfrecords(_name: str, data: str, split: str, on_progress: ProgressCallb
 
 
 def open_tfds(name: str, data: str, split: str, on_progress: ProgressCallback | None) -> RecordImages:
-    """The images of a split that tensorflow_datasets prepared.
+    """Open the images of a split that tensorflow_datasets prepared.
 
     Args:
-        name: `NAME[/CONFIG][:VERSION]`; without a version the newest one.
+        name: `NAME[/CONFIG][:VERSION]`; without a version, the newest one.
         data: tensorflow_datasets' `data_dir`.
     """
     builder, _, version = name.partition(":")
@@ -112,7 +112,7 @@ def _record_names(folder: str) -> list[str]:
 
 
 def _whole(folder: str, names: Sequence[str]) -> list[str]:
-    """Paths of the files. Raises UserError: one of those numbered `-00000-of-01024` is missing."""
+    """Return the paths of the files. Raise UserError if one of those numbered `-00000-of-01024` is missing."""
     parts = [match for match in map(_PART.fullmatch, names) if match]
     for stem, total in {(part[1], part[3]) for part in parts}:
         there = {int(part[2]) for part in parts if (part[1], part[3]) == (stem, total)}
@@ -128,8 +128,8 @@ def _whole(folder: str, names: Sequence[str]) -> list[str]:
 def _write_record_table(table: str, read: list[FileRecords]) -> None:
     """Write the table of TFRecord files.
 
-    Where the records name their classes, these are numbered in natural order, as in a folder; else as in the records.
-    Images with names of their own are in natural order, as in a folder; else they are numbered in the files' order.
+    If the records name their classes, the classes are numbered in natural order, as in a folder; else as in the
+    records. Images with unique names are in natural order, as in a folder; others are numbered in the files' order.
     """
     rows, folder, class_names = records.concatenated(read), Path(read[0].path).parent, None
     classes, texts = rows["class"].tolist(), [text for file in read for text in file.class_texts]
@@ -157,7 +157,7 @@ def scan_records(path: str) -> FileRecords:
     """Read a TFRecord file.
 
     Raises:
-        UserError: It is cut, damaged or compressed, or a record has no image or not one class.
+        UserError: The file is cut, damaged or compressed, or a record lacks an image or a single class.
     """
     rows, names, class_texts = [], [], []
     with open(path, "rb", opener=regular_only) as file:
@@ -179,7 +179,7 @@ def scan_records(path: str) -> FileRecords:
 
 
 def _parsed(record: bytes, what: str) -> Features:
-    """The features of an Example by name. Raises UserError: it is damaged or something else."""
+    """Return the features of an Example by name. Raise UserError if it is damaged or of another kind."""
     try:
         entries = _example().FromString(record).features.entries
     except require("google.protobuf.message", "tfrecord").DecodeError as error:
@@ -189,7 +189,7 @@ def _parsed(record: bytes, what: str) -> Features:
 
 @functools.cache
 def _example() -> Any:
-    """The class of Example messages."""
+    """Return the class of Example messages."""
     text, descriptor, pools, factory = (
         require(f"google.protobuf.{module}", "tfrecord")
         for module in ("text_format", "descriptor_pb2", "descriptor_pool", "message_factory")
@@ -200,13 +200,13 @@ def _example() -> Any:
 
 
 def _single(features: Features, names: Sequence[str], kind: type, otherwise: Any = None) -> Any:
-    """The only value of the first of these features that is there; `otherwise` where it is of another kind."""
+    """Return the single value of the first of these features that exists, or `otherwise` if it is of another kind."""
     values = next((features[name] for name in names if name in features), [])
     return values[0] if len(values) == 1 and isinstance(values[0], kind) else otherwise
 
 
 def _records(file: BinaryIO, path: str, size: int) -> Iterator[tuple[int, bytes]]:
-    """Where the data of each record begin, and the data. Raises UserError."""
+    """Yield the offset and the data of each record. Raise UserError if the file is damaged."""
     crc32c = require("google_crc32c", "tfrecord").value
     what = f"TFRecord file {printable(path)}"
     at = 0
@@ -231,5 +231,5 @@ def _records(file: BinaryIO, path: str, size: int) -> Iterator[tuple[int, bytes]
 
 
 def _masked(crc: int) -> int:
-    """As TFRecords store a crc32c: turned by 15 bits, plus a constant."""
+    """Return a crc32c as TFRecords store it: rotated by 15 bits, plus a constant."""
     return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
