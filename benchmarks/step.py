@@ -28,6 +28,7 @@ from tlt import Batch, StepKey
 from tlt.errors import UserError
 from tlt.loss import LossTerms
 from volo.cluster.distributed import World, choose_device
+from volo.cluster.watchdog import Watchdog
 from volo.config.flag_table import POSITIVE, Group, flag
 from volo.train.compilation import compile_errors_told, compile_model
 from volo.train.criterion import Criterion, Drawn, make_criterion
@@ -123,7 +124,7 @@ class TrainStep:
         training.criterion, training.distillation = replace(criterion, amp_dtype=dtype), None
         run: Any = SimpleNamespace(args=arm.flags, world=World(0, 0, 1, device))
         run.logger = SimpleNamespace(line=lambda line: print(line) if line.startswith("warning") else None)
-        run.guard = SimpleNamespace(watchdog=SimpleNamespace(at=lambda phase: None))
+        run.guard = SimpleNamespace(watchdog=Watchdog(0, 0, 0, lambda **_: None))  # never started
         self.step = step_of(run, training)
         self.step.loss_of = self._loss_of
         self.launched_first = WARM_UP + 1 if isinstance(self.step, StepGraph) else 0
