@@ -17,6 +17,7 @@ from argparse import Namespace
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 
 from tlt.io.text import table
@@ -117,7 +118,7 @@ def share_cpus(machine: Machine, mode: str, gpus: Sequence[Gpu | None], ranks: i
     """Return the CPUs and NUMA node of each rank, and what is not bound and why. Only CPUs that this process may use
     are shared out. `gpus` holds the GPUs of the machine's ranks, or one GPU if only one is known."""
     homes = [gpu.node if gpu else None for gpu in gpus]
-    shares = [Share() for _ in gpus]
+    shares, reasons = [Share() for _ in gpus], []
     if mode == "auto" and not any(gpus):
         return shares, f"{_LEFT} (--bind cpu would divide the CPUs among the ranks)"
     if mode == "auto" and len(machine.cores) < 2:
@@ -125,29 +126,35 @@ def share_cpus(machine: Machine, mode: str, gpus: Sequence[Gpu | None], ranks: i
     # If the parent has other CPUs, this rank has been bound already (torchrun --numa-binding, srun --cpu-bind).
     if ranks > 1 and machine.parent_allowed != machine.allowed:
         return [Share(node=home) for home in homes], "CPUs stay as the launcher has given them to each rank"
-    usable = [
-        (node, threads)
-        for node, cores in machine.cores.items()
-        for core in cores
-        if (threads := [cpu for cpu in core if cpu in machine.allowed])
-    ]
-    reasons = []
+    usable = [(node, machine.allowed.intersection(core)) for node, cores in machine.cores.items() for core in cores]
+    usable = [(node, cpus) for node, cpus in usable if cpus]
+    if not any(gpus):
+        if len(usable) >= len(gpus):
+            return _divide(usable, len(gpus)), ""
+        few = f"the machine has {len(usable)} cores in the CPU mask"
+        return shares, f"local rank {listed(range(len(gpus)))} not bound: {few}"
     for home in dict.fromkeys(homes):
         members = [rank for rank, other in enumerate(homes) if other == home]
-        cores = [core for core in usable if core[0] == home or not any(gpus)]
-        if len(cores) < len(members):
-            where = f"NUMA node {home}" if any(gpus) else "the machine"
-            unknown = "NUMA node unknown" if any(gpus) and home is None else ""
-            why = unknown or f"{where} has {len(cores)} cores in the CPU mask"
+        cores = [core for core in usable if core[0] == home]
+        if len(cores) >= len(members):
+            for rank, share in zip(members, _divide(cores, len(members)), strict=True):
+                shares[rank] = share
+        else:
+            why = "NUMA node unknown" if home is None else f"NUMA node {home} has {len(cores)} cores in the CPU mask"
             reasons.append(f"local rank {listed(members)} not bound: {why}")
-            continue
-        for done, rank in enumerate(members):
-            size = -(-len(cores) // (len(members) - done))  # if shares can't be equal, the first get one core more
-            part, cores = cores[:size], cores[size:]
-            nodes = {node for node, _ in part}
-            cpus = tuple(sorted(cpu for _, threads in part for cpu in threads))
-            shares[rank] = Share(cpus=cpus, node=nodes.pop() if len(nodes) == 1 else None)
     return shares, "; ".join(reasons)
+
+
+def _divide(cores: Sequence[tuple[int, frozenset[int]]], count: int) -> list[Share]:
+    """Divide cores, each with its NUMA node and CPUs, into `count` shares; the first get one core more if needed."""
+    size, larger = divmod(len(cores), count)
+    ends = [number * size + min(number, larger) for number in range(count + 1)]
+    shares = []
+    for part in (cores[first:end] for first, end in pairwise(ends)):
+        nodes = {node for node, _ in part}
+        cpus = tuple(sorted(cpu for _, threads in part for cpu in threads))
+        shares.append(Share(cpus=cpus, node=nodes.pop() if len(nodes) == 1 else None))
+    return shares
 
 
 def choose_ports(gpus: Sequence[Gpu], ports: Sequence[Port]) -> tuple[list[Port], dict[str, Port]]:
