@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from argparse import Namespace
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from importlib.util import find_spec
 
 from tlt.data.sources import needs_folder
@@ -14,108 +14,94 @@ from volo.config.flag_table import Flag, check_flags
 from volo.config.flags_data import DENSE, LABELS, PER_TEACHER
 from volo.config.flags_train import CUDA_GRAPH_MODES, ENDING_SCHEDULES, TRACKERS, mixes
 
-# When a rule is broken, and its message, in which {flag} stands for the flag's value.
-Rule = tuple[Callable[[Namespace], bool], str]
+
+def _check_pixels(args: Namespace) -> None:
+    """Raise UserError for contradictions between flags about pixels, in every program that reads images."""
+    if not {len(args.mean or [0]), len(args.std or [0])} <= {1, 3}:
+        raise UserError("--mean and --std take one number, or three (red, green, blue)")
+    if args.input_size and args.input_size[0] not in ((args.in_chans or 3,) if "in_chans" in args else (1, 3)):
+        raise UserError(
+            f"--input-size {' '.join(map(str, args.input_size))}: images are read as RGB, the first number must be 3, "
+            "or of a grey model (volo train --in-chans 1) 1"
+        )
 
 
-def check_rules(args: Namespace, rules: tuple[Rule, ...]) -> None:
-    """Raise UserError for the first rule that is broken."""
-    for is_broken, message in rules:
-        if is_broken(args):
-            raise UserError(message.format_map(vars(args)))
+def _check_compile(args: Namespace) -> None:
+    """Raise UserError if blocks are to be compiled to CUDA graphs."""
+    if args.torchcompile_scope == "blocks" and args.torchcompile_mode in CUDA_GRAPH_MODES:
+        raise UserError(
+            f"--torchcompile-mode {args.torchcompile_mode} records where a graph's weights lie, and blocks of other "
+            "weights share a graph: --torchcompile-scope model, or --torchcompile-mode max-autotune-no-cudagraphs"
+        )
 
 
-PIXELS: tuple[Rule, ...] = (
-    (
-        lambda a: not {len(a.mean or [0]), len(a.std or [0])} <= {1, 3},
-        "--mean and --std take one number, or three (red, green, blue)",
-    ),
-    (
-        lambda a: bool(a.input_size) and a.input_size[0] not in ((a.in_chans or 3,) if "in_chans" in a else (1, 3)),
-        "--input-size {input_size[0]} {input_size[1]} {input_size[2]}: images are read as RGB, the first number must "
-        "be 3, or of a grey model (volo train --in-chans 1) 1",
-    ),
-)
-COMPILE: tuple[Rule, ...] = (
-    (
-        lambda a: a.torchcompile_scope == "blocks" and a.torchcompile_mode in CUDA_GRAPH_MODES,
-        "--torchcompile-mode {torchcompile_mode} records where a graph's weights lie, and blocks of other weights "
-        "share a graph: --torchcompile-scope model, or --torchcompile-mode max-autotune-no-cudagraphs",
-    ),
-)
-TRAIN: tuple[Rule, ...] = (
-    (
-        lambda a: len(a.lr_noise or []) > 2 or (a.lr_noise or []) != sorted(a.lr_noise or []),
-        "--lr-noise takes one or two parts of the epochs, the smaller first",
-    ),
-    (
-        lambda a: a.val_fraction == 1 or (a.val_fraction > 0 and a.data_backend == "synthetic"),
-        "--val-fraction {val_fraction:g} leaves nothing to train on, or splits synthetic images",
-    ),
-    (
-        lambda a: not (0 < a.scale[0] <= a.scale[1] <= 1 and 0 < a.ratio[0] <= a.ratio[1]),
-        "--scale {scale[0]:g} {scale[1]:g} and --ratio {ratio[0]:g} {ratio[1]:g}: two numbers above 0, the smaller "
-        "first, of a scale up to 1 (the whole image)",
-    ),
-    (
-        # With auto, a job that is started again resumes its own checkpoint; only its first start fine-tunes.
-        lambda a: bool(a.pretrained or a.initial_checkpoint or a.finetune) and a.resume not in ("", "auto"),
-        "weights to start from have no effect with --resume {resume}: leave out --finetune, --initial-checkpoint and "
-        "--pretrained, or give --resume auto",
-    ),
-    (
-        lambda a: a.resume != "auto" and os.path.isdir(a.resume),
-        "--resume {resume} is a folder: name the file, such as last.pth.tar in it, or --resume auto --experiment NAME",
-    ),
-    (
-        lambda a: a.token_label and a.cls_weight == 0 and (a.dense_weight == 0 or a.token_label_size == 1),
-        f"--cls-weight 0 leaves nothing to train without {DENSE} and a --dense-weight above 0",
-    ),
-    (
-        lambda a: "auto" in (a.train_batch_sizes or []) and len(a.train_batch_sizes) > 1,
-        "--train-batch-sizes takes auto alone, or a batch for each of --train-img-sizes",
-    ),
-    (lambda a: a.in_chans == 2, "--in-chans {in_chans}: 3 (RGB) or 1 (grey)"),
-    (
-        lambda a: a.kd_only and (a.token_label or a.bce_loss or mixes(a) or a.val_fraction > 0),
-        "--kd-only has no labels: no --token-label, --bce-loss, --mixup, --cutmix, --val-fraction",
-    ),
-    (
-        lambda a: a.kd_only and bool(a.num_classes) and "logit" not in a.kd_distill_type,
-        "--kd-only with --kd-distill-type {kd_distill_type[0]} trains no heads: leave out --num-classes",
-    ),
-    (
-        lambda a: a.freeze and bool(a.kd_model_name) and bool({*a.kd_distill_type} - {"logit"}),
-        "--freeze and --kd-distill-type other than logit: frozen features learn nothing; leave out one of them",
-    ),
-    (
-        lambda a: (
-            (mixes(a) or bool(a.compat))
-            and (a.kd_size is not None or "whole" in a.kd_view or bool(a.kd_model_name and a.train_img_sizes))
-        ),
-        "--mixup, --cutmix and --compat: the teacher must see what the student sees; leave out --kd-size, --kd-view "
-        "and --train-img-sizes",
-    ),
-    (lambda a: a.freeze and a.grad_checkpointing, "--freeze stores no activations: remove --grad-checkpointing"),
-    (
-        lambda a: a.amp and a.model_dtype != "float32",
-        "--amp and --model-dtype {model_dtype} both set the precision: keep one of them",
-    ),
-)
-# Rules for --shard and --tensor-parallel: FSDP2 or distributed tensors can't do this; see also volo/train/optim.py.
-DIVIDED: tuple[Rule, ...] = (
-    (lambda a: a.channels_last, "--channels-last: torch divides contiguous weights alone"),
-    (lambda a: a.model_ema_force_cpu, "--model-ema-force-cpu: the average is divided as well"),
-    (lambda a: a.torchcompile_scope == "model", "--torchcompile-scope model: blocks are compiled"),
-    (
-        lambda a: a.torchcompile_mode in CUDA_GRAPH_MODES,
-        "CUDA graphs (--torchcompile-mode {torchcompile_mode}): blocks are compiled",
-    ),
-    (
-        lambda a: a.clip_grad is not None and a.clip_mode == "agc",
-        "--clip-mode agc: the norms of units would need whole weights; --clip-mode norm",
-    ),
-)
+def _check_data(args: Namespace) -> None:
+    """Raise UserError for contradictions between train.py's flags about schedule, images and starting weights."""
+    noise, scale, ratio = args.lr_noise or [], args.scale, args.ratio
+    if len(noise) > 2 or noise != sorted(noise):
+        raise UserError("--lr-noise takes one or two parts of the epochs, the smaller first")
+    if args.val_fraction == 1 or (args.val_fraction > 0 and args.data_backend == "synthetic"):
+        raise UserError(f"--val-fraction {args.val_fraction:g} leaves nothing to train on, or splits synthetic images")
+    if not (0 < scale[0] <= scale[1] <= 1 and 0 < ratio[0] <= ratio[1]):
+        raise UserError(
+            f"--scale {scale[0]:g} {scale[1]:g} and --ratio {ratio[0]:g} {ratio[1]:g}: two numbers above 0, the "
+            "smaller first, of a scale up to 1 (the whole image)"
+        )
+    # With auto, a job that is started again resumes its own checkpoint; only its first start fine-tunes.
+    if (args.pretrained or args.initial_checkpoint or args.finetune) and args.resume not in ("", "auto"):
+        raise UserError(
+            f"weights to start from have no effect with --resume {args.resume}: leave out --finetune, "
+            "--initial-checkpoint and --pretrained, or give --resume auto"
+        )
+    if args.resume != "auto" and os.path.isdir(args.resume):
+        raise UserError(
+            f"--resume {args.resume} is a folder: name the file, such as last.pth.tar in it, or --resume auto "
+            "--experiment NAME"
+        )
+    if "auto" in (args.train_batch_sizes or []) and len(args.train_batch_sizes) > 1:
+        raise UserError("--train-batch-sizes takes auto alone, or a batch for each of --train-img-sizes")
+    if args.in_chans == 2:
+        raise UserError(f"--in-chans {args.in_chans}: 3 (RGB) or 1 (grey)")
+
+
+def _check_losses(args: Namespace) -> None:
+    """Raise UserError for contradictions between train.py's flags about losses, teachers and precision."""
+    mixed = mixes(args)
+    if args.token_label and args.cls_weight == 0 and (args.dense_weight == 0 or args.token_label_size == 1):
+        raise UserError(f"--cls-weight 0 leaves nothing to train without {DENSE} and a --dense-weight above 0")
+    if args.kd_only and (args.token_label or args.bce_loss or mixed or args.val_fraction > 0):
+        raise UserError("--kd-only has no labels: no --token-label, --bce-loss, --mixup, --cutmix, --val-fraction")
+    if args.kd_only and args.num_classes and "logit" not in args.kd_distill_type:
+        kind = args.kd_distill_type[0]
+        raise UserError(f"--kd-only with --kd-distill-type {kind} trains no heads: leave out --num-classes")
+    if args.freeze and args.kd_model_name and {*args.kd_distill_type} - {"logit"}:
+        raise UserError(
+            "--freeze and --kd-distill-type other than logit: frozen features learn nothing; leave out one of them"
+        )
+    other_view = args.kd_size is not None or "whole" in args.kd_view or (args.kd_model_name and args.train_img_sizes)
+    if (mixed or args.compat) and other_view:
+        raise UserError(
+            "--mixup, --cutmix and --compat: the teacher must see what the student sees; leave out --kd-size, "
+            "--kd-view and --train-img-sizes"
+        )
+    if args.freeze and args.grad_checkpointing:
+        raise UserError("--freeze stores no activations: remove --grad-checkpointing")
+    if args.amp and args.model_dtype != "float32":
+        raise UserError(f"--amp and --model-dtype {args.model_dtype} both set the precision: keep one of them")
+
+
+def _check_divided(args: Namespace, flag: str) -> None:
+    """Raise UserError for what FSDP2 or distributed tensors can't do with `flag`; volo/train/optim.py has more."""
+    if args.channels_last:
+        raise UserError(f"{flag} and --channels-last: torch divides contiguous weights alone")
+    if args.model_ema_force_cpu:
+        raise UserError(f"{flag} and --model-ema-force-cpu: the average is divided as well")
+    if args.torchcompile_scope == "model":
+        raise UserError(f"{flag} and --torchcompile-scope model: blocks are compiled")
+    if args.torchcompile_mode in CUDA_GRAPH_MODES:
+        raise UserError(f"{flag} and CUDA graphs (--torchcompile-mode {args.torchcompile_mode}): blocks are compiled")
+    if args.clip_grad is not None and args.clip_mode == "agc":
+        raise UserError(f"{flag} and --clip-mode agc: the norms of units would need whole weights; --clip-mode norm")
 
 
 def check_train(args: Namespace, flags: Mapping[str, Flag]) -> list[str]:
@@ -127,12 +113,13 @@ def check_train(args: Namespace, flags: Mapping[str, Flag]) -> list[str]:
     _check_folder(args, args.data_dir, "DATA_DIR")
     args.kd_model_name = "" if args.kd_model_name == [""] else args.kd_model_name  # [""] in a recipe means no teacher
     notes = _settle_token_labels(args) + _settle_compat(args) + check_flags(args, flags)
-    check_rules(args, (*PIXELS, *COMPILE, *TRAIN))
+    for check in (_check_pixels, _check_compile, _check_data, _check_losses):
+        check(args)
     if args.kd_model_name:
         teachers_of(args)
     check_drop_path(args)
     if flag := sharding_flag(args):
-        check_rules(args, tuple((is_broken, f"{flag} and {message}") for is_broken, message in DIVIDED))
+        _check_divided(args, flag)
     _check_trackers(args)
     return notes + _remarks(args)
 
@@ -155,7 +142,9 @@ def check_weights(args: Namespace, flags: Mapping[str, Flag]) -> list[str]:
         UserError: There are two sources of weights or none, or a flag has no effect.
     """
     notes = check_flags(args, flags)
-    check_rules(args, PIXELS + (COMPILE if "torchcompile" in args else ()))
+    _check_pixels(args)
+    if "torchcompile" in args:
+        _check_compile(args)
     if args.use_ema and args.no_use_ema:
         raise UserError("--use-ema and --no-use-ema contradict each other: keep one of them")
     if args.model is None and not args.checkpoint:

@@ -35,8 +35,8 @@ DENSE = "dense targets (--token-label-data, --token-label-teacher or a --token-l
 TOKEN_LABEL = Need("--token-label", lambda a: a.token_label)
 DENSE_TARGETS = Need(DENSE, lambda a: a.token_label_size != 1)
 # Without dense targets there is no dense loss; then a weight of 0 is accepted, since it changes nothing.
-TOKEN_LABEL_OR_0 = Need("--token-label", lambda a: a.token_label or a.dense_weight == 0)
-DENSE_TARGETS_OR_0 = Need(DENSE, lambda a: a.token_label_size != 1 or a.dense_weight == 0)
+DENSE_LOSS_LABELS = Need("--token-label", lambda a: a.token_label or a.dense_weight == 0)
+DENSE_LOSS_TARGETS = Need(DENSE, lambda a: a.token_label_size != 1 or a.dense_weight == 0)
 DENSE_LOSS = Need("--dense-weight above 0", lambda a: a.dense_weight > 0)
 TEACHER = Need("--token-label-teacher", lambda a: bool(a.token_label_teacher))
 LABEL_DATA = Need("--token-label-data", lambda a: bool(a.token_label_data))
@@ -176,7 +176,7 @@ TOKEN_LABELS = Group(
         needs=(TOKEN_LABEL,),
     ),
     flag("--compat", TEXT, None, "do as published: rows of docs/parity.md, or upstream", nargs="+", metavar="ROW"),
-    flag("--dense-weight", AMOUNT, 0.5, "weight of the dense loss", needs=(TOKEN_LABEL_OR_0, DENSE_TARGETS_OR_0)),
+    flag("--dense-weight", AMOUNT, 0.5, "weight of the dense loss", needs=(DENSE_LOSS_LABELS, DENSE_LOSS_TARGETS)),
     flag("--cls-weight", AMOUNT, 1.0, "weight of the class loss", needs=(TOKEN_LABEL,)),
     switch("--no-mix-token", "do not mix two images after the patch embedding", needs=(TOKEN_LABEL,)),
     switch("--ground-truth", "blend the true class into the class target", needs=(TOKEN_LABEL, DENSE_TARGETS)),
