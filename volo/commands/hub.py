@@ -22,7 +22,7 @@ from volo.config.checkpoint_files import ENDINGS
 from volo.config.flags_data import LOADING
 from volo.config.flags_train import CHECKPOINTS, DISTRIBUTED, RUN, TRACKING
 from volo.record.records import epochs_of
-from volo.train.model import architecture_of, is_ours
+from volo.train.architecture import architecture_of, is_ours
 from volo.train.trained_model import TrainedModel
 
 # Flags about where and on what data a run was trained. The model card must not contain its user's paths.

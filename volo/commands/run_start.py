@@ -36,10 +36,10 @@ from volo.record.metrics import Arithmetic, interval, peak_flops
 from volo.record.profile import WARM_UP
 from volo.record.records import RunRecords, settings_of, versions
 from volo.record.run_directory import DEFAULT_ROOT, RunLock, changed_settings, choose_directory
+from volo.train.architecture import image_size_by_name
 from volo.train.criterion import Criterion, TokenLabelCriterion
 from volo.train.data import HELD_OUT_FILE, as_list
 from volo.train.loop import best_so_far, set_train_mode
-from volo.train.model import image_size_by_name
 from volo.train.precision import compute_dtype
 from volo.train.run import Run, Training
 from volo.train.schedule import LrSchedule

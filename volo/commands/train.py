@@ -61,6 +61,7 @@ from volo.config.flag_rules import other_sizes, sharding_flag
 from volo.record.logger import Logger
 from volo.record.records import duration, settings_of
 from volo.record.run_directory import check_writable
+from volo.train.architecture import architecture_of
 from volo.train.compilation import compile_errors_told, compile_model
 from volo.train.criterion import TokenLabelCriterion, make_criterion
 from volo.train.data import (
@@ -77,7 +78,6 @@ from volo.train.loop import garbage_collected_by_the_loop, out_of_memory_explain
 from volo.train.model import (
     TimmModel,
     add_dense_head,
-    architecture_of,
     build_model,
     eval_settings,
     freeze_backbone,

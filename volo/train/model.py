@@ -1,36 +1,23 @@
-"""Builds the model that the flags describe: created by timm, then configured.
-
-`--model` is a registered name, a folder (`local-dir:PATH`) or a repository of the Hugging Face Hub (`hf-hub:ORG/NAME`).
-"""
+"""Builds the model that the flags describe: created by timm, then configured, wrapped and recorded."""
 
 from __future__ import annotations
 
 import copy
-import difflib
 from argparse import Namespace
 from contextlib import suppress
-from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import timm
 import torch
 from timm.data import resolve_data_config
 from timm.layers import convert_sync_batchnorm, to_2tuple
-from timm.models import load_model_config_from_hf
-from timm.models._hub import (
-    _EXT_PRIORITY,
-    _PREFERRED_FILES,
-    download_from_hf,
-    load_cfg_from_json,
-    load_model_config_from_path,
-)
+from timm.models._hub import _EXT_PRIORITY, _PREFERRED_FILES
 from torch import nn
 
 from tlt.errors import UserError
 from tlt.io.jobs import physical_memory
 from tlt.io.weights import check_finite, clean_state_dict, read_checkpoint
-from tlt.models import transformers_vit
 from tlt.models.flops import run_on_meta
 from tlt.models.token_labeling import TokenLabelModel
 from tlt.models.wrap import TOKEN_LABEL_MODELS, WithDenseHead, with_dense_head
@@ -40,6 +27,7 @@ from volo.cluster.tensor_parallel import divide_layers
 from volo.config.flag_rules import other_sizes, sharding_flag
 from volo.config.flags_train import BATCH_NORM
 from volo.models import VOLO
+from volo.train.architecture import architecture_of, image_size_of, is_ours, takes_image_size
 from volo.train.compilation import compile_model, compile_modules
 from volo.train.precision import compute_dtype
 
@@ -49,80 +37,6 @@ TimmModel = Any
 _SMALL = 10_000_000  # weights of a model that is built whatever its checkpoint says
 _MANY_CLASSES = 100_000
 _TF_BATCHNORM = {"momentum": 0.01, "eps": 1e-3}  # --bn-tf
-
-
-class Architecture(NamedTuple):
-    """A model that timm can build: its registered name, arguments, and where its weights are."""
-
-    name: str
-    kwargs: dict[str, Any]
-    pretrained_cfg: dict[str, Any] | None
-
-
-@cache
-def architecture_of(model: str) -> Architecture:
-    """Return what `--model` names; a registered name stands for itself.
-
-    Raises:
-        UserError: An unknown name (the message has the nearest ones); the folder or the repository can't be read, or
-            describes no model that timm knows here.
-    """
-    prefix, colon, name = model.partition(":")
-    if not colon or prefix not in ("local-dir", "hf-hub"):
-        if not timm.is_model(model):
-            near = ", ".join(difflib.get_close_matches(model, timm.list_models(), n=3))
-            raise UserError(f"--model {model}: timm knows no such model" + (f"; did you mean {near}?" if near else ""))
-        return Architecture(model, {}, None)
-    try:
-        described = load_cfg_from_json(_file(prefix, name, "config.json"))
-        if transformers_vit.describes_vit(described):
-            return _transformers_vit(described, prefix, name)
-        load = load_model_config_from_path if prefix == "local-dir" else load_model_config_from_hf
-        config, name, kwargs = load(name)
-    except UserError as error:
-        raise UserError(f"--model {model}: {error}") from error
-    except Exception as error:  # huggingface_hub and requests derive theirs from nothing narrower
-        reason = " ".join(str(error).split())[:200] or type(error).__name__
-        raise UserError(f"--model {model} can't be read: {reason}") from error
-    if not timm.is_model(name):
-        raise UserError(f"--model {model} is a {name}, which timm does not know: install the package that registers it")
-    return Architecture(name, kwargs or {}, config)
-
-
-def _file(prefix: str, name: str, file: str) -> str:
-    """Return the path of one file of a description. Raises OSError where it is missing."""
-    return str(Path(name, file)) if prefix == "local-dir" else download_from_hf(name, file)
-
-
-def _transformers_vit(described: dict[str, Any], prefix: str, name: str) -> Architecture:
-    try:
-        processor = load_cfg_from_json(_file(prefix, name, "preprocessor_config.json"))
-    except OSError:  # it has none; huggingface_hub's errors derive from it
-        processor = {}
-    kwargs, config = transformers_vit.timm_config(described, processor)
-    where = {"file": name} if prefix == "local-dir" else {"hf_hub_id": name}  # by which timm finds the weights
-    return Architecture(transformers_vit.NAME, kwargs, config | {"source": prefix} | where)
-
-
-def image_size_of(args: Namespace) -> tuple[int, int] | None:
-    """Return (H, W) as `--input-size`, `--img-size` or `--model-kwargs img_size=` asks for it, None if none does."""
-    if args.input_size is not None:
-        return args.input_size[1], args.input_size[2]
-    size = (getattr(args, "model_kwargs", None) or {}).get("img_size") if args.img_size is None else args.img_size
-    return None if size is None else to_2tuple(size)
-
-
-def known_config(model: str) -> dict[str, Any]:
-    """Return what is known of `--model` before it is built: `input_size`, `num_classes`, `fixed_input_size`, ..."""
-    name, kwargs, stored = architecture_of(model)
-    registered = timm.get_pretrained_cfg(name)
-    return (registered.to_dict() if registered else {}) | (stored or {}) | kwargs
-
-
-def image_size_by_name(args: Namespace) -> tuple[int, int]:
-    """Return the (H, W) that flags and the model's name tell before a model is built; 224 x 224 where neither does."""
-    config = known_config(args.model)
-    return to_2tuple(image_size_of(args) or config.get("img_size") or config.get("input_size", (3, 224, 224))[1:])
 
 
 def _channels(args: Namespace) -> int | None:
@@ -258,7 +172,7 @@ def _model_kwargs(args: Namespace) -> dict[str, Any]:
         "drop_path_rate": getattr(args, "drop_path", None),
         "outlooker_drop_path": getattr(args, "outlooker_drop_path", False) or None,
     }
-    if image_size_of(args) is not None and _takes_image_size(args.model):
+    if image_size_of(args) is not None and takes_image_size(args.model):
         kwargs["img_size"] = image_size_of(args)
     kwargs = {k: v for k, v in kwargs.items() if v is not None and v is not False}
     for key, given in (getattr(args, "model_kwargs", None) or {}).items():
@@ -268,16 +182,6 @@ def _model_kwargs(args: Namespace) -> dict[str, Any]:
                 f"--model-kwargs {key}={value} contradicts the flag for it, which says {kwargs[key]}: keep one of them"
             )
     return kwargs
-
-
-def _takes_image_size(name: str) -> bool:
-    """Whether the model is built for one image size, as ours and timm's vision transformers are."""
-    return is_ours(architecture_of(name).name) or known_config(name).get("fixed_input_size", False)
-
-
-def is_ours(name: str) -> bool:
-    """Whether the registered model `name` belongs to this project."""
-    return timm.model_entrypoint(name).__module__.split(".")[0] in ("volo", "tlt")
 
 
 def eval_settings(args: Namespace, model: TimmModel, recorded: dict[str, Any] | None = None) -> dict[str, Any]:

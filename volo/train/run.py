@@ -26,9 +26,9 @@ from volo.config.flags_train import CYCLIC_SCHEDULES
 from volo.record.logger import Logger
 from volo.record.metrics import Arithmetic
 from volo.record.run_directory import RunLock
+from volo.train.architecture import known_config
 from volo.train.criterion import Criterion
 from volo.train.dense_score import DenseScore
-from volo.train.model import known_config
 from volo.train.precision import Precision
 from volo.train.schedule import LrSchedule
 

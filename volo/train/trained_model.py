@@ -15,7 +15,8 @@ from tlt.models.wrap import TOKEN_LABEL_MODELS, with_dense_head
 from volo.checkpoint.finetune import load_weights
 from volo.checkpoint.model_config import model_config_of
 from volo.checkpoint.state import selected_by_ema
-from volo.train.model import TimmModel, build_model, eval_settings, image_size_of
+from volo.train.architecture import image_size_of
+from volo.train.model import TimmModel, build_model, eval_settings
 
 
 @dataclass
