@@ -133,7 +133,7 @@ def test_the_log_begins_with_what_was_said_before_there_was_a_directory(tmp_path
         logger = _logger(rank)
         logger.line("learning rate 0.1")
         if rank == 0:
-            logger.open(RunRecords(tmp_path), 10)
+            logger.open(RunRecords(tmp_path), range(11))
         logger.line("epoch 1")
     lines = (tmp_path / "log.txt").read_text().splitlines()
     assert [line.split(" ", 2)[2] for line in lines] == ["learning rate 0.1", "epoch 1"]
@@ -142,14 +142,14 @@ def test_the_log_begins_with_what_was_said_before_there_was_a_directory(tmp_path
 def test_slow_data_is_reported_once_a_run_with_advice(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     logger = _logger()
     logger.open_events(tmp_path)
-    logger.open(RunRecords(tmp_path), 10)
+    logger.open(RunRecords(tmp_path), (0, 1, 2, 3, 5, 9, 13, 17, 21, 25, 29))
     told = []
     # Of 100 s each: 25 s in all, which may be workers that begin; 17.5 % of the time; more.
     for waited in (25.0, 10.0, 60.0, 60.0):
         logger.interval(report(4, seconds=100.0, wait_seconds=waited))  # the first of the second epoch
         said = capsys.readouterr().out
         told.append("--workers" in said)
-        assert "| ETA 10:00" in said  # six updates are left
+        assert "| ETA 20:00" in said  # six updates are left, of twice the work each
     assert told == [False, False, True, False]
     (event,), _ = read_json_lines(tmp_path / EVENTS)
     assert event["kind"] == "data-wait" and event["share"] == 0.317

@@ -35,7 +35,7 @@ def open_run(run: Path, update: int, *trackers: str, project: str = "", tags: tu
     directory.record_start(Namespace(**SETTINGS), 1, "cpu")
     directory.rewind(update // UPDATES, update)
     logger = Logger(World(0, 0, 1, torch.device("cpu")))
-    logger.open(directory, 6)
+    logger.open(directory, range(7))
     logger.track(trackers, project, tags)
     return logger
 

@@ -6,7 +6,7 @@ Legend: B images, (H, W) output size.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -117,6 +117,15 @@ class IndexStream:
         if self.sizes is None:
             return [None] * self.updates_per_epoch
         return [self.sizes.sizes[number] for number in self.sizes.choices(self.seed, epoch, self.updates_per_epoch)]
+
+    def work(self, epochs: int) -> Sequence[float]:
+        """(updates + 1,) pixels of all ranks' images before each update of these epochs, and after the last; without
+        `sizes` the number of updates."""
+        if self.sizes is None:
+            return range(epochs * self.updates_per_epoch + 1)
+        pixels = np.prod(self.sizes.sizes, axis=1) * self.sizes.batch_sizes
+        numbers = (self.sizes.choices(self.seed, epoch, self.updates_per_epoch) for epoch in range(epochs))
+        return [0, *np.concatenate([pixels[each] for each in numbers]).cumsum().tolist()]
 
     def _batches(self, epoch: int) -> Ints:
         """Return (updates,), the images per rank in a full micro-batch of each update."""

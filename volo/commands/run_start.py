@@ -185,7 +185,8 @@ def open_run(run: Run, training: Training) -> Saver:
             run.lock.acquire()
             more = {HELD_OUT_FILE: as_list(training.validation.dataset.source)} if args.val_fraction else {}
             records.record_start(args, run.world.size, str(run.world.device), more)
-            logger.open(records, training.schedule.total_updates, training.arithmetic)
+            work = training.loader.index_stream.work(training.schedule.last_epoch)
+            logger.open(records, work, training.arithmetic)
             if dropped := records.rewind(state.epoch, state.update):
                 logger.line(f"{dropped} records of what is done again now are removed")
             logger.track(trackers_of(args), args.tracker_project, args.wandb_tags or [])

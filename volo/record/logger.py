@@ -54,17 +54,18 @@ class Logger:
         self.trackers: Trackers | None = None  # None unless trackers are used
         self._arithmetic: Arithmetic | None = None
         self._at: dict[str, int] = {}  # current epoch and update once they are known; part of every event
-        self._total_updates = 0
+        self._work: Sequence[float] = (0,)  # before each update of the run, and at its end
         self._bar: tqdm | None = None
         self._told = ""  # text beside the bar: loss and speed of the last interval, even of the previous epoch
         self._lines = LineFile()  # log.txt; it keeps lines in memory until `open`
-        self._seconds, self._waited, self._updates = 0.0, 0.0, 0  # totals since this start of the run
+        self._seconds, self._waited, self._done = (0.0, 0.0, 0.0)  # totals since this start; the last of `_work`
         self._advised = False
 
-    def open(self, records: RunRecords, total_updates: int, arithmetic: Arithmetic | None = None) -> None:
-        """Write to `records` from now on, and earlier lines to its log.txt. `total_updates` is the number of updates of
-        the whole run; `arithmetic` describes a step, None if its operations can't be counted."""
-        self.records, self._total_updates, self._arithmetic = records, total_updates, arithmetic
+    def open(self, records: RunRecords, work: Sequence[float], arithmetic: Arithmetic | None = None) -> None:
+        """Write to `records` from now on, and earlier lines to its log.txt. `work` is how much was done before each
+        update of the whole run, and after the last, in any unit; `arithmetic` describes a step, None if its operations
+        can't be counted."""
+        self.records, self._work, self._arithmetic = records, work, arithmetic
         self._lines.open(records.path / "log.txt")
 
     def track(self, names: Sequence[str], project: str, tags: Sequence[str]) -> None:
@@ -157,8 +158,8 @@ class Logger:
             return
         self._seconds += interval.seconds
         self._waited += interval.wait_seconds
-        self._updates += interval.updates
-        remaining = (self._total_updates - interval.update) * self._seconds / max(self._updates, 1)
+        self._done += self._work[interval.update] - self._work[interval.update - interval.updates]
+        remaining = (self._work[-1] - self._work[interval.update]) * self._seconds / max(self._done, 1)
         per_device = interval.images_per_second / self.world.size
         wait_share = interval.wait_seconds / max(interval.seconds, 1e-9)
         skipped = f" | skipped steps {interval.skipped_steps}" if interval.skipped_steps else ""
