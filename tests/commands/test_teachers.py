@@ -34,6 +34,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with images (`data`), and weights of three teachers of their four classes."""
     root = tmp_path_factory.mktemp("teachers")
     write_dataset(root / "data")
+    torch.manual_seed(0)
     for name, (side, kwargs) in TEACHERS.items():
         sized = {} if name == "resnet10t" else {"img_size": (side, side)}
         model = timm.create_model(name, num_classes=4, **kwargs, **sized)
@@ -183,16 +184,16 @@ def test_a_run_with_three_teachers_goes_on_amid_an_epoch_to_the_same_bits(
 ) -> None:
     flags = flags_of(root, more=f"{ALL} {more} --kd-drop 0.4 --resume auto --drop-path 0.2")
     ended, whole = train(call, root, f"{tmp_path.name}-whole", flags)
-    assert ended.code == 0 and "(class " in ended.out and ", resnet10t.pth.tar 0." in ended.out, ended.err
+    assert ended.code == 0 and "(class " in ended.out and ", resnet10t.pth.tar " in ended.out, ended.err
     for name in ("__enter__", "after_update"):
         monkeypatch.setattr(Saver, name, getattr(Saver, name))
     monkeypatch.setattr(loop, "validate_epoch", loop.validate_epoch)
-    interrupted_train.stop_at({1, 3})
-    ends = [train(call, root, f"{tmp_path.name}-cut", flags)[0].code for _ in range(3)]
+    interrupted_train.stop_at({3})
+    ends = [train(call, root, f"{tmp_path.name}-cut", flags)[0].code for _ in range(2)]
     one, two = (
         torch.load(root / f"{tmp_path.name}-{run}" / "last.pth.tar", weights_only=False) for run in ("whole", "cut")
     )
-    assert ends == [130, 130, 0] and {"kd_scale_3.variance", "kd_projector_2.1.weight"} <= one["dense_head"].keys()
+    assert ends == [130, 0] and {"kd_scale_3.variance", "kd_projector_2.1.weight"} <= one["dense_head"].keys()
     for entry in one.keys() & {"state_dict", "dense_head", "state_dict_ema"}:
         assert all(torch.equal(value, two[entry][name]) for name, value in one[entry].items()), entry
     (row, *_) = csv.DictReader((whole / "summary.csv").read_text().splitlines())
