@@ -99,12 +99,12 @@ class TokenLabelLoss(TokenPlaces):
         if not settings.get("dense_weight", cls.dense_weight):
             for layer in filter(None, (getattr(model, name, None) for name in DENSE_LAYERS)):
                 layer.requires_grad_(False)
-        found = {
+        layouts = {
             size: (grid := model.token_grid(size), model.token_positions(size).window(grid, size))
             for size in (img_size, *sizes)
         }
-        grid, window = found.pop(img_size)
-        return cls(grid, model.num_classes, window=window, places=found, **settings)
+        grid, window = layouts.pop(img_size)
+        return cls(grid, model.num_classes, window=window, places=layouts, **settings)
 
     def targets(self, batch: Batch) -> Targets:
         """Return the targets of a batch, on its device. Its images must not be mixed yet. Raise UserError if its data
@@ -116,8 +116,8 @@ class TokenLabelLoss(TokenPlaces):
             )
         crops = batch.labels, batch.affine, batch.visible, batch.classes
         grid, window = self.place(batch.images)
-        how = self.smoothing, self.dense, self.uncovered, window
-        return make_targets(*crops, grid, self.num_classes, *how)
+        settings = self.smoothing, self.dense, self.uncovered, window
+        return make_targets(*crops, grid, self.num_classes, *settings)
 
     def __call__(
         self,

@@ -204,12 +204,12 @@ def _listed_once(labels: LabelBatch, num_classes: int, dtype: torch.dtype) -> La
     entries but the largest get value 0 and the id C, which is no class."""
     ids, values = labels.ids, labels.values.to(dtype)
     position = torch.arange(ids.shape[1], device=ids.device)[:, None, None]
-    lost = torch.zeros_like(ids, dtype=torch.bool)
+    duplicate = torch.zeros_like(ids, dtype=torch.bool)
     for j in range(ids.shape[1]):
         other = values[:, j : j + 1]
         wins = (other > values) | ((other == values) & (position > j))
-        lost |= wins & (ids == ids[:, j : j + 1])
-    return LabelBatch(values.masked_fill(lost, 0), ids.masked_fill(lost, num_classes), labels.area.to(dtype))
+        duplicate |= wins & (ids == ids[:, j : j + 1])
+    return LabelBatch(values.masked_fill(duplicate, 0), ids.masked_fill(duplicate, num_classes), labels.area.to(dtype))
 
 
 class _Points(NamedTuple):
@@ -322,8 +322,8 @@ def _merge_equal(ids: Tensor, values: Tensor, longest: int) -> tuple[Tensor, Ten
     for reach in (2**power for power in range(math.ceil(math.log2(longest)))):
         if reach < ids.shape[-1]:
             same = (ids[..., reach:] == ids[..., :-reach]).to(sums.dtype)
-            added = torch.addcmul(sums[..., reach:], sums[..., :-reach], same)
-            sums = torch.cat([sums[..., :reach], added], -1)
+            pair_sums = torch.addcmul(sums[..., reach:], sums[..., :-reach], same)
+            sums = torch.cat([sums[..., :reach], pair_sums], -1)
     last = torch.ones_like(ids, dtype=torch.bool)
     last[..., :-1] = ids[..., 1:] != ids[..., :-1]
     return ids, sums * last, last

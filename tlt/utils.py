@@ -30,9 +30,9 @@ def load_pretrained_weights(
     Raises:
         UserError: The file can't be read, holds NaN or lacks EMA weights; or (strict) something or (else) all misfits.
     """
-    own = getattr(model, "num_classes", num_classes)
-    if num_classes not in (own, 1000):
-        raise UserError(f"load_pretrained_weights: num_classes is {num_classes}, the model has {own}")
+    model_classes = getattr(model, "num_classes", num_classes)
+    if num_classes not in (model_classes, 1000):
+        raise UserError(f"load_pretrained_weights: num_classes is {num_classes}, the model has {model_classes}")
     state = joined_state_dict(model, read_checkpoint(checkpoint_path), use_ema, checkpoint_path)
     fit = fit_state_dict(model, state)
     misfits = [

@@ -194,14 +194,14 @@ class TrainDataset(BatchDataset):
                 images[todo] = decoded.images
             skipped += [self._skip(indices[todo[position]], error) for position, error in decoded.bad.items()]
             todo = [todo[position] for position in decoded.bad]
-        shown = [index % len(self) for index in indices]
+        image_indices = [index % len(self) for index in indices]
         affine, visible = (torch.from_numpy(part).float() for part in (plan.normalised_affine(), plan.visible()))
-        labels, faults = self._read_labels(shown, plan.source.tolist())
+        labels, faults = self._read_labels(image_indices, plan.source.tolist())
         if labels is not None and self.label_view is not None:
             labels, affine, visible = self.label_view(plan, labels)
-        classes = torch.from_numpy(self.classes[shown])
+        classes = torch.from_numpy(self.classes[image_indices])
         about = labels, skipped, faults, plan, key, len(self.source.class_names)
-        return Batch(images, classes, torch.tensor(shown), affine, visible, *about)
+        return Batch(images, classes, torch.tensor(image_indices), affine, visible, *about)
 
     def replacement(self, epoch: int, index: int, attempt: int) -> int:
         """Return the image that replaces `index` in an epoch after `attempt` (0, 1, ...) other replacements failed."""

@@ -354,11 +354,11 @@ def _died(processes: list[BaseProcess]) -> WorkerDied:
     dead = next(process for process in processes if process.sentinel in ended)
     dead.join(_DYING_S)
     code = dead.exitcode or 0
-    how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+    ending = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
     cause = f"most likely too little memory; {LESS_MEMORY}"
-    if how.endswith("SIGBUS"):
+    if ending.endswith("SIGBUS"):
         cause += ". Or the label archive was cut, or its disk gone, while it was read: run tlt check"
-    return WorkerDied(f"a data worker {how}: {cause}")
+    return WorkerDied(f"a data worker {ending}: {cause}")
 
 
 def _hung(dataset: BatchDataset, timeout: float) -> UserError:

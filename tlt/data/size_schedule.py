@@ -53,10 +53,10 @@ class SizeSchedule:
     @cached_property
     def _timm(self) -> ScheduledBatchSampler:
         mode = "constant" if self.epochs is None else "progressive"
-        how = {"schedule_spread": self.spread, "schedule_random_mix": self.random_mix}
+        settings = {"schedule_spread": self.spread, "schedule_random_mix": self.random_mix}
         try:
             return ScheduledBatchSampler(
-                range(1), self.batch_sizes, self.weights, 0, True, True, 1, mode, self.epochs, **how
+                range(1), self.batch_sizes, self.weights, 0, True, True, 1, mode, self.epochs, **settings
             )
         except ValueError as error:
             raise UserError(f"--train-img-sizes {' '.join(str(h) for h, _ in self.sizes)}: {error}") from error

@@ -48,9 +48,9 @@ class OutputFolder:
         if self.root.exists() and not self.root.is_dir():
             raise UserError(f"{label} is not a folder")
         self.root.mkdir(parents=True, exist_ok=True)
-        other = sorted(name for name in os.listdir(self.root) if not name.startswith("."))
-        if other and not self.marker.exists():
-            raise UserError(f"{label} holds other things ({printable(other[0])}): choose another folder")
+        entries = sorted(name for name in os.listdir(self.root) if not name.startswith("."))
+        if entries and not self.marker.exists():
+            raise UserError(f"{label} holds other things ({printable(entries[0])}): choose another folder")
         self._lock = FileLock(self.root / ".lock")
         try:
             self._lock.acquire(timeout=0)
@@ -67,7 +67,7 @@ class OutputFolder:
         self.complete = state is not None and state["complete"] is True
         for key, value in json.loads(json.dumps(self.settings)).items():  # JSON turns tuples into lists
             if state is not None and state.get(key) != value:
-                was, says = (printable(str(each))[:_SHOWN] for each in (state.get(key), value))
+                was, says = (printable(str(setting))[:_SHOWN] for setting in (state.get(key), value))
                 raise UserError(
                     f"{label} was made with {key} {was}, this command says {says}: choose another OUT, or --overwrite"
                 )

@@ -130,7 +130,7 @@ def check_plain(content: Any, what: str | Path) -> Any:
         elif isinstance(value, (dict, list, tuple, argparse.Namespace)) and id(value) not in seen:
             seen.add(id(value))  # in a hostile file a list may contain itself
             inner = vars(value) if isinstance(value, argparse.Namespace) else value
-            left += inner.items() if isinstance(inner, dict) else ((name, each) for each in inner)
+            left += inner.items() if isinstance(inner, dict) else ((name, item) for item in inner)
     return content
 
 
@@ -172,10 +172,10 @@ def weights_entry(
     ema, plain = ([k for k in keys if isinstance(checkpoint.get(k), dict)] for keys in (EMA_KEYS, WEIGHT_KEYS))
     if use_ema and not ema:
         raise UserError(f"{path} holds no EMA weights ({' or '.join(EMA_KEYS)}): use its plain weights")
-    others = [k for k, v in checkpoint.items() if isinstance(v, dict) and v and all(map(torch.is_tensor, v.values()))]
-    known = ema if use_ema else plain if use_ema is False else ema + plain
-    entries = known if use_ema else known + [k for k in others if k not in EMA_KEYS + WEIGHT_KEYS]
-    if known or len(entries) == 1 or (entries and wanted):
+    dicts = [k for k, v in checkpoint.items() if isinstance(v, dict) and v and all(map(torch.is_tensor, v.values()))]
+    candidates = ema if use_ema else plain if use_ema is False else ema + plain
+    entries = candidates if use_ema else candidates + [k for k in dicts if k not in EMA_KEYS + WEIGHT_KEYS]
+    if candidates or len(entries) == 1 or (entries and wanted):
         return max(entries, key=lambda k: _fitting(checkpoint[k], wanted)[1])
     if checkpoint and all(isinstance(v, Tensor) for v in checkpoint.values()):
         return ""
@@ -199,9 +199,9 @@ def state_dict_of(
     for name, value in weights.items():
         if not isinstance(name, str) or not isinstance(value, Tensor):
             raise UserError(f"{path}: {name} in {entry} is a {type(value).__name__}, not a tensor with a name")
-    named = dict(zip(clean_names(list(weights)), weights.values(), strict=True))
-    prefix = foreign_prefix(named, wanted)
-    return {name[len(prefix) :]: value for name, value in named.items() if name.startswith(prefix)}
+    clean = dict(zip(clean_names(list(weights)), weights.values(), strict=True))
+    prefix = foreign_prefix(clean, wanted)
+    return {name[len(prefix) :]: value for name, value in clean.items() if name.startswith(prefix)}
 
 
 def foreign_prefix(names: Collection[str], wanted: Collection[str]) -> str:

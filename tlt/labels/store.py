@@ -231,16 +231,16 @@ def sampled_agreement(labels: LabelStore, classes: np.ndarray, sample: int) -> A
     return tally
 
 
-def _check_classes(info: LabelInfo, where: str, asked: int | None, class_names: Sequence[str] | None) -> None:
+def _check_classes(info: LabelInfo, where: str, count: int | None, class_names: Sequence[str] | None) -> None:
     """Raise UserError if the labels have other classes than the model or the class folders."""
-    if asked and info.num_classes and asked != info.num_classes:
+    if count and info.num_classes and count != info.num_classes:
         raise UserError(
-            f"{where} has labels of {info.num_classes} classes, but the model has {asked}: give "
-            f"--num-classes {info.num_classes} or make labels with an annotator for {asked} classes"
+            f"{where} has labels of {info.num_classes} classes, but the model has {count}: give "
+            f"--num-classes {info.num_classes} or make labels with an annotator for {count} classes"
         )
-    if asked and info.max_id is not None and info.max_id >= asked:
+    if count and info.max_id is not None and info.max_id >= count:
         raise UserError(
-            f"{where} has class ids up to {info.max_id}, which are not in 0..{asked - 1} (--num-classes {asked}); "
+            f"{where} has class ids up to {info.max_id}, which are not in 0..{count - 1} (--num-classes {count}); "
             "were these labels made for other classes?"
         )
     if class_names is None or info.transfer or info.class_names in (None, list(class_names)):
@@ -251,8 +251,8 @@ def _check_classes(info: LabelInfo, where: str, asked: int | None, class_names: 
 
 def _check_missing(reader: Reader, names: Names, bad_label: str) -> list[str]:
     """Return warnings of missing labels. Raise UserError if all are missing, or if any is and `bad_label` is "stop"."""
-    known = set(reader.info.skipped) if reader.info is not None else set()
-    missing = [index for index in sorted(reader.missing) if names[index] not in known]
+    skipped = set(reader.info.skipped) if reader.info is not None else set()
+    missing = [index for index in sorted(reader.missing) if names[index] not in skipped]
     if not missing:
         return []
     text = (

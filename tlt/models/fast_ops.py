@@ -34,9 +34,9 @@ _FIRST_WITH_WHOLE_UNITS = 26
 
 def mkl_is_slow() -> bool:
     """Return whether oneDNN should compute float32 matrix products."""
-    asked = os.environ.get(CHOICE)
-    if asked in ("mkl", "onednn"):
-        return asked == "onednn"
+    choice = os.environ.get(CHOICE)
+    if choice in ("mkl", "onednn"):
+        return choice == "onednn"
     if not (torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available() and _PROCESSOR.exists()):
         return False
     with _PROCESSOR.open(encoding="utf-8", errors="replace") as file:

@@ -156,8 +156,8 @@ def _resize_as_timm(
         resized |= family.checkpoint_filter_fn(dict(resized), model)
     except Exception:  # timm's functions raise anything on weights for which they have no rule
         return
-    other = tuple(f"{layer}." for layer in input_names(model))
-    misfits = [n for n in left if n in expected and not n.startswith(other) and left[n].shape != expected[n].shape]
+    inputs = tuple(f"{layer}." for layer in input_names(model))
+    misfits = [n for n in left if n in expected and not n.startswith(inputs) and left[n].shape != expected[n].shape]
     for name in dict.fromkeys([*misfits, *(n for n in left if n == "pos_embed")]):
         if resized[name] is not left[name] and resized[name].shape == expected[name].shape:
             notes[name] = f"{_shape(left[name])} -> {_shape(resized[name])}"
@@ -243,8 +243,8 @@ def joined_state_dict(
     """
     expected = clean_state_dict(model)
     state = from_transformers(state_dict_of(checkpoint, use_ema, path, expected))
-    beside = dense_head_of(checkpoint, use_ema, path, expected)
-    return state | {name: v for name, v in beside.items() if hasattr(unwrap(model), name.partition(".")[0])}
+    extra = dense_head_of(checkpoint, use_ema, path, expected)
+    return state | {name: v for name, v in extra.items() if hasattr(unwrap(model), name.partition(".")[0])}
 
 
 def prefix_of(model: nn.Module, checkpoint: dict[str, Any], use_ema: bool | None, path: Any) -> str:

@@ -148,8 +148,8 @@ def draw_subsets(shares: Sequence[int], x: Tensor) -> list[Tensor]:
 
 def _spread(rows: Tensor, place: Tensor) -> Tensor:
     """Spread rows (S, ...) over (B, ...): image i gets row `place[i]`, or zeros if that is S."""
-    taken = rows.index_select(0, place.clamp(max=rows.shape[0] - 1))
-    return torch.where((place < rows.shape[0]).reshape((-1,) + (1,) * (rows.ndim - 1)), taken, 0)
+    gathered = rows.index_select(0, place.clamp(max=rows.shape[0] - 1))
+    return torch.where((place < rows.shape[0]).reshape((-1,) + (1,) * (rows.ndim - 1)), gathered, 0)
 
 
 class _Subset(torch.autograd.Function):

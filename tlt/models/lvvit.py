@@ -153,7 +153,7 @@ class LVViT(TokenLabelModel):
         self, indices: int | list[int] = 1, prune_norm: bool = False, prune_head: bool = True
     ) -> list[int]:
         """Remove layers that `forward_intermediates` does not need for these blocks, for timm's `features_only`."""
-        wanted, last = feature_take_indices(len(self.feature_info), indices)
+        stages, last = feature_take_indices(len(self.feature_info), indices)
         self.blocks = self.blocks[: last + 1]
         self.feature_info = self.feature_info[: last + 1]
         self._find_drop_paths()
@@ -161,7 +161,7 @@ class LVViT(TokenLabelModel):
             self.norm = nn.Identity()
         if prune_head:
             self.reset_classifier(0, "")
-        return wanted
+        return stages
 
     @torch.jit.ignore
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:

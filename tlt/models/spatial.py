@@ -229,14 +229,14 @@ class _Resizings(TorchFunctionMode):
 
     def __init__(self, layers: list[DownsamplingLayer]) -> None:
         super().__init__()
-        self.found = layers
+        self.layers = layers
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = func(*args, **(kwargs or {}))
         if func is F.interpolate and output.ndim == 4:
             source, size = args[0].shape[2:], output.shape[2:]
             stride = source[0] / size[0], source[1] / size[1]
-            self.found.append(DownsamplingLayer(source, size, stride, (stride[0] / 2, stride[1] / 2), resizes=True))
+            self.layers.append(DownsamplingLayer(source, size, stride, (stride[0] / 2, stride[1] / 2), resizes=True))
         return output
 
 

@@ -227,7 +227,7 @@ class TokenLabelModel(Constants):
         """
         if output_fmt not in ("NCHW", "NHWC", "NLC"):
             raise ValueError(f"output_fmt is NCHW, NHWC or NLC, not {output_fmt}")
-        wanted, last = feature_take_indices(len(self.feature_info), indices)
+        chosen, last = feature_take_indices(len(self.feature_info), indices)
         grid = self.token_grid((x.shape[-2], x.shape[-1]))
         _compile_for_any_batch(self.patch_embed, x)
         x, run = self.patch_embed(x), self._runner(x)
@@ -235,7 +235,7 @@ class TokenLabelModel(Constants):
         stages = last + 1 if stop_early or intermediates_only else len(self.feature_info)
         for index in range(stages):
             x = self.stage(x, index, run)
-            if index in wanted:
+            if index in chosen:
                 feature, prefix = self.stage_map(x, index, grid, norm)
                 feature = feature.flatten(1, 2) if output_fmt == "NLC" else feature
                 feature = feature.permute(0, 3, 1, 2) if output_fmt == "NCHW" else feature

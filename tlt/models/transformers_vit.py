@@ -148,5 +148,5 @@ def vit_transformers(pretrained: bool = False, norm_eps: float = _EPS, **kwargs:
 
 def _filter(state: dict[str, Tensor], model: VisionTransformer) -> dict[str, Tensor]:
     """Convert a file's weights to the model's names and image size, as timm does for its own models."""
-    known = {n: v for n, v in from_transformers(state).items() if not n.startswith(("pooler.", "embeddings.mask"))}
-    return cast(dict[str, Tensor], checkpoint_filter_fn(known, model))
+    weights = {n: v for n, v in from_transformers(state).items() if not n.startswith(("pooler.", "embeddings.mask"))}
+    return cast(dict[str, Tensor], checkpoint_filter_fn(weights, model))

@@ -58,8 +58,8 @@ def check(data: str, labels: str, split: str = "train", num_classes: int | None 
         lines.append(f"{len(skipped)} images could not be read when the labels were made, and have none")
     shape = f"(k, h, w) = {usual}" if shapes else "none could be read"
     lines.append(f"{len(folder)} images, {len(shapes)} labels read, {shape}")
-    for what, reasons in {**faults, "labels without image": dict.fromkeys(store.reader.extra(), "")}.items():
-        lines.append(f"{what}: {len(reasons)}")
+    for kind, reasons in {**faults, "labels without image": dict.fromkeys(store.reader.extra(), "")}.items():
+        lines.append(f"{kind}: {len(reasons)}")
         lines += [f"  {printable(name)}{': ' + why if why else ''}" for name, why in [*reasons.items()][:_SHOWN]]
     same_classes = not store.info.transfer and store.info.class_names in (None, folder.class_names)
     lines.append(agreement_text(agreement.summary()) if same_classes else "agreement: the labels are of other classes")

@@ -133,7 +133,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     name, debug = flags.pop("command").replace("-", "_"), flags.pop("debug")
     try:
         module = import_module(f"tlt.tools.{'pack' if name == 'unpack' else name}")
-        said = getattr(module, name)(**flags)
+        result = getattr(module, name)(**flags)
     except UserError as error:
         if debug:
             raise
@@ -141,6 +141,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         return error.exit_code
     except KeyboardInterrupt:
         return 130
-    usable, lines = said if name == "check" else (True, said)
+    usable, lines = result if name == "check" else (True, result)
     print("\n".join(lines), flush=True)
     return 0 if usable else UserError.exit_code

@@ -128,8 +128,8 @@ def draw_cells(
 
     (x0, y0, x1, y1), limits = box, axes.axis()
     # A cell of weight 0 shows no colour, and its class may have none.
-    known = np.vectorize(lambda class_id: to_rgb(colours.get(class_id, INK)), otypes=[float] * 3)
-    rgba = np.stack([*known(cells.ids), _OPACITY * cells.probability * cells.weight], axis=-1)  # (r, c, 4)
+    colour_of = np.vectorize(lambda class_id: to_rgb(colours.get(class_id, INK)), otypes=[float] * 3)
+    rgba = np.stack([*colour_of(cells.ids), _OPACITY * cells.probability * cells.weight], axis=-1)  # (r, c, 4)
     axes.imshow(rgba, extent=(x0, x1, y1, y0), interpolation="nearest", zorder=2, label="cells")
     rows, cols = cells.ids.shape
     width, height = (x1 - x0) / cols, (y1 - y0) / rows
@@ -243,8 +243,8 @@ def _map_cells(labels: LabelBatch, row: int, num_classes: int) -> Cells:
     """Return the top class of every cell of a map. As in the targets, unlisted classes count with logit 0."""
     values = labels.values[row].double()  # (k, h, w)
     top, rank = values.max(dim=0)
-    others = max(num_classes - len(values), 0) * torch.exp(-top)
-    probability = 1 / (torch.exp(values - top).sum(dim=0) + others)
+    unlisted = max(num_classes - len(values), 0) * torch.exp(-top)
+    probability = 1 / (torch.exp(values - top).sum(dim=0) + unlisted)
     ids = labels.ids[row].gather(0, rank[None])[0]
     x0, y0, x1, y1 = labels.area[row].tolist()
     covered = torch.full_like(probability, float(x1 > x0 and y1 > y0))
@@ -272,8 +272,8 @@ def draw_page(examples: Sequence[Example], class_names: Sequence[str], title: st
     cells = [cell for example in examples for cell in (example.label, example.tokens) if cell is not None]
     counts = Counter(np.concatenate([np.empty(0, int), *(cell.ids[cell.weight > 0] for cell in cells)]).tolist())
     colours = class_colours([class_id for class_id, _ in counts.most_common()])
-    known = counts.keys() | {example.target[0] for example in examples if example.target is not None}
-    names = {i: class_names[i] if i < len(class_names) else f"class {i}" for i in known}
+    class_ids = counts.keys() | {example.target[0] for example in examples if example.target is not None}
+    names = {i: class_names[i] if i < len(class_names) else f"class {i}" for i in class_ids}
     panels = [panel for panel in _PANELS if any(getattr(example, panel) is not None for example in examples)]
     across = min(len(examples), max(1, _ACROSS // len(panels)))  # examples in a row
     rows, columns = -(-len(examples) // across), across * len(panels)
@@ -305,11 +305,11 @@ def _draw_legend(figure: Figure, colours: Colours, names: Mapping[int, str], col
     """Draw the legend of the coloured classes, and above it the names of the grey ones."""
     from matplotlib.patches import Patch
 
-    named = {i: colour for i, colour in colours.items() if colour != _OTHERS}
-    patches = [Patch(facecolor=colour, label=drawable(shorten(names[i], 24))) for i, colour in named.items()]
-    others = [shorten(names[i], 24) for i in colours if i not in named]
-    more = f" and {len(others) - _NAMED} more" if len(others) > _NAMED else ""
-    title = drawable(f"grey: {', '.join(others[:_NAMED])}{more}") if others else ""
+    coloured = {i: colour for i, colour in colours.items() if colour != _OTHERS}
+    patches = [Patch(facecolor=colour, label=drawable(shorten(names[i], 24))) for i, colour in coloured.items()]
+    grey_names = [shorten(names[i], 24) for i in colours if i not in coloured]
+    more = f" and {len(grey_names) - _NAMED} more" if len(grey_names) > _NAMED else ""
+    title = drawable(f"grey: {', '.join(grey_names[:_NAMED])}{more}") if grey_names else ""
     layout: dict[str, Any] = {"loc": "outside lower center", "ncols": max(_ACROSS, columns), "frameon": False}
     legend = figure.legend(handles=patches, fontsize=7, title=title, title_fontsize=7, **layout)
     for text in (legend.get_title(), *legend.get_texts()):

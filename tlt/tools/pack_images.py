@@ -76,14 +76,14 @@ def pack_images(
     class_names: list[str] | None = None
     if not splits:
         both = ("train", TRAIN_SPLITS), ("validation", VALIDATION_SPLITS)
-        there = [split for split, names in both if any(os.path.isdir(os.path.join(data, name)) for name in names)]
-        splits = there or ["train"]  # `open_images` then reports that it is missing
+        present = [split for split, names in both if any(os.path.isdir(os.path.join(data, name)) for name in names)]
+        splits = present or ["train"]  # `open_images` then reports that it is missing
     for split in splits:  # open all before packing one, so that errors come first
         sources[split] = open_images(data, split, dataset, class_names)
         class_names = sources[splits[0]].class_names
     for split, source in sources.items():
-        named = source.paths, None, None, "skip", source.class_names
-        store = open_labels(labels, *named) if labels and split == splits[0] else None
+        label_args = source.paths, None, None, "skip", source.class_names
+        store = open_labels(labels, *label_args) if labels and split == splits[0] else None
         lines += [f"warning: {warning}" for warning in source.warnings]
         packing = Packing(os.path.join(out, split), source, store, max_side)
         try:

@@ -82,13 +82,13 @@ class DaliBackend(Backend):
         rows = [row for position, row in enumerate(accelerated) if position not in failed]
         if len(rows) == len(requests):
             return Decoded(images, {})
-        others = [row for row in range(len(requests)) if row not in set(rows)]
-        host = self._host.decode_batch([requests[row] for row in others], size, fill)
-        bad = {others[position]: error for position, error in host.bad.items()}
+        host_rows = [row for row in range(len(requests)) if row not in set(rows)]
+        host = self._host.decode_batch([requests[row] for row in host_rows], size, fill)
+        bad = {host_rows[position]: error for position, error in host.bad.items()}
         if 1 < len(accelerated) == len(failed) and not bad.keys() >= set(accelerated):
             raise UserError(f"--data-backend {self.name}: DALI fails at images that are fine: {_reason(failed[0])}")
         whole = torch.empty(len(requests), 3, *size, dtype=torch.uint8, device=self.device)
-        whole[rows], whole[others] = images, host.images.to(self.device)
+        whole[rows], whole[host_rows] = images, host.images.to(self.device)
         return Decoded(whole, bad)
 
     def _decode_accelerated(

@@ -53,7 +53,7 @@ class FolderListing:
     def __init__(
         self, root: str | os.PathLike[str], on_progress: ProgressCallback | None = None, classes: bool = True
     ) -> None:
-        self.root, self._found, self._classes = os.fspath(root), on_progress or SearchProgress(), classes
+        self.root, self._on_progress, self._classes = os.fspath(root), on_progress or SearchProgress(), classes
         self.names, self.leaves, self.leaf = list[str](), list[str](), list[int]()
         self._left_out = defaultdict[str, list[str]](list)
         self._linked: set[str] = set()  # real paths of folders that were read through links
@@ -90,7 +90,7 @@ class FolderListing:
             else:
                 self.names.append(prefix + name)
                 self.leaf.append(leaf)
-        self._found(f"listing {printable(self.root)}", len(self.names))
+        self._on_progress(f"listing {printable(self.root)}", len(self.names))
 
     def _entries(self, folder: str) -> tuple[list[str], dict[str, bool]]:
         """Return the names of the images in a folder, and its subfolders with whether each is a link."""
@@ -114,8 +114,8 @@ class FolderListing:
         """Return whether a linked folder is read anyway, at its real place or through another link, or contains the
         split or the link itself."""
         path = os.path.join(self.root, link)
-        real, here = map(os.path.realpath, (path, os.path.dirname(path)))
-        if any(os.path.commonpath([real, folder]) == real for folder in (self._real_root, here)):
+        real, parent = map(os.path.realpath, (path, os.path.dirname(path)))
+        if any(os.path.commonpath([real, folder]) == real for folder in (self._real_root, parent)):
             return True
         around = {real, *map(str, PurePath(real).parents)} & {self._real_root, *self._linked}
         if any(not _HIDDEN.search(real[len(folder) :]) for folder in around):
@@ -156,12 +156,12 @@ def scan_folder(
     if not in_classes:
         same = np.zeros(len(listing.names), np.int64)
         return ImageFolder(listing.root, Names(listing.names), same, ["unlabelled"], [], listing.warnings)
-    what, folders = printable(listing.root), dict[str, str]()
+    where, folders = printable(listing.root), dict[str, str]()
     for folder in listing.leaves:
         first = folders.setdefault(os.path.basename(folder), folder)
         if first != folder:
             raise UserError(
-                f"two class folders named {printable(os.path.basename(folder))!r} in {what}: {printable(first)} and "
+                f"two class folders named {printable(os.path.basename(folder))!r} in {where}: {printable(first)} and "
                 f"{printable(folder)}; the folder's own name is the class, so give each its own"
             )
     names = natural_sorted(folders)
@@ -169,17 +169,17 @@ def scan_folder(
     if not listing.names:
         notes = "".join(f"; {line}" for line in listing.warnings)
         raise UserError(
-            f"no images in the class folders of {what} (expected {what}/CLASS/IMAGE.jpg or another format that "
+            f"no images in the class folders of {where} (expected {where}/CLASS/IMAGE.jpg or another format that "
             f"Pillow reads){notes}{other_kinds(listing.root)}"
         )
     classes = np.array([index[os.path.basename(folder)] for folder in listing.leaves], np.int64)[listing.leaf]
     warnings = [*listing.warnings]
     if empty := [names[number] for number in np.flatnonzero(np.bincount(classes, minlength=len(names)) == 0)]:
-        warnings.append(f"{what}: {len(empty)} classes without images keep their number: {some_names(empty)}")
+        warnings.append(f"{where}: {len(empty)} classes without images keep their number: {some_names(empty)}")
     return ImageFolder(listing.root, Names(listing.names), classes, names, list(folders), warnings)
 
 
-def open_csv(name: str, data: str, split: str, _found: object) -> ImageFolder:
+def open_csv(name: str, data: str, split: str, _on_progress: object) -> ImageFolder:
     """Return the images of a table, in its order.
 
     Args:
@@ -196,8 +196,8 @@ def open_csv(name: str, data: str, split: str, _found: object) -> ImageFolder:
     rows, csv_name = _rows(file), printable(file)
     mine = [row for row in rows if row.get("split", "train") in searched]
     if not mine:
-        there = some_names(sorted({row["split"] for row in rows if "split" in row}))
-        raise MissingSplit(f"{csv_name} has no row whose column 'split' says {split}: it has {there}")
+        splits = some_names(sorted({row["split"] for row in rows if "split" in row}))
+        raise MissingSplit(f"{csv_name} has no row whose column 'split' says {split}: it has {splits}")
     paths = [row["path"] for row in mine]
     gone = [path for path in paths if not os.path.isfile(os.path.join(data, path))]
     if gone or len(set(paths)) < len(paths):
@@ -210,18 +210,18 @@ def open_csv(name: str, data: str, split: str, _found: object) -> ImageFolder:
 
 def _rows(file: str) -> list[dict[str, str]]:
     """Return the rows, with normalised paths (`a.jpg` for `./a.jpg`)."""
-    what, rows = printable(file), list[dict[str, str]]()
+    csv_name, rows = printable(file), list[dict[str, str]]()
     try:
         with open(file, newline="", encoding="utf-8-sig", opener=regular_only) as lines:
             reader = csv.DictReader(lines, skipinitialspace=True)
             reader.fieldnames = [name.strip() for name in reader.fieldnames or ()]
             if not {"path", "class"} <= {*reader.fieldnames}:
-                raise UserError(f"{what} is no table, with commas, of columns 'path' and 'class' in its first line")
+                raise UserError(f"{csv_name} is no table, with commas, of columns 'path' and 'class' in its first line")
             for read in reader:
                 row = {
                     name: text.strip() if name in ("class", "split") and text else text for name, text in read.items()
                 }
-                where = f"{what}, line {reader.line_num}"
+                where = f"{csv_name}, line {reader.line_num}"
                 if any(row.get(None, ())) or None in row.values() or "" in (row["path"], row["class"]):
                     raise UserError(
                         f"{where}: a row needs a path and a class, and a field for each column and no more; write "
@@ -232,7 +232,7 @@ def _rows(file: str) -> list[dict[str, str]]:
                     raise UserError(f"{where}: {printable(row['path'])} is not below DATA: paths count from there")
                 rows.append(row)
     except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise UserError(f"--dataset csv: {what} can't be read as a table: {error}") from error
+        raise UserError(f"--dataset csv: {csv_name} can't be read as a table: {error}") from error
     return rows
 
 
@@ -298,9 +298,9 @@ def compare_classes(train: ImageSource, val: ImageSource) -> None:
         UserError: A class is in one split only; names both lists.
     """
     trained = [train.class_names[index] for index in np.unique(train.classes).tolist()]
-    known, validated = set(train.class_names), set(val.folder_names)
+    train_names, validated = set(train.class_names), set(val.folder_names)
     only_train = [name for name in trained if name not in validated]
-    only_val = [name for name in val.folder_names if name not in known]
+    only_val = [name for name in val.folder_names if name not in train_names]
     if only_train or only_val:
         raise UserError(
             f"classes differ: {len(only_train)} in {printable(train.root)} only ({some_names(only_train)}), "

@@ -32,7 +32,7 @@ class HubImages(ImageSource):
         return bytearray(data)
 
 
-def open_hub_dataset(name: str, data: str | None, split: str, _found: object) -> HubImages:
+def open_hub_dataset(name: str, data: str | None, split: str, _on_progress: object) -> HubImages:
     """Open a data set with one column of images and one of classes.
 
     Args:
@@ -44,20 +44,20 @@ def open_hub_dataset(name: str, data: str | None, split: str, _found: object) ->
         UserError: The data set can't be loaded, or lacks this split or the columns.
     """
     datasets = require("datasets", "hf")
-    what = f"--dataset hfds/{printable(name)}"
+    flag = f"--dataset hfds/{printable(name)}"
     try:
         table = datasets.load_dataset(name, split=split, cache_dir=data)
     # Its builders, file systems and the hub raise errors of any class.
     except Exception as error:
         reason = printable(str(error).strip().split("\n")[0])
-        raise MissingSplit(f"{what}, split {printable(split)}, can't be loaded: {reason}") from error
-    image = _column(table.features, datasets.Image, "image", what)
-    label = _column(table.features, datasets.ClassLabel, "label", what)
+        raise MissingSplit(f"{flag}, split {printable(split)}, can't be loaded: {reason}") from error
+    image = _column(table.features, datasets.Image, "image", flag)
+    label = _column(table.features, datasets.ClassLabel, "label", flag)
     class_names = list(table.features[label].names)
     labels = table.select_columns(label).with_format("arrow")[:].column(0)
     if labels.null_count:
         raise UserError(
-            f"{what}, split {printable(split)}: {labels.null_count} of {len(labels)} images have no {label}: take a "
+            f"{flag}, split {printable(split)}: {labels.null_count} of {len(labels)} images have no {label}: take a "
             "labelled split, or filter the data set"
         )
     classes = labels.to_numpy().astype(np.int64)
@@ -67,13 +67,13 @@ def open_hub_dataset(name: str, data: str | None, split: str, _found: object) ->
     return HubImages(f"{name}/{split}", paths, classes, class_names, class_names, table=table)
 
 
-def _column(features: Any, kind: type, preferred: str, what: str) -> str:
+def _column(features: Any, kind: type, preferred: str, flag: str) -> str:
     """Return the name of the column of this kind: `preferred` if there is one, else the only one."""
     columns = [column for column, feature in features.items() if isinstance(feature, kind)]
     if preferred in columns or len(columns) == 1:
         return preferred if preferred in columns else columns[0]
     raise UserError(
-        f"{what} has {len(columns) or 'no'} {kind.__name__} column{'s' * (len(columns) > 1)} among "
+        f"{flag} has {len(columns) or 'no'} {kind.__name__} column{'s' * (len(columns) > 1)} among "
         f"{', '.join(features)}: name one of them {preferred!r}, by cast_column and rename_column of `datasets`"
     )
 
@@ -89,7 +89,7 @@ class ArrayImages(ImageSource):
         return bytearray(b"P6\n%d %d\n255\n" % (width, height) + self.pixels[index].tobytes())
 
 
-def open_torch_dataset(name: str, data: str, split: str, _found: object) -> ArrayImages:
+def open_torch_dataset(name: str, data: str, split: str, _on_progress: object) -> ArrayImages:
     """Open a data set in torchvision's layout. torchvision reads it, and loads pickles only if their md5 is the
     published one. Nothing is downloaded.
 
@@ -103,14 +103,14 @@ def open_torch_dataset(name: str, data: str, split: str, _found: object) -> Arra
     """
     from torchvision import datasets
 
-    what = f"--dataset torch/{name} in {printable(data)}"
+    flag = f"--dataset torch/{name} in {printable(data)}"
     if split not in (*TRAIN_SPLITS, *VALIDATION_SPLITS, "test"):
-        raise UserError(f"{what}: no split {printable(split)!r}; it has train and validation")
+        raise UserError(f"{flag}: no split {printable(split)!r}; it has train and validation")
     reader = {"cifar10": datasets.CIFAR10, "cifar100": datasets.CIFAR100}[name]
     try:
         dataset = reader(data, train=split in TRAIN_SPLITS)
     except RuntimeError as error:
-        raise UserError(f"{what}: {reader.base_folder} is missing or damaged: unpack {reader.url} there") from error
+        raise UserError(f"{flag}: {reader.base_folder} is missing or damaged: unpack {reader.url} there") from error
     class_names, classes = list(dataset.classes), np.asarray(dataset.targets, np.int64)
     paths = numbered_names((class_names[number] for number in classes), ".ppm")
     return ArrayImages(data, paths, classes, class_names, class_names, pixels=np.asarray(dataset.data))

@@ -81,7 +81,7 @@ def open_records(
     """
     name, lock = f"{printable(table)}.json", FileLock(f"{table}.lock")
     on_progress = on_progress or SearchProgress()
-    what = f"reading every byte of {len(paths)} files for {name}"
+    task = f"reading every byte of {len(paths)} files for {name}"
     try:
         while not os.path.isfile(f"{table}.json"):
             try:
@@ -91,20 +91,20 @@ def open_records(
                     files = []
                     for file in in_processes(_scan, scan, paths, min(available_cpus(), len(paths)), "reading files"):
                         files.append(file)
-                        on_progress(what, len(files))
+                        on_progress(task, len(files))
                     write(table, files)
             except Timeout:  # another process is making it
-                on_progress(what, 0)
+                on_progress(task, 0)
     except (OSError, NotImplementedError) as error:
         raise UserError(
             f"{name} can't be written ({error}): where the data set is read-only, make a folder with links to its "
             "files, and give that as DATA"
         ) from error
     images = RecordImages(table)
-    if other := {*map(os.path.abspath, images.files)} ^ {*map(os.path.abspath, paths)}:
+    if unlike := {*map(os.path.abspath, images.files)} ^ {*map(os.path.abspath, paths)}:
         raise UserError(
             f"{name} is of {len(images.files)} files, not of the {len(paths)} that are there "
-            f"({some_names(sorted(map(os.path.basename, other)))}): put it back, or remove {name}: the table is then "
+            f"({some_names(sorted(map(os.path.basename, unlike)))}): put it back, or remove {name}: the table is then "
             "made anew"
         )
     return images
@@ -223,11 +223,11 @@ class RecordImages(ImageSource):
         folder = os.path.dirname(table) or "."
         self.files = [os.path.join(folder, name) for name in files]
         for path, length in zip(self.files, files.values(), strict=True):
-            there = os.path.getsize(path) if os.path.isfile(path) else None
-            if there != length:
-                what = "is missing or no regular file" if there is None else f"has {there} bytes instead of {length}"
+            size = os.path.getsize(path) if os.path.isfile(path) else None
+            if size != length:
+                fault = "is missing or no regular file" if size is None else f"has {size} bytes instead of {length}"
                 raise UserError(
-                    f"{printable(path)} {what}: copy it again, or remove {table_name}: the table is then made anew"
+                    f"{printable(path)} {fault}: copy it again, or remove {table_name}: the table is then made anew"
                 )
         paths, classes = Names.packed(block.data, self.rows["name_end"]), self.rows["class"].astype(np.int64)
         warnings = [f"{printable(table)}: {text}" for text in description["warnings"]]

@@ -103,9 +103,9 @@ def check_classes(classes: np.ndarray, class_names: Sequence[str], where: str) -
     if len(classes) == 0:
         raise UserError(f"{where} holds no images")
     if outside := [int(number) for number in (classes.min(), classes.max()) if not 0 <= number < len(class_names)]:
-        known = len(class_names)
+        class_count = len(class_names)
         raise UserError(
-            f"{where}: an image is of class {outside[0]}, but there are {known} classes: take a labelled split"
+            f"{where}: an image is of class {outside[0]}, but there are {class_count} classes: take a labelled split"
         )
     if twice := [name for name, count in Counter(map(look_of, class_names)).items() if count > 1]:
         raise UserError(f"{where}: two classes are named {printable(twice[0])!r}: give each a name of its own")

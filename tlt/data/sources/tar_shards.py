@@ -150,9 +150,9 @@ def scan_packed(path: str, label_key: str = LABEL_KEY) -> tuple[FileRecords, Fil
     with open(path, "rb") as file:
         descriptor = file.fileno()
         for key, files in samples.items():
-            what = f"tar {printable(path)}: sample {printable(key)}"
-            if extension := _image_of(files, what):
-                label = _class_of(files, descriptor, label_key, what)
+            sample = f"tar {printable(path)}: sample {printable(key)}"
+            if extension := _image_of(files, sample):
+                label = _class_of(files, descriptor, label_key, sample)
                 images.append(files[extension]._replace(name=f"{key}.{extension}", label=label))
             else:
                 left_out.setdefault("samples without an image", []).append(key)
@@ -185,8 +185,8 @@ def write_tar_table(table: str, shards: list[FileRecords]) -> None:
     if all(folders) and len(pairs) == len({*folders}) == len({*classes}):
         named_classes = {number: folder for folder, number in pairs}
         class_names = [named_classes.get(int(number), f"{number} (no image)") for number in class_names]
-    named = [name if folder else f"{label}/{name}" for name, folder, label in zip(names, folders, classes, strict=True)]
-    records.write_table(table, shards, *records.in_natural_order(rows, named), class_names)
+    paths = [name if folder else f"{label}/{name}" for name, folder, label in zip(names, folders, classes, strict=True)]
+    records.write_table(table, shards, *records.in_natural_order(rows, paths), class_names)
 
 
 def list_members(path: str, left_out: dict[str, list[str]]) -> Samples:
@@ -200,7 +200,7 @@ def list_members(path: str, left_out: dict[str, list[str]]) -> Samples:
         UserError: The file is unreadable, compressed, cut or damaged, or has a link, two files with one name, or a name
             that is absolute or leads out of the tar.
     """
-    what, samples = f"tar {printable(path)}", Samples()
+    tar, samples = f"tar {printable(path)}", Samples()
     try:
         for info in _infos(path):
             name = info.name.removeprefix("./")
@@ -208,10 +208,10 @@ def list_members(path: str, left_out: dict[str, list[str]]) -> Samples:
             stem, _, extension = base.partition(".")
             if leads_out(name):
                 raise UserError(
-                    f"{what} names {printable(info.name)}, which is absolute or leads out of it: do not use this file"
+                    f"{tar} names {printable(info.name)}, which is absolute or leads out of it: do not use this file"
                 )
             if info.issym() or info.islnk():
-                raise UserError(f"{what} holds a link, {printable(info.name)}: make it of files (tar --dereference)")
+                raise UserError(f"{tar} holds a link, {printable(info.name)}: make it of files (tar --dereference)")
             if info.isdir():
                 continue
             if not info.isreg() or info.issparse():
@@ -221,12 +221,12 @@ def list_members(path: str, left_out: dict[str, list[str]]) -> Samples:
             else:
                 files = samples.setdefault(os.path.join(folder, stem), {})
                 if extension.lower() in files:
-                    raise UserError(f"{what} holds two files named {printable(name)}: make it again")
+                    raise UserError(f"{tar} holds two files named {printable(name)}: make it again")
                 files[extension.lower()] = Member(name, info.offset_data, info.size)
     except (UserError, OSError):
         raise
     except Exception as error:  # damaged headers make tarfile raise OverflowError, RecursionError and more
-        raise UserError(f"{what} is cut, damaged, or no uncompressed tar ({error}): copy it again") from error
+        raise UserError(f"{tar} is cut, damaged, or no uncompressed tar ({error}): copy it again") from error
     return samples
 
 
@@ -259,22 +259,22 @@ def _infos(path: str) -> Iterator[tarfile.TarInfo]:
             raise tarfile.ReadError(f"no end marker at byte {tar.offset}")
 
 
-def _image_of(files: dict[str, Member], what: str) -> str:
+def _image_of(files: dict[str, Member], sample: str) -> str:
     """Return the extension of a sample's image, or "" if it has none. `jpg` precedes `mask.png`."""
     images = [file for file in files if f".{file.rpartition('.')[2]}" in image_extensions()]
-    named = [file for file in images if "." not in file] or images
-    if len(named) > 1:
+    simple = [file for file in images if "." not in file] or images
+    if len(simple) > 1:
         raise UserError(
-            f"{what} has several images ({', '.join(map(printable, named))}); its name up to the first dot must be "
+            f"{sample} has several images ({', '.join(map(printable, simple))}); its name up to the first dot must be "
             "its own, as `tlt pack-images` makes it"
         )
-    return named[0] if named else ""
+    return simple[0] if simple else ""
 
 
-def _class_of(files: dict[str, Member], descriptor: int, label_key: str, what: str) -> int:
+def _class_of(files: dict[str, Member], descriptor: int, label_key: str, sample: str) -> int:
     extension = "cls" if label_key == LABEL_KEY and "cls" in files else "json"
     if extension not in files:
-        raise UserError(f"{what} has no class: no .json is there" + ", nor .cls" * (label_key == LABEL_KEY))
+        raise UserError(f"{sample} has no class: no .json is there" + ", nor .cls" * (label_key == LABEL_KEY))
     _, offset, length, _ = files[extension]
     text = read_at(descriptor, min(length, _LONGEST_TEXT), offset)
     try:
@@ -283,5 +283,5 @@ def _class_of(files: dict[str, Member], descriptor: int, label_key: str, what: s
         number = None
     if type(number) is not int or not 0 <= number <= MAX_CLASS:
         where = f"{label_key!r} in .json" if extension == "json" else ".cls"
-        raise UserError(f"{what}: {where} is not a class number (0 to {MAX_CLASS})")
+        raise UserError(f"{sample}: {where} is not a class number (0 to {MAX_CLASS})")
     return number

@@ -133,8 +133,8 @@ def _write_record_table(table: str, read: list[FileRecords]) -> None:
     """
     rows, folder, class_names = records.concatenated(read), Path(read[0].path).parent, None
     classes, texts = rows["class"].tolist(), [text for file in read for text in file.class_texts]
-    if (listed := folder / "label.labels.txt").is_file():
-        named = class_names = listed.read_text("utf-8").splitlines()
+    if (label_file := folder / "label.labels.txt").is_file():
+        named = class_names = label_file.read_text("utf-8").splitlines()
     elif all(texts) and len({*zip(texts, classes, strict=True)}) == len({*texts}) == len({*classes}):
         named = natural_sorted({*texts})
         numbers = {text: number for number, text in enumerate(named)}
@@ -166,10 +166,10 @@ def scan_records(path: str) -> FileRecords:
             where = f"record {number} of {printable(path)}"
             features = _parsed(record, where)
             image, label = _single(features, _IMAGE, bytes), _single(features, _LABEL, int)
-            for what, names_of, value in (("image", _IMAGE, image), ("class number", _LABEL, label)):
+            for part, names_of, value in (("image", _IMAGE, image), ("class number", _LABEL, label)):
                 if value is None:
-                    there = ", ".join(map(printable, sorted(features))) or "nothing"
-                    raise UserError(f"{where} has no single {what} named {' or '.join(names_of)}: it has {there}")
+                    keys = ", ".join(map(printable, sorted(features))) or "nothing"
+                    raise UserError(f"{where} has no single {part} named {' or '.join(names_of)}: it has {keys}")
             if not 0 <= label <= MAX_CLASS:
                 raise UserError(f"{where}: {label} is no class number (0 to {MAX_CLASS})")
             rows.append((0, offset + record.index(image), len(image), zlib.crc32(image), label, 0))
@@ -178,12 +178,12 @@ def scan_records(path: str) -> FileRecords:
     return FileRecords(path, length, np.array(rows, ROW), names, class_texts)
 
 
-def _parsed(record: bytes, what: str) -> Features:
+def _parsed(record: bytes, record_name: str) -> Features:
     """Return the features of an Example by name. Raise UserError if it is damaged or of another kind."""
     try:
         entries = _example().FromString(record).features.entries
     except require("google.protobuf.message", "tfrecord").DecodeError as error:
-        raise UserError(f"{what} is no Example of TensorFlow ({error})") from error
+        raise UserError(f"{record_name} is no Example of TensorFlow ({error})") from error
     return {entry.name: [*entry.feature.texts.value, *entry.feature.numbers.value] for entry in entries}
 
 
@@ -208,26 +208,26 @@ def _single(features: Features, names: Sequence[str], kind: type, otherwise: Any
 def _records(file: BinaryIO, path: str, size: int) -> Iterator[tuple[int, bytes]]:
     """Yield the offset and the data of each record. Raise UserError if the file is damaged."""
     crc32c = require("google_crc32c", "tfrecord").value
-    what = f"TFRecord file {printable(path)}"
+    file_name = f"TFRecord file {printable(path)}"
     at = 0
     while at < size:
         head = file.read(12)
         if at == 0 and head.startswith(_GZIP):
-            raise UserError(f"{what} is compressed, and can't be read by index: write it uncompressed")
+            raise UserError(f"{file_name} is compressed, and can't be read by index: write it uncompressed")
         if len(head) == 12 and _masked(crc32c(head[:8])) != int.from_bytes(head[8:], "little"):
-            raise UserError(f"{what} is damaged at byte {at}, or no TFRecord file: copy it again")
+            raise UserError(f"{file_name} is damaged at byte {at}, or no TFRecord file: copy it again")
         length = int.from_bytes(head[:8], "little")
         if len(head) < 12 or at + length + 16 > size:
-            raise UserError(f"{what} is cut: its last record begins at byte {at} of {size}; copy it again")
+            raise UserError(f"{file_name} is cut: its last record begins at byte {at} of {size}; copy it again")
         if length > most_bytes():
-            raise UserError(f"{what}: the record at byte {at} has {length} bytes, more than an image takes")
+            raise UserError(f"{file_name}: the record at byte {at} has {length} bytes, more than an image takes")
         data, checksum = file.read(length), int.from_bytes(file.read(4), "little")
         if _masked(crc32c(data)) != checksum:
-            raise UserError(f"{what} is damaged in the record at byte {at} (crc32c is wrong): copy it again")
+            raise UserError(f"{file_name} is damaged in the record at byte {at} (crc32c is wrong): copy it again")
         yield at + 12, data
         at += length + 16
     if size == 0:
-        raise UserError(f"{what} is empty: copy it again, or remove it")
+        raise UserError(f"{file_name} is empty: copy it again, or remove it")
 
 
 def _masked(crc: int) -> int:
