@@ -35,13 +35,13 @@ def test_a_run_gets_its_own_directory_and_overwrites_no_other(tmp_path: Path) ->
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match=f"--output {tmp_path}/file/.*: cannot create the run directory"):
         choose_directory(_args(tmp_path / "file"), SIZE)
-    assert choose_directory(_args(tmp_path), SIZE).name.endswith("-volo_d1-224")
-    assert choose_directory(_args(tmp_path, experiment="mine"), SIZE) == tmp_path / "mine"
+    assert choose_directory(_args(tmp_path), SIZE)[0].name.endswith("-volo_d1-224")
+    assert choose_directory(_args(tmp_path, experiment="mine"), SIZE)[0] == tmp_path / "mine"
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "last.pth.tar").touch()
     with pytest.raises(UserError, match="--resume auto"):
         choose_directory(_args(tmp_path, experiment="mine"), SIZE)
-    assert choose_directory(_args(tmp_path, experiment="mine", resume="auto"), SIZE) == tmp_path / "mine"
+    assert choose_directory(_args(tmp_path, experiment="mine", resume="auto"), SIZE)[0] == tmp_path / "mine"
 
 
 def test_resume_auto_without_a_name_goes_on_with_the_same_experiment_alone(tmp_path: Path) -> None:
@@ -55,12 +55,12 @@ def test_resume_auto_without_a_name_goes_on_with_the_same_experiment_alone(tmp_p
         (tmp_path / f"{name}-224" / "args.yaml").write_text(yaml.safe_dump(recorded))
     told: list[str] = []
     asked = {"resume": "auto", "workers": 8, "data_dir": "/data", "grad_accum_steps": 2}
-    assert choose_directory(_args(tmp_path, seed=1, **asked), SIZE, told.append).name == "20260101-volo_d1-224"
+    assert choose_directory(_args(tmp_path, seed=1, **asked), SIZE, told.append)[0].name == "20260101-volo_d1-224"
     assert told == [
         f"--resume auto leaves {tmp_path}/20260103-volo_d1-224 alone, another experiment (lr: 0.2 before, 0.1 now): "
         "--experiment 20260103-volo_d1-224 would go on with it"
     ]
-    new = choose_directory(_args(tmp_path, seed=3, **asked), SIZE, told.append)
+    new, _ = choose_directory(_args(tmp_path, seed=3, **asked), SIZE, told.append)
     assert not any(new.iterdir()) and "lr: 0.2 before, 0.1 now; seed: 1 before, 3 now" in told[1]
 
 
@@ -89,7 +89,7 @@ def test_resume_auto_compares_what_was_asked_for_and_not_what_the_data_decided(
     fitted = {name: value for name, value in decided.items() if name in begun.defaulted}
     RunRecords(run).record_start(FrozenArgs(begun, **fitted, grad_accum_steps=4), 2, "cpu")
     told: list[str] = []
-    assert (choose_directory(asked(now), (32, 32), told.append) == run) == same == (not told)
+    assert (choose_directory(asked(now), (32, 32), told.append)[0] == run) == same == (not told)
 
 
 def test_the_newest_run_is_the_one_that_began_last_wherever_that_was(tmp_path: Path) -> None:
@@ -110,7 +110,7 @@ def test_the_newest_run_is_the_one_that_began_last_wherever_that_was(tmp_path: P
             (run / "run.json").write_text(json.dumps([{"time": time}, {"time": "2027-01-01T00:00:00+00:00"}]))
     found = []
     for _ in range(9):
-        found.append(choose_directory(_args(tmp_path, resume="auto"), SIZE).name.removesuffix("-volo_d1-224"))
+        found.append(choose_directory(_args(tmp_path, resume="auto"), SIZE)[0].name.removesuffix("-volo_d1-224"))
         shutil.rmtree(tmp_path / f"{found[-1]}-volo_d1-224")
     assert found == [
         *("20261025-120000", "20261024-180000", "20261025-021500-10", "20261025-021500-2", "20261025-021500"),
@@ -123,9 +123,9 @@ def test_resume_of_a_file_goes_on_in_its_directory_unless_another_is_named(tmp_p
     (one / "args.yaml").touch()
     file = str(one / "last.pth.tar")
     for changes in ({}, {"experiment": "one"}):
-        assert choose_directory(_args(tmp_path, resume=file, **changes), SIZE) == one
-    assert choose_directory(_args(tmp_path, resume=file, experiment="two"), SIZE) == tmp_path / "two"
-    assert choose_directory(_args(tmp_path / "elsewhere", resume=file), SIZE).parent == tmp_path / "elsewhere"
+        assert choose_directory(_args(tmp_path, resume=file, **changes), SIZE)[0] == one
+    assert choose_directory(_args(tmp_path, resume=file, experiment="two"), SIZE)[0] == tmp_path / "two"
+    assert choose_directory(_args(tmp_path / "elsewhere", resume=file), SIZE)[0].parent == tmp_path / "elsewhere"
 
 
 def test_runs_that_start_in_the_same_second_keep_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,7 +138,7 @@ def test_runs_that_start_in_the_same_second_keep_apart(tmp_path: Path, monkeypat
     root, start = tmp_path / "not there", "20260102-030405"
     choose_directory(_args(root), SIZE, make=False)  # --dry-run
     with ThreadPoolExecutor(8) as jobs:
-        chosen = list(jobs.map(lambda _: choose_directory(_args(root), SIZE), range(8)))
+        chosen = list(jobs.map(lambda _: choose_directory(_args(root), SIZE)[0], range(8)))
     names = [f"{start}-volo_d1-224", *(f"{start}-{number}-volo_d1-224" for number in range(2, 9))]
     assert sorted(path.name for path in chosen) == sorted(names) == sorted(path.name for path in root.iterdir())
 

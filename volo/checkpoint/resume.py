@@ -1,13 +1,8 @@
-"""Finds the checkpoint that a run resumes, the directory of a restarted run, and whether the data are the same.
-
-`distributed_train.sh` with MAX_RESTARTS=N and `torchrun --max-restarts N` both pass the number of restarts. run.json
-records an id that stays the same over restarts (`volo.record.records.launch_record`).
-"""
+"""Finds the checkpoint that a run resumes, and checks that its data are the same."""
 
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,9 +15,6 @@ from tlt.io.files import blamed_on
 from tlt.io.weights import check_finite, peek_checkpoint, read_checkpoint, state_dict_of
 from tlt.upstream import ROWS
 from volo.checkpoint.checkpoint import LAST, NAMES
-from volo.cluster.distributed import restarts
-from volo.config.checkpoint_files import MILESTONE
-from volo.record.records import launch_record
 
 
 @dataclass(frozen=True)
@@ -94,35 +86,6 @@ def check_behaviour(checkpoint: dict[str, Any], path: Path) -> None:
             f"{path} is of a run with {', '.join(gone)}, which this version has no more (docs/parity.md): "
             "finish the run with the version that began it, or begin a new one with --finetune"
         )
-
-
-def restarted_run(root: Path, experiment: str, resume: str) -> tuple[Path, str] | None:
-    """Return the run directory that an earlier start of this launch made, and the new value for `--resume`. None on a
-    first start, or if no earlier start made a directory.
-
-    Args:
-        root: Folder of the run directories (`--output`).
-        experiment, resume: Values of the flags of these names.
-    """
-    launch = launch_record()
-    if not restarts() or launch is None:
-        return None
-    records = [root / experiment / "run.json"] if experiment else [*root.glob("*/run.json")]
-    if resume not in ("", "auto") and not MILESTONE.fullmatch(Path(resume).name):
-        records.append(Path(resume).parent / "run.json")
-    begun = [file for file in records if _launch_of(file) == launch]
-    if not begun:
-        return None
-    directory = max(begun, key=lambda file: file.stat().st_mtime).parent
-    return directory, "auto" if any(directory.glob("*.pth.tar")) else resume
-
-
-def _launch_of(file: Path) -> str | None:
-    """Return the launch id of the newest start in a run.json, or None."""
-    try:
-        return json.loads(file.read_text())[-1].get("launch")
-    except (OSError, ValueError, LookupError, AttributeError):
-        return None
 
 
 DATA_KEY = "data"  # key in a checkpoint

@@ -24,7 +24,7 @@ from tlt.errors import UserError, install_command
 from tlt.io.files import blamed_on
 from tlt.models.flops import flops_per_image, run_on_meta
 from volo.checkpoint.checkpoint import CheckpointDir
-from volo.checkpoint.resume import DATA_KEY, Resume, check_behaviour, check_same_data, find_resume, restarted_run
+from volo.checkpoint.resume import DATA_KEY, Resume, check_behaviour, check_same_data, find_resume
 from volo.checkpoint.saver import SavePolicy, Saver
 from volo.checkpoint.state import TrainState, ranked_by
 from volo.cluster.distributed import World, from_all, from_primary, primary_first, wait_for_hosts
@@ -35,7 +35,7 @@ from volo.record.logger import Logger
 from volo.record.metrics import Arithmetic, interval, peak_flops
 from volo.record.profile import WARM_UP
 from volo.record.records import RunRecords, settings_of, versions
-from volo.record.run_directory import DEFAULT_ROOT, RunLock, changed_settings, choose_directory
+from volo.record.run_directory import RunLock, changed_settings, choose_directory
 from volo.train.architecture import image_size_by_name
 from volo.train.criterion import Criterion, TokenLabelCriterion
 from volo.train.data import HELD_OUT_FILE, as_list
@@ -57,44 +57,38 @@ def note_start(args: Namespace, world: World, logger: Logger) -> None:
 
 
 @contextmanager
-def chosen_directory(args: Namespace, world: World, logger: Logger) -> Iterator[tuple[Path, RunLock, Resume]]:
-    """Yield the directory of this run, which rank 0 chooses, its lock, and the checkpoint that all ranks read.
+def open_directory(args: Namespace, world: World, logger: Logger) -> Iterator[tuple[Path, RunLock, Resume]]:
+    """Yield the directory of this run, which rank 0 chooses, its lock, and the checkpoint that every rank has read.
 
-    The lock is taken before the search for a checkpoint, so that no other job saves a newer one. A directory that was
-    made for the run is removed if it ends before anything was written there.
+    Rank 0 takes the lock before it looks for a checkpoint, so that no other job saves a newer one. If nothing was
+    written to a directory that was created for the run, it is removed at the end.
 
     Raises:
         UserError: The checkpoint that `--resume` names can't be read, or another job uses the directory.
     """
-    chosen = ["", ""]
+    directory, spec = Path(), ""
     with primary_first():
         if world.is_primary:
-            begun = restarted_run(Path(args.output or DEFAULT_ROOT), args.experiment, args.resume)
-            if begun is None:
-                begun = choose_directory(args, image_size_by_name(args), logger.line, not args.dry_run), args.resume
-            chosen = [str(begun[0]), begun[1]]
-    name, spec = from_primary(chosen)
+            directory, spec = choose_directory(args, image_size_by_name(args), logger.line, not args.dry_run)
+    name, spec = from_primary([str(directory), spec])
+    directory, resume = Path(name), Resume(spec)
     try:
-        with RunLock(Path(name), logger.line) as lock:
-            yield Path(name), lock, _find_checkpoint(spec, lock, world, args.dry_run)
+        with RunLock(directory, logger.line) as lock:
+            with primary_first():
+                if spec and world.is_primary:
+                    if directory.is_dir() and not args.dry_run:
+                        lock.acquire()
+                    resume = find_resume(spec, directory)
+            path = from_primary(str(resume.path or ""))
+            if path and not world.is_primary:
+                resume = replace(find_resume(path, directory), spec=spec)
+            yield directory, lock, resume
     finally:
         if world.is_primary and not args.experiment:
             with suppress(OSError):
-                if os.listdir(name) == [lock.path.name]:
+                if os.listdir(directory) == [lock.path.name]:
                     lock.path.unlink()
-                Path(name).rmdir()
-
-
-def _find_checkpoint(spec: str, lock: RunLock, world: World, dry_run: bool) -> Resume:
-    """Read the checkpoint that `--resume` names ("" for a fresh start), the same one on every rank."""
-    directory, resume = lock.path.parent, Resume(spec)
-    with primary_first():
-        if spec and world.is_primary:
-            if directory.is_dir() and not dry_run:
-                lock.acquire()
-            resume = find_resume(spec, directory)
-    path = from_primary(str(resume.path or ""))
-    return replace(find_resume(path, directory), spec=spec) if path and not world.is_primary else resume
+                directory.rmdir()
 
 
 def restore_state(resume: Resume, run: Run, training: Training) -> None:

@@ -48,9 +48,9 @@ from volo.cluster.tensor_parallel import TensorParallelParams, in_groups
 from volo.cluster.watchdog import StopGuard, Watchdog
 from volo.commands.run_start import (
     check_smallest_batch,
-    chosen_directory,
     describe,
     note_start,
+    open_directory,
     open_run,
     outcome,
     restore_state,
@@ -135,7 +135,7 @@ def start(args: TrainArgs, world: World, logger: Logger, guard: StopGuard) -> No
         architecture_of(args.model)  # a misspelt name is told before a long search
     on_progress = SearchProgress(logger.line, partial(guard.watchdog.enter_phase, "start"))
     folders = open_folders(args, world.data_size, on_progress)
-    with chosen_directory(args, world, logger) as (directory, lock, resume):
+    with open_directory(args, world, logger) as (directory, lock, resume):
         folders = hold_out(args, folders, *([resume.path.parent] if resume.path else []), directory)
         images, classes = len(folders.train), len(folders.train.class_names)
         resolved, batch, messages = resolve_args(args, resume.checkpoint, images, classes, world.data_size)

@@ -20,10 +20,11 @@ from filelock import FileLock, Timeout
 
 from tlt.errors import UserError
 from tlt.io.files import os_errors_told
+from volo.cluster.distributed import restarts
 from volo.config.checkpoint_files import MILESTONE
 from volo.config.flags_data import AUGMENTATION, TOKEN_LABELS
 from volo.config.flags_train import BATCH_NORM, EMA, MODEL, OPTIMIZER, REGULARISATION, SCHEDULE
-from volo.record.records import plain, settings_of
+from volo.record.records import launch_record, plain, settings_of
 
 DEFAULT_ROOT = "output/train"
 _TIME = "%Y%m%d-%H%M%S"  # the time in the names of runs
@@ -52,11 +53,12 @@ def check_writable(folder: Path, flag: str) -> None:
 
 def choose_directory(
     args: Namespace, image_size: tuple[int, int], report: Callable[[str], None] = print, make: bool = True
-) -> Path:
-    """Return the directory of this run.
+) -> tuple[Path, str]:
+    """Return the directory of this run, and the value of `--resume` for it.
 
     `--output ROOT` (default `output/train`) holds one directory per run: `--experiment NAME`, or `TIME-MODEL-SIZE`,
-    which is created here, so that two runs that start in the same second get different ones.
+    which is created here, so that two runs that start in the same second get different ones. A restart by the launcher
+    continues the run that an earlier start of the same launch has begun.
     With `--resume FILE` it is the directory of the file, if that is a run directory and the flags don't name another
     one. From a milestone a new run branches off, unless `--experiment` names the milestone's run. With `--resume auto`
     and no name, it is the newest run of the same experiment: the same model, image size, seed, labels, optimizer,
@@ -68,19 +70,34 @@ def choose_directory(
         UserError: The directory holds checkpoints of another run without `--resume`, or can't be made.
     """
     root = Path(args.output or DEFAULT_ROOT)
+    if directory := _of_this_launch(root, args.experiment, args.resume):
+        return directory, "auto" if any(directory.glob("*.pth.tar")) else args.resume
     suffix = f"-{re.sub(r'[^-.a-zA-Z0-9_]+', '_', args.model)}-{max(image_size)}"
     resumed = Path(args.resume).parent if args.resume not in ("", "auto") else None
     branches = not args.experiment and MILESTONE.fullmatch(Path(args.resume).name)
     if resumed and not branches and (resumed / "args.yaml").is_file() and _is_named(resumed, args):
-        return resumed
+        return resumed, args.resume
     if not args.experiment:
-        return (args.resume == "auto" and _newest_alike(root, suffix, args, report)) or _new(root, suffix, make)
+        newest = _newest_alike(root, suffix, args, report) if args.resume == "auto" else None
+        return newest or _new(root, suffix, make), args.resume
     directory = root / args.experiment
     if args.resume != "auto" and any(directory.glob("*.pth.tar")):
         raise UserError(
             f"{directory} already holds checkpoints: continue it with --resume auto, or name another --experiment"
         )
-    return directory
+    return directory, args.resume
+
+
+def _of_this_launch(root: Path, experiment: str, resume: str) -> Path | None:
+    """Return the run directory that an earlier start of this launch used (run.json records its id), or None."""
+    launch = launch_record()
+    if not restarts() or launch is None:
+        return None
+    records = [root / experiment / "run.json"] if experiment else [*root.glob("*/run.json")]
+    if resume not in ("", "auto") and not MILESTONE.fullmatch(Path(resume).name):
+        records.append(Path(resume).parent / "run.json")
+    begun = [file for file in records if _starts(file.parent)[-1].get("launch") == launch]
+    return max(begun, key=lambda file: file.stat().st_mtime).parent if begun else None
 
 
 def _newest_alike(root: Path, suffix: str, args: Namespace, report: Callable[[str], None]) -> Path | None:

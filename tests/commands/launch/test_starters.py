@@ -9,6 +9,7 @@ import os
 import pickle
 import subprocess
 import sys
+from argparse import Namespace
 from contextlib import suppress
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from torch.distributed import TCPStore
 from tests.checkpoint.test_weights import Payload
 from tests.commands.conftest import QUICK, ROOT, Call, Make, Running, environment, metrics, start, storage
 from tests.conftest import LIMIT, free_port
-from volo.checkpoint.resume import restarted_run
+from volo.record.run_directory import choose_directory
 
 
 def listening(pids: list[int]) -> set[str]:
@@ -138,13 +139,14 @@ def test_a_restart_goes_on_with_the_run_of_its_launch_alone(
     (record,) = (tmp_path / "out").rglob("run.json")
     assert not named or record.parent == tmp_path / "out" / "sweep/a"
     if not named:
+        args = Namespace(output=str(tmp_path / "out"), experiment="", resume="", model="resnet10t")
         starts = json.loads(record.read_text())
         for each in (starts, [starts[0] | {"launch": "another"}, starts[0]]):  # the newest start counts
             record.write_text(json.dumps(each))
-            assert restarted_run(tmp_path / "out", "", "") == (record.parent, "auto")
+            assert choose_directory(args, (32, 32), make=False) == (record.parent, "auto")
         for launched in ("another", "none", None):
             record.write_text(json.dumps([starts[0] | {"launch": launched}]))
-            assert restarted_run(tmp_path / "out", "", "") is None
+            assert choose_directory(args, (32, 32), make=False)[0] != record.parent
 
 
 @pytest.mark.slow  # the test before this one restarts as torchrun does
