@@ -1,4 +1,4 @@
-"""How a run starts: it goes back to a checkpoint if asked to, opens its directory, and says what it is about to do."""
+"""How a run starts: it opens its directory, restores a checkpoint if asked to, and prints what it is about to do."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ from volo.train.precision import compute_dtype
 from volo.train.run import Run, Training
 from volo.train.schedule import LrSchedule
 
-_WARM = 0.8  # of the peak: with the default warm-up a cosine gets to 0.9 of it
+_WARM = 0.8  # share of the peak learning rate: with the default warm-up, a cosine reaches 0.9
 _FEW_UPDATES = 200
 
 
 def note_start(args: Namespace, world: World, logger: Logger) -> None:
-    """Record the start as an event: the command, the arguments and the machines."""
+    """Record the start as an event with the command, the arguments and the machines."""
     hosts = Counter(from_all(socket.gethostname()))
     if world.is_primary:
         about = {"command": sys.argv, "args": settings_of(args), "versions": versions()}
@@ -92,10 +92,10 @@ def open_directory(args: Namespace, world: World, logger: Logger) -> Iterator[tu
 
 
 def restore_state(resume: Resume, run: Run, training: Training) -> None:
-    """Restore the state from the checkpoint, whose memory is freed then, and apply `--start-epoch`.
+    """Restore the state from the checkpoint, free the checkpoint's memory, and apply `--start-epoch`.
 
     Raises:
-        UserError: The checkpoint belongs to another model, other data or a longer run, or the ranks have read others.
+        UserError: The checkpoint is of another model, other data or a longer run, or the ranks read different files.
     """
     args, logger, state, messages = run.args, run.logger, training.state, list(resume.messages)
     if resume.path is not None:
@@ -106,7 +106,7 @@ def restore_state(resume: Resume, run: Run, training: Training) -> None:
             messages += state.load(resume.checkpoint, resume.path, not args.no_resume_opt)
             messages += changed_settings(resume.checkpoint.get("args"), settings_of(args))
         messages.append(f"resumed {resume.path}: {state.epoch} epochs, {state.update} updates done")
-        resume.checkpoint.clear()  # it takes as much memory as the state
+        resume.checkpoint.clear()  # it occupies as much memory as the state
     check_same_position(state, resume.path)
     for message in messages:
         logger.line(message)
@@ -121,7 +121,7 @@ def restore_state(resume: Resume, run: Run, training: Training) -> None:
 
 
 def _check_way(path: Path, run: Run, training: Training) -> None:
-    """Check that something is left to train; tell of a branch, a run that goes on from a checkpoint of another one.
+    """Check that something is left to train. Report a branch, which continues from another run's checkpoint.
 
     Raises:
         UserError: No epoch is left.
@@ -135,7 +135,7 @@ def _check_way(path: Path, run: Run, training: Training) -> None:
         )
     if not branches:
         return
-    state.scores = {}  # on every rank: --patience counts by them
+    state.scores = {}  # on every rank, because --patience uses them
     span = f"epochs {state.epoch + 1} to {schedule.last_epoch} of {schedule.total_epochs}"
     run.logger.line(f"a branch of {path}: {span} go to {run.directory}, ranked anew; what is there stays")
     if schedule.decay_begins < state.update:
@@ -147,7 +147,7 @@ def _start_epoch(run: Run, training: Training, resume: Resume) -> None:
     state, first, last = training.state, run.args.start_epoch, training.schedule.total_epochs - 1
     if first > last:
         raise UserError(f"--start-epoch {first}: the run has epochs 0 to {last} (--epochs)")
-    # A job that was requeued has begun there already.
+    # A job that was requeued has passed --start-epoch already.
     if resume.spec == "auto" and resume.path is not None and state.epoch >= first:
         run.logger.line(
             f"--start-epoch {first}: the run has begun there and goes on from epoch {state.epoch}; "
@@ -158,7 +158,7 @@ def _start_epoch(run: Run, training: Training, resume: Resume) -> None:
 
 
 def check_same_position(state: TrainState, path: Path | None) -> None:
-    """Raise UserError unless all ranks stand at the same update: otherwise they would wait for each other for ever."""
+    """Raise UserError unless all ranks are at the same update; otherwise they would wait for each other for ever."""
     positions = sorted({(epoch, update) for epoch, update in from_all([state.epoch, state.update])})
     if len(positions) > 1:
         updates = " and ".join(str(update) for _, update in positions)
@@ -171,11 +171,11 @@ def check_same_position(state: TrainState, path: Path | None) -> None:
 def open_run(run: Run, training: Training) -> Saver:
     """Open the run directory on rank 0, and return the saver for it."""
     args, logger, state, checkpoints = run.args, run.logger, training.state, None
-    wait_for_hosts()  # all ranks have read the checkpoint before rank 0 touches the directory
+    wait_for_hosts()  # rank 0 must not change the directory before all ranks have read the checkpoint
     with primary_first():
         if run.world.is_primary:
             records = RunRecords(run.directory)
-            logger.open_events(run.directory)  # where the run that has the lock tells of this one, too
+            logger.open_events(run.directory)  # before the lock: if another run holds it, its events tell of this one
             run.lock.acquire()
             more = {HELD_OUT_FILE: as_list(training.validation.dataset.source)} if args.val_fraction else {}
             records.record_start(args, run.world.size, str(run.world.device), more)
@@ -199,7 +199,7 @@ def open_run(run: Run, training: Training) -> Saver:
 
 
 def describe(run: Run, training: Training) -> None:
-    """Print what the run is about to do, each number with its unit."""
+    """Print what the run is about to do; each number has its unit."""
     args, world, logger = run.args, run.world, run.logger
     stream, model = training.loader.index_stream, training.state.model
     parameters = TensorParallelParams(model).count()
@@ -234,7 +234,7 @@ def describe(run: Run, training: Training) -> None:
         size, (rows, columns) = args.token_label_size, criterion.grid
         if criterion.mix_token and min(rows, columns) < 3:
             logger.line(EMPTY_BOXES)
-        if criterion.dense and size and (rows, columns) != (size, size):  # as published for D5 at 512 px
+        if criterion.dense and size and (rows, columns) != (size, size):  # so was D5 at 512 px published
             logger.line(
                 f"warning: --token-label-size {size} is not used: at {height} x {width} px each of the "
                 f"{rows} x {columns} tokens gets a label of its own"
@@ -257,7 +257,7 @@ def describe(run: Run, training: Training) -> None:
 
 
 def surprises(args: Namespace, schedule: LrSchedule, classes: np.ndarray) -> list[str]:
-    """Return lines about a run that learns less than its numbers say; `classes` (N,) are those of its images."""
+    """Return warnings about a run that will learn less than its numbers suggest; `classes` (N,) are its images'."""
     lines, largest = [], schedule.largest
     if not args.kd_only and classes.min() == classes.max():
         lines.append("all training images are of one class, so that any model comes to a loss of 0 and 100 %")
@@ -274,7 +274,7 @@ def surprises(args: Namespace, schedule: LrSchedule, classes: np.ndarray) -> lis
 
 
 def outcome(run: Run, training: Training) -> list[str]:
-    """Return the lines about the best epoch of a run that has ended, and a warning where it may have learnt nothing."""
+    """Return lines about the best epoch of a finished run, and a warning if it may have learnt nothing."""
     metric, classes = ranked_by(vars(run.args)), training.validation.dataset.classes
     best, _ = best_so_far(training.state, metric)
     if best is None:
@@ -295,15 +295,15 @@ def outcome(run: Run, training: Training) -> list[str]:
 
 
 def check_smallest_batch(args: Namespace, model: nn.Module, size: tuple[int, int, int], stream: IndexStream) -> None:
-    """Check that the model, in training mode, takes batches of one image where an epoch has one.
+    """Check that the model can be trained on a batch of one image, if an epoch has such a batch.
 
     Args:
-        size: (channels, H, W); the smallest one of a schedule is taken in its place.
+        size: (channels, H, W); if the run has several image sizes, the smallest is checked instead.
 
     Raises:
-        UserError: Its BatchNorm would normalise single values, which torch refuses in the middle of the epoch.
+        UserError: BatchNorm would normalise a single value, at which torch would fail in the middle of the epoch.
     """
-    if stream.smallest_batch > 1 or (args.sync_bn and stream.world_size > 1):  # ranks normalise together
+    if stream.smallest_batch > 1 or (args.sync_bn and stream.world_size > 1):  # SyncBatchNorm covers all ranks' images
         return
     set_train_mode(model, args.freeze_bn or args.freeze)
     size = size if stream.sizes is None else (size[0], *min(stream.sizes.sizes))
@@ -311,7 +311,7 @@ def check_smallest_batch(args: Namespace, model: nn.Module, size: tuple[int, int
         run_on_meta(model, size, images=1)
     except (NotImplementedError, RuntimeError, ValueError) as error:
         if "more than 1 value per channel" not in str(error):
-            return  # an operation that needs a tensor's contents, say
+            return  # another reason, such as an operation that needs a tensor's contents
         last = f"the last batch of an epoch of {stream.length} images has one: --drop-last leaves it out"
         raise UserError(
             f"--model {args.model}: BatchNorm can't be trained on one image of {size[1]} x {size[2]} px; "
@@ -322,8 +322,8 @@ def check_smallest_batch(args: Namespace, model: nn.Module, size: tuple[int, int
 def step_arithmetic(
     run: Run, model: nn.Module, criterion: Criterion, input_size: tuple[int, int, int]
 ) -> Arithmetic | None:
-    """Count the arithmetic of a step without computing or drawing anything; None where torch can't, where steps have
-    images of several sizes, and where no record is written.
+    """Count a step's operations without computing anything or drawing random numbers. Return None if torch can't count
+    them, if images have several sizes, or if this rank writes no records.
 
     Args:
         input_size: (channels, H, W).
@@ -332,13 +332,13 @@ def step_arithmetic(
     if args.dry_run or args.train_img_sizes or not run.world.is_primary:
         return None
     options = {"dense": True} if isinstance(criterion, TokenLabelCriterion) and criterion.dense else {}
-    # In training mode, which `--drop-path-mode subset` needs to leave out what it drops.
+    # Training mode, so that `--drop-path-mode subset` leaves out what it drops.
     set_train_mode(model, args.freeze_bn or args.freeze)
     try:
         forward = flops_per_image(model, input_size, images=args.batch_size, **options)
     except (NotImplementedError, RuntimeError):  # an operation that needs a tensor's contents
         return None
-    # Every product of the forward pass has two in the backward pass, unless its parameters are frozen.
+    # Each product of the forward pass has two in the backward pass, unless its parameters are frozen.
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad) / sum(p.numel() for p in model.parameters())
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
     return Arithmetic((1 + 2 * trained) * forward, peak_flops(name, compute_dtype(args, device)))

@@ -4,8 +4,8 @@
     ./distributed_train.sh 8 DATA --model volo_d1 ...                                one process per GPU
 
 Reading order: `start` and `build` below -> volo/train/data.py (data) -> volo/train/model.py (model) ->
-volo/train/criterion.py (loss) -> volo/train/step.py (step) -> volo/train/loop.py (epochs). How a run chooses its
-directory, goes on from a checkpoint and opens its records is in volo/commands/run_start.py.
+volo/train/criterion.py (loss) -> volo/train/step.py (step) -> volo/train/loop.py (epochs). volo/commands/run_start.py
+chooses the run's directory, restores a checkpoint and opens the records.
 """
 
 from __future__ import annotations
@@ -94,17 +94,17 @@ from volo.train.run import BATCH_KEY, Run, Training, resolve_args
 from volo.train.schedule import LrSchedule, resolve_lr
 from volo.train.step_graph import use_own_stream
 
-if TYPE_CHECKING:  # few runs have one
+if TYPE_CHECKING:  # imported only by runs that use them
     from volo.train.distillation import Distillation
     from volo.train.teacher import Teacher
 
 
 def run(args: TrainArgs) -> int:
-    """Entry point, after the arguments are parsed."""
+    """Train on all ranks, and return the exit code."""
     # Collectives time out later than the watchdog, so that the watchdog reports the cause first.
     timeout = max(args.dist_timeout, Watchdog.START_S, args.loader_timeout or 7 * 24 * 3600) + 120
     launch = launch_of(os.environ, args.local_rank)
-    logger = Logger(World(launch.rank, launch.local_rank, launch.size, torch.device("cpu")))  # until they have met
+    logger = Logger(World(launch.rank, launch.local_rank, launch.size, torch.device("cpu")))  # until the ranks have met
     watchdog = Watchdog(launch.rank, args.dist_timeout, args.loader_timeout, partial(logger.event, "fault"))
     watchdog.start()
     try:
@@ -116,8 +116,8 @@ def run(args: TrainArgs) -> int:
         if world.is_primary:
             tell_batch_script("done")
     finally:
-        # A rank that fails keeps its connections until its process ends, so that the launcher sees its failure before
-        # the ranks that lose the connection do. It does not wait for them.
+        # A rank that fails keeps its connections until its process ends. So the launcher sees its failure before those
+        # of the ranks that lose the connection.
         watchdog.end()
     if logger.trackers is not None:
         logger.trackers.wait()
@@ -125,14 +125,14 @@ def run(args: TrainArgs) -> int:
 
 
 def start(args: TrainArgs, world: World, logger: Logger, guard: StopGuard) -> None:
-    """Find data and checkpoint, complete the arguments by them, build everything, then train."""
-    # The logger's, too: sums over ranks count the images of a group once.
+    """Find data and checkpoint, complete the arguments from them, build everything, then train."""
+    # The logger gets the same world, because sums over ranks must count the images of a group once.
     logger.world = world = in_groups(world, 1 if args.dry_run else args.tensor_parallel)
     note_start(args, world, logger)
     for note in args.notes:
         logger.line(note)
-    with primary_first():  # it may be fetched
-        architecture_of(args.model)  # a misspelt name is told before a long search
+    with primary_first():  # the architecture may have to be fetched
+        architecture_of(args.model)  # report a misspelt name before a long search for images
     on_progress = SearchProgress(logger.line, partial(guard.watchdog.enter_phase, "start"))
     folders = open_folders(args, world.data_size, on_progress)
     with open_directory(args, world, logger) as (directory, lock, resume):
@@ -160,7 +160,7 @@ def build(run: Run, folders: Folders, labels: LabelReader | None, model: TimmMod
     """Build what trains the model, in this order: model, teachers, criterion, data, optimizer, schedule.
 
     Args:
-        batch: The record of the global batch for checkpoints.
+        batch: The description of the global batch, for checkpoints.
     """
     args, world = run.args, run.world
     settings = eval_settings(args, model)
@@ -213,7 +213,7 @@ def build(run: Run, folders: Folders, labels: LabelReader | None, model: TimmMod
 def load_teachers(
     run: Run, images: ImageSource, model: TimmModel, settings: dict[str, Any]
 ) -> tuple[Teacher | None, Distillation | None]:
-    """Return the teacher of `--token-label-teacher` and those of `--kd-model-name`; None without the flag."""
+    """Return the teacher of `--token-label-teacher` and the teachers of `--kd-model-name`; None without the flag."""
     teacher = distillation = None
     if run.args.token_label_teacher:
         from volo.train.teacher import load_teacher
@@ -231,7 +231,7 @@ def load_teachers(
 def build_validation(
     run: Run, images: ImageSource, model: TimmModel, settings: dict[str, Any]
 ) -> tuple[EvalLoader, DenseScore | None]:
-    """Return the loader of validation images, and what compares their tokens with `--val-label-data`."""
+    """Return the loader of validation images, and the score of their tokens against `--val-label-data` or None."""
     args, (channels, *size) = run.args, settings["input_size"]
     settings = settings | {"input_size": (channels, *to_2tuple(args.val_img_size or size))}
     score = DenseScore(args, args.val_label_data, model, settings, images, run.world) if args.val_label_data else None
@@ -246,21 +246,21 @@ def wrap_models(
     """Compile and distribute the modules that a run calls.
 
     Returns:
-        The copy of the weights that computes in place of `model` (`--model-dtype`), the module that the loop calls in
-        training, and the one that validates the moving average; the first and the last are None where there is none.
+        The copy of the weights that computes in place of `model` (`--model-dtype`) or None, the module that the loop
+        calls in training, and the module that validates the moving average, or None.
     """
     meshes = meshes_of(args, world)
     working_copy = WorkingCopy(model) if args.model_dtype == "bfloat16" and meshes is None else None
     forward_model = wrap_model(model if working_copy is None else working_copy.module, args, world, meshes)
     if ema is None or args.model_ema_force_cpu:
         return working_copy, forward_model, None
-    if meshes is None:  # it sends no gradients
+    if meshes is None:  # the average has no gradients, so DistributedDataParallel is not needed
         return working_copy, forward_model, compile_model(ema.module, args)
     return working_copy, forward_model, wrap_model(ema.module, args, world, meshes)
 
 
 def load_start(model: TimmModel, args: Namespace, logger: Logger) -> None:
-    """Load `--initial-checkpoint` or `--finetune`, initialise the heads and freeze the others as the flags say."""
+    """Load `--initial-checkpoint` or `--finetune`, initialise the heads, and freeze the backbone, as the flags say."""
     if args.initial_checkpoint:
         logger.line(str(load_weights(model, args.initial_checkpoint)))
     if args.finetune:
@@ -281,7 +281,7 @@ def create_ema(model: nn.Module, args: Namespace) -> ModelEmaV3 | None:
 
 
 def report_dry_run(run: Run, training: Training) -> None:
-    """Print how much work and memory the run takes, and which batch sizes would fit (`--dry-run`)."""
+    """Print how many operations and how much memory the run needs, and which batch sizes would fit (`--dry-run`)."""
     from volo.memory.prediction import StepShape, memory_report, teachers_report
 
     with primary_first():
@@ -311,7 +311,7 @@ def report_dry_run(run: Run, training: Training) -> None:
 
 
 def train(run: Run, training: Training) -> None:
-    """Train from the position of the state; save when a signal or a fault stops the run."""
+    """Train from the state's position. If a signal or a fault stops the run, save first."""
     state, logger, guard = training.state, run.logger, run.guard
     if state.epoch >= training.schedule.last_epoch:
         logger.line(f"this run was finished before: all of its {state.epoch} epochs are done; nothing is trained")
@@ -333,9 +333,9 @@ def train(run: Run, training: Training) -> None:
             except NotWrittenError as error:
                 failure = error
             if run.world.is_primary and (failure is None or (run.directory / LAST).is_file()):
-                # Before any rank leaves: where one node's processes have ended, others may be killed.
+                # Write this before any rank leaves: when one node's processes have ended, others may be killed.
                 ask_for_requeue(stop, saver.saved_at[1], run.directory / LAST)
-            wait_for_hosts()  # not leaving the group, which the model holds: `run_program` ends the process
+            wait_for_hosts()  # don't leave the process group, which the model holds: `run_program` ends the process
             if failure is not None:
                 raise failure from stop
             raise
