@@ -147,7 +147,7 @@ def make_targets(
             crop_parts.append(torch.where(total > 0, smooth(logits.softmax(-1), smoothing), truth[rows]))
             if dense:
                 points = _points(group, *places, grid, window, uncovered)
-                token_parts.append(_soft_labels(points, *_token_logits(group, points), num_classes, smoothing))
+                token_parts.append(_soft_labels(points, _token_logits(group, points), num_classes, smoothing))
     tokens = SparseLabels(*(torch.cat(parts) for parts in zip(*token_parts, strict=True))) if dense else None
     return Targets(torch.cat(crop_parts), tokens, truth, grid, window)
 
@@ -270,8 +270,8 @@ def _crop_logits(labels: LabelBatch, points: _Points, num_classes: int) -> tuple
     across, down = linear_weights(x, w), linear_weights(y, h)
     cells = torch.bmm((down * inside[..., None]).transpose(1, 2), across).flatten(1) / total.clamp(min=1)  # (B, h * w)
     cell_ids, cell_values = (part.flatten(2).transpose(1, 2) for part in (labels.ids, labels.values))  # (B, h * w, k)
-    ids, sums, _ = _merge_equal(cell_ids.flatten(1), (cell_values * cells[..., None]).flatten(1), h * w)
-    logits = sums.new_zeros(ids.shape[0], num_classes + 1).scatter_add_(1, ids.long(), sums)
+    merged = _merge_equal(cell_ids.flatten(1), (cell_values * cells[..., None]).flatten(1), h * w)
+    logits = total.new_zeros(len(total), num_classes + 1).scatter_add_(1, merged.ids.long(), merged.sums)
     return logits[:, :num_classes], total
 
 
@@ -281,8 +281,8 @@ def linear_weights(position: Tensor, size: int) -> Tensor:
     return position.new_zeros(*position.shape, size).scatter_add_(-1, *_neighbours(position, size))
 
 
-def _token_logits(labels: LabelBatch, points: _Points) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (B, N, M) class ids, label logits and the mask of one entry per class, as `_merge_equal` does."""
+def _token_logits(labels: LabelBatch, points: _Points) -> _Sums:
+    """Return the label logits of the classes that each token shows, (B, N, M)."""
     h, w = labels.values.shape[2:]
     (cols, across), (rows, down) = _neighbours(points.x, w), _neighbours(points.y, h)
     cells = (rows[..., :, None] * w + cols[..., None, :]).flatten(1)  # (B, N * P * 4)
@@ -303,19 +303,25 @@ def _neighbours(position: Tensor, size: int) -> tuple[Tensor, Tensor]:
     return torch.stack([cell, (cell + 1).clamp(max=size - 1)], -1), torch.stack([1 - part, part], -1)
 
 
-def _merge_equal(ids: Tensor, values: Tensor, longest: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Add up the values of equal ids along the last axis.
+class _Sums(NamedTuple):
+    """Sums over equal class ids.
+
+    Attributes:
+        ids: (..., M) sorted class ids.
+        sums: (..., M) the sum of an id's values at its last position, 0 elsewhere.
+        last: (..., M) bool, marks the last position of each id.
+    """
+
+    ids: Tensor
+    sums: Tensor
+    last: Tensor
+
+
+def _merge_equal(ids: Tensor, values: Tensor, longest: int) -> _Sums:
+    """Add up the `values` (..., M) of equal `ids` (..., M); ids that occur more than `longest` times have values of 0.
 
     Each step doubles how many entries a sum spans. The order of additions depends on the shape alone; differences of
     cumulative sums would lose digits.
-
-    Args:
-        ids: (..., M) integers.
-        values: (..., M).
-        longest: The largest number of occurrences of one id. Ids that occur more often must have values of 0.
-
-    Returns:
-        (..., M) sorted ids; (..., M) the sum of an id's values at its last position and 0 elsewhere; the mask of last
     """
     ids, order = torch.sort(ids, dim=-1, stable=True)
     sums = values.gather(-1, order)
@@ -326,22 +332,20 @@ def _merge_equal(ids: Tensor, values: Tensor, longest: int) -> tuple[Tensor, Ten
             sums = torch.cat([sums[..., :reach], pair_sums], -1)
     last = torch.ones_like(ids, dtype=torch.bool)
     last[..., :-1] = ids[..., 1:] != ids[..., :-1]
-    return ids, sums * last, last
+    return _Sums(ids, sums * last, last)
 
 
-def _soft_labels(
-    points: _Points, ids: Tensor, logits: Tensor, last: Tensor, num_classes: int, smoothing: float
-) -> SparseLabels:
-    """Return the smoothed softmax over C classes of logits that are 0 except where `last` holds, once per class.
+def _soft_labels(points: _Points, logits: _Sums, num_classes: int, smoothing: float) -> SparseLabels:
+    """Return the smoothed softmax over C classes; a class without an entry has logit 0.
 
     Every term of the denominator is positive, so nothing cancels, and the largest exponent is 0.
     """
-    last = last & (ids < num_classes)
-    top = logits.amax(-1, keepdim=True).clamp(min=0)
+    last = logits.last & (logits.ids < num_classes)
+    top = logits.sums.amax(-1, keepdim=True).clamp(min=0)
     zero = torch.exp(-top)  # (B, N, 1), the power of a class with logit 0
-    powers = torch.exp(logits - top)
+    powers = torch.exp(logits.sums - top)
     total = (powers * last).sum(-1, keepdim=True) + (num_classes - last.sum(-1, keepdim=True)) * zero
     scale = (1 - smoothing) / total
     base = (zero * scale)[..., 0] + smoothing / num_classes
     excess = (powers - zero) * (last * scale)
-    return SparseLabels(points.counted.mean(-1), base, ids.clamp(max=num_classes - 1).int(), excess)
+    return SparseLabels(points.counted.mean(-1), base, logits.ids.clamp(max=num_classes - 1).int(), excess)

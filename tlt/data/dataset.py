@@ -178,23 +178,15 @@ class TrainDataset(BatchDataset):
     def load(self, key: BatchKey) -> Batch:
         config = self.config if key.size is None else replace(self.config, size=key.size)
         skipped: list[Skipped] = []
-        readable = [self._readable(key.epoch, index, skipped) for index in key.indices]
-        opened: dict[int, tuple[int, Encoded]] = {}  # row -> index, image
-        images, todo = torch.empty(0), list(range(len(readable)))
-        while todo:
-            opened |= {row: next(readable[row]) for row in todo}
-            self.worker_status.mark(-1)
-            indices, encoded = zip(*(opened[row] for row in range(len(readable))), strict=True)
-            sizes = np.array([(image.width, image.height) for image in encoded]).T
-            plan = make_plan(config, self.seed, key.epoch, indices, *sizes)
-            decoded = self.backend.decode_batch([self._request(encoded[row], plan, row) for row in todo], plan.size)
-            if len(todo) == len(readable):
-                images = decoded.images
-            else:
-                images[todo] = decoded.images
-            skipped += [self._skip(indices[todo[position]], error) for position, error in decoded.bad.items()]
-            todo = [todo[position] for position in decoded.bad]
-        image_indices = [index % len(self) for index in indices]
+        candidates = [self._readable(key.epoch, index, skipped) for index in key.indices]
+        opened = [next(images) for images in candidates]
+        plan, images, bad = self._decode(config, key.epoch, opened, range(len(opened)))
+        while rows := list(bad):  # replace the images that can't be decoded
+            skipped += [self._skip(opened[row][0], error) for row, error in bad.items()]
+            for row in rows:
+                opened[row] = next(candidates[row])
+            plan, images[rows], bad = self._decode(config, key.epoch, opened, rows)
+        image_indices = [index % len(self) for index, _ in opened]
         affine, visible = (torch.from_numpy(part).float() for part in (plan.normalised_affine(), plan.visible()))
         labels, faults = self._read_labels(image_indices, plan.source.tolist())
         if labels is not None and self.label_view is not None:
@@ -202,6 +194,16 @@ class TrainDataset(BatchDataset):
         classes = torch.from_numpy(self.classes[image_indices])
         about = labels, skipped, faults, plan, key, len(self.source.class_names)
         return Batch(images, classes, torch.tensor(image_indices), affine, visible, *about)
+
+    def _decode(
+        self, config: AugmentConfig, epoch: int, opened: Sequence[tuple[int, Encoded]], rows: Sequence[int]
+    ) -> tuple[Plan, Tensor, dict[int, BadImage]]:
+        """Draw the plan of a batch, decode the crops of some `rows`, and return both with the errors by row."""
+        self.worker_status.mark(-1)
+        sizes = np.array([(image.width, image.height) for _, image in opened]).T
+        plan = make_plan(config, self.seed, epoch, [index for index, _ in opened], *sizes)
+        decoded = self.backend.decode_batch([self._request(opened[row][1], plan, row) for row in rows], plan.size)
+        return plan, decoded.images, {rows[position]: error for position, error in decoded.bad.items()}
 
     def replacement(self, epoch: int, index: int, attempt: int) -> int:
         """Return the image that replaces `index` in an epoch after `attempt` (0, 1, ...) other replacements failed."""

@@ -195,33 +195,34 @@ def positions_of(layers: list[DownsamplingLayer], grid: Size, img_size: Size) ->
 
 def _along(layers: list[DownsamplingLayer], axis: int, size: int, image: int) -> tuple[float, float]:
     """Return (pitch, centre of the first token) along an axis, in pixels."""
-    resizings = {layer.size[axis]: layer for layer in layers if layer.resizes}
+    resizings = {layer.size[axis]: [layer] for layer in layers if layer.resizes}
     layers = [layer for layer in layers if layer.source[axis] > layer.size[axis] and not layer.resizes]
-    pitch, first, stride = 1.0, 0.5, 1.0  # in cells of the map of `size`
+    pitch, first = 1.0, 0.5  # in cells of the map of `size`
     while size < image:
-        beside = [layer for layer in layers if layer.size[axis] == size]
-        beside = [layer for layer in beside if not layer.attends] or beside
-        padded = {layer.size[axis] for layer in layers} & set(range(size - _PADDED + 1, size))
-        if beside:
-            source = min(layer.source[axis] for layer in beside)
-            beside = [layer for layer in beside if layer.source[axis] == source]
+        if makers := _makers(layers, axis, size) or resizings.pop(size, []):
+            stride, source = makers[0].stride[axis], makers[0].source[axis]
+            start = sum(layer.first[axis] for layer in makers) / len(makers)
             # Use each layer once. Otherwise a map that is padded and then shrunk to its old size would loop for ever.
             layers = [layer for layer in layers if (layer.size[axis], layer.source[axis]) != (size, source)]
-            beside = [layer for layer in beside if layer.averages] or beside
-            stride = beside[0].stride[axis]
-            start = sum(layer.first[axis] for layer in beside) / len(beside)
-        elif size in resizings:
-            layer = resizings.pop(size)
-            stride, start, source = layer.stride[axis], layer.first[axis], layer.source[axis]
-        elif padded:
+        elif padded := {layer.size[axis] for layer in layers}.intersection(range(size - _PADDED + 1, size)):
             size = max(padded)  # the network appended cells to this map
             continue
-        else:
-            if image % size:
-                raise UserError(f"none of its layers tells where the {size} cells of a map lie in {image} px")
+        elif image % size:
+            raise UserError(f"none of its layers tells where the {size} cells of a map lie in {image} px")
+        else:  # equal parts
             stride, start, source = image / size, image / size / 2, image
         pitch, first, size = pitch * stride, start + (first - 0.5) * stride, source
     return pitch, first
+
+
+def _makers(layers: list[DownsamplingLayer], axis: int, size: int) -> list[DownsamplingLayer]:
+    """Return the parallel layers whose output of `size` cells carries the image: all but attention, from the smallest
+    source, and if some of these average, only they."""
+    makers = [layer for layer in layers if layer.size[axis] == size]
+    makers = [layer for layer in makers if not layer.attends] or makers
+    source = min((layer.source[axis] for layer in makers), default=0)
+    makers = [layer for layer in makers if layer.source[axis] == source]
+    return [layer for layer in makers if layer.averages] or makers
 
 
 class _Resizings(TorchFunctionMode):

@@ -80,11 +80,7 @@ class FolderListing:
         if (images or not folders) and (folder or not self._classes):
             self.leaves.append(folder)
         # Whole paths are in natural order if each folder is sorted as if a slash followed its name.
-        names = sorted([*images, *folders])
-        keys = dict(zip(names, natural_key("/".join(names)).split("/"), strict=bool(names)))
-        for name in folders:
-            keys[name] += "/"
-        for name in sorted(names, key=keys.__getitem__):
+        for name in sorted(sorted([*images, *folders]), key=lambda name: natural_key(name + "/" * (name in folders))):
             if name in folders:
                 self._visit(prefix + name)
             else:
