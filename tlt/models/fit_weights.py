@@ -36,6 +36,9 @@ DENSE_ENTRIES = {WEIGHT_KEYS[0]: "dense_head", EMA_KEYS[0]: "dense_head_ema"}  #
 LEARNER = ("kd_projector", "kd_scale")  # prefixes of the parameters that `tlt.distill.with_projector` adds
 
 
+Changes = dict[str, tuple[Tensor | None, str]]  # name -> what its tensor becomes, None if it is dropped; and why
+
+
 @dataclass
 class Fit:
     """The part of a state dict that a model can take. Every name of the file is in one of the first three lists."""
@@ -63,27 +66,34 @@ def fit_state_dict(model: nn.Module, state: dict[str, Tensor], source_size: tupl
         source_size: (H, W) in pixels at which the weights were trained, if known. Only a position embedding (1, N, C)
             of a grid that is not square needs it.
     """
-    expected, left, sized = clean_state_dict(model), dict(state), False
-    notes: dict[str, str] = {}  # one for each name that is not taken unchanged
-    heads = _drop_heads(model, expected, left, notes)
-    _adapt_input(model, expected, left, notes)
-    if isinstance(target := unwrap(model), TokenLabelModel):
-        before = left
-        left, names = adapt_state_dict(target, left, source_grid(target, left, source_size))
-        notes |= {n: f"{_shape(before[n])} -> {_shape(left[n])}" for n in names}
+    expected, target, sized = clean_state_dict(model), unwrap(model), False
+    changes = dropped_heads = _drop_heads(model, expected, state)
+    changes = changes | _adapt_input(model, expected, _changed(state, changes))
+    left = _changed(state, changes)
+    if isinstance(target, TokenLabelModel):
+        adapted, names = adapt_state_dict(target, left, source_grid(target, left, source_size))
+        changes |= {n: (adapted[n], f"{_shape(left[n])} -> {_shape(adapted[n])}") for n in names}
     elif sized := bool((getattr(target, "pretrained_cfg", None) or {}).get("fixed_input_size")):
-        _resize_as_timm(target, expected, left, notes, source_size)
-    for name in [n for n, value in left.items() if n not in expected or expected[n].shape != value.shape]:
-        notes[name] = "not in the model"
-        if name in expected:
-            notes[name] = f"the model's is {_shape(expected[name])}, not {_shape(left[name])}"
-        del left[name]
+        changes |= _resize_as_timm(target, expected, left, source_size)
+    for name, value in _changed(state, changes).items():
+        if name not in expected:
+            changes[name] = (None, "not in the model")
+        elif expected[name].shape != value.shape:
+            changes[name] = (None, f"the model's is {_shape(expected[name])}, not {_shape(value)}")
+    left, notes = _changed(state, changes), {name: note for name, (_, note) in changes.items()}
     kept, resized = [n for n in left if n not in notes], [n for n in notes if n in left]
     dropped, missing = [n for n in notes if n not in left], [n for n in expected if n not in left]
+    heads = tuple(f"{layer}." for layer in head_names(model)) if dropped_heads else ()
     ends = tuple(f"{layer}." for layer in head_names(model) + input_names(model))
     changeable, replaced = ({n for n in [*expected, *state] if n.startswith(starts)} for starts in (ends, heads))
     bound = [n for n in dropped if n in expected and n not in changeable] if sized else []
     return Fit(left, kept, resized, dropped, missing, notes, changeable, replaced, bound)
+
+
+def _changed(state: dict[str, Tensor], changes: Changes) -> dict[str, Tensor]:
+    """Return the tensors of a state dict that are left after changes."""
+    tensors = state | {name: tensor for name, (tensor, _) in changes.items()}
+    return {name: tensor for name, tensor in tensors.items() if tensor is not None}
 
 
 def head_names(model: nn.Module) -> tuple[str, ...]:
@@ -104,50 +114,46 @@ def input_names(model: nn.Module) -> tuple[str, ...]:
     return (first,) if isinstance(first, str) else tuple(first)
 
 
-def _drop_heads(
-    model: nn.Module, expected: dict[str, Tensor], left: dict[str, Tensor], notes: dict[str, str]
-) -> tuple[str, ...]:
-    """Remove the heads from `left` if the class count of one differs from the model's; return their name prefixes."""
-    heads = tuple(f"{head}." for head in head_names(model))
-    weights = [n for head in heads if (n := f"{head}weight") in left]
-    counts = [(left[n].shape[:1].numel(), expected[n].shape[:1].numel() if n in expected else 0) for n in weights]
+def _drop_heads(model: nn.Module, expected: dict[str, Tensor], state: dict[str, Tensor]) -> Changes:
+    """Drop all heads if the class count of one differs from the model's."""
+    heads = tuple(f"{layer}." for layer in head_names(model))
+    weights = [n for head in heads if (n := f"{head}weight") in state]
+    counts = [(state[n].shape[:1].numel(), expected[n].shape[:1].numel() if n in expected else 0) for n in weights]
     if not (differing := [pair for pair in counts if pair[0] != pair[1]]):
-        return ()
-    for name in [n for n in left if n.startswith(heads)]:
-        notes[name] = f"{differing[0][0]} classes, the model has {differing[0][1]}"
-        del left[name]
-    return heads
+        return {}
+    note = f"{differing[0][0]} classes, the model has {differing[0][1]}"
+    return {name: (None, note) for name in state if name.startswith(heads)}
 
 
-def _adapt_input(model: nn.Module, expected: dict[str, Tensor], left: dict[str, Tensor], notes: dict[str, str]) -> None:
-    """Adapt the input convolution in `left` to the model's channel count, or remove it if there is no rule."""
+def _adapt_input(model: nn.Module, expected: dict[str, Tensor], state: dict[str, Tensor]) -> Changes:
+    """Adapt the input convolution to the model's channel count, or drop it if there is no rule."""
+    changes: Changes = {}
     for name in [f"{layer}.weight" for layer in input_names(model)]:
-        if name not in left or name not in expected or left[name].ndim != expected[name].ndim:
+        if name not in state or name not in expected or state[name].ndim != expected[name].ndim:
             continue
-        theirs, ours = left[name].shape[1], expected[name].shape[1]
+        theirs, ours = state[name].shape[1], expected[name].shape[1]
         if theirs == ours:
             continue
         try:
-            left[name] = adapt_input_conv(ours, left[name])
-            notes[name] = f"{theirs} -> {ours} input channels"
+            changes[name] = (adapt_input_conv(ours, state[name]), f"{theirs} -> {ours} input channels")
         except (NotImplementedError, ValueError, AssertionError):  # timm has no rule for these channel counts
-            del left[name]
-            notes[name] = f"{theirs} input channels, the model has {ours}"
+            changes[name] = (None, f"{theirs} input channels, the model has {ours}")
+    return changes
 
 
 def _resize_as_timm(
-    model: Any, expected: dict[str, Tensor], left: dict[str, Tensor], notes: dict[str, str], source_size: Grid | None
-) -> None:
-    """Resize the tensors in `left` that have another shape in a timm model, with the function of timm that loads files.
+    model: Any, expected: dict[str, Tensor], state: dict[str, Tensor], source_size: Grid | None
+) -> Changes:
+    """Resize the tensors that have another shape in a timm model, with the function of timm that loads files.
 
     That function assumes square grids. So if `source_size` is given, we first resample the position embedding with
-    resampling and the actual grid.
+    timm's resampling and the actual grid.
     """
     modules = [sys.modules[kind.__module__] for kind in type(model).__mro__]
     family: Any = next((module for module in modules if hasattr(module, "checkpoint_filter_fn")), None)
     if family is None:
-        return
-    resized = dict(left)
+        return {}
+    resized = dict(state)
     try:
         if source_size and "pos_embed" in resized and hasattr(family, "resample_abs_pos_embed"):
             (rows, cols), pos = model.patch_embed.dynamic_feat_size(source_size), resized["pos_embed"]
@@ -155,13 +161,12 @@ def _resize_as_timm(
             resized["pos_embed"] = resample_abs_pos_embed(pos, model.patch_embed.grid_size, [rows, cols], prefix)
         resized |= family.checkpoint_filter_fn(dict(resized), model)
     except Exception:  # timm's functions raise anything on weights for which they have no rule
-        return
+        return {}
     inputs = tuple(f"{layer}." for layer in input_names(model))
-    misfits = [n for n in left if n in expected and not n.startswith(inputs) and left[n].shape != expected[n].shape]
-    for name in dict.fromkeys([*misfits, *(n for n in left if n == "pos_embed")]):
-        if resized[name] is not left[name] and resized[name].shape == expected[name].shape:
-            notes[name] = f"{_shape(left[name])} -> {_shape(resized[name])}"
-            left[name] = resized[name]
+    misfits = [n for n in state if n in expected and not n.startswith(inputs) and state[n].shape != expected[n].shape]
+    names = dict.fromkeys([*misfits, *(n for n in state if n == "pos_embed")])
+    changed = [n for n in names if resized[n] is not state[n] and resized[n].shape == expected[n].shape]
+    return {n: (resized[n], f"{_shape(state[n])} -> {_shape(resized[n])}") for n in changed}
 
 
 def _shape(tensor: Tensor) -> str:
