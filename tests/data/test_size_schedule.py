@@ -42,6 +42,11 @@ def test_an_epoch_has_each_size_as_often_as_timm_draws_it_and_the_last_ones_the_
     assert (np.diff(sizes.choices(7, 10, updates)) < 0).any()  # not one size after the other
 
 
+def test_the_last_size_is_reached_however_narrow_the_window_is() -> None:
+    nine = SizeSchedule([(side, side) for side in range(32, 41)], [4] * 9, epochs=30, spread=0, random_mix=0)
+    assert [nine.weights_of(epoch).argmax() for epoch in (0, 15, 26, 27, 29, 35)] == [0, 4, 7, 8, 8, 8]
+
+
 def test_sizes_of_equal_batches_change_no_batch() -> None:
     (sized,), plain = streams(schedule(8, 8, 8)), IndexStream(101, 8, 7)
     assert sized.updates_per_epoch == plain.updates_per_epoch == len(sized.sizes_of(3)) == 13

@@ -49,6 +49,7 @@ class IndexStream:
     other without end, and an epoch has as many updates as one permutation takes on average. All images are equally
     frequent, but one epoch may have an image twice: in the k-th permutation that begins in an epoch, counted from 0,
     its number is raised by `k * repeats * length`.
+
     Args:
         global_batch: Images per update; with `sizes`, the mean over the updates.
 

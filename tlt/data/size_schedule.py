@@ -65,7 +65,7 @@ class SizeSchedule:
         """Return the share of each size in the updates of an epoch."""
         shares: npt.NDArray[np.float64] = self._timm.choice_weights_for_epoch(epoch).numpy().copy()
         if self.epochs is not None and epoch >= self.epochs - max(1, round(_AT_LAST * self.epochs)):
-            last = np.flatnonzero(shares)[-1]
+            last = np.flatnonzero(self._timm.choice_weights.numpy())[-1]
             shares[:], shares[last] = 0, 1
         return shares
 

@@ -221,13 +221,12 @@ def describe(run: Run, training: Training) -> None:
         f"{training.schedule.total_epochs} epochs"
     )
     if stream.sizes is not None:
-        each = zip(stream.sizes.batch_sizes, stream.sizes.sizes, strict=True)
-        shown = ", ".join(f"{batch} images of {side} px" for batch, (side, _) in each)
-        scale = args.variable_batch_loss_scale
-        rate = "the same" if scale == "none" else f"{scale} in its images"
+        batches = zip(stream.sizes.batch_sizes, stream.sizes.sizes, strict=True)
+        shown = ", ".join(f"{batch} images of {side} px" for batch, (side, _) in batches)
+        scale = {"none": "constant"}.get(args.variable_batch_loss_scale, args.variable_batch_loss_scale)
         logger.line(
-            f"image sizes ({args.train_size_schedule}), per device: {shown}; {stream.global_batch} is the mean global "
-            f"batch, by which the learning rate is computed; that of an update is {rate}"
+            f"image sizes ({args.train_size_schedule}), per device: {shown}; the learning rate is that of the mean "
+            f"global batch, and {scale} in an update's images"
         )
     criterion = training.criterion
     if isinstance(criterion, TokenLabelCriterion):

@@ -58,8 +58,6 @@ def _check_data(args: Namespace) -> None:
             f"--resume {args.resume} is a folder: name the file, such as last.pth.tar in it, or --resume auto "
             "--experiment NAME"
         )
-    if "auto" in (args.train_batch_sizes or []) and len(args.train_batch_sizes) > 1:
-        raise UserError("--train-batch-sizes takes auto alone, or a batch for each of --train-img-sizes")
     if args.in_chans == 2:
         raise UserError(f"--in-chans {args.in_chans}: 3 (RGB) or 1 (grey)")
 

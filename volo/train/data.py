@@ -218,19 +218,14 @@ def size_schedule(args: Namespace, full: tuple[int, int]) -> SizeSchedule | None
     numbers don't fit each other."""
     if not args.train_img_sizes:
         return None
-    sizes, batches = [to_2tuple(size) for size in args.train_img_sizes], args.train_batch_sizes
-    if batches == ["auto"]:
+    sizes = [to_2tuple(size) for size in args.train_img_sizes]
+    batches = args.train_batch_sizes or [args.batch_size] * len(sizes)
+    if batches == ["auto"]:  # as many pixels in each
         fitting = [args.batch_size * math.prod(full) // math.prod(size) for size in sizes]
         batches = [max(1, batch // 8 * 8 or batch) for batch in fitting]
-    progressive = args.train_size_schedule == "progressive"
-    return SizeSchedule(
-        sizes,
-        batches or [args.batch_size] * len(sizes),
-        args.train_size_probs,
-        max(1, args.epochs) if progressive else None,
-        args.train_size_schedule_spread,
-        args.train_size_random_mix,
-    )
+    epochs = max(1, args.epochs) if args.train_size_schedule == "progressive" else None
+    window = args.train_size_schedule_spread, args.train_size_random_mix
+    return SizeSchedule(sizes, batches, args.train_size_probs, epochs, *window)
 
 
 def train_loader(

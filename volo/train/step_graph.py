@@ -90,19 +90,13 @@ def why_launched(run: Run, training: Training) -> str:
 
 @dataclass
 class _OfSize:
-    """What there is for the images of one size.
+    """The state of the steps for one image size."""
 
-    Attributes:
-        full: Images of a full batch; others are launched.
-        left: Updates to launch before the capture; -1: all.
-        graphs: For each kind of micro-batch, the last one of an update or not.
-        inputs: Where the graphs read a batch and what is drawn for it; None before the first capture.
-    """
-
-    full: int
-    left: int
+    full: int  # images of a full batch; other batches are launched
+    left: int  # updates to launch before the capture; -1: all
+    inputs: tuple[Batch, Drawn] | None = None  # where the graphs read a batch and what is drawn for it
+    # By whether a micro-batch is the last one of its update.
     graphs: dict[bool, tuple[torch.cuda.CUDAGraph, StepResult]] = field(default_factory=dict)
-    inputs: tuple[Batch, Drawn] | None = None
 
 
 class StepGraph(Step):
