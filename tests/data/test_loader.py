@@ -42,10 +42,8 @@ def loader(workers: int = 0, backend: SyntheticBackend | None = None, **options:
 
 
 def refusal(batches: Iterable[object]) -> str:
-    """The message of the UserError that ends the batches.
-
-    Not pytest.raises: what it keeps refers to itself, and worker processes in such a cycle take 5 s each to end.
-    """
+    """The message of the UserError that ends the batches. Worker processes in what pytest.raises keeps, a cycle, would
+    take 5 s each to end."""
     try:
         for _ in batches:
             pass

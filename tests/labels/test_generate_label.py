@@ -46,9 +46,8 @@ def save_weights(path: Path, name: str, classes: int = 4) -> str:
 def command(make_dataset: Callable[..., Path], tmp_path: Path) -> list[str]:
     """A command that labels 16 images with a small ConvNet."""
     weights = save_weights(tmp_path / "w.pth", "resnet10t")
-    return [str(make_dataset()), str(tmp_path / "out"), "--model", "resnet10t", "--checkpoint", weights] + (
-        f"--num-classes 4 --img-size {SIZE} -b 5 -j 0 --device cpu".split()
-    )
+    flags = f"--num-classes 4 --img-size {SIZE} -b 5 -j 0 --device cpu".split()
+    return [str(make_dataset()), str(tmp_path / "out"), "--model", "resnet10t", "--checkpoint", weights, *flags]
 
 
 def into(command: list[str], name: str, *more: str) -> list[str]:
@@ -57,11 +56,8 @@ def into(command: list[str], name: str, *more: str) -> list[str]:
 
 
 def start(command: list[str], ranks: int = 1, writes: int | None = None) -> list[Process]:
-    """The command in forked processes, which together are `ranks` ranks; what they say goes to OUT.log.
-
-    Args:
-        writes: Each process kills itself half-way through its write of this number into an archive's row.
-    """
+    """The command in forked processes, which together are `ranks` ranks and log to OUT.log. Each kills itself half-way
+    through its write number `writes` into an archive's row."""
     port, context = free_port(), multiprocessing.get_context("fork")
     countdown, pwrite = itertools.count(-1 if writes is None else writes, -1), os.pwrite
 

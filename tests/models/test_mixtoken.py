@@ -39,14 +39,10 @@ def test_share_is_the_part_of_tokens_that_changed(box):
 def published_box(state, rows, cols):
     """The published rule with clips, on the draws that a generator in `state` gives."""
     cut = np.sqrt(1.0 - state.beta(1.0, 1.0))
-    cut_rows, cut_cols = int(rows * cut), int(cols * cut)
+    half_rows, half_cols = int(rows * cut) // 2, int(cols * cut) // 2
     row, col = state.integers(rows), state.integers(cols)
-    return (
-        int(np.clip(row - cut_rows // 2, 0, rows)),
-        int(np.clip(col - cut_cols // 2, 0, cols)),
-        int(np.clip(row + cut_rows // 2, 0, rows)),
-        int(np.clip(col + cut_cols // 2, 0, cols)),
-    )
+    edges = (row - half_rows, rows), (col - half_cols, cols), (row + half_rows, rows), (col + half_cols, cols)
+    return tuple(int(np.clip(edge, 0, side)) for edge, side in edges)
 
 
 def test_boxes_follow_the_published_rule():

@@ -142,9 +142,8 @@ def test_a_token_lies_where_networks_that_pad_inside_put_it(
 
 
 def test_a_map_that_is_padded_and_made_small_again_is_not_gone_through_for_ever() -> None:
-    layers = nn.Sequential(
-        nn.Conv2d(3, 3, 3, 2, 1), nn.ZeroPad2d((0, 1, 0, 1)), nn.Conv2d(3, 3, 2), nn.Conv2d(3, 3, 3, 2, 1)
-    )
+    halves = [nn.Conv2d(3, 3, 3, 2, 1) for _ in range(2)]
+    layers = nn.Sequential(halves[0], nn.ZeroPad2d((0, 1, 0, 1)), nn.Conv2d(3, 3, 2), halves[1])
     with downsampling_layers(layers) as found:
         grid = layers(torch.zeros(1, 3, 64, 64)).shape[2:]
     positions = positions_of(found, (grid[0], grid[1]), (64, 64))
@@ -185,9 +184,8 @@ def test_shares_of_mixed_images_are_those_of_the_pixels_of_a_token() -> None:
     edges = [np.clip(np.linspace(low, high, 4) * side, 0, side).round().astype(int)
              for low, high, side in ((0.05, 1.2, 1200), (-0.1, 0.8, 1800))]  # fmt: skip
     for token, found in enumerate(ratios.of_tokens((3, 3), window, pixels).unbind(1)):
-        (top, bottom), (left, right) = (
-            each[place : place + 2] for each, place in zip(edges, divmod(token, 3), strict=True)
-        )
+        row, col = divmod(token, 3)
+        (top, bottom), (left, right) = edges[0][row : row + 2], edges[1][col : col + 2]
         torch.testing.assert_close(found, fine[:, top:bottom, left:right].mean((1, 2)), rtol=0, atol=1e-3)
     whole = ratios.of_tokens((4, 5), FULL_AREA, pixels)
     torch.testing.assert_close(whole, nn.functional.adaptive_avg_pool2d(pixels, (4, 5)).flatten(1))

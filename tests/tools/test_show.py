@@ -148,10 +148,8 @@ def test_all_text_is_inside_of_the_page_and_speaks_of_what_is_drawn(parts: tuple
         assert inner.x0 - 1 <= box.x0 and box.x1 <= inner.x1 + 1 and bounds.y0 <= box.y0 and box.y1 <= bounds.y1, text
     words = " ".join(text.get_text() for text in told)
     assert ("label" in words) == ("opacity" in words) == ("b class" in words) == bool(parts)
-    headings = {"image", "augmented"} | {
-        {"label": "label map", "tokens": "targets of the tokens"}[part] for part in parts
-    }
-    assert headings <= {text.get_text() for text in told}
+    headings = {"label": "label map", "tokens": "targets of the tokens"}
+    assert {"image", "augmented", *map(headings.get, parts)} <= {text.get_text() for text in told}
     assert words.count("target: b class with a long name 0.87"[:16]) == count * bool(parts)
 
 

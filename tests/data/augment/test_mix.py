@@ -53,21 +53,6 @@ def test_same_draws_give_timms(monkeypatch: pytest.MonkeyPatch, mode: str, setti
     assert mixed_at_all > 0
 
 
-@pytest.mark.parametrize("mode", ["batch", "pair", "elem"])
-@pytest.mark.parametrize("batch", [1, 5])
-def test_odd_batches_keep_their_middle_and_the_generator_alone_decides(mode: str, batch: int) -> None:
-    images, classes = torch.randn(batch, 3, 8, 8), torch.arange(batch)
-    for settings in SETTINGS[:2]:
-        mixup = Mixup(mode=mode, num_classes=9, **settings)
-        shown, targets = mixed(mixup, images, classes, np.random.default_rng(3))
-        torch.testing.assert_close(shown[batch // 2], images[batch // 2])
-        torch.testing.assert_close(targets.sum(1), torch.ones(batch))
-        assert targets[batch // 2].argmax() == batch // 2
-        np.random.seed(1)
-        again = mixed(mixup, images, classes, np.random.default_rng(3))
-        assert torch.equal(again[0], shown) and torch.equal(again[1], targets)
-
-
 def test_wrong_settings_name_the_flag() -> None:
     with pytest.raises(UserError, match="--mixup-mode bogus"):
         Mixup(mode="bogus")
@@ -78,11 +63,9 @@ def test_wrong_settings_name_the_flag() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(
-    ("mode", "settings"), [*zip(["batch", "pair", "elem", "batch", "elem"], SETTINGS, strict=True)]
-)
-def test_cuda_mixes_as_the_cpu_without_waiting_for_the_host(mode: str, settings: dict[str, Any]) -> None:
-    images = torch.randn(6, 3, 12, 17)
+@pytest.mark.parametrize(("number", "mode"), [*enumerate(["batch", "pair", "elem", "batch", "elem"])])
+def test_cuda_mixes_as_the_cpu_without_waiting_for_the_host(number: int, mode: str) -> None:
+    images, settings = torch.randn(6, 3, 12, 17), SETTINGS[number]
     mixup, on_device = Mixup(mode=mode, **settings), images.cuda()
     mixup.draw(on_device, np.random.default_rng(0))
     torch.cuda.set_sync_debug_mode("error")

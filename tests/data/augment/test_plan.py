@@ -9,6 +9,7 @@ import torch
 from PIL import Image
 from timm.data import auto_augment, random_erasing
 from timm.data import transforms as timm_transforms
+from timm.data.transforms import RandomResizedCropAndInterpolation
 from timm.data.transforms_factory import transforms_noaug_train
 from torchvision.transforms import ColorJitter
 
@@ -144,9 +145,7 @@ def test_crops_are_timms_for_the_same_numbers(size, scale, monkeypatch):
         script = [value for k in range(min(tries, 10)) for value in (u[k], u[10 + k])]
         script += [u[21], u[20]] if tries <= 10 else []  # timm draws the row first
         monkeypatch.setattr(timm_transforms, "random", ScriptedRandom(script))
-        top, left, h, w = timm_transforms.RandomResizedCropAndInterpolation.get_params(
-            Image.new("RGB", size), scale, SQUARE.ratio
-        )
+        top, left, h, w = RandomResizedCropAndInterpolation.get_params(Image.new("RGB", size), scale, SQUARE.ratio)
         assert plan.crop[row].tolist() == [left, top, w, h], row
         assert 0 <= left <= size[0] - w < size[0] and 0 <= top <= size[1] - h < size[1]
 

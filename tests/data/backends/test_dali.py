@@ -66,12 +66,10 @@ def test_a_batch_of_everything_in_its_order(make: Callable[[], DaliBackend]) -> 
     base = picture()
     files = [encoded(base), encoded(base, "PNG"), encoded(picture(33, 120), subsampling=2)]
     files += [encoded(base.convert("CMYK")), encoded(base.convert("L")), encoded(picture(1, 90)), encoded(base, "WEBP")]
-    requests = [
-        Request(
-            image, None, (30 + 3 * row, 50 - 4 * row), ("bilinear", "bicubic", "lanczos")[row % 3], -5 + 3 * row, row
-        )
-        for row, image in enumerate(files)
-    ]
+    requests = []
+    for row, image in enumerate(files):
+        kind = ("bilinear", "bicubic", "lanczos")[row % 3]
+        requests.append(Request(image, None, (30 + 3 * row, 50 - 4 * row), kind, -5 + 3 * row, row))
     assert [is_sound(request.encoded) for request in requests] == [True, False, True, False, True, True, False]
     ours = shown(make(), requests, (40, 36), (9, 80, 200))
     theirs = shown(TorchvisionBackend(), requests, (40, 36), (9, 80, 200))

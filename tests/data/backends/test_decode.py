@@ -106,10 +106,7 @@ def png(kind: bytes, begins: bytes, length: int) -> bytes:
 
 GRAY = {
     **{f"PGM to {most}": pgm(most) for most in (1020, 4080, 16320, 65535)},
-    **{
-        f"TIFF of {bits} bits {zero}": tiff(bits, zero)
-        for bits, zero in ((8, True), (12, False), (16, False), (16, True))
-    },
+    **{f"TIFF of {how}": tiff(*how) for how in ((8, True), (12, False), (16, False), (16, True))},
     **{f"PNG with {kind!r}": png(kind, begins, 3 * 2**20) for kind, begins in PNG_TEXTS.items()},
 }
 
@@ -251,9 +248,8 @@ def test_training_scales_but_for_full_decode_and_validation_never(tmp_path: Path
         for i in range(4):
             saved(photograph(), tmp_path / split / "c" / f"{i}.jpg", quality=90)
     args = TRAIN.parse(f"{tmp_path} --model volo_test --img-size 32 -b 4 -j 0 --aa none --num-classes 1 {flag}".split())
-    settings = dict(
-        input_size=(3, 32, 32), mean=[0, 0, 0], std=[1, 1, 1], crop_pct=1.0, crop_mode="center", interpolation="bicubic"
-    )
+    settings = {"input_size": (3, 32, 32), "mean": [0, 0, 0], "std": [1, 1, 1], "interpolation": "bicubic"}
+    settings |= {"crop_pct": 1.0, "crop_mode": "center"}
     world = World(0, 0, 1, torch.device("cpu"))
     folders = open_folders(args, 1)
     training = train_loader(args, folders.train, None, settings, world).dataset.backend
