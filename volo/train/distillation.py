@@ -141,13 +141,12 @@ def load_distillation(
     loaded, views, loaders = [], list[Loader | None](), dict[Any, Loader]()
     for number, (model, kind, view) in enumerate(zip(flags.kd_model_name, kinds, flags.kd_view, strict=True)):
         seen, whole = list(flags.kd_size[number] or size), view == "whole"
+        sized = settings | {"input_size": (channels, *seen)}
         with _blamed(f"--kd-model-name {model}"):
-            teacher, digest = _load_teacher(
-                args, model, kind, settings | {"input_size": (channels, *seen)}, world, logger
-            )
-            if kind == "logit" and teacher.model.num_classes != student.num_classes:
-                classes = f"{teacher.model.num_classes} classes, --model {args.model} has {student.num_classes}"
-                raise UserError(f"it has {classes}")
+            teacher, digest = _load_teacher(args, model, kind, sized, world, logger)
+            classes = teacher.model.num_classes
+            if kind == "logit" and classes != student.num_classes:
+                raise UserError(f"it has {classes} classes, --model {args.model} has {student.num_classes}")
         millions = sum(p.numel() for p in teacher.model.parameters()) / 1e6
         one_of = f", {kind}s, weight {flags.kd_loss_weight[number]:g}: {names[number]}" if len(kinds) > 1 else ""
         logger.line(f"teacher {model} ({digest[:12]}): {millions:.2f} M parameters, {seen[0]} x {seen[1]} px{one_of}")
@@ -156,7 +155,6 @@ def load_distillation(
             asked = Namespace(**{**vars(args), "no_aug": whole or args.no_aug, "compat": None})
             if schedule:  # the same batches, of one size
                 asked.train_img_sizes, asked.train_batch_sizes = [seen] * len(schedule.sizes), schedule.batch_sizes
-            sized = settings | {"input_size": (channels, *seen)}
             loaders[key] = train_loader(asked, images, None, sized, world)
         views.append(loaders.get(key))
         loaded.append((teacher, digest))
