@@ -30,7 +30,11 @@ pytestmark = pytest.mark.gpu
             "--token-label --token-label-teacher resnet10t --token-label-teacher-checkpoint {w}",
         ),
         ("--model-dtype bfloat16", "--token-label --token-label-data {labels} --grad-accum-steps 2 -b 4 --model-ema"),
-        ("", "--model test_resnet --opt momentum --clip-grad 1 --mixup 0.2 --cutmix 1 --kd-model-name {run}"),
+        (
+            "",
+            "--model test_resnet --opt momentum --clip-grad 1 --mixup 0.2 --cutmix 1 --kd-model-name {run} {run} "
+            "--kd-distill-type logit feature",
+        ),
     ],
 )
 def test_losses_are_those_of_the_cpu(
@@ -50,9 +54,21 @@ def test_losses_are_those_of_the_cpu(
     assert all(value.isfinite().all() for value in saved["state_dict"].values())
 
 
-@pytest.mark.parametrize("more", ["--drop-path-mode subset --model-ema --amp", "--model-dtype bfloat16"])
+@pytest.mark.parametrize(
+    "more",
+    [
+        "--drop-path-mode subset --model-ema --amp",
+        "--model-dtype bfloat16 --kd-model-name {run} {run} --kd-distill-type token feature --kd-drop 0.5",
+    ],
+)
 def test_between_two_reports_the_host_never_waits(
-    call: Call, data: Path, labels: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, more: str
+    call: Call,
+    data: Path,
+    labels: Path,
+    tmp_path: Path,
+    trained_run: TrainedRun,
+    monkeypatch: pytest.MonkeyPatch,
+    more: str,
 ) -> None:
     seed, pop_nonfinite_steps, checked = loop.StepKey.seed_torch, Precision.pop_nonfinite_steps, []
 
@@ -68,7 +84,8 @@ def test_between_two_reports_the_host_never_waits(
 
     monkeypatch.setattr(loop.StepKey, "seed_torch", begin_step)
     monkeypatch.setattr(Precision, "pop_nonfinite_steps", report)
-    flags = f"{data} {QUICK} -b 4 --epochs 2 --log-interval 4 --lr 1e-4 --drop-path 0.5 --device cuda {more}"
+    flags = f"{data} {QUICK} -b 4 --epochs 2 --log-interval 4 --lr 1e-4 --drop-path 0.5 --device cuda "
+    flags += more.format(run=trained_run.run)
     try:
         ended = call("train", f"{flags} --token-label --token-label-data {labels} --output {tmp_path}")
     finally:
