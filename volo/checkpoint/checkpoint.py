@@ -135,8 +135,8 @@ def rank(scores: Mapping[int, Mapping[str, float]], by: str) -> list[RankedCheck
     sign = 1 if by.startswith("loss") else -1
     score_of = {n: metrics.get(by, math.nan) for n, metrics in scores.items()}
     finite = sorted((sign * score, n) for n, score in score_of.items() if math.isfinite(score))
-    others = sorted((n for n, score in score_of.items() if not math.isfinite(score)), reverse=True)
-    ranked = [*((sign * score, n) for score, n in finite), *((None, n) for n in others)]
+    unranked = sorted((n for n, score in score_of.items() if not math.isfinite(score)), reverse=True)
+    ranked = [*((sign * score, n) for score, n in finite), *((None, n) for n in unranked)]
     return [RankedCheckpoint(metric, n, f"checkpoint-{n}.pth.tar") for metric, n in ranked]
 
 

@@ -52,9 +52,9 @@ class FinetuneReport:
         return "\n".join(lines)
 
     def _listed(self, names: list[str], noted: bool = True) -> str:
-        listing = [f"{n} ({self.notes[n]})" if noted and n in self.notes else n for n in names[:_NAMES_SHOWN]]
-        listing += ["..."] if len(names) > _NAMES_SHOWN else []
-        return f"{len(names)}" + (": " + ", ".join(listing) if names else "")
+        items = [f"{n} ({self.notes[n]})" if noted and n in self.notes else n for n in names[:_NAMES_SHOWN]]
+        items += ["..."] if len(names) > _NAMES_SHOWN else []
+        return f"{len(names)}" + (": " + ", ".join(items) if names else "")
 
 
 def load_weights(
@@ -98,8 +98,8 @@ def load_finetune(
     checkpoint = read_checkpoint(path) if checkpoint is None else checkpoint
     fit, report = _fit(model, checkpoint, use_ema, path)
     misfits = [name for name in needed(fit.missing) + fit.dropped if name not in fit.changeable]
-    if misfits and (other := other_architecture(model, checkpoint)):
-        raise UserError(f"checkpoint is {other}, --model is {architecture(model)}: {path} (--finetune)")
+    if misfits and (architecture_name := other_architecture(model, checkpoint)):
+        raise UserError(f"checkpoint is {architecture_name}, --model is {architecture(model)}: {path} (--finetune)")
     if fit.bound:
         raise UserError(
             f"--finetune {path}: {fit.bound[0]}: {fit.notes[fit.bound[0]]}; {architecture(model)} has no rule to "

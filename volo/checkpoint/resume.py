@@ -107,13 +107,13 @@ def fingerprint(folder: ImageSource, labels: LabelReader | None, teacher: str | 
     digest = hashlib.sha256("\0".join(folder.class_names).encode(errors="surrogateescape"))
     pairs = zip(map(os.fsencode, folder.paths), folder.classes, strict=True)
     digest.update(b"".join(b"\n%s\0%d" % pair for pair in pairs))
-    made = None
+    identity = None
     if labels is not None:
         from tlt.labels.store import LabelStore
 
         assert isinstance(labels, LabelStore)
-        made = labels.identity()
-    return {"images": digest.hexdigest(), "labels": made, "teacher": teacher, "count": len(folder)}
+        identity = labels.identity()
+    return {"images": digest.hexdigest(), "labels": identity, "teacher": teacher, "count": len(folder)}
 
 
 def check_same_data(checkpoint: dict[str, Any], now: dict[str, Any], path: str | Path, allow: bool) -> list[str]:

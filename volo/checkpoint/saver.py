@@ -37,8 +37,8 @@ def host_copy(payload: dict[str, Any]) -> tuple[dict[str, Any], torch.cuda.Event
         host = torch.empty_like(value, device="cpu", pin_memory=value.is_cuda, requires_grad=False)
         return host.copy_(value.detach(), non_blocking=True)
 
-    made: dict[str, Any] = tree_map_only(Tensor, copied, payload)
-    return made, torch.cuda.current_stream(devices.pop()).record_event() if devices else None
+    copies: dict[str, Any] = tree_map_only(Tensor, copied, payload)
+    return copies, torch.cuda.current_stream(devices.pop()).record_event() if devices else None
 
 
 @dataclass(frozen=True)
@@ -266,13 +266,13 @@ class Saver:
                 f"in {save.seconds:.2f} s, training waited {save.blocked:.2f} s"
             )
         seconds = {"seconds": round(save.seconds, 3), "blocked_seconds": round(save.blocked, 3)}
-        about = {"reason": save.reason, "update": update, "bytes": save.size, **seconds, "attempts": save.attempts}
-        self.logger.event("checkpoint", file=LAST, **about)
+        fields = {"reason": save.reason, "update": update, "bytes": save.size, **seconds, "attempts": save.attempts}
+        self.logger.event("checkpoint", file=LAST, **fields)
 
     def _retry_later(self, save: Save, error: NotWrittenError) -> None:
         save.error = error
-        about = {"reason": str(error), "update": save.payload["update"], "attempt": save.attempts}
-        self.logger.event("checkpoint-failed", file=LAST, **about)
+        fields = {"reason": str(error), "update": save.payload["update"], "attempt": save.attempts}
+        self.logger.event("checkpoint-failed", file=LAST, **fields)
         if self._ending:
             return
         delay = min(_FIRST_RETRY * 2 ** (save.attempts - 1), _LONGEST_RETRY)

@@ -84,8 +84,8 @@ def bind_process(args: Namespace) -> list[str]:
     lines = describe(plan, title, rank, added, [*left_out, *failures])
     if rank == 0:
         return lines
-    others = [f"[rank {rank}] warning: {failure}" for failure in failures]
-    for line in others if local_rank else lines:
+    warnings = [f"[rank {rank}] warning: {failure}" for failure in failures]
+    for line in warnings if local_rank else lines:
         print(line, file=sys.stderr, flush=True)
     return []
 

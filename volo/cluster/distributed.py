@@ -108,8 +108,8 @@ def choose_device(requested: str | None, local_rank: int) -> torch.device:
     except RuntimeError as error:
         raise UserError(f"--device {name}: {str(error).splitlines()[0]}") from error
     if device.type not in ("cpu", "cuda"):
-        other = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-        if device.type not in ("mps", "xpu") or other is None or other.type != device.type:
+        accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+        if device.type not in ("mps", "xpu") or accelerator is None or accelerator.type != device.type:
             raise UserError(f"--device {name}: of cpu, cuda, cuda:N, mps and xpu, what the machine has can be used")
         if launch_of(os.environ).size > 1:
             raise UserError(f"--device {name}: several processes need cuda or cpu")
@@ -141,8 +141,8 @@ def init_world(
             would share a GPU, or `local_rank` was given without a launcher.
         RankLost: Ranks did not come in time, or can't reach each other.
     """
-    launch, joined = launch_of(os.environ, local_rank), dist.is_initialized()
-    if joined:
+    launch, group_exists = launch_of(os.environ, local_rank), dist.is_initialized()
+    if group_exists:
         launch = replace(launch, rank=dist.get_rank(), size=dist.get_world_size())
     elif local_rank and launch.size == 1:
         raise UserError(
@@ -152,7 +152,7 @@ def init_world(
     elif not 0 <= launch.rank < launch.size:
         raise UserError(f"of WORLD_SIZE={launch.size} processes RANK must number each from 0 on, as torchrun does")
     world = World(launch.rank, launch.local_rank, launch.size, choose_device(device, launch.local_rank))
-    if launch.size > 1 and not joined:
+    if launch.size > 1 and not group_exists:
         own_gpu = device in (None, "auto", "cuda") and world.device.type == "cuda"
         with lost_rank_explained():
             launch = _join(world, launch, own_gpu, timeout_s, timeout_s if join_s is None else join_s)
@@ -267,9 +267,9 @@ def meet(store: dist.Store, what: str, number: int, size: int, until: float, nam
         if store.compare_set(f"{what}/{number}", "", name).decode() != name:
             raise UserError(f"another machine has joined as {what} {number}, too: each needs its own number")
         store.add(what, 1)
-        while (come := store.add(what, 0)) < size and time.monotonic() < until and not store.check([LEFT]):
+        while (arrived := store.add(what, 0)) < size and time.monotonic() < until and not store.check([LEFT]):
             time.sleep(_POLL_S)
-        missing = [other for other in range(size) if come < size and not store.check([f"{what}/{other}"])]
+        missing = [other for other in range(size) if arrived < size and not store.check([f"{what}/{other}"])]
     except dist.DistError:
         missing = [0]
     if missing:

@@ -53,11 +53,11 @@ def launch_of(env: Mapping[str, str], local_rank_flag: int = 0) -> Launch:
     Raises:
         UserError: The value of a variable is not a whole number.
     """
-    numbers, *others = (_numbers(env, names) for names in (_TORCHRUN, *_OTHERS))
+    numbers, *rows = (_numbers(env, names) for names in (_TORCHRUN, *_OTHERS))
     # If several launchers are nested, the one with the most ranks counts.
-    others = sorted((row for row in others if "rank" in row and row.get("size", 1) > 1), key=lambda row: -row["size"])
-    numbers = numbers or (others[0] if others else {})
-    for row in others:
+    rows = sorted((row for row in rows if "rank" in row and row.get("size", 1) > 1), key=lambda row: -row["size"])
+    numbers = numbers or (rows[0] if rows else {})
+    for row in rows:
         if all(numbers.get(name, row[name]) == row[name] for name in ("rank", "size")):
             numbers = row | numbers
     size, address = numbers.get("size", 1), env.get("MASTER_ADDR") or None

@@ -179,14 +179,14 @@ def all_reduce_bandwidth(device: torch.device, group: dist.ProcessGroup | None =
 def find_problems(nodes: Sequence[Node], overall: float | None, least: float | None) -> Iterator[str]:
     """Yield a line with its remedy for each problem: a difference between nodes, something wrong on a node, or an
     all-reduce slower than `least` GB/s (`--min-bandwidth`)."""
-    for what in dict.fromkeys(key for node in nodes for key in node.equal):
-        kind, names = what.split()[0], dict[str, list[str]]()
+    for key in dict.fromkeys(key for node in nodes for key in node.equal):
+        kind, names = key.split()[0], dict[str, list[str]]()
         for node in nodes:
-            if what in node.equal or kind == "card":  # a path without a size can't be read, and has its own problem
-                names.setdefault(node.equal.get(what, "none"), []).append(node.name)
+            if key in node.equal or kind == "card":  # a path without a size can't be read, and has its own problem
+                names.setdefault(node.equal.get(key, "none"), []).append(node.name)
         if len(names) > 1:
             differences = "; ".join(f"{value} on {some_names(same)}" for value, same in names.items())
-            yield f"{what}: {differences}: {_REMEDIES.get(kind, _SOFTWARE)}"
+            yield f"{key}: {differences}: {_REMEDIES.get(kind, _SOFTWARE)}"
     for problem in dict.fromkeys(problem for node in nodes for problem in node.problems):
         yield f"{', '.join(node.name for node in nodes if problem in node.problems)}: {problem}"
     if overall is not None and least is not None and overall < least:
@@ -196,8 +196,8 @@ def find_problems(nodes: Sequence[Node], overall: float | None, least: float | N
 
 def report(nodes: Sequence[Node], overall: float | None, findings: Sequence[str]) -> Iterator[str]:
     """Yield the lines that rank 0 prints."""
-    common = [what for what in nodes[0].equal if len({node.equal.get(what) for node in nodes}) == 1]
-    yield f"the same on all nodes: {', '.join(f'{what} {nodes[0].equal[what]}' for what in common)}"
+    common = [name for name in nodes[0].equal if len({node.equal.get(name) for node in nodes}) == 1]
+    yield f"the same on all nodes: {', '.join(f'{name} {nodes[0].equal[name]}' for name in common)}"
     rows = [["node", "ranks", "GPUs", "CPUs", "shm GB", "memlock GB", "free GB", "GB/s"]]
     for node in nodes:
         sizes = (node.shm_gb, node.memlock_gb, node.free_gb, node.bandwidth)

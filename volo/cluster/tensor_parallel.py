@@ -151,9 +151,9 @@ def _problem(module: Any, parts: int) -> str:
         if getattr(dropout, "p", dropout) > 0:
             return f"{name} drops values of all heads or channels at once; leave the dropout out"
     first, last = _LAYERS[type(module)]
-    others = [name for name in (*first, last) if type(getattr(module, name)) is not nn.Linear]
-    others += [name for name in _BETWEEN if not isinstance(getattr(module, name, None), nn.Identity | None)]
-    return f"{others[0]} is no plain linear layer, or needs all heads or channels" if others else ""
+    misfits = [name for name in (*first, last) if type(getattr(module, name)) is not nn.Linear]
+    misfits += [name for name in _BETWEEN if not isinstance(getattr(module, name, None), nn.Identity | None)]
+    return f"{misfits[0]} is no plain linear layer, or needs all heads or channels" if misfits else ""
 
 
 class TensorParallelParams:

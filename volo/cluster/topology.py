@@ -92,26 +92,26 @@ def visible_gpus(gpus: Iterable[Gpu], env: Mapping[str, str]) -> tuple[list[Gpu]
     `CUDA_VISIBLE_DEVICES` is read as CUDA reads it: numbers or prefixes of UUIDs, up to the first that doesn't exist.
     """
     usable = [gpu for gpu in gpus if gpu.shown]
-    chosen = env.get("CUDA_VISIBLE_DEVICES")
+    setting = env.get("CUDA_VISIBLE_DEVICES")
     if not usable:
         return [], "no NVIDIA GPU in /sys"
-    if chosen is None:
+    if setting is None:
         return usable, ""
     visible = []
-    for item in map(str.strip, chosen.split(",")):
+    for item in map(str.strip, setting.split(",")):
         by_uuid = [gpu for gpu in usable if item.startswith("GPU-") and gpu.uuid.startswith(item)]
-        named = by_uuid or [gpu for i, gpu in enumerate(usable) if item == str(i)]
-        if len(named) != 1:
+        matches = by_uuid or [gpu for i, gpu in enumerate(usable) if item == str(i)]
+        if len(matches) != 1:
             break
-        visible += named
-    return visible, "" if visible else f"CUDA_VISIBLE_DEVICES={chosen} names no whole GPU that /sys shows"
+        visible += matches
+    return visible, "" if visible else f"CUDA_VISIBLE_DEVICES={setting} names no whole GPU that /sys shows"
 
 
-def own_address(other: str) -> str | None:
+def own_address(host: str) -> str | None:
     """Return this machine's address on the route to a host, which is a name, an IPv4 or an IPv6 address; None without a
     route."""
     try:
-        family, *_, where = socket.getaddrinfo(other, 9, type=socket.SOCK_DGRAM)[0]
+        family, *_, where = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.connect(where)  # UDP: this sends nothing
             return str(probe.getsockname()[0]).partition("%")[0]
@@ -119,11 +119,11 @@ def own_address(other: str) -> str | None:
         return None
 
 
-def interface_to(other: str) -> str | None:
+def interface_to(host: str) -> str | None:
     """Return the network interface on the route to a host, which may be this one. None if it is loopback, if there is
     no route, and on systems other than Linux."""
-    address = own_address(other)
-    return next((name for name, its in _addresses() if its == address and name != "lo"), None) if address else None
+    address = own_address(host)
+    return next((name for name, own in _addresses() if own == address and name != "lo"), None) if address else None
 
 
 def _addresses() -> Iterator[tuple[str, str]]:
@@ -180,14 +180,14 @@ def _gpus(root: Path, nodes: Sequence[int]) -> tuple[Gpu, ...]:
     """Return the machine's GPUs. The driver shows a container only its own GPUs, but shows a Slurm job all of them;
     CUDA counts only those whose device file the job's cgroup lets it open."""
     driver = root / "proc/driver/nvidia/gpus"
-    listing = []
+    gpus = []
     for device in _entries(root / "sys/bus/pci/devices"):
         if read(device / "vendor") == _NVIDIA and read(device / "class").startswith(_GPU_CLASSES):
-            about = _fields(driver / device.name / "information")
-            file = root / f"dev/nvidia{about.get('Device Minor')}"
+            information = _fields(driver / device.name / "information")
+            file = root / f"dev/nvidia{information.get('Device Minor')}"
             usable = not driver.is_dir() or os.access(file, os.R_OK | os.W_OK)
-            listing.append(Gpu(device.name, *_place(device, nodes), about.get("GPU UUID", ""), usable))
-    return tuple(listing)
+            gpus.append(Gpu(device.name, *_place(device, nodes), information.get("GPU UUID", ""), usable))
+    return tuple(gpus)
 
 
 def _ports(root: Path, nodes: Sequence[int]) -> tuple[tuple[Port, ...], tuple[str, ...]]:

@@ -167,19 +167,19 @@ def view(model: Any, image: Tensor, query: Sequence[float]) -> View:
     row, column = (min(int(query[1 - n] * image.shape[2 + n] / cell), grid[n] - 1) for n in (0, 1))
     at = row * grid[1] + column - count  # counted from the end, because a class token may come first
 
-    def heat(what: str, name: str, layer: Any) -> Heat:
+    def heat(text: str, name: str, layer: Any) -> Heat:
         x = inputs[layer]
         if isinstance(layer, OutlookAttention):
-            return Heat(what, name, _array(outlook_attention(layer, x)[0].mean(dim=0)), model.patch_size)
+            return Heat(text, name, _array(outlook_attention(layer, x)[0].mean(dim=0)), model.patch_size)
         is_class = isinstance(layer, ClassAttention)
         weights = class_attention(layer, x)[0] if is_class else self_attention(layer, x)[0, :, at]
-        return Heat(what, name, _array(weights[:, -count:].mean(dim=0).unflatten(-1, grid) * count), cell)
+        return Heat(text, name, _array(weights[:, -count:].mean(dim=0).unflatten(-1, grid) * count), cell)
 
     maps = []
-    for kind, what in _ROWS.items():
+    for kind, text in _ROWS.items():
         if layers := [item for item in attention_layers(model).items() if isinstance(item[1], kind)]:
             drawn_layers = sorted({*np.linspace(0, len(layers) - 1, _ACROSS).astype(int).tolist()})
-            maps.append([heat(what, *layers[number]) for number in drawn_layers])
+            maps.append([heat(text, *layers[number]) for number in drawn_layers])
     probabilities = model.forward_head(features)[0].float().softmax(-1)
     best = probabilities.topk(min(TOP, len(probabilities)))
     tokens = None
@@ -226,12 +226,12 @@ def answers_page(
     picture, tokens, bars = grid[0]
     show_image(picture, image)
     _caption(picture, "image")
-    named = dict(enumerate(names))
+    name_of = dict(enumerate(names))
     label_ids = [] if seen.tokens is None else np.unique(seen.tokens.ids).tolist()
     colours = class_colours([*label_ids, *(class_id for class_id, _ in seen.top)])
     if seen.tokens is not None:
         show_image(tokens, image, muted=True)
-        class_texts = {class_id: named.get(class_id, f"class {class_id}") for class_id in label_ids}
+        class_texts = {class_id: name_of.get(class_id, f"class {class_id}") for class_id in label_ids}
         draw_cells(tokens, seen.tokens, seen.token_box, colours, class_texts)
         _caption(tokens, "dense head: first class of each token")
     _caption(bars, "most probable classes")
@@ -239,7 +239,7 @@ def answers_page(
     bars.barh(range(len(seen.top)), widths, height=0.35, color=own_colours)
     bars.set(xlim=(0, 1), ylim=(len(seen.top) - 0.3, -0.9))
     for number, (class_id, probability) in enumerate(seen.top):
-        text = f"{shorten(named.get(class_id, f'class {class_id}'), 46)}  {100 * probability:.1f} %"
+        text = f"{shorten(name_of.get(class_id, f'class {class_id}'), 46)}  {100 * probability:.1f} %"
         bars.text(0, number - 0.28, drawable(text), fontsize=8, va="bottom", parse_math=False)
     return figure, grid
 

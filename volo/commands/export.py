@@ -169,8 +169,8 @@ def run(args: Namespace) -> int:
 
     with explained(path, lambda: tensor_bytes(program.state_dict)):
         install(path, fill)
-    what = f"{trained.args.model} in {args.model_dtype}, any number of images of {' x '.join(map(str, shape))}"
-    print(f"wrote {printable(str(path))}: {what}, {path.stat().st_size / 2**20:.1f} MiB")
+    description = f"{trained.args.model} in {args.model_dtype}, any number of images of {' x '.join(map(str, shape))}"
+    print(f"wrote {printable(str(path))}: {description}, {path.stat().st_size / 2**20:.1f} MiB")
     return 0
 
 

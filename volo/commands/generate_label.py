@@ -101,10 +101,10 @@ def check(trained: TrainedModel, folder: ImageSource) -> None:
         raise UserError(f"--model {args.model} has no classes: give --num-classes and weights with a head")
     names, ours = trained.config.get("class_names") or folder.class_names, folder.class_names
     if not args.transfer and (count != len(ours) or list(names) != ours):
-        what = f"{count} classes" if count != len(ours) else f"other class names ({first_difference(names, ours)})"
+        theirs = f"{count} classes" if count != len(ours) else f"other class names ({first_difference(names, ours)})"
         raise UserError(
-            f"--model {args.model} has {what}, {printable(folder.root)} {len(ours)} class folders: use an annotator "
-            "trained on these, or --transfer to label with its own classes"
+            f"--model {args.model} has {theirs}, {printable(folder.root)} {len(ours)} class folders: use an "
+            "annotator trained on these, or --transfer to label with its own classes"
         )
 
 

@@ -269,14 +269,14 @@ def draw_token_maps(
     for row, (file, ids, probabilities) in enumerate(zip(files, *best, strict=True)):
         classes, probability = (answer[name][row].view(grid) for name in TOKEN_CLASSES)
         cells = Cells(classes.numpy(), probability.double().numpy(), np.ones(grid))
-        seen = View(list(zip(ids, probabilities, strict=True)), cells, box, [])
+        answers = View(list(zip(ids, probabilities, strict=True)), cells, box, [])
         path = Path(folder, f"{file}.png")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UserError(f"--token-maps {printable(str(path.parent))}: {error.strerror}") from error
         title = f"{file}: {trained.args.model}, {height} x {width} px"
-        save_figure(answers_page(1, pixels[row], seen, names, drawable(title))[0], path)
+        save_figure(answers_page(1, pixels[row], answers, names, drawable(title))[0], path)
 
 
 def report(args: Namespace, paths: list[str], names: list[str], rows: dict[str, Tensor]) -> None:

@@ -196,16 +196,16 @@ def _speed(records: Records) -> list[str]:
 def _checkpoints(folder: Path, verify: bool) -> list[str]:
     """Return a row per file, newest first. A file that has several names is read once."""
     rows = [("file", "epochs", "updates", "MiB", "state")]
-    seen: dict[int, str] = {}
+    name_of: dict[int, str] = {}
     files = []
     for path in folder.glob("*.pth.tar"):
         with suppress(FileNotFoundError):  # the run may still be going on and remove files
             files.append((path, path.stat()))
     for path, status in sorted(files, key=lambda item: (-item[1].st_mtime, item[0].name)):
-        if status.st_ino in seen:
-            rows.append((path.name, "", "", "", f"the same file as {seen[status.st_ino]}"))
+        if status.st_ino in name_of:
+            rows.append((path.name, "", "", "", f"the same file as {name_of[status.st_ino]}"))
             continue
-        seen[status.st_ino] = path.name
+        name_of[status.st_ino] = path.name
         epoch, update, state = "", "", "verified" if verify else "not verified"
         try:
             content = peek_checkpoint(path)
@@ -237,14 +237,14 @@ def _settings(folder: Path) -> list[str]:
 def _page(folder: Path, head: dict[str, str], sections: dict[str, list[str]]) -> str:
     name = html.escape(folder.resolve().name)
     facts = "".join(f"<dt>{term}</dt><dd>{html.escape(text)}</dd>" for term, text in head.items())
-    settings, *rest = (
+    settings, *others = (
         f"<h2>{title}</h2><pre>{html.escape(chr(10).join(lines or ['none recorded']))}</pre>"
         for title, lines in sections.items()
     )
     files = {"curve.png": "Loss and accuracy", "first_batch.png": "First images"}
     files |= {"args.yaml": "All settings", "run.json": "Starts, with versions"}
     curve, images, flags, starts = (_shown(folder / file, heading) for file, heading in files.items())
-    body = f"<h1>{name}</h1><dl>{facts}</dl>{curve}{settings}{flags}<div>{images}</div>{''.join(rest)}{starts}"
+    body = f"<h1>{name}</h1><dl>{facts}</dl>{curve}{settings}{flags}<div>{images}</div>{''.join(others)}{starts}"
     tags = '<meta charset="utf-8"><meta name="viewport" content="width=device-width">'
     tags += f"<title>{name}</title><style>{_STYLE}</style>"
     return f'<!doctype html><html lang="en"><head>{tags}</head><body>{body}</body></html>\n'

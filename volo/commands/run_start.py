@@ -52,8 +52,8 @@ def note_start(args: Namespace, world: World, logger: Logger) -> None:
     """Record the start as an event with the command, the arguments and the machines."""
     hosts = Counter(from_all(socket.gethostname()))
     if world.is_primary:
-        about = {"command": sys.argv, "args": settings_of(args), "versions": versions()}
-        logger.event("start", **about, world_size=world.size, hosts=hosts, device=str(world.device))
+        details = {"command": sys.argv, "args": settings_of(args), "versions": versions()}
+        logger.event("start", **details, world_size=world.size, hosts=hosts, device=str(world.device))
 
 
 @contextmanager
@@ -177,8 +177,8 @@ def open_run(run: Run, training: Training) -> Saver:
             records = RunRecords(run.directory)
             logger.open_events(run.directory)  # before the lock: if another run holds it, its events tell of this one
             run.lock.acquire()
-            more = {HELD_OUT_FILE: as_list(training.validation.dataset.source)} if args.val_fraction else {}
-            records.record_start(args, run.world.size, str(run.world.device), more)
+            files = {HELD_OUT_FILE: as_list(training.validation.dataset.source)} if args.val_fraction else {}
+            records.record_start(args, run.world.size, str(run.world.device), files)
             work = training.loader.index_stream.work(training.schedule.last_epoch)
             logger.open(records, work, training.arithmetic)
             if dropped := records.rewind(state.epoch, state.update):
@@ -222,10 +222,10 @@ def describe(run: Run, training: Training) -> None:
     )
     if stream.sizes is not None:
         batches = zip(stream.sizes.batch_sizes, stream.sizes.sizes, strict=True)
-        shown = ", ".join(f"{batch} images of {side} px" for batch, (side, _) in batches)
+        listed = ", ".join(f"{batch} images of {side} px" for batch, (side, _) in batches)
         scale = {"none": "constant"}.get(args.variable_batch_loss_scale, args.variable_batch_loss_scale)
         logger.line(
-            f"image sizes ({args.train_size_schedule}), per device: {shown}; the learning rate is that of the mean "
+            f"image sizes ({args.train_size_schedule}), per device: {listed}; the learning rate is that of the mean "
             f"global batch, and {scale} in an update's images"
         )
     criterion = training.criterion

@@ -68,13 +68,13 @@ def validate(args: Namespace, world: World) -> None:
     if args.results_file:
         check_writable(Path(args.results_file).parent, "--results-file")
     rows: list[dict[str, Any]] = []
-    seen: dict[tuple[int, int], dict[str, Any]] = {}
-    named = Path(args.checkpoint) if args.checkpoint else None  # None means pretrained weights
-    for path in checkpoints_in(args.checkpoint, "--checkpoint") if args.all else [named]:
-        inode = (path.stat().st_dev, path.stat().st_ino) if path and path.exists() else (0, len(seen))
-        if inode not in seen:  # a file may have several names
-            seen[inode] = evaluate_with_retry(args, path, world)
-        rows.append({"checkpoint": str(path or "pretrained"), **seen[inode]})
+    row_of: dict[tuple[int, int], dict[str, Any]] = {}
+    single = Path(args.checkpoint) if args.checkpoint else None  # None means pretrained weights
+    for path in checkpoints_in(args.checkpoint, "--checkpoint") if args.all else [single]:
+        inode = (path.stat().st_dev, path.stat().st_ino) if path and path.exists() else (0, len(row_of))
+        if inode not in row_of:  # a file may have several names
+            row_of[inode] = evaluate_with_retry(args, path, world)
+        rows.append({"checkpoint": str(path or "pretrained"), **row_of[inode]})
         if world.is_primary:
             print(json.dumps(rows[-1]), flush=True)
         with primary_first():
@@ -257,8 +257,8 @@ def watcher(args: Namespace, loader: EvalLoader, world: World, real: RealLabels 
         done = next(numbers)
         if world.is_primary and done % args.log_freq == 0:
             rate = (time.perf_counter() - start) / done
-            left = (len(loader) - done) * rate
-            print(f"[{done}/{len(loader)}] {rate:.3f} s/batch, {left:.0f} s left", flush=True)
+            seconds_left = (len(loader) - done) * rate
+            print(f"[{done}/{len(loader)}] {rate:.3f} s/batch, {seconds_left:.0f} s left", flush=True)
 
     return watch
 

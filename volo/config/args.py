@@ -69,16 +69,16 @@ class _Train(Program):
             UserError: A flag or key is unknown, a value is wrong, flags contradict each other, or one has no effect.
         """
         parser = self.parser()
-        given = parser.explicit(argv)
-        recipe = load_yaml(given["config"], parser) if given.get("config") else {}
-        args = TrainArgs(**(parser.defaults() | _not_overruled(recipe, given, parser.flags) | given))
-        if args.sched in STABLE_SCHEDULES and "decay_epochs" not in recipe | given:
+        explicit = parser.explicit(argv)
+        recipe = load_yaml(explicit["config"], parser) if explicit.get("config") else {}
+        args = TrainArgs(**(parser.defaults() | _not_overruled(recipe, explicit, parser.flags) | explicit))
+        if args.sched in STABLE_SCHEDULES and "decay_epochs" not in recipe | explicit:
             args.decay_epochs = 0.2
-        args.defaulted = tuple(dest for dest in FITTED if dest not in recipe | given)
+        args.defaulted = tuple(dest for dest in FITTED if dest not in recipe | explicit)
         join_data_dir(args, "DATA_DIR", "data_dir")
         args.notes = check_train(args, parser.flags)
-        if given.get("uncovered", args.uncovered) != args.uncovered:
-            raise UserError(f"--uncovered {given['uncovered']} contradicts --compat uncovered: keep one of them")
+        if explicit.get("uncovered", args.uncovered) != args.uncovered:
+            raise UserError(f"--uncovered {explicit['uncovered']} contradicts --compat uncovered: keep one of them")
         return args
 
 
@@ -111,26 +111,26 @@ def checked_settings(recorded: Mapping[str, Any]) -> dict[str, Any]:
 def changed_flags(settings: Mapping[str, Any]) -> dict[str, list[str]]:
     """Return, by destination, the command-line words that set train.py's flags to recorded values; flags at their
     defaults are left out."""
-    found = {}
+    words_of = {}
     for dest, row in TRAIN.parser().flags.items():
         value = settings.get(dest)
         if row.label.startswith("--") and value is not None and row.default not in (value, [value]):
-            pairs = [f"{key}={each}" for key, each in value.items()] if isinstance(value, dict) else value
+            pairs = [f"{key}={item}" for key, item in value.items()] if isinstance(value, dict) else value
             words = [] if row.switch else pairs if isinstance(pairs, list) else [pairs]
-            found[dest] = [row.label, *map(str, words)]
-    return found
+            words_of[dest] = [row.label, *map(str, words)]
+    return words_of
 
 
-def _not_overruled(recipe: Mapping[str, Any], given: Mapping[str, Any], flags: Mapping[str, Flag]) -> dict[str, Any]:
+def _not_overruled(recipe: Mapping[str, Any], explicit: Mapping[str, Any], flags: Mapping[str, Flag]) -> dict[str, Any]:
     """Return the recipe without the values that the command line overrides."""
-    chosen = {dest for dest, value in given.items() if value is not False and value != ""}
-    void = {other for dest in chosen for other in flags[dest].excludes}
-    void |= {dest for dest, row in flags.items() if chosen & set(row.excludes)}
-    if given.get("token_label") is False:
+    switched_on = {dest for dest, value in explicit.items() if value is not False and value != ""}
+    void = {other for dest in switched_on for other in flags[dest].excludes}
+    void |= {dest for dest, row in flags.items() if switched_on & set(row.excludes)}
+    if explicit.get("token_label") is False:
         void |= {row.dest for row in TOKEN_LABELS.flags}
-    if given.get("no_aug"):
+    if explicit.get("no_aug"):
         void |= {dest for dest, row in flags.items() if AUGMENTED in row.needs}
-    if {"img_size", "input_size"} & given.keys() and recipe.get("token_label_size") != 1:
+    if {"img_size", "input_size"} & explicit.keys() and recipe.get("token_label_size") != 1:
         void.add("token_label_size")  # the recipe's value belongs to the recipe's image size
     return {dest: value for dest, value in recipe.items() if dest not in void}
 
@@ -187,8 +187,8 @@ def load_yaml(path: str, parser: FlagParser) -> dict[str, Any]:
     content, texts = _mapping(path)
     for key, value in content.items():
         name = str(key).replace("-", "_")
-        if told := parser.instead.get(f"--{name.replace('_', '-')}"):
-            raise UserError(f"{path}: {key} (timm): {told}")
+        if reason := parser.instead.get(f"--{name.replace('_', '-')}"):
+            raise UserError(f"{path}: {key} (timm): {reason}")
         if name not in known:
             near = nearest(name, known)
             raise UserError(f"{path}: unknown key {shortened(key)}" + (f", did you mean {near}?" if near else ""))
@@ -217,8 +217,8 @@ def _mapping(path: str) -> tuple[dict[Any, Any], dict[Any, list[str]]]:
     except Exception as error:  # errors of YAML, and of bad content: a month 13, brackets nested too deeply
         raise UserError(f"--config {path} can't be read: {' '.join(str(error).split())[:300]}") from error
     if not isinstance(content, dict):
-        found = "nothing" if content is None else f"a {type(content).__name__}"
-        raise UserError(f"--config {path}: holds {found} where KEY: VALUE lines are expected")
+        content_type = "nothing" if content is None else f"a {type(content).__name__}"
+        raise UserError(f"--config {path}: holds {content_type} where KEY: VALUE lines are expected")
     items = {key.value: each.value if isinstance(each, yaml.SequenceNode) else [each] for key, each in pairs}
     return content, {key: [item.value for item in each if item.id == "scalar"] for key, each in items.items()}
 

@@ -37,8 +37,8 @@ def single_checkpoint(folder: str, flag: str) -> Path:
     Raises:
         UserError: The folder is not a run directory, and holds no checkpoint or several.
     """
-    if found := best_or_last(folder):
-        return found
+    if file := best_or_last(folder):
+        return file
     first, *others = checkpoints_in(folder, flag)
     if others:
         raise UserError(

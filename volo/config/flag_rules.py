@@ -166,8 +166,8 @@ def teachers_of(args: Namespace) -> Namespace:
             both, sides = len(values) == 2 * count, ", or a height and a width,"
             values = [*zip(values[::2], values[1::2], strict=True)] if both else [(side, side) for side in values]
         if len(values) not in (1, count):
-            told = f"{row.label} has {len(values)} values for {count} teacher{'s' * (count > 1)}"
-            raise UserError(f"{told}: give one{sides} for all or for each")
+            problem = f"{row.label} has {len(values)} values for {count} teacher{'s' * (count > 1)}"
+            raise UserError(f"{problem}: give one{sides} for all or for each")
         setattr(flags, row.dest, values * count if len(values) == 1 else values)
     for model, kind, view in zip(flags.kd_model_name, flags.kd_distill_type, flags.kd_view, strict=True):
         if view == "whole" and kind != "token":
@@ -206,12 +206,12 @@ def trackers_of(args: Namespace) -> list[str]:
 
 def _check_trackers(args: Namespace) -> None:
     for name in trackers_of(args):
-        found = find_spec(name)
-        if found is None or found.origin is None:  # a folder without a package, such as a tracker's own ./wandb
+        spec = find_spec(name)
+        if spec is None or spec.origin is None:  # a folder without a package, such as a tracker's own ./wandb
             raise UserError(f"--log-{name} needs {name}: {install_command(name)}")
 
 
-def join_data_dir(args: Namespace, shown: str, dest: str) -> None:
+def join_data_dir(args: Namespace, label: str, dest: str) -> None:
     """Set `dest` to the data folder, which is given as a positional argument or as `--data-dir`.
 
     Raises:
@@ -220,13 +220,13 @@ def join_data_dir(args: Namespace, shown: str, dest: str) -> None:
     option = args.__dict__.pop("data_dir_option")
     positional = getattr(args, dest)
     if option and positional and option != positional:
-        raise UserError(f"{shown} is given twice: {positional} and --data-dir {option}")
+        raise UserError(f"{label} is given twice: {positional} and --data-dir {option}")
     setattr(args, dest, positional or option)
 
 
-def _check_folder(args: Namespace, root: str | None, shown: str) -> None:
+def _check_folder(args: Namespace, root: str | None, label: str) -> None:
     if needs_folder(args.dataset) and not root and args.data_backend != "synthetic":
-        raise UserError(f"{shown} is missing: the folder that holds the images")
+        raise UserError(f"{label} is missing: the folder that holds the images")
 
 
 def _settle_token_labels(args: Namespace) -> list[str]:
@@ -234,8 +234,8 @@ def _settle_token_labels(args: Namespace) -> list[str]:
     if not args.token_label or LABELS.met(args):
         return []
     args.token_label_size = args.token_label_size or 1
-    what = "class targets alone" if args.token_label_size == 1 else "every token on its image's class"
-    return [f"--token-label without --token-label-data trains {what}"]
+    targets = "class targets alone" if args.token_label_size == 1 else "every token on its image's class"
+    return [f"--token-label without --token-label-data trains {targets}"]
 
 
 def _settle_compat(args: Namespace) -> list[str]:

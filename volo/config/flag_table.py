@@ -190,14 +190,14 @@ class Flag:
         return f"{self.label} {' '.join(map(str, value)) if isinstance(value, list) else value}"
 
 
-def flag(names: str, type: Callable[[str], Any] | tuple[str, ...], default: Any, help: str, **rest: Any) -> Flag:
+def flag(names: str, type: Callable[[str], Any] | tuple[str, ...], default: Any, help: str, **fields: Any) -> Flag:
     """Return a flag that takes a value; spaces separate its `names`."""
-    return Flag(tuple(names.split()), type, default, help, **rest)
+    return Flag(tuple(names.split()), type, default, help, **fields)
 
 
-def switch(names: str, help: str, **rest: Any) -> Flag:
+def switch(names: str, help: str, **fields: Any) -> Flag:
     """Return a flag that takes no value and is off by default."""
-    return Flag(tuple(names.split()), None, False, help, **rest)
+    return Flag(tuple(names.split()), None, False, help, **fields)
 
 
 def needing(need: Need, *rows: Flag) -> tuple[Flag, ...]:
@@ -217,26 +217,26 @@ def check_flags(args: Namespace, flags: Mapping[str, Flag]) -> list[str]:
     """
     changed = [row for dest, row in flags.items() if getattr(args, dest, row.default) != row.default]
     for row in changed:
-        shown = row.shown(getattr(args, row.dest))
+        text = row.shown(getattr(args, row.dest))
         if row.refused:
-            raise UserError(f"{shown}: {row.refused}")
+            raise UserError(f"{text}: {row.refused}")
         for other in changed:
             if other.dest in row.excludes:
-                others = other.shown(getattr(args, other.dest))
-                raise UserError(f"{shown} and {others} set the same: keep one of them")
+                other_text = other.shown(getattr(args, other.dest))
+                raise UserError(f"{text} and {other_text} set the same: keep one of them")
     for row in changed:
         for need in row.needs:
             if not need.met(args):
                 raise UserError(f"{row.shown(getattr(args, row.dest))} has no effect without {need.of}")
     notes = []
     for row in changed:
-        given = getattr(args, row.dest)
-        places = given if isinstance(given, list) else [given]
+        value = getattr(args, row.dest)
+        places = value if isinstance(value, list) else [value]
         for number, folder in enumerate(places if row.type is WEIGHTS and not getattr(args, "all", False) else ()):
             if os.path.isdir(folder):
                 file = single_checkpoint(folder, row.label)
                 places[number] = str(file)
-                setattr(args, row.dest, places if places is given else places[0])
+                setattr(args, row.dest, places if places is value else places[0])
                 notes.append(f"{row.shown(folder)}: {file.name}")
     return notes
 
@@ -263,10 +263,10 @@ class FlagParser(argparse.ArgumentParser):
 
     def __init__(self, program: str, usage: str, description: str, groups: Sequence[Group], undo: bool = False) -> None:
         name = _started_as(program)
-        told = "Values in brackets are the defaults, words in parentheses what happens without the flag."
-        told += " --no-X turns a switch off that a recipe turns on, and --X a switch --no-X." if undo else ""
+        epilog = "Values in brackets are the defaults, words in parentheses what happens without the flag."
+        epilog += " --no-X turns a switch off that a recipe turns on, and --X a switch --no-X." if undo else ""
         columns = partial(argparse.HelpFormatter, max_help_position=34, width=min(get_terminal_size().columns, 120) - 2)
-        super().__init__(name, f"{name} {usage}", description, told, formatter_class=columns, allow_abbrev=False)
+        super().__init__(name, f"{name} {usage}", description, epilog, formatter_class=columns, allow_abbrev=False)
         self.add_argument("--version", action="version", version=f"volo-tlt {__version__}")
         self.flags: dict[str, Flag] = {}
         for group in groups:
@@ -293,8 +293,8 @@ class FlagParser(argparse.ArgumentParser):
         if unknown:
             flags = [self._unknown(item) for item in unknown if item.startswith("-")]
             self.error("; ".join(flags) or f"one argument too many: {' '.join(unknown)}")
-        given = vars(parsed)
-        return given | {dest: dict(given[dest]) for dest in given if self.flags[dest].type is key_value}
+        values = vars(parsed)
+        return values | {dest: dict(values[dest]) for dest in values if self.flags[dest].type is key_value}
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Return the values of `explicit` over the defaults."""
@@ -306,8 +306,8 @@ class FlagParser(argparse.ArgumentParser):
 
     def _unknown(self, item: str) -> str:
         name = item.partition("=")[0]
-        if told := self.instead.get(name.replace("_", "-")):
-            return f"{name} (timm): {told}"
+        if reason := self.instead.get(name.replace("_", "-")):
+            return f"{name} (timm): {reason}"
         known = [name for row in self.flags.values() for name in row.names if name.startswith("-")]
         near = nearest(name, ["--help", "--version", *known])
         return f"unknown flag {name}" + (f", did you mean {near}?" if near else "")
@@ -375,8 +375,8 @@ def _default_text(row: Flag) -> str:
     if row.default in (None, False, "", {}) or not row.names[0].startswith("-"):
         return ""
     values = row.default if isinstance(row.default, list) else [row.default]
-    shown = " ".join(f"{value:g}" if isinstance(value, float) else str(value) for value in values)
-    return f" [{shown.replace('%', '%%')}]"
+    text = " ".join(f"{value:g}" if isinstance(value, float) else str(value) for value in values)
+    return f" [{text.replace('%', '%%')}]"
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:

@@ -365,8 +365,8 @@ class _Launch(Program):
         """
         words = list(sys.argv[1:] if argv is None else argv)
         args = super().parse(words[:1])
-        named = words[1:2] in (["train"], ["label"], ["validate"], ["preflight"])
-        args.command, args.flags = (words[1], words[2:]) if named else ("train", words[1:])
+        is_program = words[1:2] in (["train"], ["label"], ["validate"], ["preflight"])
+        args.command, args.flags = (words[1], words[2:]) if is_program else ("train", words[1:])
         return args
 
 

@@ -105,13 +105,13 @@ def choose_kernel(kernel: str, v: Tensor, logits: Tensor, dropout: float) -> Out
         return KERNELS["reference"]
     if kernel == "auto":
         return next(row for row in KERNELS.values() if row.why_unsupported(v, logits, dropout) is None)
-    chosen = KERNELS[kernel]
-    reason = chosen.why_unsupported(v, logits, dropout)
+    implementation = KERNELS[kernel]
+    reason = implementation.why_unsupported(v, logits, dropout)
     if kernel != "reference" and transformed():
         reason = "torch.func can't transform it"
     if reason is not None:
         raise UserError(f"--outlook-kernel {kernel}: {reason}; --outlook-kernel auto takes another")
-    return chosen
+    return implementation
 
 
 def _as_in_products(v: Tensor) -> Tensor:

@@ -45,15 +45,15 @@ def compile_program(name: str, architecture: int, dtype: torch.dtype, head_dim: 
     aligned = {(i,): [["tt.divisibility", 16]] for i, kind in enumerate(signature.values()) if kind.startswith("*")}
     source = ASTSource(fn=program, signature=signature, constexprs=constants, attrs=aligned)
     options = {"num_warps": warps, "enable_fp_fusion": True}
-    made = triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=options)
+    compiled = triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=options)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
-        cubin.write(made.asm["cubin"])
+        cubin.write(compiled.asm["cubin"])
         cubin.flush()
         tool = triton.knobs.nvidia.cuobjdump.path
         usage = subprocess.run([tool, "-res-usage", cubin.name], capture_output=True, text=True, check=True).stdout
     registers, stack = (int(re.search(rf"{key}:(\d+)", usage)[1]) for key in ("REG", "STACK"))  # type: ignore[index]
     variant = f"{TRITON_TYPES[dtype]}, {head_dim} channels"
-    return Compiled(name, architecture, variant, block, warps, registers, stack, made.metadata.shared)
+    return Compiled(name, architecture, variant, block, warps, registers, stack, compiled.metadata.shared)
 
 
 def _type_of(argument: str, dtype: str, constants: dict[str, Any]) -> str:

@@ -89,14 +89,14 @@ class _PeakMemory(TorchDispatchMode):
         self._held = {tensor.untyped_storage()._cdata for tensor in known}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(made):
+        outputs = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(outputs):
             if isinstance(tensor, Tensor) and (storage := tensor.untyped_storage())._cdata not in self._held:
                 self._held.add(storage._cdata)
                 self.now += storage.nbytes()
                 self.peak = max(self.peak, self.now)
                 weakref.finalize(storage, self._free, storage._cdata, storage.nbytes())
-        return made
+        return outputs
 
     def _free(self, storage: int, size: int) -> None:
         self._held.discard(storage)
@@ -149,8 +149,8 @@ def memory_report(
     set_train_mode(model, args.freeze_bn or args.freeze)
     fixed_parts = fixed_memory(args, master, device)
     total = sum(fixed_parts.values())
-    listing = " + ".join(f"{name} {size / GIB:.2f}" for name, size in fixed_parts.items())
-    lines = [f"memory without activations: {listing} = {total / GIB:.2f} GiB a rank"]
+    terms = " + ".join(f"{name} {size / GIB:.2f}" for name, size in fixed_parts.items())
+    lines = [f"memory without activations: {terms} = {total / GIB:.2f} GiB a rank"]
     try:
         gmacs = flops_per_image(master, shape.input_size) / 2e9
         fixed, per_image = activations_of(model, shape)
@@ -182,10 +182,10 @@ def teachers_report(
     with suppress(NotImplementedError, RuntimeError, UserError):  # the model depends on values of tensors
         of_student = 3 * flops_per_image(student, shape.input_size)
     for name, teacher, size, flops in zip(names, teachers, sizes, work, strict=True):
-        model, seen = teacher.model, StepShape(size, shape.device_type, teacher.amp_dtype)
+        model, teacher_shape = teacher.model, StepShape(size, shape.device_type, teacher.amp_dtype)
         weights = _bytes([*model.parameters(), *model.buffers()]) / GIB
-        passed = f"a forward pass of {batch} images {step_peak(model, seen, batch, False) / GIB:.2f} GiB"
+        passed = f"a forward pass of {batch} images {step_peak(model, teacher_shape, batch, False) / GIB:.2f} GiB"
         share = f", {100 * flops / (of_student + sum(work)):.0f} % of a step's operations" if of_student else ""
-        who = f"teacher {name}" if len(names) > 1 else "teacher"
-        lines.append(f"{who}: weights {weights:.2f} GiB, {passed}, {flops / 2e9:.2f} GMACs an image{share}")
+        label = f"teacher {name}" if len(names) > 1 else "teacher"
+        lines.append(f"{label}: weights {weights:.2f} GiB, {passed}, {flops / 2e9:.2f} GMACs an image{share}")
     return lines

@@ -183,10 +183,10 @@ class Logger:
         else:
             self._log(text)
         use = gpu_use(self.world.device) | (self._arithmetic.use(per_device) if self._arithmetic else {})
-        more = {"images_per_second": interval.images_per_second, **use, "time": utc_now()}
+        measurements = {"images_per_second": interval.images_per_second, **use, "time": utc_now()}
         record = asdict(interval)
         record |= {f"{KD_LOSS}{name}": loss for name, loss in record.pop("teacher_losses").items()}
-        self.records.metrics({"event": "train", **record, **more})
+        self.records.metrics({"event": "train", **record, **measurements})
         if self.trackers is not None:
             self.trackers.check()
         if not self._advised and self._waited > max(WAIT_SHARE * self._seconds, WAIT_SECONDS):

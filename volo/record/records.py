@@ -147,9 +147,9 @@ class RunRecords:
             path.mkdir(parents=True, exist_ok=True)
 
     def record_start(
-        self, args: Namespace, world_size: int, device: str, more: Mapping[str, bytes] | None = None
+        self, args: Namespace, world_size: int, device: str, files: Mapping[str, bytes] | None = None
     ) -> None:
-        """Write args.yaml and the files in `more`, and add a record of this start to run.json."""
+        """Write args.yaml and the files in `files`, and add a record of this start to run.json."""
         starts: Any = []
         with suppress(OSError, ValueError):  # missing or damaged; events.jsonl also has the starts
             starts = json.loads((self.path / "run.json").read_bytes())
@@ -169,7 +169,7 @@ class RunRecords:
         starts = [*starts, start] if isinstance(starts, list) else [start]
         settings = yaml.safe_dump(settings_of(args), sort_keys=True)
         self._started = {"args.yaml": settings.encode(), "run.json": json.dumps(starts, indent=1).encode() + b"\n"}
-        self._started |= more or {}
+        self._started |= files or {}
         for name, content in self._started.items():
             write_whole(self.path / name, content)
 
@@ -187,12 +187,12 @@ class RunRecords:
         """
         file = self.path / METRICS
         lines = file.read_bytes().splitlines() if file.is_file() else []
-        kept = [line for line in lines if _is_before(line, epoch, update)]
-        if len(kept) < len(lines):
+        earlier = [line for line in lines if _is_before(line, epoch, update)]
+        if len(earlier) < len(lines):
             with os_errors_told(lambda error: f"{file} can't be written ({error.strerror}): make room there"):
-                write_whole(file, b"".join(line + b"\n" for line in kept))
+                write_whole(file, b"".join(line + b"\n" for line in earlier))
                 self._write_summary()
-        return len(lines) - len(kept)
+        return len(lines) - len(earlier)
 
     def sync(self) -> None:
         """Write the records to the disk if possible, because a checkpoint must not outlive them.

@@ -96,8 +96,8 @@ def _of_this_launch(root: Path, experiment: str, resume: str) -> Path | None:
     records = [root / experiment / "run.json"] if experiment else [*root.glob("*/run.json")]
     if resume not in ("", "auto") and not MILESTONE.fullmatch(Path(resume).name):
         records.append(Path(resume).parent / "run.json")
-    begun = [file for file in records if _starts(file.parent)[-1].get("launch") == launch]
-    return max(begun, key=lambda file: file.stat().st_mtime).parent if begun else None
+    matches = [file for file in records if _starts(file.parent)[-1].get("launch") == launch]
+    return max(matches, key=lambda file: file.stat().st_mtime).parent if matches else None
 
 
 def _newest_alike(root: Path, suffix: str, args: Namespace, report: Callable[[str], None]) -> Path | None:
@@ -106,11 +106,11 @@ def _newest_alike(root: Path, suffix: str, args: Namespace, report: Callable[[st
     A setting that the data determine, because neither command gives it, is not compared (see `FITTED` in flags_train).
     """
     now = {k: v for k, v in settings_of(args).items() if k in _OF_EXPERIMENT}
-    left = {name: "left to the data" for name in getattr(args, "defaulted", ()) if name in now}
+    defaulted = {name: "left to the data" for name in getattr(args, "defaulted", ()) if name in now}
     alike, passed_over = None, ""
     for run in sorted((file.parent for file in root.glob(f"*{suffix}/args.yaml")), key=_begun, reverse=True):
-        fitted = _starts(run)[-1].get("fitted", list(left))  # earlier versions don't record it
-        asked = {k: v for k, v in (now | left).items() if k not in left or k not in fitted}
+        fitted = _starts(run)[-1].get("fitted", list(defaulted))  # earlier versions don't record it
+        asked = {k: v for k, v in (now | defaulted).items() if k not in defaulted or k not in fitted}
         changes: list[str] = []
         with suppress(OSError, yaml.YAMLError):  # if the file is damaged, the run's checkpoints are compared later
             changes = changed_settings(yaml.safe_load((run / "args.yaml").read_bytes()), asked)
