@@ -93,7 +93,7 @@ benchmark-gpu-tests:
 ON_CPU = $(filter cpu,$(DEVICE))
 D5 = $(if $(ON_CPU),volo_d1,volo_d5) --drop-path-mode subset
 TINY = --img-size 32 -b 8 --rounds 1 --warm-up 1 --torchcompile aot_eager
-step = timeout --signal=INT $(1) $(PYTHON) benchmark.py step --device $(DEVICE) --output $(OUT)/step.jsonl \
+step = timeout --signal=INT $(if $(ON_CPU),590,$(1)) $(PYTHON) benchmark.py step --device $(DEVICE) --output $(OUT)/step.jsonl \
   --model-dtype bfloat16 --channels-last $(if $(ON_CPU),$(TINY),$(2) --torchcompile $(BENCHMARK_ARGS)) --model $(3) \
   --peer $(4) $(if $(ON_CPU),eager,launched)
 benchmark-gpu-steps: benchmark-gpu-volo_d1 benchmark-gpu-lvvit_s benchmark-gpu-volo_d5-512
@@ -108,7 +108,7 @@ benchmark-gpu-volo_d5:
 	$(call step,590,-b 96,$(D5),timm timm-compile)
 
 FEW = --images 4 --copies 1 --image-size 60 48 -b 2 --epochs 1 --workers 1
-files = timeout --signal=INT $(1) $(PYTHON) benchmark.py run --device $(DEVICE) --output $(OUT)/run.jsonl \
+files = timeout --signal=INT $(if $(ON_CPU),590,$(1)) $(PYTHON) benchmark.py run --device $(DEVICE) --output $(OUT)/run.jsonl \
   $(if $(TIMM),--timm $(TIMM)) $(if $(ON_CPU),$(FEW) $(3),--workers 15) --model $(2)
 benchmark-gpu-files: benchmark-gpu-files-volo_d1 benchmark-gpu-files-vit_s
 benchmark-gpu-files-volo_d1:

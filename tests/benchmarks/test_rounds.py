@@ -84,7 +84,8 @@ def test_make_measures_a_gpu_in_calls_of_ten_minutes(device: str) -> None:
     found = re.findall(r"^timeout --signal=INT (\d+) python3 (.*)", printed, re.MULTILINE)
     assert found[0][1].startswith("-m pytest -m gpu ")
     limits, measured = [int(limit) for limit, _ in found], []
-    assert [limits[0], sum(limits[1:4]), limits[4], sum(limits[5:])] == pytest.approx([590] * 4, abs=5)
+    per_call = [limits[0], sum(limits[1:4]), limits[4], sum(limits[5:])]
+    assert per_call == pytest.approx([590] * 4, abs=5) if device == "cuda" else limits == 7 * [590]
     for _, words in found[1:]:
         args = parse_benchmark(words.removeprefix("benchmark.py ").split())
         assert (args.device, args.output) == (device, f"there/{args.command}.jsonl")
