@@ -24,7 +24,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from tlt.errors import UserError
-from tlt.io.files import os_errors_told
+from tlt.io.files import os_errors_as
 from tlt.io.jobs import available_cpus
 from volo.config.flag_table import FILE, POSITIVE, Flag, flag
 from volo.config.flags_data import DEBUG
@@ -145,7 +145,7 @@ class Rows:
     def _append(self, row: Mapping[str, Any]) -> None:
         if not self.file:
             return
-        told = os_errors_told(lambda error: f"--output {self.file}: {error.strerror}; name a file that can be written")
+        told = os_errors_as(lambda error: f"--output {self.file}: {error.strerror}; name a file that can be written")
         with told, open(self.file, "a") as file:
             file.write(json.dumps(row) + "\n")
 

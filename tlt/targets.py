@@ -142,7 +142,7 @@ def make_targets(
     # In lower precision the weights of a token's points would not sum to one.
     with torch.autocast(affine.device.type, enabled=False):
         for rows in image_chunks(len(truth), entries, affine.device):
-            group, places = _listed_once(labels[rows], num_classes, dtype), (affine[rows], visible[rows])
+            group, places = _without_repeats(labels[rows], num_classes, dtype), (affine[rows], visible[rows])
             logits, total = _crop_logits(group, _points(group, *places, grid, FULL_AREA, uncovered), num_classes)
             crop_parts.append(torch.where(total > 0, smooth(logits.softmax(-1), smoothing), truth[rows]))
             if dense:
@@ -184,7 +184,7 @@ def points_per_token(map_size: tuple[int, int], grid: tuple[int, int]) -> int:
     return max(2, *(math.ceil(cells / tokens) for cells, tokens in zip(map_size, grid, strict=True)))
 
 
-def known(labels: LabelBatch) -> Tensor:
+def has_area(labels: LabelBatch) -> Tensor:
     """Return (B,) bool: whether the map covers any part of its image (a map with `NO_AREA` does not)."""
     return (labels.area[:, 2:] > labels.area[:, :2]).all(1)
 
@@ -199,7 +199,7 @@ def _truth_tokens(
     return SparseLabels(weight, weight * (smoothing / num_classes), ids, (weight * (1 - smoothing))[..., None])
 
 
-def _listed_once(labels: LabelBatch, num_classes: int, dtype: torch.dtype) -> LabelBatch:
+def _without_repeats(labels: LabelBatch, num_classes: int, dtype: torch.dtype) -> LabelBatch:
     """Return the labels in `dtype`, with each class at most once per cell. If a cell lists a class again, all its
     entries but the largest get value 0 and the id C, which is no class."""
     ids, values = labels.ids, labels.values.to(dtype)
@@ -236,7 +236,7 @@ def _points(
     area = labels.area[..., None, None]
     # The comparisons are strict, so that an empty area covers nothing.
     inside = (visible_points & ((source > area[:, :2]) & (source < area[:, 2:])).all(1)).to(affine.dtype)
-    counted = inside if uncovered == "ignore" else known(labels).to(inside)[:, None, None].expand_as(inside)
+    counted = inside if uncovered == "ignore" else has_area(labels).to(inside)[:, None, None].expand_as(inside)
     share = (source - area[:, :2]) / (area[:, 2:] - area[:, :2]).clamp(min=torch.finfo(area.dtype).eps)
     x, y = ((share[:, axis] * size - 0.5).clamp(0, size - 1) for axis, size in enumerate((w, h)))
     return _Points(x, y, inside, counted)

@@ -83,9 +83,9 @@ class DeviceLoader:
     def _load(self, keys: Iterator[BatchKey]) -> Iterator[Batch]:
         """Yield the batches of the keys. Raise UserError if that fails."""
         batches = self._workers.run(keys)
-        return self._one_ahead(batches) if self.prefetch else map(self._finished, batches)
+        return self._one_ahead(batches) if self.prefetch else map(self._finish_batch, batches)
 
-    def _finished(self, batch: Batch) -> Batch:
+    def _finish_batch(self, batch: Batch) -> Batch:
         self.skips.record(batch.skipped)
         if batch.images.is_cuda:
             # It was made on a stream of the backend. Its memory must not be reused before this stream has read it.
@@ -96,17 +96,17 @@ class DeviceLoader:
 
     def _one_ahead(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         stream = _side_stream(self.device)
-        waiting: tuple[Batch, torch.cuda.Event] | None = None
+        pending: tuple[Batch, torch.cuda.Event] | None = None
         for batch in batches:
             with torch.cuda.stream(stream):
-                begun = self._finished(batch), stream.record_event()
-            if waiting is not None:
-                yield self._handed_over(*waiting)
-            waiting = begun
-        if waiting is not None:
-            yield self._handed_over(*waiting)
+                started = self._finish_batch(batch), stream.record_event()
+            if pending is not None:
+                yield self._hand_over(*pending)
+            pending = started
+        if pending is not None:
+            yield self._hand_over(*pending)
 
-    def _handed_over(self, batch: Batch, done: torch.cuda.Event) -> Batch:
+    def _hand_over(self, batch: Batch, done: torch.cuda.Event) -> Batch:
         current = torch.cuda.current_stream(self.device)
         current.wait_event(done)
         for tensor in batch.tensors():
@@ -194,7 +194,7 @@ class Workers:
         self.dataset, self.timeout, self.pin_memory = dataset, timeout, pin_memory
         self.persistent = persistent and self.workers > 0
         self._sampler = _Keys()
-        self._kept: DataLoader[Batch | UserError] | None = None
+        self._loader: DataLoader[Batch | UserError] | None = None
         dataset.worker_status = WorkerStatus(self.workers)
 
     def run(self, keys: Iterator[BatchKey]) -> Iterator[Batch]:
@@ -203,11 +203,11 @@ class Workers:
         return _from_one_thread(batches, self.dataset, self.timeout) if self.in_thread else batches
 
     def _run(self, keys: Iterator[BatchKey]) -> Iterator[Batch]:
-        loader, self._kept = self._new_loader() if self._kept is None else self._kept, None
+        loader, self._loader = self._new_loader() if self._loader is None else self._loader, None
         self._sampler.keys = keys
         self.dataset.worker_status.clear()
         try:
-            batches = _begun(loader)
+            batches = _start_pass(loader)
         except (RuntimeError, OSError) as error:
             reason = str(error).split("\n")[0]
             raise WorkerDied(f"data workers can't be started, or do not answer ({reason}): {LESS_MEMORY}") from error
@@ -218,7 +218,7 @@ class Workers:
                 raise batch
             yield batch
         if self.persistent:
-            self._kept = loader
+            self._loader = loader
 
     def _new_loader(self) -> DataLoader[Batch | UserError]:
         if self.workers and torch.multiprocessing.get_sharing_strategy() == "file_descriptor":
@@ -228,7 +228,7 @@ class Workers:
             batch_size=None,
             sampler=self._sampler,
             num_workers=self.workers,
-            collate_fn=_unchanged,
+            collate_fn=_no_collate,
             pin_memory=self.pin_memory,
             # torch checks whether its workers are alive only after its whole timeout: see `_next`.
             timeout=min(self.timeout or _LOOK_S, _LOOK_S) if self.workers else 0,
@@ -247,17 +247,17 @@ class Workers:
             while True:
                 # Check before each wait: a worker that was killed while sending may have left half a batch.
                 if wait(sentinels, 0):
-                    raise _died(processes)
+                    raise _death_error(processes)
                 try:
                     return next(batches, None)
                 except (RuntimeError, OSError, EOFError) as error:
                     timed_out = "DataLoader timed out" in str(error)
                     if wait(sentinels, 0 if timed_out else _DYING_S):
-                        raise _died(processes) from error
+                        raise _death_error(processes) from error
                     if not timed_out:
                         raise out_of_memory(error) or error from error
                 if self.timeout and time.monotonic() - began >= self.timeout:
-                    raise _hung(self.dataset, self.timeout)
+                    raise _timeout_error(self.dataset, self.timeout)
         except BaseException:
             _kill(processes, os.getpid())  # otherwise torch would wait 10 s for each worker that hangs
             raise
@@ -298,7 +298,7 @@ def _context() -> BaseContext:
     return context
 
 
-def _begun(loader: DataLoader[Batch | UserError]) -> Iterator[Batch | UserError]:
+def _start_pass(loader: DataLoader[Batch | UserError]) -> Iterator[Batch | UserError]:
     """Begin a pass and restore the handler of SIGCHLD. torch's handler raises an error for a dead worker anywhere in
     the main process, even within an optimizer step; `Workers._next` checks for dead workers instead."""
     settable = hasattr(signal, "SIGCHLD") and threading.current_thread() is threading.main_thread()
@@ -338,7 +338,7 @@ def _from_one_thread(batches: Iterator[Batch], dataset: BatchDataset, timeout: f
             try:
                 batch = made.get(timeout=timeout or None)
             except Empty:
-                raise _hung(dataset, timeout) from None
+                raise _timeout_error(dataset, timeout) from None
             if batch is None:
                 return
             if isinstance(batch, BaseException):
@@ -349,7 +349,7 @@ def _from_one_thread(batches: Iterator[Batch], dataset: BatchDataset, timeout: f
         at_exit()
 
 
-def _died(processes: list[BaseProcess]) -> WorkerDied:
+def _death_error(processes: list[BaseProcess]) -> WorkerDied:
     ended = wait([process.sentinel for process in processes], 0)
     dead = next(process for process in processes if process.sentinel in ended)
     dead.join(_DYING_S)
@@ -361,7 +361,7 @@ def _died(processes: list[BaseProcess]) -> WorkerDied:
     return WorkerDied(f"a data worker {ending}: {cause}")
 
 
-def _hung(dataset: BatchDataset, timeout: float) -> UserError:
+def _timeout_error(dataset: BatchDataset, timeout: float) -> UserError:
     """Return the error for no batch within `timeout` seconds, which names the file being read."""
     limit = f"no batch after {timeout:g} s (--loader-timeout)"
     longest = dataset.worker_status.longest()
@@ -377,7 +377,7 @@ def _kill(processes: list[BaseProcess], owner: int) -> None:
         process.kill()
 
 
-def _unchanged(batch: Any) -> Any:
+def _no_collate(batch: Any) -> Any:
     return batch
 
 

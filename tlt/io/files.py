@@ -81,7 +81,7 @@ def blamed_on(file: str | Path | None, what: str = "can't be used", remedy: str 
 
 
 @contextmanager
-def os_errors_told(message: Callable[[OSError], str]) -> Iterator[None]:
+def os_errors_as(message: Callable[[OSError], str]) -> Iterator[None]:
     """Turn an OSError in the block into a UserError with the text that `message` makes of it."""
     try:
         yield

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from tlt.errors import UserError
-from tlt.io.files import blamed_on, os_errors_told, read_at, with_retries
+from tlt.io.files import blamed_on, os_errors_as, read_at, with_retries
 from tlt.io.names import Names
 from tlt.io.output_folder import read_marker
 from tlt.io.text import printable
@@ -72,7 +72,7 @@ class Column:
     def read(self, row: int) -> np.ndarray:
         """Return a row. Raise UserError if the file was cut."""
         offset, name = self._begin + row * self._row_bytes, f"label archive {printable(self.path)}"
-        with os_errors_told(lambda error: f"{name} can't be read any more ({error.strerror}): {_REMEDY}"):
+        with os_errors_as(lambda error: f"{name} can't be read any more ({error.strerror}): {_REMEDY}"):
             data = with_retries(lambda: read_at(self._file.fileno(), self._row_bytes, offset), self.path)
         if len(data) != self._row_bytes:
             raise UserError(f"{name} has been cut: row {row} is missing; {_REMEDY}")

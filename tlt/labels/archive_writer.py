@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tlt.errors import UserError
-from tlt.io.files import os_errors_told, write_whole
+from tlt.io.files import os_errors_as, write_whole
 from tlt.io.names import Names
 from tlt.io.output_folder import OutputFolder
 from tlt.io.text import printable
@@ -157,6 +157,6 @@ class ArchiveWriter:
 
     def _writing(self) -> AbstractContextManager[None]:
         remedy = "make room and run the same command again"
-        return os_errors_told(
+        return os_errors_as(
             lambda e: f"OUT {printable(str(e.filename or self.root))} can't be written ({e.strerror}); {remedy}"
         )

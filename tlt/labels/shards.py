@@ -42,7 +42,7 @@ def label_bytes(label_map: LabelMap) -> bytes:
     return save({name: np.ascontiguousarray(array) for name, array in tensors.items()})
 
 
-def described(info: LabelInfo, identity: bytes) -> dict[str, Any]:
+def labels_description(info: LabelInfo, identity: bytes) -> dict[str, Any]:
     """Return the description of the labels for their table."""
     return {"info": asdict(info), "identity": identity.decode(errors="surrogateescape")}
 

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from tlt.errors import UserError
-from tlt.io.files import os_errors_told, read_bytes, write_whole
+from tlt.io.files import os_errors_as, read_bytes, write_whole
 from tlt.io.jobs import SearchProgress
 from tlt.io.names import Names
 from tlt.io.text import natural_sorted, printable
@@ -110,7 +110,7 @@ def read_map(path: str | Path, num_classes: int | None = None) -> LabelMap:
         MachineFault: The file can't be read because of the machine.
     """
     name = f"label {printable(str(path))}"
-    with os_errors_told(lambda error: f"{name} can't be read: {error.strerror}"):
+    with os_errors_as(lambda error: f"{name} can't be read: {error.strerror}"):
         tensor = load_plain(io.BytesIO(read_bytes(path)), name)
     if not isinstance(tensor, torch.Tensor):
         raise UserError(f"{name} holds a {type(tensor).__name__}, not a tensor [2, k, H, W]")

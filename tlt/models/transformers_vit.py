@@ -88,14 +88,14 @@ def timm_config(config: Mapping[str, Any], processor: Mapping[str, Any]) -> tupl
     }
     # The image processor resizes both sides to the model's size. Without one, images are scaled to [-1, 1].
     half = [0.5] * channels
-    looks = {
-        **_LOOKS,
+    cfg = {
+        **_CFG,
         **{"input_size": (channels, size, size), "num_classes": len(names) if classifies else 0},
         **{"mean": tuple(processor.get("image_mean") or half), "std": tuple(processor.get("image_std") or half)},
         "interpolation": _RESAMPLING.get(processor.get("resample", 2), "bilinear"),
         "label_names": [names[number] for number in sorted(names)] if classifies else None,
     }
-    return kwargs | ({"num_classes": looks["num_classes"]} if classifies else {}), looks
+    return kwargs | ({"num_classes": cfg["num_classes"]} if classifies else {}), cfg
 
 
 class TwoLayerHeadViT(VisionTransformer):
@@ -120,12 +120,12 @@ class TwoLayerHeadViT(VisionTransformer):
         self.head.apply(init_linear)
 
 
-_LOOKS = {
+_CFG = {
     **{"input_size": (3, 224, 224), "fixed_input_size": True, "crop_pct": 1.0, "crop_mode": "squash"},
     **{"interpolation": "bilinear", "mean": (0.5, 0.5, 0.5), "std": (0.5, 0.5, 0.5)},
     **{"first_conv": "patch_embed.proj", "classifier": "head", "num_classes": 1000},
 }
-default_cfgs = generate_default_cfgs({NAME: _LOOKS})
+default_cfgs = generate_default_cfgs({NAME: _CFG})
 
 
 @register_model

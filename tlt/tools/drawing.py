@@ -25,7 +25,7 @@ from tlt import geometry
 from tlt.data.batch import Batch
 from tlt.data.dataset import TrainDataset
 from tlt.errors import UserError, require
-from tlt.io.files import os_errors_told, write_whole
+from tlt.io.files import os_errors_as, write_whole
 from tlt.io.text import printable
 from tlt.label_map import Area, LabelBatch
 from tlt.targets import SparseLabels, Targets
@@ -159,7 +159,7 @@ def save_figure(figure: Figure, path: str | Path) -> None:
     """
     content = io.BytesIO()
     figure.savefig(content, format=Path(path).suffix[1:].lower())
-    with os_errors_told(lambda error: f"{printable(str(path))} can't be written: {error.strerror or error}"):
+    with os_errors_as(lambda error: f"{printable(str(path))} can't be written: {error.strerror or error}"):
         write_whole(path, content.getvalue())
 
 

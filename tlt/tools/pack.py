@@ -11,7 +11,7 @@ import numpy as np
 from tlt.data.sources import open_images
 from tlt.data.sources.source import ImageSource
 from tlt.errors import UserError
-from tlt.io.files import os_errors_told
+from tlt.io.files import os_errors_as
 from tlt.io.jobs import Progress
 from tlt.io.text import leads_out, natural_sorted, printable
 from tlt.label_map import LabelMap
@@ -111,7 +111,7 @@ def unpack(archive: str, out: str, overwrite: bool = False) -> list[str]:
     labels = [name if name.endswith(".pt") else usual for name, usual in zip(names, label_names(names), strict=True)]
     if (outside := next(filter(leads_out, labels), None)) is not None:
         raise UserError(f"the archive names {printable(outside)}, outside of its tree: it is not unpacked")
-    with os_errors_told(lambda e: f"OUT {printable(str(e.filename or out))} can't be written ({e.strerror})"):
+    with os_errors_as(lambda e: f"OUT {printable(str(e.filename or out))} can't be written ({e.strerror})"):
         root.mkdir(parents=True, exist_ok=True)
         if any(not path.name.startswith(".") for path in root.iterdir()):
             if not overwrite:

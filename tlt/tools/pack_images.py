@@ -44,7 +44,7 @@ from tlt.io.files import sync_folder
 from tlt.io.jobs import in_processes
 from tlt.io.output_folder import OutputFolder
 from tlt.io.text import leads_out, printable
-from tlt.labels.shards import described, label_bytes
+from tlt.labels.shards import label_bytes, labels_description
 from tlt.labels.store import LabelStore, open_labels
 
 FORMAT = "volo-tlt shards, version 1"
@@ -158,7 +158,7 @@ class Packing:
     def _write_tables(self, shards: list[FileRecords], maps: list[FileRecords]) -> None:
         source, labels = self.source, self.labels
         if labels is not None:
-            about = described(replace(labels.info, area=labels.area), labels.reader.identity())
+            about = labels_description(replace(labels.info, area=labels.area), labels.reader.identity())
             names = [source.paths[row] for row in sorted(self.labelled)]
             table = os.path.join(self.folder, LABELS)
             write_table(table, maps, concatenated(maps), names, source.class_names, about=about)
@@ -227,7 +227,7 @@ def _write(packing: Packing, rows: range, path: str) -> dict[str, int]:
 def _members(packing: Packing, row: int) -> Iterator[tuple[str, bytes | bytearray]]:
     """Yield name and bytes of each file to store for an image. Raise UserError if its label is invalid."""
     name, image = packing.names[row], read_image(packing.source, row)
-    yield name, image if packing.max_side is None else made_smaller(image, packing.max_side)
+    yield name, image if packing.max_side is None else shrink_image(image, packing.max_side)
     yield f"{os.path.splitext(name)[0]}.cls", str(packing.source.classes[row]).encode()
     labels = packing.labels
     if labels is not None and row in packing.labelled:
@@ -258,7 +258,7 @@ def read_image(source: ImageSource, row: int) -> bytearray:
         raise UserError(f"{printable(source.path(row))} can't be read ({error}): mend or remove it") from error
 
 
-def made_smaller(image: bytes | bytearray, max_side: int) -> bytes | bytearray:
+def shrink_image(image: bytes | bytearray, max_side: int) -> bytes | bytearray:
     """Return a JPEG whose longer side is `max_side`, or the image itself if it is no larger or can't be decoded. Its
     label map stays valid, because maps cover shares of an image."""
     try:

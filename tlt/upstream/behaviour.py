@@ -20,7 +20,7 @@ from tlt import geometry
 from tlt.data.augment.plan import Plan
 from tlt.data.dataset import LabelView
 from tlt.label_map import FULL_AREA, LabelBatch
-from tlt.targets import Targets, known
+from tlt.targets import Targets, has_area
 from tlt.upstream import WINDOW_ROWS
 
 
@@ -36,7 +36,7 @@ def published_window(rows: Collection[str], plan: Plan, labels: LabelBatch) -> t
     affine, visible = plan.normalised_affine(), plan.visible()
     if "label-area" in rows:
         full = torch.tensor(FULL_AREA).expand_as(labels.area)
-        labels = replace(labels, area=torch.where(known(labels)[:, None], full, labels.area))
+        labels = replace(labels, area=torch.where(has_area(labels)[:, None], full, labels.area))
     if "label-crop" in rows:
         # The transform stores (y, x, h, w), and the target maker passes this to roi_align, which expects x first.
         y, x, h, w = (plan.crop / np.tile(plan.source, 2)).T
@@ -61,7 +61,7 @@ def summing_to_more(targets: Targets, labels: LabelBatch, smoothing: float) -> T
     it stays."""
     floor = smoothing / targets.cls.shape[1]
     factor = (1 - smoothing + floor) / (1 - smoothing)
-    cls = torch.where(known(labels)[:, None], (targets.cls - floor) * factor + floor, targets.cls)
+    cls = torch.where(has_area(labels)[:, None], (targets.cls - floor) * factor + floor, targets.cls)
     tokens = targets.tokens
     if tokens is not None:
         tokens = tokens._replace(base=(tokens.base - floor) * factor + floor, excess=tokens.excess * factor)

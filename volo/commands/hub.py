@@ -14,7 +14,7 @@ import yaml
 from timm.models import save_for_hf
 
 from tlt.errors import UserError, install_command
-from tlt.io.files import blamed_on, os_errors_told
+from tlt.io.files import blamed_on, os_errors_as
 from tlt.io.weights import peek_checkpoint
 from volo.checkpoint.model_config import class_names
 from volo.config.args import changed_flags
@@ -52,7 +52,7 @@ def write_folder(trained: TrainedModel, checkpoint: str, folder: Path, licence: 
     settings = {key: trained.settings[key] for key in _IMAGES}
     with blamed_on(checkpoint or None):
         text = card(trained, name, checkpoint, licence, origin_url)
-    with os_errors_told(lambda error: f"--to-hf {folder} can't be written: {error.strerror}"):
+    with os_errors_as(lambda error: f"--to-hf {folder} can't be written: {error.strerror}"):
         folder.mkdir(parents=True, exist_ok=True)
         if any(folder.iterdir()):
             raise UserError(f"--to-hf {folder} is not empty: name a new folder")

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import yaml
 
 from tlt.errors import UserError
-from tlt.io.files import os_errors_told
+from tlt.io.files import os_errors_as
 from tlt.io.text import table
 from tlt.io.weights import peek_checkpoint, read_checkpoint
 from volo.config.args import changed_flags
@@ -63,7 +63,7 @@ def run(args: Namespace) -> int:
     for title, lines in sections.items():
         print(f"\n{title}", *(lines or ["none recorded"]), sep="\n")
     if args.html:
-        with os_errors_told(lambda error: f"--html: {folder / PAGE} can't be written ({error.strerror})"):
+        with os_errors_as(lambda error: f"--html: {folder / PAGE} can't be written ({error.strerror})"):
             (folder / PAGE).write_text(_page(folder, head, sections), "utf-8")
         print(f"\nwritten: {folder / PAGE}")
     return 0
@@ -99,7 +99,7 @@ def read_records(folder: Path) -> Records:
     """
     if not any((folder / name).is_file() for name in (EVENTS, METRICS)):
         raise UserError(f"{folder} is no run directory: it holds neither {EVENTS} nor {METRICS}")
-    with os_errors_told(lambda error: f"{folder} can't be read: {error.strerror}"):
+    with os_errors_as(lambda error: f"{folder} can't be read: {error.strerror}"):
         (events, bad_events), (metrics, bad_metrics) = (read_json_lines(folder / name) for name in (EVENTS, METRICS))
     reports = [record for record in metrics if record.get("event") == "train"]
     epochs = [record for record in metrics if record.get("event") == "epoch"]

@@ -13,7 +13,7 @@ from pathlib import Path
 from PIL import Image
 
 from tlt.errors import UserError, require
-from tlt.io.files import os_errors_told
+from tlt.io.files import os_errors_as
 
 SIZE = 64  # px; scans of 8 x 8 px are enlarged, so that augmentation has pixels to work on
 HELD_OUT_EVERY = 5
@@ -28,7 +28,7 @@ def run(args: Namespace) -> int:
     folder = Path(args.directory)
     if folder.exists():
         raise UserError(f"{folder} is there already: name a new folder")
-    with os_errors_told(lambda error: f"{folder} can't be written: {error.strerror}"):
+    with os_errors_as(lambda error: f"{folder} can't be written: {error.strerror}"):
         write_digits(folder, args.images)
     return 0
 

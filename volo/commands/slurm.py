@@ -7,7 +7,7 @@ from argparse import Namespace
 from pathlib import Path
 
 from tlt.errors import UserError
-from tlt.io.files import os_errors_told
+from tlt.io.files import os_errors_as
 from volo.config.args import shipped
 
 _LAUNCHER = """#!/usr/bin/env bash
@@ -23,7 +23,7 @@ def run(args: Namespace) -> int:
         UserError: The folder is not empty, or can't be written.
     """
     folder = Path(args.directory)
-    with os_errors_told(lambda error: f"{folder} can't be written: {error.strerror}"):
+    with os_errors_as(lambda error: f"{folder} can't be written: {error.strerror}"):
         folder.mkdir(parents=True, exist_ok=True)
         if any(folder.iterdir()):
             raise UserError(f"{folder} is not empty: name a new folder, or remove what it holds")

@@ -27,7 +27,7 @@ import torch
 import yaml
 
 from tlt import __version__
-from tlt.io.files import os_errors_told, read_at, write_whole
+from tlt.io.files import os_errors_as, read_at, write_whole
 from tlt.tools.drawing import INK, drawable, new_figure, shorten
 from volo.cluster.distributed import launch_id
 
@@ -143,7 +143,7 @@ class RunRecords:
         self.path = path
         self._metrics = LineFile(path / METRICS)
         self._started: dict[str, bytes] = {}  # contents of the files that `record_start` wrote
-        with os_errors_told(lambda error: f"--output {path}: cannot create the run directory ({error.strerror})"):
+        with os_errors_as(lambda error: f"--output {path}: cannot create the run directory ({error.strerror})"):
             path.mkdir(parents=True, exist_ok=True)
 
     def record_start(
@@ -189,7 +189,7 @@ class RunRecords:
         lines = file.read_bytes().splitlines() if file.is_file() else []
         earlier = [line for line in lines if _is_before(line, epoch, update)]
         if len(earlier) < len(lines):
-            with os_errors_told(lambda error: f"{file} can't be written ({error.strerror}): make room there"):
+            with os_errors_as(lambda error: f"{file} can't be written ({error.strerror}): make room there"):
                 write_whole(file, b"".join(line + b"\n" for line in earlier))
                 self._write_summary()
         return len(lines) - len(earlier)

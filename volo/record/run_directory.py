@@ -19,7 +19,7 @@ import yaml
 from filelock import FileLock, Timeout
 
 from tlt.errors import UserError
-from tlt.io.files import os_errors_told
+from tlt.io.files import os_errors_as
 from volo.cluster.distributed import restarts
 from volo.config.checkpoint_files import MILESTONE
 from volo.config.flags_data import AUGMENTATION, TOKEN_LABELS
@@ -46,7 +46,7 @@ def check_writable(folder: Path, flag: str) -> None:
         UserError: Nothing can be written there.
     """
     there = folder
-    with os_errors_told(lambda error: f"{flag} {folder}: nothing can be written in {there} ({error.strerror})"):
+    with os_errors_as(lambda error: f"{flag} {folder}: nothing can be written in {there} ({error.strerror})"):
         there = next(parent for parent in (folder, *folder.parents) if parent.exists())
         TemporaryDirectory(dir=there, prefix=".writable-").cleanup()
 
@@ -171,7 +171,7 @@ def _new(root: Path, suffix: str, make: bool) -> Path:
     """Create and return a directory named after the current second, with a number if that name exists already."""
     now = datetime.now().strftime(_TIME)
     path = root / f"{now}{suffix}"
-    with os_errors_told(lambda error: f"--output {path}: cannot create the run directory ({error.strerror})"):
+    with os_errors_as(lambda error: f"--output {path}: cannot create the run directory ({error.strerror})"):
         for number in itertools.count(2) if make else ():
             with suppress(FileExistsError):
                 path.mkdir(parents=True)

@@ -108,7 +108,7 @@ class DaliBackend(Backend):
             alone = [self._decode_accelerated([request], size, fill) for request in requests]
             failed = {row: error for row, (_, errors) in enumerate(alone) for error in errors.values()}
             return torch.cat([image for image, _ in alone]), failed
-        return (_taken(images, self.device) if self.resizes else self._resized(images, requests, size, fill)), {}
+        return (_to_torch(images, self.device) if self.resizes else self._resized(images, requests, size, fill)), {}
 
     def _resized(self, windows: Any, requests: list[Request], size: Size, fill: Sequence[int]) -> Tensor:
         def resize(row: int) -> Tensor:
@@ -157,7 +157,7 @@ def _run(
     return images
 
 
-def _taken(images: Any, device: torch.device) -> Tensor:
+def _to_torch(images: Any, device: torch.device) -> Tensor:
     tensor = torch.from_dlpack(images.as_tensor())
     if device.type == "cuda":
         # DALI does not know torch's streams, so we copy its memory and wait before DALI reuses it.

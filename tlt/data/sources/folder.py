@@ -19,7 +19,7 @@ import numpy as np
 from tlt.data.sources.image_file import DEFAULT_MAX_PIXELS, image_extensions, read_file
 from tlt.data.sources.source import ImageSource, ProgressCallback, left_out_lines
 from tlt.errors import MissingSplit, UserError
-from tlt.io.files import os_errors_told, regular_only
+from tlt.io.files import os_errors_as, regular_only
 from tlt.io.jobs import SearchProgress
 from tlt.io.names import Names
 from tlt.io.text import leads_out, natural_key, natural_sorted, printable, some_names
@@ -93,7 +93,7 @@ class FolderListing:
         path, images, folders = os.path.join(self.root, folder), list[str](), dict[str, bool]()
         remedy = "mend its permissions or the link"
         remedy += "; leaving it out would change the class numbers" if self._classes else ""
-        explained = os_errors_told(lambda e: f"{printable(e.filename or path)} can't be read ({e.strerror}): {remedy}")
+        explained = os_errors_as(lambda e: f"{printable(e.filename or path)} can't be read ({e.strerror}): {remedy}")
         with explained, os.scandir(path) as entries:
             for entry in entries:
                 name = entry.name

@@ -30,7 +30,7 @@ from filelock import FileLock, Timeout
 from tlt.data.sources.image_file import DEFAULT_MAX_PIXELS, BadImage, check_length
 from tlt.data.sources.source import ImageSource, ProgressCallback, left_out_lines
 from tlt.errors import UserError
-from tlt.io.files import blamed_on, os_errors_told, read_into, regular_only, with_retries, write_whole
+from tlt.io.files import blamed_on, os_errors_as, read_into, regular_only, with_retries, write_whole
 from tlt.io.jobs import SearchProgress, available_cpus, in_processes
 from tlt.io.names import Names
 from tlt.io.text import leads_out, natural_key, printable, some_names
@@ -111,7 +111,7 @@ def open_records(
 
 
 def _scan(scan: Callable[[str], FileRecords], path: str) -> FileRecords:
-    with os_errors_told(lambda error: f"{printable(path)} can't be read ({error.strerror or error})"):
+    with os_errors_as(lambda error: f"{printable(path)} can't be read ({error.strerror or error})"):
         return scan(path)
 
 

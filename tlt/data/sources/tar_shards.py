@@ -74,7 +74,7 @@ def open_webdataset(_name: str, data: str, split: str, on_progress: ProgressCall
         pattern = split.partition("|")[0]
         name, files, label_key = re.sub(r"[^\w.,-]+", "_", pattern), expand_braces(pattern), LABEL_KEY
     else:
-        name, files, label_key = _listed(data, split)
+        name, files, label_key = _split_entry(data, split)
     for file in files:
         if ":" in file or leads_out(file) or not file.endswith(".tar"):
             raise UserError(
@@ -113,7 +113,7 @@ def _choices(inside: str) -> Sequence[str]:
     return inside.split(",") if "," in inside else []
 
 
-def _listed(data: str, split: str) -> tuple[str, list[str], str]:
+def _split_entry(data: str, split: str) -> tuple[str, list[str], str]:
     """Return the split's name in `_info.json`, its shards, and the key of their classes."""
     path = next((path for name in ("_info.json", "info.json") if os.path.isfile(path := os.path.join(data, name))), "")
     if not path:

@@ -26,7 +26,7 @@ from tlt.data.sources.image_file import most_bytes
 from tlt.data.sources.records import ROW, FileRecords, RecordImages
 from tlt.data.sources.source import MAX_CLASS, ProgressCallback, check_classes, class_folder, numbered_names
 from tlt.errors import MissingSplit, UserError, require
-from tlt.io.files import os_errors_told, regular_only
+from tlt.io.files import os_errors_as, regular_only
 from tlt.io.text import leads_out, natural_key, natural_sorted, printable, some_names
 
 # Names of the features in TensorFlow's image records, then in those of tensorflow_datasets.
@@ -72,7 +72,7 @@ def open_tfrecords(_name: str, data: str, split: str, on_progress: ProgressCallb
             folder, table = data, f"{name}.records"
             files = [file for file in _record_names(data) if re.search(rf"(^|-){re.escape(name)}[-._]", file)]
         if files:
-            paths = _whole(folder, files)
+            paths = _complete_paths(folder, files)
             return records.open_records(
                 paths, os.path.join(folder, table), scan_records, _write_record_table, on_progress
             )
@@ -107,11 +107,11 @@ def open_tfds(name: str, data: str, split: str, on_progress: ProgressCallback | 
 
 
 def _record_names(folder: str) -> list[str]:
-    with os_errors_told(lambda error: f"{printable(folder)} can't be read ({error.strerror})"):
+    with os_errors_as(lambda error: f"{printable(folder)} can't be read ({error.strerror})"):
         return sorted(filter(_RECORDS.fullmatch, os.listdir(folder)), key=natural_key)
 
 
-def _whole(folder: str, names: Sequence[str]) -> list[str]:
+def _complete_paths(folder: str, names: Sequence[str]) -> list[str]:
     """Return the paths of the files. Raise UserError if one of those numbered `-00000-of-01024` is missing."""
     parts = [match for match in map(_PART.fullmatch, names) if match]
     for stem, total in {(part[1], part[3]) for part in parts}:
@@ -164,7 +164,7 @@ def scan_records(path: str) -> FileRecords:
         length = os.fstat(file.fileno()).st_size
         for number, (offset, record) in enumerate(_records(file, path, length)):
             where = f"record {number} of {printable(path)}"
-            features = _parsed(record, where)
+            features = _parse_example(record, where)
             image, label = _single(features, _IMAGE, bytes), _single(features, _LABEL, int)
             for part, names_of, value in (("image", _IMAGE, image), ("class number", _LABEL, label)):
                 if value is None:
@@ -178,7 +178,7 @@ def scan_records(path: str) -> FileRecords:
     return FileRecords(path, length, np.array(rows, ROW), names, class_texts)
 
 
-def _parsed(record: bytes, record_name: str) -> Features:
+def _parse_example(record: bytes, record_name: str) -> Features:
     """Return the features of an Example by name. Raise UserError if it is damaged or of another kind."""
     try:
         entries = _example().FromString(record).features.entries
