@@ -1,4 +1,4 @@
-"""What a training loop of your own needs: the loader of training batches, and the random numbers of a step.
+"""The loader of training batches and the random numbers of a step, for training loops of your own.
 
 `volo train` uses the same targets, MixToken boxes and loss (`volo.train.criterion`) and makes the same batches: with
 equal seeds both compute equal numbers. docs/python_api.md shows such a loop, examples/ has whole programs.

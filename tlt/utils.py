@@ -28,7 +28,7 @@ def load_pretrained_weights(
             default 1000, which the published examples use for any model.
 
     Raises:
-        UserError: The file can't be read, holds NaN or lacks EMA weights; or (strict) something or (else) all misfits.
+        UserError: The file can't be read, holds NaN or lacks EMA weights; or a tensor misfits (not strict: all do).
     """
     model_classes = getattr(model, "num_classes", num_classes)
     if num_classes not in (model_classes, 1000):

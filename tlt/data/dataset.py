@@ -1,4 +1,4 @@
-"""Data sets whose key is a whole micro-batch, so that one worker makes one batch, and their number changes nothing.
+"""Data sets whose key is a whole micro-batch: one worker makes one batch, and the number of workers changes nothing.
 
 Training reads every file once, draws the plan for the image sizes, and decodes the crops. Another image, a function of
 (seed, epoch, index, attempt), replaces an image that can't be decoded, which is reported. Evaluation applies timm's

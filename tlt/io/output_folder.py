@@ -73,7 +73,7 @@ class OutputFolder:
                 )
 
     def finish(self, more: Mapping[str, Any]) -> None:
-        """Mark the folder as complete and add `more` to the settings. All other files must be on the disk."""
+        """Mark the folder as complete and add `more` to its settings. All other files must be on the disk."""
         sync_folder(self.root)
         self._write({**self.settings, **more}, complete=True)
         self.complete = True

@@ -49,7 +49,7 @@ def safe_text(text: str) -> str:
 
 
 def open_streams() -> None:
-    """Make stdout and stderr accept any text: escape what their encoding lacks, and send closed ones to nowhere.
+    """Make stdout and stderr accept any text: escape what their encoding lacks, and discard text to closed ones.
 
     Otherwise the next opened file would get the number of a closed stream, and libraries would print into it.
     """

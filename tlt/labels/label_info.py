@@ -32,7 +32,7 @@ class LabelInfo:
         num_classes: Class ids are below it; None if it is not known.
         area: `"full"`, `"center"` (the centred square of each image) or `(x0, y0, x1, y1)` in shares of the image,
             which may reach beyond it (a network that pads labels such positions).
-        annotator: The settings of the network that made the labels.
+        annotator: The network that made the labels, with its settings.
         class_names: Name of every class id: the class folders, or the annotator's own classes; None if not known.
         transfer: Whether the ids are the annotator's own classes, which differ from the class folders.
         skipped: Unreadable images, which have no map; paths relative to the image folder.

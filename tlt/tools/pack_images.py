@@ -70,7 +70,7 @@ def pack_images(
     report the result. The other splits get the class numbers of the first.
 
     Raises:
-        UserError: There are no images, an image or label is unreadable, or `out` can't be written or is something else.
+        UserError: There are no images, an image or label is unreadable, or `out` can't be written or has other files.
     """
     lines, sources = list[str](), dict[str, ImageSource]()
     class_names: list[str] | None = None

@@ -158,7 +158,7 @@ def pillow_errors(max_pixels: int) -> Iterator[None]:
     except Image.UnidentifiedImageError as error:
         raise BadImage("no image format that Pillow can decode") from error
     except Image.DecompressionBombError as error:
-        # Pillow's message mentions twice the limit, where it refuses by itself.
+        # Pillow raises this only beyond twice the limit, and its message states the double.
         size = _first_line(error).partition(" exceeds ")[0]
         raise BadImage(
             f"more than --max-pixels {max_pixels} pixels (make it smaller: tlt pack-images --max-side): {size}"
