@@ -1,4 +1,4 @@
-"""`python -m tlt`: the `tlt` command where it is not installed."""
+"""`python -m tlt` runs the `tlt` command without installing it."""
 
 import sys
 

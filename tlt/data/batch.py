@@ -120,8 +120,8 @@ class IndexStream:
         return [self.sizes.sizes[number] for number in self.sizes.choices(self.seed, epoch, self.updates_per_epoch)]
 
     def work(self, epochs: int) -> Sequence[float]:
-        """(updates + 1,) pixels of all ranks' images before each update of these epochs, and after the last; without
-        `sizes` the number of updates."""
+        """Return (updates + 1,), the pixels of all ranks' images before each update of these epochs and after the last;
+        without `sizes`, the number of updates instead of pixels."""
         if self.sizes is None:
             return range(epochs * self.updates_per_epoch + 1)
         pixels = np.prod(self.sizes.sizes, axis=1) * self.sizes.batch_sizes

@@ -1,1 +1,1 @@
-"""What every room shares: names, progress, processes, weight files."""
+"""Code that every room uses: names, progress, processes, weight files."""

@@ -161,7 +161,7 @@ class TokenLabelModel(Constants):
             return self.forward_head(tokens)
         patches = tokens[:, 1:]
         if mix_box is not None:
-            # The head treats tokens separately, so we un-mix its input: C channels are fewer than its K outputs.
+            # The head treats tokens separately, so we un-mix its input (C channels) rather than its output (K).
             patches = unmix_tokens(patches, mix_box, self.token_grid(img_size))
         return self.head(self.pool(tokens)), linear(self.aux_head, patches)
 

@@ -134,7 +134,7 @@ class WithDenseHead(Extension):
             return logits
         tokens = feature_map(self, features, img_size)  # (B, h, w, C)
         if mix_box is not None:
-            # The head treats tokens separately, so we un-mix its input: C channels are fewer than its K outputs.
+            # The head treats tokens separately, so we un-mix its input (C channels) rather than its output (K).
             tokens = mix_tokens(tokens, mix_box)
         return logits, self.aux_head(self.aux_norm(tokens)).flatten(1, 2)
 
