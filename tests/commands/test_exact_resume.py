@@ -69,6 +69,7 @@ def test_fault_11_interrupted_at_several_updates_and_gone_on_with_other_workers_
         "--model-dtype bfloat16 -b 2 --grad-accum-steps 2",
         "--shard 2 --clip-grad 1 -b 2 --grad-accum-steps 2",
         "--tensor-parallel 2 --clip-grad 1",
+        "--train-img-sizes 16 32 --train-batch-sizes 4 2 --train-size-schedule progressive",
     ],
 )
 def test_fault_11_interrupted_on_two_ranks(make_dataset: Make, make_labels: Make, tmp_path: Path, more: str) -> None:

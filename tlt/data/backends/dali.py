@@ -178,7 +178,7 @@ def _geometry(request: Request, size: Size) -> tuple[int, ...]:
     return (y, x, height, width, *request.size, int(kind), request.top, request.left, *size)
 
 
-@functools.lru_cache(2)
+@functools.lru_cache(4)  # batches of image sizes differ
 def _pipeline(room: int, threads: int, device: torch.device, fill: tuple[int, ...] | None) -> Any:
     """Return a pipeline for batches of up to `room` images, which training and validation share. Raise UserError if
     DALI can't start."""
