@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -12,7 +13,7 @@ import timm
 import torch
 from timm.utils import ModelEmaV3
 
-from tests.commands.conftest import QUICK, Call, Make, metrics
+from tests.commands.conftest import QUICK, ROOT, Call, Make, metrics
 from tlt.data.batch import IndexStream
 from tlt.errors import UserError
 from tlt.labels.store import open_labels
@@ -139,15 +140,17 @@ def test_a_checkpoint_annotates_with_its_dense_head_and_without_it_is_a_start_bu
     assert ended.code == 0 and "missing 2: aux_head.weight, aux_head.bias (left as initialised)" in ended.out
 
 
-def test_a_run_that_mixes_in_every_way_is_resumed_to_the_same_bits(
-    call: Call, make_dataset: Make, make_labels: Make, tmp_path: Path
+def test_a_run_that_mixes_in_every_way_until_mixup_off_epoch_is_resumed_to_the_same_bits(
+    call: Call, make_dataset: Make, make_labels: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    draw, drawn = Mixup.draw, []
+    monkeypatch.setattr(Mixup, "draw", lambda *given: drawn.append(1) or draw(*given))
     data = make_dataset(train=15)  # batches of 5
     flags = f"{data} {SMALL} -b 5 --epochs 2 --lr 1e-3 --token-label --token-label-data {make_labels(data)} --cutmix 1"
     flags += " --mixup 0.8 --mixup-mode elem --mixup-off-epoch 1 --model test_vit4 --drop-path 0.2 --model-ema"
     flags += f" --output {tmp_path} --experiment run"
     ended = call("train", flags)
-    assert ended.code == 0, ended.err
+    assert ended.code == 0 and len(metrics(tmp_path / "run")) == 2 * len(drawn) == 6, ended.err
     assert all(r["loss"] == pytest.approx(r["cls_loss"] + 0.5 * r["dense_loss"]) for r in metrics(tmp_path / "run"))
     whole = load(tmp_path / "run" / "last.pth.tar")
     resumed = call("train", f"{flags} --resume", tmp_path / "run" / "checkpoint-0.pth.tar")
@@ -159,11 +162,14 @@ def test_a_run_that_mixes_in_every_way_is_resumed_to_the_same_bits(
     assert set(whole["dense_head"]) == {"aux_head.weight", "aux_head.bias", "aux_norm.weight", "aux_norm.bias"}
 
 
-def test_mixing_stops_where_mixup_off_epoch_says(
-    call: Call, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_transformers_model_with_a_head_of_two_layers_trains_by_its_recipe(
+    call: Call, make_dataset: Make, tmp_path: Path
 ) -> None:
-    draw, drawn = Mixup.draw, []
-    monkeypatch.setattr(Mixup, "draw", lambda *given: drawn.append(1) or draw(*given))
-    flags = f"{data} {QUICK} --mixup 0.8 --epochs 3 --mixup-off-epoch 1 --output {tmp_path} --experiment run"
-    assert call("train", flags).code == 0
-    assert len(metrics(tmp_path / "run")) == 3 * len(drawn) == 6
+    model = "vit_transformers --model-kwargs patch_size=16 embed_dim=64 depth=1 num_heads=2 representation_size=64"
+    small = "--img-size 32 --batch-size 4 --grad-accum-steps 1 --epochs 1 --warmup-epochs 0 --num-classes 4 -j 0"
+    flags = f"{make_dataset(train=8)} -c {ROOT}/configs/vit_b16_224.yaml {small} --model {model} --log-interval 1"
+    ended = call("train", f"{flags} --no-warmup-prefix --cooldown-epochs 0 --output {tmp_path} --experiment run")
+    assert ended.code == 0, ended.err
+    assert "head.pre_logits.weight" in load(tmp_path / "run" / "last.pth.tar")["state_dict"]
+    losses = [record["loss"] for record in metrics(tmp_path / "run")]
+    assert len(losses) == 2 and all(map(math.isfinite, losses))

@@ -23,7 +23,6 @@ from tests.conftest import LIMIT
 from tlt.data.batch import Batch
 from tlt.errors import UserError
 from tlt.models.flops import flops_per_image
-from tlt.tools.cli import main as tlt_command
 from volo import cli
 from volo.cluster.distributed import init_world
 from volo.cluster.watchdog import Watchdog
@@ -343,18 +342,6 @@ def test_what_a_strange_checkpoint_leads_to_is_one_line(
 def test_debug_shows_where(call: Call, data: Path) -> None:
     with pytest.raises(UserError):
         call("train", f"{data} {QUICK} --val-split nowhere --debug")
-
-
-def test_an_archive_trains_as_its_tree_does(call: Call, data: Path, labels: Path, tmp_path: Path) -> None:
-    archive = tmp_path / "labels.tlt"
-    assert tlt_command(["pack", str(labels), str(archive), "--images", str(data)]) == 0
-    flags = f"{data} {QUICK} --epochs 1 --token-label --output {tmp_path} --token-label-data"
-    losses = []
-    for given, workers in ((labels, "0"), (archive, "2")):
-        ended = call("train", flags, given, "--experiment", f"run{workers}", "-j", workers)
-        assert ended.code == 0, ended.err
-        losses.append([record["loss"] for record in metrics(tmp_path / f"run{workers}")])
-    assert losses[0] == losses[1] and len(losses[0]) == 2
 
 
 def test_a_reader_that_goes_away_is_no_traceback(tmp_path: Path) -> None:
