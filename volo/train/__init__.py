@@ -1,1 +1,1 @@
-"""The step and what it is made of: data, model, criterion, optimizer, schedule, precision, compilation, loop."""
+"""The training step and its parts: data, model, criterion, optimizer, schedule, precision, compilation, loop."""

@@ -1,5 +1,5 @@
-"""What `--model` names: an architecture of timm's, a folder (`local-dir:PATH`) or a repository of the Hugging Face Hub
-(`hf-hub:ORG/NAME`). Nothing is built here."""
+"""What `--model` names: an architecture of timm, a folder (`local-dir:PATH`) or a repository of the Hugging Face Hub
+(`hf-hub:ORG/NAME`). This module builds no models."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tlt.models import transformers_vit
 
 
 class Architecture(NamedTuple):
-    """A model that timm can build: its registered name, arguments, and where its weights are."""
+    """A model that timm can build: its registered name, its arguments, and where its weights are."""
 
     name: str
     kwargs: dict[str, Any]
@@ -28,11 +28,11 @@ class Architecture(NamedTuple):
 
 @cache
 def architecture_of(model: str) -> Architecture:
-    """Return what `--model` names; a registered name stands for itself.
+    """Return the architecture that `--model` names.
 
     Raises:
-        UserError: An unknown name (the message has the nearest ones); the folder or the repository can't be read, or
-            describes no model that timm knows here.
+        UserError: The name is unknown (the message suggests the nearest ones), the folder or repository can't be read,
+            or it describes a model that timm doesn't know.
     """
     prefix, colon, name = model.partition(":")
     if not colon or prefix not in ("local-dir", "hf-hub"):
@@ -48,7 +48,7 @@ def architecture_of(model: str) -> Architecture:
         config, name, kwargs = load(name)
     except UserError as error:
         raise UserError(f"--model {model}: {error}") from error
-    except Exception as error:  # huggingface_hub and requests derive theirs from nothing narrower
+    except Exception as error:  # errors of huggingface_hub and requests share no narrower class
         reason = " ".join(str(error).split())[:200] or type(error).__name__
         raise UserError(f"--model {model} can't be read: {reason}") from error
     if not timm.is_model(name):
@@ -57,22 +57,22 @@ def architecture_of(model: str) -> Architecture:
 
 
 def _file(prefix: str, name: str, file: str) -> str:
-    """Return the path of one file of a description. Raises OSError where it is missing."""
+    """Return the path of one file of a description. Raises OSError if it is missing."""
     return str(Path(name, file)) if prefix == "local-dir" else download_from_hf(name, file)
 
 
 def _transformers_vit(described: dict[str, Any], prefix: str, name: str) -> Architecture:
     try:
         processor = load_cfg_from_json(_file(prefix, name, "preprocessor_config.json"))
-    except OSError:  # it has none; huggingface_hub's errors derive from it
+    except OSError:  # the file is missing; huggingface_hub's errors are OSErrors as well
         processor = {}
     kwargs, config = transformers_vit.timm_config(described, processor)
-    where = {"file": name} if prefix == "local-dir" else {"hf_hub_id": name}  # by which timm finds the weights
+    where = {"file": name} if prefix == "local-dir" else {"hf_hub_id": name}  # timm finds the weights by this
     return Architecture(transformers_vit.NAME, kwargs, config | {"source": prefix} | where)
 
 
 def image_size_of(args: Namespace) -> tuple[int, int] | None:
-    """Return (H, W) as `--input-size`, `--img-size` or `--model-kwargs img_size=` asks for it, None if none does."""
+    """Return (H, W) from `--input-size`, `--img-size` or `--model-kwargs img_size=`; None if none is used."""
     if args.input_size is not None:
         return args.input_size[1], args.input_size[2]
     size = (getattr(args, "model_kwargs", None) or {}).get("img_size") if args.img_size is None else args.img_size
@@ -80,20 +80,20 @@ def image_size_of(args: Namespace) -> tuple[int, int] | None:
 
 
 def known_config(model: str) -> dict[str, Any]:
-    """Return what is known of `--model` before it is built: `input_size`, `num_classes`, `fixed_input_size`, ..."""
+    """Return what is known about `--model` before it is built: `input_size`, `num_classes`, `fixed_input_size`, ..."""
     name, kwargs, stored = architecture_of(model)
     registered = timm.get_pretrained_cfg(name)
     return (registered.to_dict() if registered else {}) | (stored or {}) | kwargs
 
 
 def image_size_by_name(args: Namespace) -> tuple[int, int]:
-    """Return the (H, W) that flags and the model's name tell before a model is built; 224 x 224 where neither does."""
+    """Return the image size (H, W) from flags or the model's name, before it is built; 224 x 224 by default."""
     config = known_config(args.model)
     return to_2tuple(image_size_of(args) or config.get("img_size") or config.get("input_size", (3, 224, 224))[1:])
 
 
 def takes_image_size(name: str) -> bool:
-    """Whether the model is built for one image size, as ours and timm's vision transformers are."""
+    """Whether the model is built for one image size, as this project's and timm's vision transformers are."""
     return is_ours(architecture_of(name).name) or known_config(name).get("fixed_input_size", False)
 
 

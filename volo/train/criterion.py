@@ -1,9 +1,9 @@
-"""What is trained: the loss of a step, with token labels or without.
+"""The loss of a training step, with or without token labels.
 
-`criterion.loss(model, batch, step)` is the whole forward half of a step: `draw`, what the host draws (how Mixup or
-CutMix mix images, MixToken's box); then what the device computes, which a CUDA graph can repeat: `prepare` (images and
-targets), the model's outputs, and their loss. `StepKey` seeds everything random, so that a resumed run draws the same
-numbers.
+`criterion.loss(model, batch, step)` is the forward half of a step. `draw` draws random numbers on the host: how Mixup
+or CutMix mix images, and MixToken's box. The rest runs on the device, where a CUDA graph can repeat it: `prepare` makes
+images and targets, then come the model and the losses of its outputs. `StepKey` seeds everything random, so that a
+resumed run draws the same numbers.
 """
 
 from __future__ import annotations
@@ -33,24 +33,24 @@ from volo.train.precision import autocast
 if TYPE_CHECKING:
     from volo.train.teacher import Teacher
 
-# Settings of the loss that are flags of the same name.
+# Settings of the loss that have flags of the same name.
 _SETTINGS = (
     *("smoothing", "uncovered", "ground_truth", "gt_weight_agree", "gt_weight_disagree"),
     *("cls_weight", "dense_weight"),
 )
-_MIXUP_STREAM = 0x57EB  # one more random stream of a step, beside those of `tlt.api`
+_MIXUP_STREAM = 0x57EB  # another random stream of a step, besides those of `tlt.api`
 
 
 class Drawn(NamedTuple):
-    """What is random in a step but for what the model draws, on the device of the batch: how images are mixed, and
-    MixToken's box (4,) int32; None without."""
+    """The random numbers of a step, except the model's, on the batch's device: how images are mixed, and MixToken's box
+    (4,) int32; None for what is not used."""
 
     ratios: MixRatios | None
     box: Tensor | None = None
 
 
 class Prepared(NamedTuple):
-    """A step up to the model: `terms(model(images, **options))` are its losses."""
+    """The inputs of the model in a step: `terms(model(images, **options))` are the step's losses."""
 
     images: Tensor
     options: dict[str, Any]
@@ -58,18 +58,18 @@ class Prepared(NamedTuple):
 
 
 class StepLoss:
-    """What the criteria of a step have in common."""
+    """The methods that all criteria share."""
 
     amp_dtype: torch.dtype | None
     draw: Callable[[Batch, StepKey], Drawn]
     prepare: Callable[[Batch, Drawn], Prepared]
 
     def loss(self, model: Callable[..., Any], batch: Batch, step: StepKey) -> LossTerms:
-        """Return the losses of a step: means over the batch. The same arguments give the same numbers."""
+        """Return the losses of a step, averaged over the batch. They depend only on the arguments."""
         return self.loss_of(model, batch, self.draw(batch, step))
 
     def loss_of(self, model: Callable[..., Any], batch: Batch, drawn: Drawn) -> LossTerms:
-        """Return the losses of a step in which this was drawn."""
+        """Return the losses of a step with these random numbers."""
         images, options, terms = self.prepare(batch, drawn)
         with autocast(images.device, self.amp_dtype):
             return terms(model(images, **options))
@@ -80,12 +80,12 @@ class TokenLabelCriterion(StepLoss, TokenLabelLoss):
     """Class loss plus dense loss on token labels, with MixToken.
 
     Args:
-        mix_token: Draw one MixToken box per batch.
-        mix: Mixup or CutMix of the images and their labels, before MixToken; None for neither.
-        published_sum: Let smoothed targets sum to 1 + s / C (`--compat target-sum`).
-        teacher: Labels the batch before anything is mixed; None: the batch has its labels already, or has none.
-        amp_dtype: The type in which autocast computes the forward pass; None for float32.
-        The others: as `tlt.loss.TokenLabelLoss`; where `dense` is False, `model(x)` is trained on the class labels.
+        mix_token: Whether to draw a MixToken box for each batch.
+        mix: Mixup or CutMix of the images and their labels, which precedes MixToken; None for neither.
+        published_sum: Whether smoothed targets sum to 1 + s / C (`--compat target-sum`).
+        teacher: Labels each batch before it is mixed; None if the batch has labels already, or needs none.
+        amp_dtype: The dtype in which autocast computes the forward pass; None for float32.
+        Others: As in `tlt.loss.TokenLabelLoss`. If `dense` is False, `model(x)` is trained on the class labels.
     """
 
     mix_token: bool = True
@@ -95,7 +95,7 @@ class TokenLabelCriterion(StepLoss, TokenLabelLoss):
     amp_dtype: torch.dtype | None = None
 
     def targets(self, batch: Batch) -> Targets:
-        # Before the forward pass, so that the memory of the teacher's activations is free again.
+        # The teacher runs before the student's forward pass, so that the memory of its activations is free by then.
         batch = batch if self.teacher is None else self.teacher.label(batch)
         targets = super().targets(batch)
         if self.published_sum and batch.labels is not None:
@@ -105,7 +105,7 @@ class TokenLabelCriterion(StepLoss, TokenLabelLoss):
         return targets
 
     def draw(self, batch: Batch, step: StepKey) -> Drawn:
-        """Return what is random in the loss of a step. Raises UserError: a label map has a class that there is not."""
+        """Return the step's random numbers. Raises UserError if a label map has a class that doesn't exist."""
         if batch.labels is not None:
             batch.labels.check_ids(self.num_classes)
         drawn = draw_box(step, self.place(batch.images)[0]) if self.mix_token else None
@@ -113,12 +113,12 @@ class TokenLabelCriterion(StepLoss, TokenLabelLoss):
         return Drawn(_draw_ratios(self.mix, batch, step), box)
 
     def prepare(self, batch: Batch, drawn: Drawn) -> Prepared:
-        """Return images, the model's options and the losses of its outputs, of a step in which this was drawn."""
+        """Return the images, the model's options, and a function from its outputs to losses."""
         targets, (ratios, box) = self.targets(batch), drawn
         images = batch.images if ratios is None else ratios.blend_images(batch.images)
 
         def terms(outputs: Any) -> LossTerms:
-            """Of class logits (B, C) and token logits (B, N, C), or of the former alone."""
+            """Return the losses of class logits (B, C) and token logits (B, N, C), or of class logits alone."""
             return self(outputs if self.dense else (outputs, None), targets, box, ratios)
 
         return Prepared(images, {"mix_box": box} | ({"dense": True} if self.dense else {}), terms)
@@ -129,8 +129,8 @@ class ClassCriterion(StepLoss):
     """Cross-entropy on the image's class, for any timm model.
 
     Args:
-        mix: Mixup or CutMix, which also smooths the targets; None for neither.
-        bce: Binary cross-entropy of logits and targets, which smooths targets that are class numbers; None: softmax.
+        mix: Mixup or CutMix, which also smooth the targets; None for neither.
+        bce: Binary cross-entropy of logits and targets, which smooths class numbers itself; None for softmax.
         amp_dtype: As in `TokenLabelCriterion`.
     """
 
@@ -140,11 +140,11 @@ class ClassCriterion(StepLoss):
     amp_dtype: torch.dtype | None = None
 
     def draw(self, batch: Batch, step: StepKey) -> Drawn:
-        """Return what is random in the loss of a step."""
+        """Return the step's random numbers."""
         return Drawn(_draw_ratios(self.mix, batch, step))
 
     def prepare(self, batch: Batch, drawn: Drawn) -> Prepared:
-        """Return as `TokenLabelCriterion.prepare`."""
+        """Do what `TokenLabelCriterion.prepare` does."""
         images, targets, smoothing, ratios = batch.images, batch.classes, self.smoothing, drawn.ratios
         if self.mix is not None and ratios is not None:
             images = ratios.blend_images(images)
@@ -174,14 +174,14 @@ def make_criterion(
     amp_dtype: torch.dtype | None = None,
     teacher: Teacher | None = None,
 ) -> Criterion:
-    """Choose the criterion from the flags and prepare `model` for it: a dense head of weight 0 is switched off.
+    """Return the criterion that the flags describe. If the dense loss has weight 0, switch off the model's dense head.
 
     Args:
         image_size: (H, W) of `--img-size`.
-        amp_dtype: The type of autocast; None for float32.
+        amp_dtype: The dtype of autocast; None for float32.
 
     Raises:
-        UserError: `--token-label` for a model without a dense head, or a label size that doesn't fit its tokens.
+        UserError: `--token-label` is used with a model without a dense head, or a label size doesn't fit its tokens.
     """
     if not args.token_label:
         return ClassCriterion(args.smoothing, _mixup(args, model.num_classes), _bce(args), amp_dtype)

@@ -1,4 +1,4 @@
-"""Builds the data that the flags describe: images, labels, augmentation and loaders."""
+"""Builds the data of a run from its flags: images, labels, augmentation and loaders."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ from tlt.io.jobs import SearchProgress
 from tlt.io.text import lookalikes, printable, some_names
 from volo.cluster.distributed import World
 
-HELD_OUT_FILE = "validation_images.txt"  # in the run directory: the images that `--val-fraction` holds out
-Mask: TypeAlias = npt.NDArray[np.bool_]  # (N,) of a list of images
-# Global batches in an epoch of --data-backend synthetic, and in its validation.
+HELD_OUT_FILE = "validation_images.txt"  # in the run directory: lists the images that `--val-fraction` holds out
+Mask: TypeAlias = npt.NDArray[np.bool_]  # (N,), one value per image
+# Number of global batches in an epoch of --data-backend synthetic, and in its validation.
 SYNTHETIC_UPDATES, SYNTHETIC_VALIDATION_BATCHES = 100, 10
-_SAMPLE, _LOW_AGREEMENT = 256, 0.5  # label maps that are compared with their images' classes, and when to warn
+_SAMPLE, _LOW_AGREEMENT = 256, 0.5  # label maps compared with their images' classes; share below which to warn
 
 
 class Folders(NamedTuple):
-    """Training and validation images with one class list."""
+    """Training and validation images, which share one list of classes."""
 
     train: ImageSource
     validation: ImageSource
@@ -48,13 +48,13 @@ class Folders(NamedTuple):
 
 
 def open_folders(args: Namespace, world_size: int, found: SearchProgress | None = None) -> Folders:
-    """Find the images of both splits; a long search reports to `found`.
+    """Find the images of both splits; report progress of a long search to `found`.
 
-    With `--val-fraction` both are the training images, of which `hold_out` makes two parts; with `--kd-only`, too,
-    whose runs don't validate.
+    With `--val-fraction` both are the training images, which `hold_out` splits. With `--kd-only` both are the training
+    images as well, but such runs don't validate.
 
     Raises:
-        UserError: A split is missing or empty, or the splits' classes differ.
+        UserError: A split is missing or empty, or the splits have different classes.
     """
     if args.data_backend == "synthetic":
         from tlt.data.backends.synthetic import synthetic_folder
@@ -79,10 +79,10 @@ def open_folders(args: Namespace, world_size: int, found: SearchProgress | None 
 
 
 def hold_out(args: Namespace, folders: Folders, *directories: Path) -> Folders:
-    """Part the training images as `--val-fraction` says: as the first of the run directories with a list has it.
+    """Split the training images for `--val-fraction`. If a run directory has a list, the first such list is used.
 
     Raises:
-        UserError: A list without any of the images; no class has two images.
+        UserError: None of the images is in the list, or no class has two images.
     """
     if not args.val_fraction:
         return folders
@@ -97,7 +97,7 @@ def hold_out(args: Namespace, folders: Folders, *directories: Path) -> Folders:
 
 
 def _draw_held_out(images: ImageSource, fraction: float, seed: int) -> Mask:
-    """Hold out `fraction` of each class: at least one image of two, and never all; a function of classes and seed."""
+    """Hold out `fraction` of each class, at least one of two images and never all. Depends on classes and seed only."""
     order = np.random.Generator(np.random.Philox(seed)).permutation(len(images))
     held = np.zeros(len(images), bool)
     for number, count in zip(*np.unique(images.classes, return_counts=True), strict=True):
@@ -106,13 +106,13 @@ def _draw_held_out(images: ImageSource, fraction: float, seed: int) -> Mask:
 
 
 def listed_images(images: ImageSource, file: str, missing_allowed: bool = False) -> Mask:
-    """Return (N,) whether each image is in a list of names, one a line (`as_list`).
+    """Return for each image (N,) whether it is in a file that lists one name per line (see `as_list`).
 
     Args:
-        missing_allowed: Some listed images may be gone, but not all.
+        missing_allowed: Whether some listed images, but not all, may be missing.
 
     Raises:
-        UserError: The file can't be read, or names images that are not there.
+        UserError: The file can't be read, or lists images that don't exist.
     """
     try:
         with open(file, encoding="utf-8-sig", errors="surrogateescape", opener=regular_only) as lines:
@@ -131,29 +131,29 @@ def listed_images(images: ImageSource, file: str, missing_allowed: bool = False)
 
 
 def as_list(images: ImageSource) -> bytes:
-    """The names of images, one a line; as JSON where they hold line breaks or begin with a quotation mark."""
+    """Return images' names, one per line; a name with a line break or with a quote at its start is written as JSON."""
     lines = (json.dumps(path) if {*path} & {"\n", "\r"} or path[0] == '"' else path for path in images.paths)
     return "".join(f"{line}\n" for line in lines).encode(errors="surrogateescape")
 
 
 def _unquoted(line: str) -> str:
-    with suppress(ValueError):  # which somebody else has written
+    with suppress(ValueError):  # a line that `as_list` has not written may begin with a quote without being JSON
         return str(json.loads(line)) if line[0] == '"' else line
     return line
 
 
 def part(images: ImageSource, mask: Mask) -> ImageSource:
-    """The images where `mask` is true, without the warnings of the whole."""
+    """Return the images for which `mask` is True, without the warnings about all images."""
     return replace(images.select(mask), warnings=[])
 
 
 def open_labels(
     args: Namespace, folder: ImageSource, num_classes: int, found: SearchProgress | None = None
 ) -> tuple[LabelReader | None, list[str]]:
-    """Find the token labels of images. Returns (labels or None, warnings). Searches report to `found`.
+    """Find the images' token labels. Return (labels or None, warnings). Report progress of a search to `found`.
 
     Raises:
-        UserError: A label is missing (`--bad-label stop`), or the labels are of other classes.
+        UserError: A label is missing (`--bad-label stop`), or the labels are for other classes.
     """
     if not args.token_label_data:
         return None, []
@@ -180,8 +180,8 @@ def open_labels(
 
 
 def label_agreement(labels: LabelReader | None, images: ImageSource) -> str:
-    """A line that says how often a sample of the token labels names the class of its image; "" where they have other
-    classes than the folders."""
+    """Return a line about how often token labels in a sample name the class of their image; "" if their classes are not
+    those of the folders."""
     from tlt.labels import store
 
     if not isinstance(labels, store.LabelStore) or labels.info.transfer:
@@ -195,7 +195,7 @@ def label_agreement(labels: LabelReader | None, images: ImageSource) -> str:
 
 
 def augment_config(args: Namespace, settings: Mapping[str, Any]) -> AugmentConfig:
-    """The training augmentation that the flags describe."""
+    """Return the training augmentation that the flags describe."""
     return AugmentConfig(
         size=settings["input_size"][1:],
         scale=tuple(args.scale),
@@ -214,13 +214,13 @@ def augment_config(args: Namespace, settings: Mapping[str, Any]) -> AugmentConfi
 
 
 def size_schedule(args: Namespace, full: tuple[int, int]) -> SizeSchedule | None:
-    """The schedule of `--train-img-sizes`, None without; `full` is (H, W) of `--img-size`. Raises UserError: its
-    numbers don't fit each other."""
+    """Return the schedule of `--train-img-sizes`, or None without it; `full` is (H, W) of `--img-size`. Raises
+    UserError if its flags have contradictory numbers of values."""
     if not args.train_img_sizes:
         return None
     sizes = [to_2tuple(size) for size in args.train_img_sizes]
     batches = args.train_batch_sizes or [args.batch_size] * len(sizes)
-    if batches == ["auto"]:  # as many pixels in each
+    if batches == ["auto"]:  # about the same number of pixels in each batch
         fitting = [args.batch_size * math.prod(full) // math.prod(size) for size in sizes]
         batches = [max(1, batch // 8 * 8 or batch) for batch in fitting]
     epochs = max(1, args.epochs) if args.train_size_schedule == "progressive" else None
@@ -231,7 +231,7 @@ def size_schedule(args: Namespace, full: tuple[int, int]) -> SizeSchedule | None
 def train_loader(
     args: Namespace, folder: ImageSource, labels: LabelReader | None, settings: Mapping[str, Any], world: World
 ) -> Loader:
-    """The training batches of this rank. Raises UserError: Fewer images than one global batch."""
+    """Return the loader of this rank's training batches. Raises UserError if there are fewer images than a batch."""
     view = None
     if args.compat:
         from tlt.upstream.behaviour import label_view
@@ -270,8 +270,8 @@ def validation_loader(
     world: World,
     labels: LabelReader | None = None,
 ) -> EvalLoader:
-    """The validation batches of this rank, with their label maps where there are `labels`."""
-    # Without scaled decoding: validation resizes whole images, with the same filters on all backends.
+    """Return the loader of this rank's validation batches, with label maps if `labels` is given."""
+    # The decoder does not scale here: validation resizes whole images, with the same filters in all backends.
     backend = create_backend(args.data_backend, args.max_pixels, args.workers, world.device)
     return EvalLoader(
         eval_dataset(folder, settings, backend=backend, labels=labels),
@@ -287,7 +287,7 @@ def validation_loader(
 
 
 def eval_dataset(folder: ImageSource, settings: Mapping[str, Any], **more: Any) -> EvalDataset:
-    """The images as validation shows them to the model; `more` are other arguments of EvalDataset."""
+    """Return the images as validation shows them to the model; `more` has further arguments of EvalDataset."""
     return EvalDataset(
         folder,
         settings["input_size"][1:],
@@ -300,7 +300,7 @@ def eval_dataset(folder: ImageSource, settings: Mapping[str, Any], **more: Any) 
 
 
 def _rgb(settings: Mapping[str, Any]) -> tuple[float, ...]:
-    """The mean of images with three channels. Raises UserError: The model takes neither these nor grey ones."""
+    """Return the images' mean as three channels. Raises UserError if the model takes neither RGB nor grey images."""
     channels, mean = settings["input_size"][0], settings["mean"]
     if channels not in (1, 3):
         raise UserError(f"the model takes images of {channels} channels: they have 3 (RGB), or 1 (grey)")
@@ -308,7 +308,7 @@ def _rgb(settings: Mapping[str, Any]) -> tuple[float, ...]:
 
 
 def _loading(args: Namespace, world: World) -> dict[str, Any]:
-    """What the flags say of either loader. Several ranks keep their workers: forks beside threads of gloo can hang."""
+    """Return the arguments that all loaders share. Several ranks keep their workers: forks beside gloo can hang."""
     keep = getattr(args, "use_multi_epochs_loader", False) or world.size > 1
     feed = {"pin_memory": args.pin_mem, "prefetch": not args.no_prefetcher, "timeout": float(args.loader_timeout)}
     return feed | {"persistent_workers": keep}

@@ -1,4 +1,4 @@
-"""How often a token says what its label says: the dense top-1 of a validation set."""
+"""Measures how often a token's prediction is its label: the dense top-1 of a validation set."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from volo.train.data import open_labels
 
 
 class DenseScore:
-    """Compares the best class of every token of validation images with its label's, by the geometry of training.
+    """Compares the top class of every token of validation images with that of its label, at the same place.
 
     Args:
-        args: How the label maps in the folder `path` are read.
-        model: Has a dense head; not wrapped by DistributedDataParallel or compiled.
+        args: Flags that say how the label maps in the folder `path` are read.
+        model: A model with a dense head, neither compiled nor wrapped in DistributedDataParallel.
         settings: `input_size` in validation.
 
     Raises:
@@ -45,7 +45,7 @@ class DenseScore:
         self._sums = Sums(("tokens", "right", "of_the_class"), world)
 
     def logits(self, model: Any, batch: Batch) -> Tensor:
-        """Return what `model(batch.images)` is, (B, C), by one pass of both heads; count the tokens."""
+        """Return the same logits (B, C) as `model(batch.images)`, but run both heads and count the tokens."""
         cls_logits, token_logits = model(batch.images, dense=True)
         tokens, classes = self._loss.targets(batch).tokens, self._loss.num_classes
         assert tokens is not None
@@ -55,7 +55,7 @@ class DenseScore:
         return self._both_heads(cls_logits, token_logits)
 
     def take(self) -> dict[str, Any]:
-        """Return what `volo.record.metrics.Evaluation` says of tokens, and begin anew. Every rank must call it."""
+        """Return the fields of `volo.record.metrics.Evaluation` about tokens, and reset. Every rank must call this."""
         totals = self._sums.totals()
         self._sums.reset()
         percent = 100 / totals["tokens"] if totals["tokens"] else math.nan

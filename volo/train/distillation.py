@@ -1,7 +1,7 @@
 """`--kd-model-name`: frozen teachers whose logits or features the student learns (`tlt.distill`).
 
-A teacher sees the batch; for another size (`--kd-size`) or the whole image (`--kd-view whole`) another loader makes
-what it sees: data are a function of (seed, epoch, index), so that its batches hold the same images.
+A teacher sees the student's batch. If it sees another size (`--kd-size`) or the whole image (`--kd-view whole`), a
+loader of its own makes its batches; they contain the same images, because data are a function of (seed, epoch, index).
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ from volo.train.trained_model import load_model
 
 @dataclass
 class Distillation:
-    """What teachers add to the loss of a step.
+    """The teachers of a run, and their losses.
 
     Attributes:
-        checksum: Of their weights.
-        names: Of the teachers, in the records: no two are the same.
-        views: Loads what each sees; None: that is what the student sees.
-        only: There is no other loss.
+        checksum: Checksum of the teachers' weights.
+        names: Names of the teachers in the records, all different.
+        views: For each teacher, the loader of its images; None if it sees the student's images.
+        only: Whether the teachers' losses are the only ones (`--kd-only`).
     """
 
     checksum: str
@@ -55,19 +55,19 @@ class Distillation:
     names: Sequence[str]
     views: Sequence[Loader | None]
     only: bool
-    _seen: dict[Loader | None, Batch] = field(default_factory=dict)  # of the present batch, by what has loaded it
-    _laps: deque[tuple[Any, Any]] = field(default_factory=deque)  # of the teachers, that the device has not ended
-    _seconds: float = 0.0  # of those before
+    _seen: dict[Loader | None, Batch] = field(default_factory=dict)  # for each loader, its part of the current batch
+    _laps: deque[tuple[Any, Any]] = field(default_factory=deque)  # (begin, end) of teachers' work, not yet added up
+    _seconds: float = 0.0  # duration of the laps that are added up
 
     def paired(self, batches: Iterator[Batch], epoch: int, update: int) -> Iterator[Batch]:
-        """Yield the batches of an epoch from update `update` on, and load what the teachers see of each."""
+        """Yield the batches of an epoch from update `update` on, and load the teachers' views of each."""
         loaders = [loader for loader in dict.fromkeys(self.views) if loader is not None]
         for batch, *seen in zip(batches, *(loader.epoch(epoch, update) for loader in loaders), strict=True):
             self._seen = dict(zip(loaders, seen, strict=True))
             yield batch
 
     def loss(self, criterion: Any, model: Callable[..., Any], batch: Batch, drawn: Drawn) -> LossTerms:
-        """Return the losses of a step: those of `criterion`, and in their total those of the teachers."""
+        """Return the losses of `criterion`, with the teachers' losses added to the total."""
         images, options, terms = (batch.images, {}, _no_losses) if self.only else criterion.prepare(batch, drawn)
         box, parts = options.get("mix_box"), self.losses.parts
         mixed = 0.0 if box is None else mixed_share(box, criterion.place(images)[0])
@@ -89,7 +89,7 @@ class Distillation:
         return losses._replace(total=losses.total + total, teachers=dict(zip(self.names, of_teachers, strict=True)))
 
     def summary_line(self, seconds: float) -> str:
-        """Return a line about the teachers' part of the `seconds` since the last call. Waits for the device."""
+        """Return a line about the teachers' share of `seconds`, the time since the last call. Waits for the device."""
         if self._laps:
             self._laps[-1][1].synchronize()
         self._add_up()
@@ -98,7 +98,7 @@ class Distillation:
         return f"{who}: {own:.1f} s, {100 * own / max(seconds, 1e-9):.0f} % of the epoch's training"
 
     def _add_up(self) -> None:
-        """Add up the laps that the device has ended, in their order. Waits for nothing."""
+        """Add up the laps that the device has finished, in order. Waits for nothing."""
         while self._laps:
             began, ended = self._laps[0]
             if isinstance(ended, float):
@@ -125,15 +125,15 @@ def _now(device: torch.device) -> Any:
 def load_distillation(
     args: Namespace, student: TimmModel, settings: dict[str, Any], images: ImageSource, world: World, logger: Logger
 ) -> Distillation:
-    """Load the teachers that the flags name, tell of them, and give the student, on the CPU, projectors.
+    """Load the teachers that the flags name, log them, and add projectors to the student, which is on the CPU.
 
     Args:
         settings: input_size, mean and std of the student's images.
         images: Training images.
 
     Raises:
-        UserError: A teacher does not exist, its weights can't be fetched, it doesn't take such images, or it or the
-            student has no tokens, or other classes.
+        UserError: A teacher does not exist, its weights can't be fetched, it can't take such images, or teacher and
+            student differ in classes or have no tokens.
     """
     flags, (channels, *size) = teachers_of(args), settings["input_size"]
     kinds, names = flags.kd_distill_type, _names_in_records(flags.kd_model_name)
@@ -153,7 +153,7 @@ def load_distillation(
         key = (whole, *seen)
         if (whole or seen != size or schedule) and key not in loaders:
             asked = Namespace(**{**vars(args), "no_aug": whole or args.no_aug, "compat": None})
-            if schedule:  # the same batches, of one size
+            if schedule:  # the same batches as the student's, but all of one image size
                 asked.train_img_sizes, asked.train_batch_sizes = [seen] * len(schedule.sizes), schedule.batch_sizes
             loaders[key] = train_loader(asked, images, None, sized, world)
         views.append(loaders.get(key))
@@ -170,7 +170,7 @@ def load_distillation(
 
 @contextmanager
 def _blamed(what: str) -> Iterator[None]:
-    """Turn what layers raise for a size, and a UserError, into one that begins with `what`."""
+    """Turn a UserError, or an error of a layer about the image size, into a UserError that begins with `what`."""
     try:
         yield
     except (UserError, AssertionError, RuntimeError, ValueError) as error:
@@ -180,7 +180,7 @@ def _blamed(what: str) -> Iterator[None]:
 def _load_teacher(
     args: Namespace, name: str, kind: str, settings: dict[str, Any], world: World, logger: Logger
 ) -> tuple[FeatureTeacher, str]:
-    """Return a teacher of images of such an input_size, and the checksum of its weights."""
+    """Return a teacher for images of this input_size, and the checksum of its weights."""
     channels, height, width = settings["input_size"]
     model = _load(name, (height, width), channels)
     digest, model = checksum(model), place_model(model, args, world)
@@ -191,12 +191,12 @@ def _load_teacher(
     teacher = FeatureTeacher(model, (height, width), *pixels, dtype, feature_compiler(model, args))
     teacher(torch.zeros(2, *settings["input_size"], device=world.device), kind)
     if kind == "token":
-        _ = teacher.tokens  # where it has none, that is its fault and not the student's
+        _ = teacher.tokens  # raises here, where the teacher is blamed and not the student
     return teacher, digest
 
 
 def _names_in_records(models: Sequence[str]) -> list[str]:
-    """Return the names of models, or of the runs or files that have their weights: numbered, if two were the same."""
+    """Return the names of models, or of the runs or files of their weights; they are numbered if two are equal."""
     paths = [Path(name) for name in models]
     names = [path.absolute().parent.name if path.name in (LAST, BEST) else path.name for path in paths]
     return names if len({*names}) == len(names) else [f"{number}-{name}" for number, name in enumerate(names, 1)]

@@ -1,4 +1,4 @@
-"""Training from the present position to the end: epochs, the steps of one, and the one evaluation of all programs."""
+"""The training loop: epochs, the steps of an epoch, and the evaluation that all programs use."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ from volo.train.run import Run, Training
 from volo.train.step import Step
 from volo.train.step_graph import step_of
 
-_LR_POWER = {"none": 0.0, "sqrt": 0.5, "linear": 1.0}  # of an update's images, as a share of the mean
-_COLLECT = 200  # updates between two collections of garbage
+_LR_POWER = {"none": 0.0, "sqrt": 0.5, "linear": 1.0}  # exponent of (images in an update / mean images per update)
+_COLLECT = 200  # updates between two garbage collections
 
 
 def train_epochs(run: Run, training: Training, saver: Saver) -> None:
-    """Train from the position of the state to the end of the schedule, or to `--stop-epoch`.
+    """Train from the state's position to the end of the schedule, or to `--stop-epoch`.
 
     Raises:
-        Stopped: The state is as it was between two updates; an epoch counts as finished only after its validation.
+        Stopped: The run stops between two updates, and the state is consistent. An epoch counts only when validated.
     """
     args, logger, state, schedule = run.args, run.logger, training.state, training.schedule
     last, epochs = schedule.last_epoch, schedule.total_epochs
@@ -78,11 +78,11 @@ def train_epochs(run: Run, training: Training, saver: Saver) -> None:
 
 
 def train_epoch(run: Run, training: Training, step: Step, meter: Meter, saver: Saver) -> EpochTotals:
-    """Train the epoch `state.epoch`; `state.update` advances by one per optimizer step.
+    """Train the epoch `state.epoch`. `state.update` advances by one per optimizer step.
 
     Raises:
         NonFiniteError: Too many steps in a row were skipped.
-        Stopped: A signal arrived, or loading failed; the state is as it was between two updates.
+        Stopped: A signal came, or loading failed; the state is that between two updates.
     """
     state, model, loader, precision = training.state, training.model, training.loader, training.precision
     set_train_mode(model, run.args.freeze_bn or run.args.freeze)
@@ -118,8 +118,8 @@ def train_epoch(run: Run, training: Training, step: Step, meter: Meter, saver: S
 
 @contextmanager
 def garbage_collected_by_the_loop() -> Iterator[None]:
-    """Let Python collect no garbage in the block, which does so itself: all ranks at once, and never in a step. What is
-    there before is not looked at again."""
+    """Disable Python's automatic garbage collection: the loop collects on all ranks at once, and never within a step.
+    Objects that exist already are never examined again."""
     gc.collect()
     gc.freeze()
     gc.disable()
@@ -131,7 +131,7 @@ def garbage_collected_by_the_loop() -> Iterator[None]:
 
 
 def set_train_mode(model: nn.Module, freeze_bn: bool) -> None:
-    """Put `model` in training mode, its BatchNorm layers in evaluation mode if `freeze_bn`."""
+    """Put `model` into training mode; if `freeze_bn`, put its BatchNorm layers into evaluation mode."""
     model.train()
     for module in model.modules() if freeze_bn else ():
         if isinstance(module, nn.modules.batchnorm._BatchNorm):
@@ -139,16 +139,16 @@ def set_train_mode(model: nn.Module, freeze_bn: bool) -> None:
 
 
 def validate_epoch(run: Run, training: Training, epoch: int) -> dict[str, Evaluation]:
-    """Validate the model, and its moving average unless that is on the CPU, in every `--val-interval`-th epoch, the
-    last one, and those of milestones."""
+    """Validate the model, and its moving average unless that is on the CPU. Do so in every `--val-interval`-th epoch,
+    in the last one, and in those of milestones."""
     state = training.state
-    # The master weights where a copy of them computes: what is validated is what is saved.
+    # With a working copy, the master weights are validated, because they are the ones that are saved.
     models = {"model": (state.model, training.model if training.precision.working_copy is None else state.model)}
     if state.ema is not None and training.average is not None:
         models["ema"] = (state.ema.module, training.average)
     if run.world.size > 1:
         for bare, _ in models.values():
-            # Every rank has seen other images: all validate with the statistics that rank 0 saves.
+            # Ranks have seen different images, so all of them validate with the statistics that rank 0 saves.
             distribute_bn(bare, run.world.size, reduce=run.args.dist_bn == "reduce")
     always = (training.schedule.last_epoch, *(run.args.save_epochs or ()))
     if run.args.kd_only or ((epoch + 1) % run.args.val_interval and epoch + 1 not in always):
@@ -183,10 +183,10 @@ def evaluate(
     Args:
         on_outputs: Called with the logits (B, C) and the batch, for further metrics.
         guard: Wraps the iteration over batches (`volo.cluster.watchdog`).
-        dense: Compares the tokens with the label maps of the batches.
+        dense: Compares the tokens' predictions with the label maps of the batches.
 
     Raises:
-        UserError: Not every image was seen exactly once, or none could be read.
+        UserError: An image was not seen exactly once, or none could be read.
     """
     model.eval()
     sums = Sums(("images", "top1", "top5", "loss", "unreadable"), world)
@@ -216,7 +216,7 @@ def evaluate(
 
 
 def scores_of(evaluations: dict[str, Evaluation]) -> dict[str, float]:
-    """Return all that can rank an epoch, named as in summary.csv: `top1`, of the average `top1_ema`, ..."""
+    """Return all scores that can rank an epoch, named as in summary.csv: `top1`, `top1_ema` of the average, ..."""
     return {
         name if model == "model" else f"{name}_{model}": getattr(evaluation, name)
         for model, evaluation in evaluations.items()
@@ -225,13 +225,13 @@ def scores_of(evaluations: dict[str, Evaluation]) -> dict[str, float]:
 
 
 def best_so_far(state: TrainState, ranking_metric: str) -> tuple[float | None, int]:
-    """Return the best score of the epochs done, None where none is finite, and by how many epochs the last one that was
-    validated is later than the first with that score."""
+    """Return the best score so far, or None if none is finite, and the number of epochs from the first epoch with that
+    score to the last validated one."""
     scores = {n: row for n, row in state.scores.items() if n < state.epoch and ranking_metric in row}
     ranked = rank(scores, ranking_metric)
     if not ranked:
         return None, 0
-    first = best_of(ranked) or ranked[-1]  # of those that are not finite the newest comes first
+    first = best_of(ranked) or ranked[-1]  # without finite scores, the newest epoch comes first
     return first.metric, max(entry.epoch for entry in ranked) - first.epoch
 
 
@@ -240,12 +240,12 @@ def out_of_memory_explained(batch_size: int, checkpointing: bool) -> Iterator[No
     """Turn an out-of-memory error in the block into one line with the remedy.
 
     Raises:
-        UserError: Instead of torch's error.
+        UserError: In place of torch's error.
     """
     try:
         yield
     except RuntimeError as error:
-        if "out of memory" not in str(error):  # in torch.OutOfMemoryError, and in errors of CUDA from Triton and others
+        if "out of memory" not in str(error):  # also in CUDA errors of Triton and other libraries
             raise
         remedy = "a smaller --img-size" if checkpointing else "--grad-checkpointing"
         raise UserError(

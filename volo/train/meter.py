@@ -1,4 +1,4 @@
-"""What a run tells of its steps: what could not be read, the first batch, losses and times once per interval."""
+"""Measures and reports a run's steps: unreadable files, the first batch, and losses and times once per interval."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from volo.record.records import KD_LOSS
 from volo.train.criterion import TokenLabelCriterion
 from volo.train.run import Run, Training
 
-_SHORT = 0.1  # of an interval's time, up to which waiting for data explains no idle GPU
+_SHORT = 0.1  # share of an interval's time: a shorter wait for data doesn't explain an idle GPU
 _FIRST_BATCH, _IMAGES = "first_batch.png", 4
 
 
 class Meter:
-    """Counts epochs, each from `begin` to `end`.
+    """Counts over one epoch after another, each from `begin` to `end`.
 
-    A report, once per `--log-interval`, synchronises host and device, as a picture does.
+    A report, once per `--log-interval`, synchronises host and device; so does drawing a picture.
     """
 
     def __init__(self, run: Run, training: Training) -> None:
         self.run, self.training = run, training
         self.state, self.precision, self.loader = training.state, training.precision, training.loader
         self.logger, self.guard, self.log_interval = run.logger, run.guard, run.args.log_interval
-        self._bad_labels: set[str] = set()  # which have been told
+        self._bad_labels: set[str] = set()  # paths of the bad labels that are reported
         self._draws = self.logger.records is not None and importlib.util.find_spec("matplotlib") is not None
         self._teachers = () if training.distillation is None else training.distillation.names
         self.sums = Sums(
@@ -45,30 +45,30 @@ class Meter:
         self._slow_host_told = False
 
     def begin(self) -> None:
-        """Start an epoch, or continue it where a resumed run has stopped in it."""
+        """Start an epoch, or continue it where a resumed run stopped."""
         self.sums.reset()
         self.epoch = dict.fromkeys(self.sums.names, 0.0)
         self.done = self.reported = self.state.update - self.state.epoch * self.state.updates_per_epoch
         self.lr = self.epoch_seconds = 0.0
         self._start_interval()
         self._update_end: torch.cuda.Event | None = None
-        self._late = 0  # updates of the interval that began when the GPU had nothing left to do
+        self._late = 0  # updates of the interval before which the GPU had run out of work
         if self.state.progress:
             with blamed_on(self.run.resumed, "does not tell how far its epoch was"):
                 self._restore(self.state.progress)
         self.state.progress = {}
 
     def _start_interval(self, seconds: float = 0.0, waited: float = 0.0) -> None:
-        """Measure from now on, or go on in an interval of which so many seconds are over."""
+        """Start measuring an interval, or continue one that has taken so many seconds already."""
         self._began, self._waited_before = time.perf_counter() - seconds, self.guard.waited - waited
 
     @property
     def waited(self) -> float:
-        """Seconds of this interval that this rank has waited for data."""
+        """Seconds of this interval for which this rank has waited for data."""
         return self.guard.waited - self._waited_before
 
     def progress(self) -> dict[str, Any]:
-        """Return what a run that is resumed here needs for the same reports. Every rank must call it."""
+        """Return what a run needs to make the same reports after a resume. Every rank must call this."""
         return {
             "done": self.done,
             "reported": self.reported,
@@ -80,9 +80,9 @@ class Meter:
         }
 
     def _restore(self, progress: dict[str, Any]) -> None:
-        """Continue from `progress`; if it belongs to another update of the epoch, restore only the skipped steps."""
+        """Continue from `progress`. If that is of another update of the epoch, restore only the skipped steps."""
         self.precision.restore_counts(*map(int, progress["skipped_steps"]))
-        other_losses = len(progress["epoch"]) != len(self.sums.names)  # of a version that did not tell a teacher's
+        other_losses = len(progress["epoch"]) != len(self.sums.names)  # versions before did not record teachers' losses
         if not self.done or progress["done"] != self.done or other_losses:
             return
         self.sums.restore(progress["interval"])
@@ -92,8 +92,8 @@ class Meter:
         self._start_interval(seconds, waited)
 
     def look_at(self, batch: Batch) -> None:
-        """Tell of unreadable images and labels, draw the first batch, and write the pictures of `--save-images`; before
-        the batch is trained on."""
+        """Report unreadable images and labels, draw the first batch, and write the pictures of `--save-images`. Call
+        this before the batch is used."""
         if self._update_end is not None:
             self._late += self._update_end.query()
             self._update_end = None
@@ -102,7 +102,7 @@ class Meter:
         self.logger.skipped("skipped-image", self.loader.skips.take_new())
         self.logger.skipped("bad-label", bad)
         update, directory = self.state.update, self.run.directory
-        # Before the first step, for which other ranks wait longer (`--dist-timeout`) than for later ones.
+        # Before the first step, because other ranks wait longer for that than for later ones (`--dist-timeout`).
         if self._draws and not (update and (directory / _FIRST_BATCH).exists()):
             _draw(self.run, self.training, update, batch.select(slice(_IMAGES)))
         self._draws = False
@@ -112,12 +112,12 @@ class Meter:
             save_image(batch.images, directory / f"train-batch-{update}.jpg", padding=0, normalize=True)
 
     def add(self, terms: LossTerms, batch: Batch) -> None:
-        """Count a micro-batch without synchronising."""
+        """Count a micro-batch. This does not synchronise with the device."""
         losses = (*terms[:3], *(terms.teachers[name] for name in self._teachers))
         self.sums.add(batch.size, len(batch.skipped), *(loss.detach() * batch.size for loss in losses))
 
     def update_done(self, lr: float, grad_norm: Tensor) -> None:
-        """Count an optimizer step, and report if it is the last of an interval."""
+        """Count an optimizer step, and report if it ends an interval."""
         self.done += 1
         if self._profiler is not None:
             self._profiler.update_done(self.state.updates_per_epoch - self.done)
@@ -129,7 +129,7 @@ class Meter:
             return
         for ago, in_loss in self.precision.pop_nonfinite_steps().items():
             self._record_skipped(self.state.update + ago, in_loss)
-        skipped = self.precision.check()  # host synchronisation, once per interval
+        skipped = self.precision.check()  # synchronises the host with the device, once per interval
         totals = self.sums.totals()
         self.sums.reset()
         seconds, wait_seconds = time.perf_counter() - self._began, self.waited
@@ -155,7 +155,7 @@ class Meter:
         self.reported = self.done
 
     def _tell_of_slow_host(self, interval: Interval) -> None:
-        """Say once if the GPU had nothing left to do before most updates, though their data were there."""
+        """Log once if the GPU had run out of work before most updates although their data were ready."""
         late, self._late = self._late, 0
         if self._slow_host_told or 2 * late <= interval.updates or interval.wait_seconds > _SHORT * interval.seconds:
             return
@@ -176,27 +176,27 @@ class Meter:
         self.logger.event("nonfinite", epoch=epoch, update=update, not_finite=parts, images=images)
 
     def end(self) -> EpochTotals:
-        """Return the sums over the whole epoch."""
+        """Return the totals of the whole epoch."""
         images, unreadable = int(self.epoch["images"]), int(self.epoch["unreadable"])
         return EpochTotals(images, unreadable, self.epoch_seconds, **_mean_losses(self.epoch), lr=self.lr)
 
 
 def _mean_losses(totals: dict[str, float]) -> dict[str, Any]:
-    """Return the means over the images, as `Interval` and `EpochTotals` have them."""
+    """Return the means over the images, as fields of `Interval` and `EpochTotals`."""
     means = {name: total / max(totals["images"], 1.0) for name, total in totals.items()}
     teachers = {name.removeprefix(KD_LOSS): mean for name, mean in means.items() if name.startswith(KD_LOSS)}
     return {"loss": means["loss"], "cls_loss": means["cls"], "dense_loss": means["dense"], "teacher_losses": teachers}
 
 
 def _draw(run: Run, training: Training, update: int, few: Batch) -> None:
-    """Draw a batch with its targets. A picture that can't be drawn is a warning."""
+    """Draw a batch with its targets. If that fails, log a warning."""
     config = training.state.metadata["model_config"]
     try:
         from tlt.tools.drawing import draw_page, read_examples, save_figure
 
         criterion = training.criterion
         targets = criterion.targets(few) if isinstance(criterion, TokenLabelCriterion) else None
-        # Synchronises with the device.
+        # This synchronises with the device.
         examples = read_examples(training.loader.dataset, few, targets, config["mean"], config["std"])
         title = f"the first {len(examples)} images of update {update}, as the model sees them"
         if training.loader.dataset.label_view is not None:
@@ -204,5 +204,5 @@ def _draw(run: Run, training: Training, update: int, few: Batch) -> None:
         page = draw_page(examples, config["class_names"], title, "smoothed probability of the class")
         save_figure(page, run.directory / _FIRST_BATCH)
         run.logger.line(f"drew {_FIRST_BATCH}")
-    except Exception as error:  # whatever happens: no run may end because of a picture
+    except Exception as error:  # a failed picture must never end a run
         run.logger.line(f"warning: {_FIRST_BATCH} could not be drawn: {type(error).__name__}: {error}")
