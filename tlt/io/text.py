@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from io import TextIOWrapper
 from unicodedata import normalize
 
-# Control characters except line layout, and of the escape sequences the progress bar's "one line up".
+# Control characters except those of line layout, and ESC except in the progress bar's "one line up".
 _COMMANDS = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1a\x1c-\x1f\x7f-\x9f]|\x1b(?!\[A)")
 _DIGITS = re.compile(r"\d+")
 _COUNTS = 0xE000  # the first private-use character
@@ -23,7 +23,7 @@ def natural_key(text: str) -> str:
     """Return a key that sorts in timm's natural order: runs of digits count as numbers, and case is ignored.
 
     A number becomes NUL, a character for its count of digits without leading zeros, then these digits. NUL sorts before
-    any other character and is in no file name. The second character can't be part of a path, such as a slash.
+    any other character and is in no file name. The second character is a private-use one, so it can't be a slash.
     """
 
     def number(match: re.Match[str]) -> str:

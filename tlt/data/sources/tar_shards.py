@@ -176,7 +176,7 @@ def _crc32(descriptor: int, offset: int, length: int) -> int:
 
 def write_tar_table(table: str, shards: list[FileRecords]) -> None:
     """Write the table of shards of other programs, in natural order of the names. Classes are named after the keys'
-    folders if each class has exactly one, else by their number."""
+    folders if each class has exactly one folder of its own, else by their number."""
     rows, names = records.concatenated(shards), [name for shard in shards for name in shard.names]
     classes = rows["class"].tolist()
     folders = [os.path.basename(os.path.dirname(name)) for name in names]
