@@ -190,9 +190,9 @@ def _dense_loss(logits: Tensor, tokens: SparseLabels, targets: Targets, ratios: 
     """
     if ratios is None:
         return (sparse_cross_entropy(logits, tokens) * tokens.weight).mean()
-    stays = ratios.of_tokens(targets.grid, targets.window, tokens.weight)  # (B or 1, N)
-    loss = (sparse_cross_entropy(logits, tokens) * (tokens.weight * stays)).mean()
-    partner_weight = tokens.weight * (1 - stays.flip(0))
+    share = ratios.of_tokens(targets.grid, targets.window, tokens.weight)  # (B or 1, N)
+    loss = (sparse_cross_entropy(logits, tokens) * (tokens.weight * share)).mean()
+    partner_weight = tokens.weight * (1 - share.flip(0))
     return loss + (sparse_cross_entropy(logits.flip(0), tokens) * partner_weight).mean()
 
 

@@ -93,8 +93,8 @@ class IndexStream:
         """Number of images on which all ranks together train in an epoch, on average."""
         if self._endless:
             return max(1, round(self.length / self.global_batch)) * self.global_batch
-        left = self.length % self.global_batch
-        return self.length - (left if self.drop_last else left % self.world_size)
+        remainder = self.length % self.global_batch
+        return self.length - (remainder if self.drop_last else remainder % self.world_size)
 
     @property
     def updates_per_epoch(self) -> int:
@@ -144,8 +144,8 @@ class IndexStream:
         else:
             order = self._entries(epoch * self.length, self.images_per_epoch)
         for end, size in zip(ends[start_update:].tolist(), sizes[start_update:].tolist(), strict=True):
-            mine = order[end - size * parts : end][self.rank :: self.world_size]
-            yield [mine[cut : cut + size] for cut in range(0, len(mine), size)]
+            entries = order[end - size * parts : end][self.rank :: self.world_size]
+            yield [entries[cut : cut + size] for cut in range(0, len(entries), size)]
 
     def _entries(self, start: int, count: int) -> Ints:
         """Return (count,) entries, from `start` on, of the permutations in sequence."""

@@ -192,8 +192,8 @@ class TrainDataset(BatchDataset):
         if labels is not None and self.label_view is not None:
             labels, affine, visible = self.label_view(plan, labels)
         classes = torch.from_numpy(self.classes[image_indices])
-        about = labels, skipped, faults, plan, key, len(self.source.class_names)
-        return Batch(images, classes, torch.tensor(image_indices), affine, visible, *about)
+        details = labels, skipped, faults, plan, key, len(self.source.class_names)
+        return Batch(images, classes, torch.tensor(image_indices), affine, visible, *details)
 
     def _decode(
         self, config: AugmentConfig, epoch: int, opened: Sequence[tuple[int, Encoded]], rows: Sequence[int]

@@ -312,15 +312,15 @@ def _start_pass(loader: DataLoader[Batch | UserError]) -> Iterator[Batch | UserE
 
 def _from_one_thread(batches: Iterator[Batch], dataset: BatchDataset, timeout: float) -> Iterator[Batch]:
     """Yield the batches, which one thread makes two ahead. Raise UserError if that fails."""
-    made: SimpleQueue[Batch | BaseException | None] = SimpleQueue()
+    queue: SimpleQueue[Batch | BaseException | None] = SimpleQueue()
     free, stop = threading.Semaphore(PREFETCH_FACTOR), threading.Event()
 
     def make() -> None:
         while free.acquire() and not stop.is_set():
             try:
-                made.put(next(batches, None))
+                queue.put(next(batches, None))
             except BaseException as error:
-                made.put(error)
+                queue.put(error)
 
     # A daemon thread, because Python waits at its end for other threads, for ever if a file hangs.
     thread = threading.Thread(target=make, daemon=True)
@@ -336,7 +336,7 @@ def _from_one_thread(batches: Iterator[Batch], dataset: BatchDataset, timeout: f
     try:
         while True:
             try:
-                batch = made.get(timeout=timeout or None)
+                batch = queue.get(timeout=timeout or None)
             except Empty:
                 raise _timeout_error(dataset, timeout) from None
             if batch is None:

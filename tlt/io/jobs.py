@@ -82,8 +82,8 @@ class Progress:
             self.bar.update(count)
         elif now - self.reported >= _REPORT_SECONDS:
             self.reported = now
-            left = (self.total - self.done) * (now - self.start) / self.done
-            print(f"{self._rate(now - self.start)}, ETA {tqdm.format_interval(left)}", flush=True)
+            remaining = (self.total - self.done) * (now - self.start) / self.done
+            print(f"{self._rate(now - self.start)}, ETA {tqdm.format_interval(remaining)}", flush=True)
 
     def close(self) -> None:
         """End the bar."""

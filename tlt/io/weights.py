@@ -115,9 +115,9 @@ def check_plain(content: Any, what: str | Path) -> Any:
     Raises:
         UserError: A tensor is sparse, quantized, nested, on `meta`, or has complex or 8-bit floating-point numbers.
     """
-    left, seen = [("", content)], set[int]()
-    while left:
-        name, value = left.pop()
+    stack, seen = [("", content)], set[int]()
+    while stack:
+        name, value = stack.pop()
         if isinstance(value, Tensor):
             plain = type(value) in (Tensor, nn.Parameter) and value.dtype in _NUMBERS and not value.is_nested
             if not plain or (value.layout, value.device.type) != (torch.strided, "cpu"):
@@ -130,7 +130,7 @@ def check_plain(content: Any, what: str | Path) -> Any:
         elif isinstance(value, (dict, list, tuple, argparse.Namespace)) and id(value) not in seen:
             seen.add(id(value))  # in a hostile file a list may contain itself
             inner = vars(value) if isinstance(value, argparse.Namespace) else value
-            left += inner.items() if isinstance(inner, dict) else ((name, item) for item in inner)
+            stack += inner.items() if isinstance(inner, dict) else ((name, item) for item in inner)
     return content
 
 

@@ -69,25 +69,25 @@ def fit_state_dict(model: nn.Module, state: dict[str, Tensor], source_size: tupl
     expected, target, sized = clean_state_dict(model), unwrap(model), False
     changes = dropped_heads = _drop_heads(model, expected, state)
     changes = changes | _adapt_input(model, expected, _changed(state, changes))
-    left = _changed(state, changes)
+    weights = _changed(state, changes)
     if isinstance(target, TokenLabelModel):
-        adapted, names = adapt_state_dict(target, left, source_grid(target, left, source_size))
-        changes |= {n: (adapted[n], f"{_shape(left[n])} -> {_shape(adapted[n])}") for n in names}
+        adapted, names = adapt_state_dict(target, weights, source_grid(target, weights, source_size))
+        changes |= {n: (adapted[n], f"{_shape(weights[n])} -> {_shape(adapted[n])}") for n in names}
     elif sized := bool((getattr(target, "pretrained_cfg", None) or {}).get("fixed_input_size")):
-        changes |= _resize_as_timm(target, expected, left, source_size)
+        changes |= _resize_as_timm(target, expected, weights, source_size)
     for name, value in _changed(state, changes).items():
         if name not in expected:
             changes[name] = (None, "not in the model")
         elif expected[name].shape != value.shape:
             changes[name] = (None, f"the model's is {_shape(expected[name])}, not {_shape(value)}")
-    left, notes = _changed(state, changes), {name: note for name, (_, note) in changes.items()}
-    kept, resized = [n for n in left if n not in notes], [n for n in notes if n in left]
-    dropped, missing = [n for n in notes if n not in left], [n for n in expected if n not in left]
+    weights, notes = _changed(state, changes), {name: note for name, (_, note) in changes.items()}
+    kept, resized = [n for n in weights if n not in notes], [n for n in notes if n in weights]
+    dropped, missing = [n for n in notes if n not in weights], [n for n in expected if n not in weights]
     heads = tuple(f"{layer}." for layer in head_names(model)) if dropped_heads else ()
     ends = tuple(f"{layer}." for layer in head_names(model) + input_names(model))
     changeable, replaced = ({n for n in [*expected, *state] if n.startswith(starts)} for starts in (ends, heads))
     bound = [n for n in dropped if n in expected and n not in changeable] if sized else []
-    return Fit(left, kept, resized, dropped, missing, notes, changeable, replaced, bound)
+    return Fit(weights, kept, resized, dropped, missing, notes, changeable, replaced, bound)
 
 
 def _changed(state: dict[str, Tensor], changes: Changes) -> dict[str, Tensor]:
@@ -131,13 +131,13 @@ def _adapt_input(model: nn.Module, expected: dict[str, Tensor], state: dict[str,
     for name in [f"{layer}.weight" for layer in input_names(model)]:
         if name not in state or name not in expected or state[name].ndim != expected[name].ndim:
             continue
-        theirs, ours = state[name].shape[1], expected[name].shape[1]
-        if theirs == ours:
+        file_channels, channels = state[name].shape[1], expected[name].shape[1]
+        if file_channels == channels:
             continue
         try:
-            changes[name] = (adapt_input_conv(ours, state[name]), f"{theirs} -> {ours} input channels")
+            changes[name] = (adapt_input_conv(channels, state[name]), f"{file_channels} -> {channels} input channels")
         except (NotImplementedError, ValueError, AssertionError):  # timm has no rule for these channel counts
-            changes[name] = (None, f"{theirs} input channels, the model has {ours}")
+            changes[name] = (None, f"{file_channels} input channels, the model has {channels}")
     return changes
 
 

@@ -51,8 +51,8 @@ def from_transformers(state: dict[str, Tensor]) -> dict[str, Tensor]:
     parts: dict[str, dict[str, Tensor]] = {}
     for name, value in state.items():
         name = name.removeprefix(prefix)
-        for pattern, ours in _NAMES:
-            name = re.sub(pattern, ours, name)
+        for pattern, timm_name in _NAMES:
+            name = re.sub(pattern, timm_name, name)
         if part := _PART.search(name):
             joined = f"{name[: part.start()]}.attn.qkv.{part[2]}"
             parts.setdefault(joined, {})[part[1][0]] = value  # q, k or v

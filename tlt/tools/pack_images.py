@@ -116,16 +116,16 @@ class Packing:
     def run(self, shard_mb: int, workers: int, overwrite: bool) -> str:
         """Write the missing shards and the tables. Return a line that reports the result."""
         per_shard, total = self._images_per_shard(shard_mb), len(self.source)
-        ours = filter(_OURS.fullmatch, os.listdir(self.folder) if os.path.isdir(self.folder) else ())
-        out = OutputFolder(self.folder, PACKING, self._settings(shard_mb, per_shard), ours, overwrite)
+        old_files = filter(_OURS.fullmatch, os.listdir(self.folder) if os.path.isdir(self.folder) else ())
+        out = OutputFolder(self.folder, PACKING, self._settings(shard_mb, per_shard), old_files, overwrite)
         try:
             if out.complete:
                 RecordImages(os.path.join(self.folder, TABLE))  # checks that the shards exist
                 return f"{total} images are packed in {printable(self.folder)} already"
             rows = [range(start, min(start + per_shard, total)) for start in range(0, total, per_shard)]
-            made = [*in_processes(make_shard, self, [*enumerate(rows)], workers, "packing", "shard")]
-            shards = [images for images, _ in made]
-            self._write_tables(shards, [maps for _, maps in made])
+            tables = [*in_processes(make_shard, self, [*enumerate(rows)], workers, "packing", "shard")]
+            shards = [images for images, _ in tables]
+            self._write_tables(shards, [maps for _, maps in tables])
             out.finish({})
         finally:
             out.close()

@@ -190,18 +190,18 @@ def open_csv(name: str, data: str, split: str, _on_progress: object) -> ImageFol
     """
     file, searched = os.path.join(data, name), split_names(split)
     rows, csv_name = _rows(file), printable(file)
-    mine = [row for row in rows if row.get("split", "train") in searched]
-    if not mine:
+    used = [row for row in rows if row.get("split", "train") in searched]
+    if not used:
         splits = some_names(sorted({row["split"] for row in rows if "split" in row}))
         raise MissingSplit(f"{csv_name} has no row whose column 'split' says {split}: it has {splits}")
-    paths = [row["path"] for row in mine]
+    paths = [row["path"] for row in used]
     gone = [path for path in paths if not os.path.isfile(os.path.join(data, path))]
     if gone or len(set(paths)) < len(paths):
         what = f"{len(gone)} images that are not there ({some_names(gone)})" if gone else "an image more than once"
         raise UserError(f"{csv_name} names {what}: paths count from {printable(data)}")
     class_names = natural_sorted({row["class"] for row in rows})
     number = {name: row for row, name in enumerate(class_names)}
-    return ImageFolder(data, Names(paths), np.array([number[row["class"]] for row in mine]), class_names, class_names)
+    return ImageFolder(data, Names(paths), np.array([number[row["class"]] for row in used]), class_names, class_names)
 
 
 def _rows(file: str) -> list[dict[str, str]]:

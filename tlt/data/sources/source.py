@@ -79,9 +79,9 @@ class ImageSource:
     def select(self, rows: Sequence[int] | np.ndarray) -> ImageSource:
         """Return a source of the images `rows`, in that order, or of those for which a mask `rows` (N,) is true."""
         rows = np.arange(len(self))[rows if len(rows) else []]
-        about = self.class_names, self.folder_names, self.warnings
+        details = self.class_names, self.folder_names, self.warnings
         paths = Names(self.paths[row] for row in rows)
-        return SelectedImages(self.root, paths, self.classes[rows], *about, whole=self, rows=rows)
+        return SelectedImages(self.root, paths, self.classes[rows], *details, whole=self, rows=rows)
 
 
 @dataclass
