@@ -1,7 +1,5 @@
 """How large the house is, in numbers: `make house`."""
 
-from __future__ import annotations
-
 import sys
 from collections import Counter
 from pathlib import Path

@@ -3,8 +3,6 @@
 python tests/same_records.py RUN OTHER        exit code 1 and the first difference if there is one
 """
 
-from __future__ import annotations
-
 import csv
 import json
 import sys

@@ -1,7 +1,5 @@
 """The house: which room may import which, and how large rooms and functions get. Read from the syntax trees."""
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What a GPU would punish is seen on the CUDA device that is not there, and the product does none of it."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The public names of `tlt` and its models: they are there, typed, and loaded late; the loop of the page runs."""
 
-from __future__ import annotations
-
 import inspect
 import os
 import re

@@ -1,7 +1,5 @@
 """The example programs train as `volo train` does: the same weights, for the same seed, images and labels."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """The notebook runs from top to bottom, and what it shows was shown by the code that stands in it."""
 
-from __future__ import annotations
-
 import json
 import math
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """The ablation: scenes whose labels are known, arms that differ in the labels alone, runs that go on."""
 
-from __future__ import annotations
-
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any

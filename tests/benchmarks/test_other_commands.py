@@ -1,7 +1,5 @@
 """benchmark.py outlook, data and run: what is compared does the same work."""
 
-from __future__ import annotations
-
 import sys
 from itertools import product
 from pathlib import Path

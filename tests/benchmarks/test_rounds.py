@@ -1,7 +1,5 @@
 """What benchmarks share: turns, ratios within a round, rows that are written at once, CPU time; make benchmark-gpu."""
 
-from __future__ import annotations
-
 import json
 import multiprocessing
 import re

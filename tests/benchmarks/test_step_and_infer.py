@@ -1,7 +1,5 @@
 """benchmark.py step and infer: arms are peers, what computes something else is not timed, what fails is told."""
 
-from __future__ import annotations
-
 from argparse import Namespace
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """The checkpoints of a run: which are kept, which is the best; what a kill leaves."""
 
-from __future__ import annotations
-
 import os
 import random
 from pathlib import Path

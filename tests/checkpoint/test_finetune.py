@@ -1,7 +1,5 @@
 """Weights of another image size, class count, channel count or architecture."""
 
-from __future__ import annotations
-
 import functools
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Which checkpoint a run goes on from."""
 
-from __future__ import annotations
-
 import hashlib
 import io
 import os

@@ -1,7 +1,5 @@
 """Saving while training goes on, and what becomes of a save that fails."""
 
-from __future__ import annotations
-
 import errno
 import os
 import threading

@@ -1,7 +1,5 @@
 """What a checkpoint holds, and whether it fits: what comes back is what was."""
 
-from __future__ import annotations
-
 import argparse
 import itertools
 from pathlib import Path

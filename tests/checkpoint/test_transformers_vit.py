@@ -1,7 +1,5 @@
 """Vision transformers of Hugging Face's Transformers: the logits are those of its own models."""
 
-from __future__ import annotations
-
 import json
 from argparse import Namespace
 from pathlib import Path

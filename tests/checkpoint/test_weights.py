@@ -1,7 +1,5 @@
 """Reading checkpoints: what is accepted, what is refused and in which words."""
 
-from __future__ import annotations
-
 import argparse
 import gzip
 import math

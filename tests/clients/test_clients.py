@@ -1,7 +1,5 @@
 """Models in the hands of other programs, of those that docs/models.md names the ones that the tests install."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

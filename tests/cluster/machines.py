@@ -5,8 +5,6 @@ down from the host bridge: a bridge is `bus:slot`, the device `bus`. Of a card f
 (InfiniBand) and state (ACTIVE). What a GPU's rank gets stands behind the arrow: CPUs, card and distance.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from volo.cluster.topology import listed, numbers

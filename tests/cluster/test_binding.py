@@ -1,7 +1,5 @@
 """Which CPUs, memory and card each rank gets: on machines that are written down, and as this kernel says afterwards."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """Who am I: ranks from torchrun, from srun, from neither."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

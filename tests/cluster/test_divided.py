@@ -1,8 +1,6 @@
 """Ranks that have a whole model each, and four that divide one (`--shard`, `--tensor-parallel`), train as one rank that
 does the work of all."""
 
-from __future__ import annotations
-
 import multiprocessing
 from collections.abc import Callable
 from pathlib import Path

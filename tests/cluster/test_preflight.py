@@ -1,7 +1,5 @@
 """The preflight: made-up nodes, and ranks of this machine, some of which pretend to be on other ones."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """How long a phase may take, and when a run stops."""
 
-from __future__ import annotations
-
 import math
 import os
 import signal

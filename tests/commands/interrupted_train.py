@@ -3,8 +3,6 @@
 The save is the one that a signal leads to. Update numbers that end an epoch stop in its validation.
 """
 
-from __future__ import annotations
-
 import sys
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Training on the annotator's own word: the exact tail of its labels, or the annotator itself."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import cast

@@ -1,7 +1,5 @@
 """Token labels on timm's models, as a user runs the programs, and what plain timm makes of the checkpoints."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`volo attention` as a user runs it: pages of the right maps, and one line for a mistake."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -4,8 +4,6 @@ Other files cover in full a label that is missing in a tree (`test_train.py`), e
 (`tests/labels/test_archive.py`) or a label file, and whose label it is (`tests/labels/test_store.py`).
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

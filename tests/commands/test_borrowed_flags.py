@@ -1,7 +1,5 @@
 """Flags with timm's names mean what they mean in timm."""
 
-from __future__ import annotations
-
 from argparse import Namespace
 from pathlib import Path
 

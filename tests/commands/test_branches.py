@@ -1,7 +1,5 @@
 """One trunk at a constant rate, several lengths: milestones, a run that stops early, branches with their own decay."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

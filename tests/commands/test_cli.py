@@ -1,7 +1,5 @@
 """`volo COMMAND`: the list of commands, and how they are found."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

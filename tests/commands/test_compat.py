@@ -1,7 +1,5 @@
 """`train.py --compat`: what it records, what it resumes, and which runs of older versions it refuses to go on with."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

@@ -1,7 +1,5 @@
 """Programs on `--dataset`, shards and every backend: what is read otherwise is trained and labelled the same."""
 
-from __future__ import annotations
-
 import filecmp
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The demo's commands, without running them: what they say is what the programs understand. And its images."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import shlex

@@ -1,7 +1,5 @@
 """Dense top-1 of validation, where the right answer is known."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

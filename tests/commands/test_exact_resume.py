@@ -1,7 +1,5 @@
 """A run that is interrupted anywhere and resumed ends in the bits and records of one that was not."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """`volo export` as a user runs it: files that other programs run to the model's logits, and one line for a mistake."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Whole runs on a GPU against a CPU's: mixed precision, optimizers, prefetching, resume, no wait for the device."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

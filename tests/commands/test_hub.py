@@ -1,7 +1,5 @@
 """Models from and for the Hugging Face Hub: folders that describe them, and uploading."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import shlex

@@ -1,7 +1,5 @@
 """Runs whose images have several sizes, and other ones in validation."""
 
-from __future__ import annotations
-
 import csv
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What a user sees of a run: the bar on a terminal, the lines of a log, pictures, and one page of it all."""
 
-from __future__ import annotations
-
 import html
 import io
 import re

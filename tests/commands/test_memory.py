@@ -1,7 +1,5 @@
 """What `--dry-run` says about memory, as a user sees them."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from unittest.mock import Mock

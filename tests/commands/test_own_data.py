@@ -1,7 +1,5 @@
 """A user's own images: class folders without splits, or a table; the defaults fit them."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The blocks of the pages that a newcomer reads run in the order of the pages, on the sample, as they are printed."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """`volo predict` as a user runs it, against timm's own transform and forward pass."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

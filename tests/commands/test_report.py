@@ -1,7 +1,5 @@
 """The report tells what was done to a run: computed here by hand from records written by hand."""
 
-from __future__ import annotations
-
 import html
 import json
 import os

@@ -1,7 +1,5 @@
 """`validate --probe seg`: a linear layer on frozen tokens, where the right answer is known."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import struct

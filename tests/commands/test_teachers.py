@@ -1,7 +1,5 @@
 """A student of several teachers, of unlike grids: each has its projector, its loss, its view, and a size."""
 
-from __future__ import annotations
-
 import csv
 import threading
 from collections.abc import Callable

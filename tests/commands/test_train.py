@@ -1,7 +1,5 @@
 """train.py as a user runs it: what it writes, what it resumes, what it refuses."""
 
-from __future__ import annotations
-
 import csv
 import json
 import os

@@ -1,7 +1,5 @@
 """validate.py on checkpoints of every kind."""
 
-from __future__ import annotations
-
 import csv
 import json
 import shutil

@@ -1,7 +1,5 @@
 """The installed package has what the checkout has: recipes, launcher, batch scripts, types."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """The command lines: published flags, recipes under flags, contradictions, help."""
 
-from __future__ import annotations
-
 import importlib
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """Recipes: read strictly, as the command line is, which wins over them."""
 
-from __future__ import annotations
-
 from argparse import ArgumentTypeError
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """README and docs: links lead somewhere, commands name programs and flags that exist, code compiles."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from argparse import _SubParsersAction

@@ -1,7 +1,5 @@
 """The flags of the published programs, and those named as timm names them."""
 
-from __future__ import annotations
-
 import pytest
 
 from volo.config.args import TRAIN

@@ -1,7 +1,5 @@
 """The published recipes: every header's command parses and gives the published learning rate."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from pathlib import Path

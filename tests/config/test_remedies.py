@@ -1,7 +1,5 @@
 """What a program tells its user to do, that user can do: a flag that a message names is one of the program's own."""
 
-from __future__ import annotations
-
 import ast
 import re
 from collections import deque

@@ -1,7 +1,5 @@
 """What a step keeps, predicted without computing, against what autograd saves."""
 
-from __future__ import annotations
-
 import pytest
 import timm
 import torch

@@ -1,7 +1,5 @@
 """Profiles of hypothesis: the same few examples every time, or with HYPOTHESIS_PROFILE=thorough many new ones."""
 
-from __future__ import annotations
-
 import os
 
 from hypothesis import HealthCheck, settings

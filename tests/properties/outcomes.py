@@ -1,7 +1,5 @@
 """What a program may do with bad input, and ways to spoil good input."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import TypeVar
 

@@ -1,7 +1,5 @@
 """Whatever stands on a command line or in a recipe: it is understood, or refused in one line with exit code 2."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import sys

@@ -1,7 +1,5 @@
 """Label files, label archives and checkpoints with spoilt bytes: refused, or equal to what was written. Never else."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import io

@@ -1,7 +1,5 @@
 """What a run says about itself: whole lines of strict JSON, whatever happens to it, and one warning of slow data."""
 
-from __future__ import annotations
-
 import errno
 import multiprocessing
 import os

@@ -1,7 +1,5 @@
 """Sums and top-k counts against numpy; the share of its arithmetic that a GPU does."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """What `--profile` says of a run's steps."""
 
-from __future__ import annotations
-
 import gzip
 import json
 from pathlib import Path

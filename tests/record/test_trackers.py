@@ -1,8 +1,6 @@
 """Experiment trackers: each library's own files hold a run once, however often it was interrupted, and no library's
 failure is the run's."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """Runs for the tests of trackers, and what each library's own files say afterwards."""
 
-from __future__ import annotations
-
 import json
 import os
 import sqlite3

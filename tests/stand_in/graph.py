@@ -11,8 +11,6 @@ later replay, is a race. A GPU gives memory that a capture has freed to its next
 the same pool; here nothing is given twice.
 """
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """A run of a few milliseconds: model, data, directory."""
 
-from __future__ import annotations
-
 import io
 from argparse import Namespace
 from pathlib import Path

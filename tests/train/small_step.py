@@ -1,7 +1,5 @@
 """Steps of a small run on a GPU or its stand-in, without files and records."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from functools import partial
 from itertools import count

@@ -1,7 +1,5 @@
 """--torchcompile by blocks: as many graphs as there are kinds of blocks, which compute what eager mode does."""
 
-from __future__ import annotations
-
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext

@@ -1,7 +1,5 @@
 """The token-label criterion: its loss is that of the dense definition, whatever the number of classes."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Optimizers by name, parameter groups, layer decay."""
 
-from __future__ import annotations
-
 import pytest
 import timm
 import torch

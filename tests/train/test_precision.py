@@ -1,8 +1,6 @@
 """The guarded step: what it clips, what it skips, when it gives up; bfloat16 beside float32 master weights; wrong
 convolutions on a CPU."""
 
-from __future__ import annotations
-
 import copy
 import math
 import pickle

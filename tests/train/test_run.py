@@ -1,7 +1,5 @@
 """What data and checkpoint decide before anything is built: defaults, and the global batch on other processes."""
 
-from __future__ import annotations
-
 import re
 from argparse import Namespace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The learning rate is one pure function of the update number."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

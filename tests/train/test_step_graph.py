@@ -1,7 +1,5 @@
 """A step that a CUDA graph repeats computes what the launched step does, from other numbers in every step."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace

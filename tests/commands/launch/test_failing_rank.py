@@ -1,7 +1,5 @@
 """One rank of several fails, or is told to stop, wherever the others are: all end, and the exit code says why."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

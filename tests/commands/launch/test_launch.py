@@ -1,7 +1,5 @@
 """The launcher with a program that ends as it is told: of one node, and of several, here on one machine."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

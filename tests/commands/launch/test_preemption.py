@@ -1,7 +1,5 @@
 """Signals to the real train.py, and faults: one checkpoint at one step on all ranks, the exit code, no process left."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

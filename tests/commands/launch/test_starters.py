@@ -1,8 +1,6 @@
 """Whoever starts the ranks: two of them train as one, whatever others on the machine try; a group that another program
 has made is used; and a run that torchrun starts again after a fault goes on in its directory, without `--resume`."""
 
-from __future__ import annotations
-
 import base64
 import json
 import os
