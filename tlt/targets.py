@@ -304,17 +304,11 @@ def _neighbours(position: Tensor, size: int) -> tuple[Tensor, Tensor]:
 
 
 class _Sums(NamedTuple):
-    """Sums over equal class ids.
+    """The sum of the values of each class id, stored at the id's last position."""
 
-    Attributes:
-        ids: (..., M) sorted class ids.
-        sums: (..., M) the sum of an id's values at its last position, 0 elsewhere.
-        last: (..., M) bool, marks the last position of each id.
-    """
-
-    ids: Tensor
-    sums: Tensor
-    last: Tensor
+    ids: Tensor  # (..., M), sorted
+    sums: Tensor  # (..., M), 0 at other positions
+    last: Tensor  # (..., M) bool, True at the last position of each id
 
 
 def _merge_equal(ids: Tensor, values: Tensor, longest: int) -> _Sums:
