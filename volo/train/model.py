@@ -1,4 +1,4 @@
-"""Builds the model that the flags describe: created by timm, then configured, wrapped and recorded."""
+"""Builds the model that the flags describe: creates it with timm, configures and wraps it, and records how."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ from volo.train.architecture import architecture_of, image_size_of, is_ours, tak
 from volo.train.compilation import compile_model, compile_modules
 from volo.train.precision import compute_dtype
 
-# A module with timm's interface (num_classes, get_classifier, ...), which nn.Module's types don't know.
+# A model with timm's interface (num_classes, get_classifier, ...), which the type nn.Module doesn't have.
 TimmModel = Any
 
-_SMALL = 10_000_000  # weights of a model that is built whatever its checkpoint says
+_SMALL = 10_000_000  # models with fewer weights are built even if the checkpoint has far fewer
 _MANY_CLASSES = 100_000
-_TF_BATCHNORM = {"momentum": 0.01, "eps": 1e-3}  # --bn-tf
+_TF_BATCHNORM = {"momentum": 0.01, "eps": 1e-3}  # settings of --bn-tf
 
 
 def _channels(args: Namespace) -> int | None:
@@ -49,12 +49,12 @@ def build_model(args: Namespace, recorded: dict[str, Any] | None = None, weights
     """Build `args.model` on the CPU.
 
     Args:
-        recorded: Keyword arguments of the model from a checkpoint; flags take precedence.
-        weights: Number of weights in that checkpoint: a model that is far larger is refused.
+        recorded: The model's keyword arguments from a checkpoint; flags override them.
+        weights: Number of weights in that checkpoint. A model that is far larger is refused.
 
     Raises:
-        UserError: An unknown model, arguments that it doesn't know or can't run with, a model that is too large,
-            published weights that don't exist or can't be fetched, or a flag for a part that the model doesn't have.
+        UserError: The model is unknown, too large, or doesn't accept its arguments or run with them; its published
+            weights don't exist or can't be fetched; or a flag is for a part that the model doesn't have.
     """
     name, stored, source = architecture_of(args.model)
     kwargs = stored | (recorded or {}) | _model_kwargs(args)
@@ -70,7 +70,7 @@ def build_model(args: Namespace, recorded: dict[str, Any] | None = None, weights
             raise TypeError(f"{type(model).__name__} is no classifier")
     except UserError:
         raise
-    except Exception as error:  # constructors, hubs and readers of weights raise anything
+    except Exception as error:  # constructors, hubs and readers of weights raise errors of any type
         reason = " ".join(str(error).split())[:300] or type(error).__name__
         if fetched and not folder and "loading state_dict" not in reason:
             raise UserError(_not_fetched(name, reason, args)) from error
@@ -83,10 +83,10 @@ def build_model(args: Namespace, recorded: dict[str, Any] | None = None, weights
 
 
 def _flexible(name: str, kwargs: dict[str, Any], sizes: list[tuple[int, int]]) -> dict[str, Any]:
-    """Return the argument with which a model of timm takes images of these sizes beside its own; {} where it takes them
-    as it is, or never."""
+    """Return the keyword argument with which a timm model takes images of `sizes` besides its own size. Return {} if it
+    needs none, or can't take them."""
     for option in ({}, {"dynamic_img_size": True}, {"strict_img_size": False}) if sizes and not is_ours(name) else ():
-        with suppress(Exception), torch.device("meta"):  # constructors and layers raise anything
+        with suppress(Exception), torch.device("meta"):  # constructors and layers raise errors of any type
             model = timm.create_model(name, **kwargs | option | {"pretrained": False})
             for size in sizes:
                 model(torch.empty(2, kwargs.get("in_chans", 3), *size))
@@ -95,22 +95,22 @@ def _flexible(name: str, kwargs: dict[str, Any], sizes: list[tuple[int, int]]) -
 
 
 def _try(model: nn.Module, args: Namespace, kwargs: dict[str, Any]) -> None:
-    """Run a new model once at each size, as in training, and leave it as it is: images that are too small and
-    contradictory arguments are a UserError here, not a traceback in the first step."""
+    """Run a copy of a new model once at each image size, as in training. Images that are too small and contradictory
+    arguments then raise UserError here, and not another error in the first step."""
     channels, *own = eval_settings(args, model)["input_size"]
     for size in (tuple(own), *other_sizes(args)):
         _try_size(model, args, kwargs, (channels, *size))
 
 
 def _try_size(model: nn.Module, args: Namespace, kwargs: dict[str, Any], size: tuple[int, int, int]) -> None:
-    with suppress(Exception):  # the cheap way shows shapes alone, and not every model has it
+    with suppress(Exception):  # a run on meta tensors is cheap, but shows only shapes and fails for some models
         run_on_meta(model, size)
         if not getattr(args, "model_kwargs", None):
             return
     try:
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
             copy.deepcopy(model)(torch.zeros(2, *size))
-    except Exception as error:  # layers raise anything
+    except Exception as error:  # layers raise errors of any type
         reason = " ".join(str(error).split())[:300] or type(error).__name__
         shape = " x ".join(map(str, size))
         flag = "--train-img-sizes, --val-img-size" if size[1:] in other_sizes(args) else "--img-size"
@@ -119,7 +119,7 @@ def _try_size(model: nn.Module, args: Namespace, kwargs: dict[str, Any], size: t
 
 
 def _set_modes(model: nn.Module, kernel: str, drop_path_mode: str) -> None:
-    """Apply `--outlook-kernel` and `--drop-path-mode`; raise UserError for models that don't have them."""
+    """Apply `--outlook-kernel` and `--drop-path-mode`. Raise UserError if the model doesn't have them."""
     if kernel != "auto":
         if not isinstance(model, VOLO):
             raise UserError(f"--outlook-kernel {kernel} has no effect: only VOLO has outlook attention; leave it out")
@@ -131,7 +131,7 @@ def _set_modes(model: nn.Module, kernel: str, drop_path_mode: str) -> None:
 
 
 def _check_folder(folder: Path, model: str) -> None:
-    """Raise UserError unless the weights that timm takes from a folder can be read."""
+    """Raise UserError unless the weights that timm would take from this folder can be read."""
     endings = (path.name for ending in _EXT_PRIORITY for path in sorted(folder.glob(f"*{ending}")))
     file = next((folder / name for name in (*_PREFERRED_FILES, *endings) if (folder / name).exists()), None)
     if file is None:
@@ -141,12 +141,12 @@ def _check_folder(folder: Path, model: str) -> None:
 
 def _not_fetched(name: str, reason: str, args: Namespace) -> str:
     own = [f" with --{dest.replace('_', '-')}" for dest in ("initial_checkpoint", "checkpoint") if dest in args]
-    instead = own[0] if own else " in its place"  # of a teacher
+    instead = own[0] if own else " in its place"  # for a teacher, which has no such flag
     return f"--model {name}: its published weights can't be fetched ({reason}): name a file of them{instead}"
 
 
 def _refuse_huge(name: str, kwargs: dict[str, Any], weights: int | None) -> None:
-    """Refuse a model that does not fit into memory, or that is far larger than the `weights` of its checkpoint."""
+    """Raise UserError for a model that is too large for the memory, or far larger than its checkpoint's `weights`."""
     with torch.device("meta"):
         wanted = sum(p.numel() for p in timm.create_model(name, **kwargs | {"pretrained": False}).parameters())
     if weights is not None and wanted > 4 * weights + _SMALL:
@@ -162,7 +162,7 @@ def _refuse_huge(name: str, kwargs: dict[str, Any], weights: int | None) -> None
 
 
 def _model_kwargs(args: Namespace) -> dict[str, Any]:
-    """Return the arguments of the model's constructor; flags that are None leave the model's default."""
+    """Return the arguments of the model's constructor. A flag that is None leaves the model's default."""
     kwargs: dict[str, Any] = {
         "pretrained": getattr(args, "pretrained", False),
         "num_classes": args.num_classes,
@@ -185,9 +185,9 @@ def _model_kwargs(args: Namespace) -> dict[str, Any]:
 
 
 def eval_settings(args: Namespace, model: TimmModel, recorded: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Resolve input_size (C, H, W), interpolation, mean, std, crop_pct and crop_mode.
+    """Return input_size (C, H, W), interpolation, mean, std, crop_pct and crop_mode.
 
-    Flags take precedence, then the values of the checkpoint (so that training and validation agree), then the model's.
+    Flags override the checkpoint's values, which override the model's, so that training and validation agree.
     """
     known = {"crop_pct", "mean", "std", "interpolation", "crop_mode"}
     asked = {k: v for k, v in vars(args).items() if v not in (None, "")}
@@ -197,7 +197,7 @@ def eval_settings(args: Namespace, model: TimmModel, recorded: dict[str, Any] | 
     found: dict[str, Any] = resolve_data_config(settings | asked, model=model, use_test_size=False)
     channels = _channels(args) or getattr(model, "in_chans", found["input_size"][0])
     found["input_size"] = (channels, *found["input_size"][1:])
-    if channels == 1:  # one mean: the stages of the loader make grey images
+    if channels == 1:  # one mean for grey images, which the loader's stages make
         found |= {name: (sum(found[name]) / len(found[name]),) for name in ("mean", "std")}
     return found
 
@@ -206,7 +206,7 @@ def add_dense_head(model: TimmModel, args: Namespace, image_size: tuple[int, int
     """Add a dense head to a timm model for `--token-label`; VOLO and LV-ViT have one already.
 
     Raises:
-        UserError: The model has no spatial features, or MixToken is on and can't mix behind the model's embedding.
+        UserError: The model has no spatial features, or MixToken is on and can't mix its tokens after the embedding.
     """
     if not args.token_label:
         return model
@@ -214,18 +214,18 @@ def add_dense_head(model: TimmModel, args: Namespace, image_size: tuple[int, int
     if isinstance(model, WithDenseHead):
         if not args.no_mix_token:
             model.check_mix_token()
-        if args.token_label_size == 1:  # nothing would train the head
+        if args.token_label_size == 1:  # there is no dense loss that would train the head
             model.set_dense_head(False)
     return model
 
 
 def prepare_model(model: TimmModel, args: Namespace, world: World) -> TimmModel:
-    """Apply BatchNorm flags, gradient checkpointing, memory format and SyncBN, and move the model to its device."""
+    """Apply the flags for BatchNorm, gradient checkpointing and memory format, and move the model to its device."""
     set_batchnorm(model, args)
     if args.grad_checkpointing:
         try:
             model.set_grad_checkpointing(True)
-        except (AssertionError, AttributeError, NotImplementedError) as error:  # as timm's models refuse it
+        except (AssertionError, AttributeError, NotImplementedError) as error:  # timm's models refuse in these ways
             raise UserError(f"--grad-checkpointing: --model {args.model} can't recompute its activations") from error
     if args.sync_bn and world.size > 1:
         if world.device.type != "cuda":
@@ -235,7 +235,7 @@ def prepare_model(model: TimmModel, args: Namespace, world: World) -> TimmModel:
 
 
 def place_model(model: TimmModel, args: Namespace, world: World) -> TimmModel:
-    """Move the model to its device, in the memory format of `--channels-last`."""
+    """Move the model to its device, with the memory format of `--channels-last`."""
     return model.to(device=world.device, memory_format=torch.channels_last if args.channels_last else None)
 
 
@@ -243,7 +243,7 @@ def set_batchnorm(model: nn.Module, args: Namespace) -> None:
     """Set momentum and epsilon of every BatchNorm layer from `--bn-tf`, `--bn-momentum` and `--bn-eps`.
 
     Raises:
-        UserError: The model has no such layer, and a flag is about them.
+        UserError: A flag is for BatchNorm, and the model has none.
     """
     values = dict(_TF_BATCHNORM) if args.bn_tf else {}
     values |= {k: v for k, v in (("momentum", args.bn_momentum), ("eps", args.bn_eps)) if v is not None}
@@ -257,11 +257,11 @@ def set_batchnorm(model: nn.Module, args: Namespace) -> None:
 
 
 def meshes_of(args: Namespace, world: World) -> Meshes | None:
-    """Return the meshes over which `--shard` and `--tensor-parallel` divide the weights; None without them, and in a
-    dry run on any processes.
+    """Return the meshes over which `--shard` and `--tensor-parallel` divide the weights; None without these flags, and
+    in a dry run, which needs no such number of processes.
 
     Raises:
-        UserError: The ranks can't be divided so, or float16 is asked for.
+        UserError: The number of ranks does not fit, or the flags ask for float16.
     """
     divides = sharding_flag(args)
     if divides and compute_dtype(args, world.device) is torch.float16:
@@ -270,13 +270,13 @@ def meshes_of(args: Namespace, world: World) -> Meshes | None:
 
 
 def wrap_model(model: TimmModel, args: Namespace, world: World, meshes: Meshes | None = None) -> TimmModel:
-    """Return the module that the loop calls: `model` in DistributedDataParallel, compiled as the flags say.
+    """Return the module that the loop calls: `model` wrapped for several ranks and compiled, as the flags say.
 
     Args:
-        meshes: The weights are divided over them, in place; copy the model before.
+        meshes: The weights are divided over these in place, so copy the model before.
 
     Raises:
-        UserError: `--grad-compression` or `--dist-bn` with one process, which has nobody to share with.
+        UserError: `--grad-compression` or `--dist-bn` is used with one process, where it has no effect.
     """
     if meshes is not None:
         if meshes.tensor is not None:
@@ -285,7 +285,7 @@ def wrap_model(model: TimmModel, args: Namespace, world: World, meshes: Meshes |
         shard(model, meshes.data, torch.bfloat16 if args.model_dtype == "bfloat16" else None, args.grad_compression)
         return model
     if world.size > 1:
-        # Without a class loss the class head and the class attention get no gradients.
+        # Without a class loss, the class head and the class attention receive no gradients.
         unused = args.kd_only or (args.token_label and args.cls_weight == 0)
         model = distribute(model, world.device, args.grad_compression, unused)
     elif args.grad_compression != "none":
@@ -296,14 +296,14 @@ def wrap_model(model: TimmModel, args: Namespace, world: World, meshes: Meshes |
 
 
 def heads_of(model: TimmModel) -> list[nn.Module]:
-    """Return the class heads, and the dense head where the model has one."""
+    """Return the class heads, and the dense head if the model has one."""
     classifier = model.get_classifier()
     heads = list(classifier) if isinstance(classifier, tuple) else [classifier]
     return heads + ([model.aux_head] if isinstance(model, TOKEN_LABEL_MODELS) else [])
 
 
 def freeze_backbone(model: TimmModel) -> None:
-    """Train the heads alone (`--freeze`)."""
+    """Freeze everything except the heads (`--freeze`)."""
     model.requires_grad_(False)
     for head in heads_of(model):
         head.requires_grad_(True)
@@ -323,8 +323,8 @@ def init_heads(model: TimmModel, scale: float | None, bias: float | None) -> Non
 
 
 def model_config(model: TimmModel, args: Namespace, settings: dict[str, Any], class_names: list[str]) -> dict[str, Any]:
-    """Return what a checkpoint records so that other programs build and evaluate the model as it was trained."""
-    labels: dict[str, Any] | None = None  # how the run reads its token labels
+    """Return the record from which other programs build and evaluate the model as it was trained."""
+    labels: dict[str, Any] | None = None  # settings with which the run reads its token labels
     if args.token_label:
         labels = {"compat": args.compat or [], "uncovered": args.uncovered, "label_tail": args.label_tail}
         labels |= {"teacher": args.token_label_teacher} if args.token_label_teacher else {}

@@ -1,4 +1,4 @@
-"""The optimizer: created by timm, with the model's exclusions from weight decay, and layer decay."""
+"""The optimizer: timm creates it, with the model's exclusions from weight decay, and layer decay."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from tlt.errors import UserError
 from volo.config.flag_rules import sharding_flag
 from volo.config.flag_table import nearest
 
-# Whose fused steps can be skipped on the device (`volo.train.precision`). On a CPU torch's kernels assume that
-# gradients and moments have the strides of their parameters: autograd ensures it for gradients,
+# Optimizers whose fused steps can be skipped on the device (`volo.train.precision`). On a CPU torch's kernels assume
+# that gradients and moments have the strides of their parameters. autograd ensures this for gradients, and
 # `volo.checkpoint.state` for loaded moments.
 _FUSED = ("adam", "adamw")
-# Whose steps over weights divided among ranks (`--shard`) equal those over whole ones: every value by itself, or by
-# norms that torch's distributed tensors sum over the ranks. Others fail, differ, or wait for each other for ever.
+# Optimizers that take the same steps over weights divided among ranks (`--shard`) as over whole ones: they treat each
+# value by itself, or use norms that distributed tensors sum over ranks. Others fail, differ or deadlock.
 _SHARDED = {
     *("adabelief", "adadelta", "adagrad", "adam", "adamax", "adamc", "adamw", "adamwlegacy", "adan", "adanw"),
     *("adopt", "adoptc", "adoptw", "lamb", "lambc", "lambcd", "lambcw", "lambw", "laprop", "lapropc", "larc"),
@@ -28,19 +28,19 @@ _SHARDED = {
     *("nesterov", "nesterovw", "nlarc", "nlars", "radabelief", "radam", "radamlegacy", "radamw", "rmsprop"),
     *("rmsproptf", "rmsproptfc", "rmsproptfw", "sgd", "sgdc", "sgdw"),
 }
-_BY_NORMS = ("lamb", "lar", "nlar")  # whose steps of a weight depend on its norm
+_BY_NORMS = ("lamb", "lar", "nlar")  # prefixes of optimizers whose step of a weight depends on the weight's norm
 
 
 def create_optimizer(args: Namespace, model: nn.Module, device: torch.device | None = None) -> Optimizer:
-    """Build the optimizer of `args.opt` over the trainable parameters of the bare (unwrapped) model.
+    """Build the optimizer `args.opt` for the trainable parameters of the bare (unwrapped) model.
 
-    Weight decay leaves out one-dimensional parameters, biases and the names of `model.no_weight_decay()`. With layer
-    decay, groups hold `lr_scale`. `set_lr` sets the learning rates.
+    One-dimensional parameters, biases and the names in `model.no_weight_decay()` get no weight decay. With layer decay,
+    parameter groups contain `lr_scale`. `set_lr` sets the learning rates.
 
     Args:
         args: The flags of the group "Optimizer", and `lr` or `lr_base`.
-        model: Already on its device.
-        device: The device of the parameters; None: that of the first parameter.
+        model: The model, which is already on its device.
+        device: The parameters' device; None takes that of the first parameter.
 
     Raises:
         UserError: The optimizer is unknown or not installed, or a flag has no effect on it.
@@ -68,13 +68,13 @@ def create_optimizer(args: Namespace, model: nn.Module, device: torch.device | N
 
 
 def set_lr(optimizer: Optimizer, lr: float) -> None:
-    """Give every parameter group `lr`, times its `lr_scale` where layer decay set one."""
+    """Set the learning rate of every parameter group to `lr`, times the group's `lr_scale` if it has one."""
     for group in optimizer.param_groups:
         group["lr"] = lr * group.get("lr_scale", 1.0)
 
 
 def _check_optimizer(args: Namespace, device: torch.device) -> str:
-    """Return timm's name of `args.opt` without the prefix `lookahead_`; raise UserError as `create_optimizer` does."""
+    """Return timm's name of `args.opt` without the prefix `lookahead_`. Raises UserError as `create_optimizer` does."""
     name = args.opt.lower().removeprefix("lookahead_")
     if name not in list_optimizers():
         near = nearest(name, list_optimizers())

@@ -1,7 +1,7 @@
-"""Mixed precision and the guarded optimizer step.
+"""Mixed precision, and the optimizer step that skips non-finite gradients.
 
-On CUDA `--amp` means float16 autocast with loss scaling (bfloat16 without, on request); on the CPU it means bfloat16,
-because float16 there is about 50 times slower. A step whose gradients are not finite changes no weight.
+On CUDA `--amp` means float16 autocast with loss scaling, or bfloat16 on request. On the CPU it means bfloat16, because
+float16 is about 50 times slower there. A step whose gradients are not finite changes no weight.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
 def compute_dtype(args: Namespace, device: torch.device) -> torch.dtype | None:
-    """Return the autocast dtype of `--model-dtype` or `--amp`, None for float32.
+    """Return the autocast dtype of `--model-dtype` or `--amp`; None for float32.
 
     Raises:
-        UserError: float16 is asked for on a CPU.
+        UserError: The flags ask for float16 on a CPU.
     """
-    if getattr(args, "model_dtype", "float32") == "bfloat16":  # a flag of train.py alone
+    if getattr(args, "model_dtype", "float32") == "bfloat16":  # only train.py has this flag
         return torch.bfloat16
     if not args.amp:
         return None
@@ -43,20 +43,20 @@ def compute_dtype(args: Namespace, device: torch.device) -> torch.dtype | None:
     return DTYPES[args.amp_dtype or ("float16" if device.type == "cuda" else "bfloat16")]
 
 
-# Norms keep float32 parameters and running statistics, those of the master itself.
+# In a working copy, norms stay in float32 and share parameters and running statistics with the master.
 _NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.modules.batchnorm._BatchNorm)
 
 
 class WorkingCopy:
-    """A bfloat16 copy of `master` that computes, while the float32 model is optimized, averaged, validated and saved.
+    """A bfloat16 copy of `master` that computes, while the float32 master is optimized, averaged, validated and saved.
 
-    After a backward pass the gradients of the copy go to the master weights, which add up those of micro-batches; after
-    a step the weights come back. The copy runs under bfloat16 autocast, which computes norms and softmax in float32.
+    After a backward pass the copy's gradients are added to the master's, which sum up micro-batches. After a step the
+    master's weights are copied back. The copy runs under bfloat16 autocast, with norms and softmax in float32.
     Autocast on a float32 model casts weights in every forward pass and gradients in every backward pass, and its
-    activations are float32 from the position embedding on; here all of that is bfloat16.
+    activations are float32 from the position embedding on. With the copy, all of these are bfloat16.
 
     Attributes:
-        module: The module that computes, with the names of `master`. Its norms share parameters and buffers.
+        module: The module that computes; its parameters have the names of `master`'s.
     """
 
     def __init__(self, master: nn.Module) -> None:
@@ -72,12 +72,12 @@ class WorkingCopy:
 
     @torch.no_grad()
     def refresh_copy(self) -> None:
-        """Round the master's weights into the copy."""
+        """Copy the master's weights into the copy, rounded."""
         torch._foreach_copy_([cast for _, cast in self._pairs], [own for own, _ in self._pairs])
 
     @torch.no_grad()
     def accumulate_into_master(self) -> None:
-        """Add the copy's gradients to those of the master in float32, and clear them."""
+        """Add the copy's gradients to the master's in float32, and clear the copy's."""
         new, old = [], []
         for own, cast in self._pairs:
             if cast.grad is not None and own.grad is not None:
@@ -92,7 +92,7 @@ class WorkingCopy:
             torch._foreach_add_([own for own, _ in old], [cast for _, cast in old])
 
     def return_to_copy(self) -> None:
-        """Move the accumulated gradients, rounded, back to the copy; the next backward pass adds its own to them.
+        """Move the accumulated gradients back to the copy, rounded, so that the next backward pass adds to them.
 
         DistributedDataParallel knows only the copy, and sends the gradients that it has after that pass.
         """
@@ -102,15 +102,15 @@ class WorkingCopy:
 
 
 class RunningStatistics:
-    """The running statistics of BatchNorm and its kind in a model, which its forward passes change before it is known
-    whether the step is skipped.
+    """The running statistics of BatchNorm layers. Forward passes change them before it is known whether the step is
+    skipped.
 
     Args:
-        model: In the mode in which it trains: layers in evaluation mode are left out.
+        model: The model in training mode; layers that are in evaluation mode are left out.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._views: dict[torch.dtype, list[Tensor]] = {}  # one-dimensional, of the model's memory
+        self._views: dict[torch.dtype, list[Tensor]] = {}  # one-dimensional views of the model's buffers
         for module in model.modules():
             for name, buffer in module.named_buffers(recurse=False):
                 if module.training and (name.startswith("running_") or name == "num_batches_tracked"):
@@ -118,7 +118,7 @@ class RunningStatistics:
         self._before = self._gathered()
 
     def note(self) -> None:
-        """Note those of now, which others may have changed."""
+        """Record the current statistics, because code outside the step may have changed them."""
         for before, now in zip(self._before, self._gathered(), strict=True):
             before.copy_(now)
 
@@ -127,8 +127,8 @@ class RunningStatistics:
 
     @torch.no_grad()
     def settle(self, skipped: Tensor) -> None:
-        """End a step: those of before it come back where it is `skipped`, a scalar on the device, and where a value of
-        them is not finite: the square of a large value overflows before the value does."""
+        """End a step. Restore the earlier statistics if `skipped` (a scalar on the device) is true, or if one of the
+        new ones is not finite: the square of a large value overflows before the value itself does."""
         if not self._views:
             return
         now = self._gathered()
@@ -139,17 +139,17 @@ class RunningStatistics:
 
 
 def autocast(device: torch.device, dtype: torch.dtype | None) -> AbstractContextManager[Any]:
-    """Return the context in which a forward pass and its loss run; it changes nothing for float32 (None)."""
+    """Return the context in which a forward pass and its loss run; for float32 (None) it does nothing."""
     return nullcontext() if dtype is None else torch.autocast(device.type, dtype=dtype)
 
 
 @dataclass(frozen=True)
 class Clipping:
-    """How gradients are clipped before a step.
+    """How gradients are clipped before a step; `threshold` is the limit.
 
     Attributes:
         mode: `"norm"` (2-norm of all gradients), `"value"` (each element) or `"agc"` (adaptive, per unit).
-        heads: Modules that `"agc"` leaves unclipped, as timm and the paper do (arXiv 2102.06171, section 4.1).
+        heads: Modules that `"agc"` doesn't clip, as in timm and the paper (arXiv 2102.06171, section 4.1).
     """
 
     threshold: float
@@ -171,12 +171,12 @@ class Precision:
     """Autocast, loss scaling, clipping, and the step that skips non-finite gradients.
 
     Args:
-        device: Where the model trains.
-        amp_dtype: Autocast dtype, None for float32.
-        clip: None leaves the gradients as they are.
+        device: Device on which the model trains.
+        amp_dtype: Dtype of autocast; None for float32.
+        clip: How to clip gradients; None doesn't.
         max_nonfinite: `check()` raises after more than this many skipped steps in a row.
-        working_copy: The bfloat16 copy that computes; None: the model itself computes.
-        norm_of: Returns the 2-norm of the gradients of parameters.
+        working_copy: The bfloat16 copy that computes; None if the model itself computes.
+        norm_of: Returns the 2-norm of the parameters' gradients.
     """
 
     def __init__(
@@ -192,19 +192,19 @@ class Precision:
         self._norm_of = norm_of
         scaled = amp_dtype is torch.float16 and device.type == "cuda"
         self.scaler = torch.amp.GradScaler(device.type) if scaled else None
-        # The loss scale starts at 2^16: up to 16 halvings are calibration, not divergence.
+        # The loss scale starts at 2^16, so up to 16 halvings are calibration and no divergence.
         self.max_nonfinite = max_nonfinite + (16 if scaled else 0)
         self._statistics: RunningStatistics | None = None
-        self._counts = [0, 0]  # steps skipped in a row, and in the whole run, before those in `_steps`
-        self._loss_broken = torch.zeros((), dtype=torch.bool, device=device)  # in a micro-batch of the current step
-        self._steps: list[Tensor] = []  # (2,) bool each: gradients not finite, this rank's loss not finite
-        self.keeps_gradients = False  # in their memory, which a step then zeroes
+        self._counts = [0, 0]  # skipped steps in a row, and in the whole run, before those in `_steps`
+        self._loss_broken = torch.zeros((), dtype=torch.bool, device=device)  # whether a loss of the step is not finite
+        self._steps: list[Tensor] = []  # for each step (2,) bool: gradients not finite, this rank's loss not finite
+        self.keeps_gradients = False  # whether a step zeroes gradients in place instead of freeing them
 
     def begin(self, model: nn.Module | None = None) -> None:
-        """Note running statistics of `model`, always the same one, and copy its weights into the working copy; call it
-        in training mode, before training starts or goes on."""
+        """Record the running statistics of `model`, which is always the same, and refresh the working copy. Call this
+        in training mode, before training starts or continues."""
         if model is not None:
-            self._statistics = self._statistics or RunningStatistics(model)  # a CUDA graph knows where they lie
+            self._statistics = self._statistics or RunningStatistics(model)  # made once: CUDA graphs use its addresses
             self._statistics.note()
         if self.working_copy is not None:
             self.working_copy.refresh_copy()
@@ -214,10 +214,10 @@ class Precision:
         return autocast(self.device, self.amp_dtype)
 
     def backward(self, loss: Tensor, reduced: bool = False) -> None:
-        """Accumulate the gradients of `loss`, scaled where float16 needs it.
+        """Accumulate the gradients of `loss`; scale it first if float16 needs that.
 
         Args:
-            reduced: This backward pass averages the accumulated gradients over the ranks.
+            reduced: Whether this backward pass averages the accumulated gradients over the ranks.
         """
         self._loss_broken.logical_or_(~torch.isfinite(loss.detach()))
         if self.working_copy is not None and reduced:
@@ -227,21 +227,21 @@ class Precision:
             self.working_copy.accumulate_into_master()
 
     def step(self, optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter]) -> Tensor:
-        """Clip, step unless a gradient is not finite, clear the gradients.
+        """Clip the gradients, step unless one of them is not finite, and clear them.
 
-        Returns the 2-norm of the gradients before clipping, a scalar on the device. All ranks agree on whether to step,
-        because they hold the same all-reduced gradients.
+        Return their 2-norm before clipping, a scalar on the device. All ranks decide alike whether to step, because
+        they have the same all-reduced gradients.
         """
         norm, broken = self.update(optimizer, parameters)
         self.note(broken)
         return norm
 
     def note(self, broken: Tensor) -> None:
-        """Note what `update` returned for the step just done, for `counts` and `check`."""
+        """Record what `update` returned for the last step, for `counts` and `check`."""
         self._steps.append(broken)
 
     def update(self, optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter]) -> tuple[Tensor, Tensor]:
-        """Do the device's part of `step`. Returns the norm and (2,) bool: gradients not finite, own loss not finite."""
+        """Do the device's part of `step`. Return the norm, and (2,) bool: gradients not finite, own loss not finite."""
         if self.scaler is not None:
             self.scaler.unscale_(optimizer)
         norm = self._norm_of(parameters)
@@ -261,9 +261,9 @@ class Precision:
         return norm, told
 
     def pop_nonfinite_steps(self) -> dict[int, bool]:
-        """The steps with non-finite gradients since the last call; True where this rank's own loss was not finite.
+        """Return the steps with non-finite gradients since the last call: True if this rank's loss was not finite.
 
-        Keys count back from the newest step: -1, -2, ... Synchronises with the device, as `counts` and `check`.
+        Keys count back from the newest step: -1, -2, ... This synchronises with the device, as `counts` and `check` do.
         """
         self._counts, steps, self._steps = self.counts(), self._finished_steps(), []
         return {number - len(steps): own for number, (broken, own) in enumerate(steps) if broken}
@@ -272,7 +272,7 @@ class Precision:
         return torch.stack(self._steps).tolist() if self._steps else []
 
     def counts(self) -> list[int]:
-        """Return the steps skipped in a row up to now, and in the whole run."""
+        """Return the number of steps skipped in a row until now, and in the whole run."""
         in_a_row, skipped = self._counts
         for broken, _ in self._finished_steps():
             in_a_row, skipped = (in_a_row + 1 if broken else 0), skipped + broken
@@ -283,7 +283,7 @@ class Precision:
         self._counts = [in_a_row, skipped]
 
     def check(self) -> int:
-        """Return how many steps were skipped in the whole run. Synchronises: call it once per log interval.
+        """Return how many steps were skipped in the whole run. This synchronises, so call it once per log interval.
 
         Raises:
             NonFiniteError: More than `max_nonfinite` steps in a row were skipped.
@@ -298,20 +298,20 @@ class Precision:
         return skipped
 
 
-# Their fused steps leave weights and moments as they are where `found_inf` is set, in the first step as well. After
-# torch's SGD the next step adds momentum that nobody has written, and apex's FusedAdam does not look at `found_inf`.
+# Their fused steps leave weights and moments unchanged if `found_inf` is set, even the first step. torch's SGD would
+# afterwards add momentum that was never written, and apex's FusedAdam ignores `found_inf`.
 _SKIP_ON_DEVICE = (torch.optim.Adam, torch.optim.AdamW)
 
 
 def skips_on_device(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether a step of this optimizer can be skipped without asking the host."""
+    """Whether a step of this optimizer can be skipped without the host knowing."""
     groups = optimizer.param_groups
-    parts = any(isinstance(p, DTensor) for p in groups[0]["params"])  # of --shard, on several ranks
+    parts = any(isinstance(p, DTensor) for p in groups[0]["params"])  # weights that --shard divides
     return type(optimizer) in _SKIP_ON_DEVICE and all(group["fused"] for group in groups) and not parts
 
 
 def _step_unless(broken: Tensor, optimizer: torch.optim.Optimizer) -> None:
-    """Step if `broken` is false: decided on the device by fused Adam, else after one host synchronisation."""
+    """Step if `broken` is false. Fused Adam decides this on the device, other optimizers after a synchronisation."""
     if skips_on_device(optimizer):
         optimizer.grad_scale, optimizer.found_inf = None, broken.float()  # type: ignore[attr-defined]
         optimizer.step()
@@ -320,28 +320,28 @@ def _step_unless(broken: Tensor, optimizer: torch.optim.Optimizer) -> None:
         optimizer.step()
 
 
-# The largest allowed difference, as a share of the largest value. Rounding gives 0.4 %, sums in bfloat16 give 2 %.
+# The largest allowed difference relative to the largest value. Rounding causes 0.4 %, sums in bfloat16 cause 2 %.
 _TOLERANCE = 0.05
-_OWN_FORWARD = (nn.Conv1d.forward, nn.Conv2d.forward, nn.Conv3d.forward)  # those that call `_conv_forward`
+_OWN_FORWARD = (nn.Conv1d.forward, nn.Conv2d.forward, nn.Conv3d.forward)  # these call `_conv_forward`
 
 
 def check_convolutions(
     model: nn.Module, input_size: tuple[int, int, int], dtype: torch.dtype | None, device: torch.device
 ) -> list[str]:
-    """Let convolutions that this processor computes wrong in bfloat16 compute in float32; return a warning of them.
+    """Let convolutions that this processor computes wrong in bfloat16 run in float32; return a warning about them.
 
-    Weights and their types stay as they are, and copies of the model do the same. Every rank must call this, because
+    Weights and their dtypes stay unchanged, and copies of the model do the same. Every rank must call this, because
     processors may differ.
 
     Args:
-        model: In float32, on its device and in its memory format.
+        model: The float32 model on its device and in its memory format.
         input_size: (channels, H, W) of the images.
-        dtype: The type that the model is to compute in; only bfloat16 on a CPU is tried.
+        dtype: Dtype in which the model will compute; only bfloat16 on a CPU is tested.
     """
     if dtype is not torch.bfloat16 or device.type != "cpu":
         return []
     names: dict[nn.Module, str] = {layer: name for name, layer in model.named_modules() if isinstance(layer, _ConvNd)}
-    distinct: dict[object, tuple[nn.Module, Tensor]] = {}  # and an input without contents
+    distinct: dict[object, tuple[nn.Module, Tensor]] = {}  # a layer of each kind and shape, with a meta input
 
     def note(layer: nn.Module, given: tuple[Tensor]) -> None:
         if layer in names:
@@ -349,7 +349,7 @@ def check_convolutions(
 
     with nn.modules.module.register_module_forward_pre_hook(note):
         run_on_meta(model, input_size)
-    wrong = [names[layer] for layer, given in distinct.values() if not _error(layer, given) <= _TOLERANCE]  # or NaN
+    wrong = [names[layer] for layer, given in distinct.values() if not _error(layer, given) <= _TOLERANCE]  # incl. NaN
     if not (found := sorted({name for names in from_all(wrong) for name in names})):
         return []
     kinds, remedy = {_kind(model.get_submodule(name)) for name in found}, "float32 computes them"
@@ -365,12 +365,12 @@ def check_convolutions(
 
 
 def _kind(layer: nn.Module) -> tuple[type, str]:
-    return type(layer), layer.extra_repr()  # with channels, window, stride, padding, dilation and groups
+    return type(layer), layer.extra_repr()  # has channels, window, stride, padding, dilation and groups
 
 
 @torch.no_grad()
 def _error(layer: nn.Module, given: Tensor) -> float:
-    """Return how far bfloat16 is off for an input of this shape, as a share of the largest value; it may be NaN."""
+    """Return bfloat16's error for an input of this shape, relative to the largest value; it may be NaN."""
     x = torch.empty_strided(given.shape, given.stride()).normal_(generator=torch.Generator().manual_seed(0))
     right = layer(x)
     with torch.autocast("cpu", torch.bfloat16):
@@ -378,7 +378,7 @@ def _error(layer: nn.Module, given: Tensor) -> float:
 
 
 def _in_float32(convolve: Callable[..., Tensor], x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Compute a convolution of `x` in float32 on a CPU; the result has the type that it would have otherwise."""
+    """Compute a convolution of `x` in float32 on a CPU; the result has the dtype that it would have otherwise."""
     dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else x.dtype
     with torch.autocast("cpu", enabled=False):
         return convolve(x.float(), weight.float(), None if bias is None else bias.float()).to(dtype)

@@ -1,8 +1,8 @@
-"""What a run is: its arguments, settled before anything is built, what surrounds its training, and what it trains with.
+"""A run: its arguments, which are completed before anything is built, its surroundings, and what it trains with.
 
 A run on sixty images is not a small run on ImageNet. The published defaults (128 images per device, 20 epochs of
-warm-up, 10 of cool-down, 10 checkpoints) stand wherever they make sense. What is given on the command line or in a
-recipe is never changed, but for the accumulation steps that keep a resumed run's global batch on other processes.
+warm-up, 10 of cool-down, 10 checkpoints) are used where they make sense. Values from the command line or a recipe never
+change, except the accumulation steps, which keep a resumed run's global batch if the number of processes changes.
 """
 
 from __future__ import annotations
@@ -35,22 +35,22 @@ from volo.train.schedule import LrSchedule
 if TYPE_CHECKING:
     from volo.train.distillation import Distillation
 
-BATCH_KEY = "batch"  # of a checkpoint
-_HORIZONS = 5  # of the moving average in a run, 1 / (1 - decay) updates each: 0.7 % of it are the initial weights then
-_TOLD_SHARE = 0.1  # of them, from which on a warning tells of it
-_LEAST_UPDATES, _LARGEST_BATCH = 4, 128  # in an epoch, and images of a device, where neither is given
+BATCH_KEY = "batch"  # key in a checkpoint
+_HORIZONS = 5  # a run has so many times 1 / (1 - decay) updates; then 0.7 % of the average are the initial weights
+_TOLD_SHARE = 0.1  # share of the initial weights in the average above which a warning is logged
+_LEAST_UPDATES, _LARGEST_BATCH = 4, 128  # per epoch, and images per device, if the user sets no batch size
 
 
 @dataclass(frozen=True)
 class Run:
-    """What surrounds the training.
+    """The surroundings of training.
 
     Attributes:
-        args: Settled: by command line and recipe, then by the data, then by the checkpoint.
+        args: Final arguments: from command line and recipe, completed from the data and the checkpoint.
         guard: Yields batches until the run has to stop.
-        directory: Of records and checkpoints.
+        directory: Directory of records and checkpoints.
         lock: Keeps other jobs out of the directory.
-        resumed: The checkpoint that the run goes on from; None for a fresh start.
+        resumed: The checkpoint that the run continues from; None for a fresh start.
     """
 
     args: TrainArgs
@@ -68,11 +68,11 @@ class Training:
 
     Attributes:
         state: Model, optimizer, scaler, moving average and the position in the run.
-        model: The module that the loop calls: the state's model or its working copy, possibly compiled or distributed.
-        average: The module that validation calls for the moving average; None without a moving average.
+        model: The module that the loop calls: the state's model or its working copy, perhaps compiled or distributed.
+        average: The module that validates the moving average; None if it is not validated.
         lr_formula: How the peak learning rate was computed, for the log.
-        arithmetic: The arithmetic of a step; None where it can't be counted, and on ranks that write no records.
-        distillation: What teachers add to the loss; None without one.
+        arithmetic: Operations of a step; None if they can't be counted, and on ranks that write no records.
+        distillation: The teachers and their losses; None without teachers.
         dense_score: Compares tokens with labels in validation; None without `--val-label-data`.
     """
 
@@ -93,18 +93,18 @@ class Training:
 def resolve_args(
     args: TrainArgs, checkpoint: dict[str, Any], images: int, classes: int, world_size: int
 ) -> tuple[FrozenArgs, dict[str, int], list[str]]:
-    """Return the arguments with what data and checkpoint decide, `batch_record`, and lines for the user.
+    """Return the arguments completed from data and checkpoint, the `batch_record`, and lines for the user.
 
     Args:
-        args: The parsed arguments: `defaulted` has the names among `FITTED` that were not given.
-        checkpoint: That the run resumes; {} for a fresh start.
+        args: The parsed arguments; `defaulted` names those of `FITTED` that the user did not set.
+        checkpoint: Content of the checkpoint that the run resumes; {} for a fresh start.
         images: Number of training images.
         classes: Number of their classes.
         world_size: Number of processes that see different images.
 
     Raises:
-        UserError: `--drop-path-mode subset` would drop nothing in batches of that size; or the checkpoint has a value
-            that its flag doesn't take.
+        UserError: `--drop-path-mode subset` would drop nothing from batches of the resulting size, or a flag doesn't
+            accept the checkpoint's value.
     """
     decided, line = dataset_defaults(args, images, classes, world_size)
     if kept := settings_from_checkpoint(checkpoint, args, world_size):
@@ -119,25 +119,25 @@ def resolve_args(
 
 
 def dataset_defaults(args: TrainArgs, images: int, classes: int, world_size: int) -> tuple[dict[str, Any], str]:
-    """Return the values that replace defaults, and a line that tells of them, "" without any. See `resolve_args`."""
+    """Return values that replace defaults because of the data, and a line about them, "" without any."""
     fitted: dict[str, Any] = {
         "warmup_epochs": min(20, args.epochs // 5),
         "cooldown_epochs": 10 if args.epochs >= 30 and args.sched in CYCLIC_SCHEDULES else 0,
         "checkpoint_hist": min(10, max(3, args.epochs // 10)),
     }
-    if args.kd_only:  # heads learn logits alone
+    if args.kd_only:  # only logits train heads
         fitted |= {} if "logit" in args.kd_distill_type else {"num_classes": 0}
     elif classes != known_config(args.model).get("num_classes"):
         fitted["num_classes"] = classes
-    # The largest power of two with which an epoch has so many updates.
+    # The largest power of two with which an epoch has at least _LEAST_UPDATES updates.
     share = images // (args.grad_accum_steps * world_size)
-    most = min(_LARGEST_BATCH, max(2, share // _LEAST_UPDATES), max(1, share))  # BatchNorm may need two
+    most = min(_LARGEST_BATCH, max(2, share // _LEAST_UPDATES), max(1, share))  # BatchNorm may need 2 images
     size = 1 << (most.bit_length() - 1)
     fitted["drop_last"] = "batch_size" in args.defaulted and size > 1 and images // world_size % size == 1
     if size < args.batch_size:
         fitted["batch_size"] = size
         if "batch_size" in args.defaulted and args.lr is None:
-            # A rate that shrinks in proportion would be 1e-5 at 8 images; Adam's noise grows with the square root.
+            # A rate in proportion to 8 images would be as small as 1e-5; Adam's noise grows with the square root.
             fitted["lr_base_scale"] = "sqrt"
     batch = (size if "batch_size" in fitted.keys() & args.defaulted else args.batch_size) * args.grad_accum_steps
     if args.model_ema and not args.model_ema_warmup:
@@ -150,7 +150,7 @@ def dataset_defaults(args: TrainArgs, images: int, classes: int, world_size: int
 
 
 def _useless_average(args: TrainArgs, updates: int) -> str:
-    """Return a warning where the moving average of so many updates consists of the initial weights, else ""."""
+    """Return a warning if the moving average after `updates` is mostly the initial weights, else ""."""
     share = args.model_ema_decay**updates
     if not args.model_ema or args.model_ema_warmup or share <= _TOLD_SHARE:
         return ""
@@ -161,13 +161,13 @@ def _useless_average(args: TrainArgs, updates: int) -> str:
 
 
 def _shown(what: str, values: dict[str, Any]) -> str:
-    """Return a line with the values as flags, "" without any."""
+    """Return a line with the values written as flags; "" without values."""
     flags = " ".join(f"--{k.replace('_', '-')}" + (f" {v}" if v is not True else "") for k, v in values.items())
     return flags and f"{what}: {flags}"
 
 
 def settings_from_checkpoint(checkpoint: dict[str, Any], args: TrainArgs, world_size: int) -> dict[str, Any]:
-    """Return the fitted values that the checkpoint of a resumed run has: the run goes on with these."""
+    """Return the checkpoint's values of fitted arguments, with which a resumed run continues."""
     recorded = [checkpoint.get(name) for name in ("args", "model_config", BATCH_KEY)]
     settings, config, batch = (each if isinstance(each, dict) else {} for each in recorded)
     kept = checked_settings({k: v for k, v in settings.items() if k in args.defaulted and k != "num_classes"})
@@ -175,20 +175,20 @@ def settings_from_checkpoint(checkpoint: dict[str, Any], args: TrainArgs, world_
         kept["num_classes"] = classes
     each, images = world_size * args.grad_accum_steps, batch.get("global")
     if "batch_size" in kept and type(images) is int and images % (kept["batch_size"] * world_size):
-        kept["batch_size"] = images // each if images % each == 0 else kept["batch_size"]  # more processes than before
+        kept["batch_size"] = images // each if images % each == 0 else kept["batch_size"]  # for more processes
     return kept
 
 
 def batch_record(batch_size: int, steps: int, world_size: int, asked_steps: int) -> dict[str, int]:
-    """Return the record of the batch in checkpoints: images per update, processes, images as the flags ask for."""
+    """Return the record of the batch in checkpoints: images per update, processes, images that the flags ask for."""
     return {"global": batch_size * steps * world_size, "world_size": world_size, "asked": batch_size * asked_steps}
 
 
 def steps_to_keep(checkpoint: dict[str, Any], batch_size: int, steps: int, world_size: int) -> tuple[int, str | None]:
     """Return the accumulation steps for a resumed run, and a line for the user.
 
-    The global batch is kept if only the number of processes has changed and full batches add up to it; then every
-    update has the same images. Otherwise the flags are followed, with a warning.
+    If only the number of processes has changed and full batches can add up to the old global batch, that is kept, so
+    that every update has the same images. Otherwise the flags are followed, with a warning.
     """
     recorded = checkpoint.get(BATCH_KEY)
     if not isinstance(recorded, dict) or not all(isinstance(recorded.get(k), int) for k in batch_record(1, 1, 1, 1)):

@@ -1,4 +1,4 @@
-"""Learning rates: one number per update, a pure function of the update's number."""
+"""Learning rates: a pure function of an update's number."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from tlt.errors import UserError
 
 
 def resolve_lr(args: Namespace, global_batch: int) -> tuple[float, str]:
-    """Return the peak learning rate and the formula that gave it.
+    """Return the peak learning rate, and the formula that gave it.
 
     Args:
-        args: `lr` (absolute, None where not given), `lr_base`, `lr_base_size`, `lr_base_scale`.
-        global_batch: Images per update: per device x devices x accumulation steps.
+        args: `lr` (absolute; None if not set), `lr_base`, `lr_base_size`, `lr_base_scale`.
+        global_batch: Images per update: images per device x devices x accumulation steps.
     """
     if args.lr is not None:
         return args.lr, f"{args.lr:g} (--lr)"
@@ -30,15 +30,15 @@ def resolve_lr(args: Namespace, global_batch: int) -> tuple[float, str]:
 
 
 class LrSchedule:
-    """The learning rate before layer decay: `schedule(update)` is a pure function of the update.
+    """The learning rate before layer decay; `schedule(update)` is a pure function of the update's number.
 
-    The curve is timm's. By default it changes from epoch to epoch, as published; with `sched_on_updates` at every
-    update. Warm-up counts into the epochs unless `warmup_prefix`; `cooldown_epochs` at the smallest rate follow
-    (cosine, tanh, poly, wsd, rsqrt).
+    The curve is timm's. By default it changes once per epoch, as published; with `sched_on_updates` at every update.
+    The epochs include the warm-up unless `warmup_prefix`. Then `cooldown_epochs` with the smallest rate follow (cosine,
+    tanh, poly, wsd, rsqrt).
 
     Attributes:
-        total_epochs: Epochs of the curve, cool-down included.
-        last_epoch: Epochs after which the run ends: fewer with `stop_epoch`.
+        total_epochs: Epochs of the curve, including the cool-down.
+        last_epoch: Epochs after which the run ends; fewer with `stop_epoch`.
 
     Args:
         args: The flags of the group "Schedule", `stop_epoch`, and `seed`, which keys the noise.
@@ -46,13 +46,13 @@ class LrSchedule:
         updates_per_epoch: Optimizer steps per epoch, at least 1.
 
     Raises:
-        UserError: The decay does not fit in, or the curve has no epoch `stop_epoch`.
+        UserError: The decay is longer than the run, or the curve has no epoch `stop_epoch`.
     """
 
     def __init__(self, args: Namespace, lr: float, updates_per_epoch: int) -> None:
         self.updates_per_epoch, self.peak = updates_per_epoch, lr
         self._on_updates: bool = args.sched_on_updates
-        # timm's schedulers need an optimizer to write the learning rate into.
+        # timm's schedulers write the learning rate into an optimizer, so they get one of their own.
         self._optimizer = torch.optim.SGD([torch.zeros(1)], lr=lr)
         curve = _curve(args) | {"step_on_epochs": not self._on_updates, "updates_per_epoch": updates_per_epoch}
         try:
@@ -63,7 +63,7 @@ class LrSchedule:
             reason = "--lr-stable-timescale is missing" if "timescale" in str(error) else least
             raise UserError(f"--sched {args.sched} with {of}: {reason}") from error
         self.last_epoch: int = args.stop_epoch or self.total_epochs
-        # A branch of a run may end before epochs that the same recipe saves.
+        # A branch may end before epochs that the recipe saves.
         saved = 0 if args.resume else max(args.save_epochs or [0])
         for flag, epoch in {"--stop-epoch": self.last_epoch, "--save-epochs": saved}.items():
             if epoch > self.total_epochs:
@@ -71,12 +71,12 @@ class LrSchedule:
 
     @property
     def total_updates(self) -> int:
-        """Updates until the run ends, cool-down included."""
+        """Number of updates until the run ends, including the cool-down."""
         return self.last_epoch * self.updates_per_epoch
 
     @property
     def decay_begins(self) -> float:
-        """The update from which on the rate falls after a stable phase; infinity without one."""
+        """Number of the update at which the rate begins to fall after a stable phase; infinity without such a phase."""
         if not isinstance(self._scheduler, WSDLRScheduler):
             return math.inf
         begin = self._scheduler.get_cycle_length() - self._scheduler.decay_t
@@ -84,12 +84,12 @@ class LrSchedule:
 
     @property
     def largest(self) -> float:
-        """The largest rate with which an epoch begins or ends: about `peak`, unless the warm-up takes too long."""
+        """The largest rate at the beginning or end of an epoch: about `peak`, unless the warm-up is too long."""
         ends = range(0, self.total_epochs * self.updates_per_epoch, self.updates_per_epoch)
         return max(map(self, (update + last for update in ends for last in (0, self.updates_per_epoch - 1))))
 
     def __call__(self, update: int) -> float:
-        """Return the learning rate of update number `update`, counted from 0 over the whole run."""
+        """Return the learning rate of an update; updates count from 0 over the whole run."""
         if self._on_updates:
             self._scheduler.step_update(update)
         else:
@@ -119,6 +119,6 @@ def _curve(args: Namespace) -> dict[str, Any]:
         "decay_milestones": sorted(args.decay_milestones),
         "decay_epochs": args.decay_epochs,
         "decay_rate": args.decay_rate,
-        # As published: a new cosine cycle starts at decay_rate times the one before, a tanh cycle where it started.
+        # As published, a new cosine cycle starts at decay_rate times the previous one; a tanh cycle starts as high.
         "cycle_decay": args.decay_rate if args.sched == "cosine" else 1.0,
     }

@@ -1,4 +1,4 @@
-"""A training step, launched operation by operation; `volo.train.step_graph` repeats it as a CUDA graph."""
+"""A training step that the host launches operation by operation; `volo.train.step_graph` makes it one CUDA graph."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from volo.train.run import Run, Training
 
 
 class StepResult(NamedTuple):
-    """What a micro-batch tells, on the device: its losses, without a gradient; the last one of an update what
-    `Precision.update` returns."""
+    """The results of a micro-batch, on the device: its losses, detached; for the last micro-batch of an update also
+    what `Precision.update` returns."""
 
     terms: LossTerms
     norm: Tensor | None = None
@@ -27,7 +27,7 @@ class StepResult(NamedTuple):
 
 
 class Step:
-    """`step(batch, key)` trains on a micro-batch; after the last one of an update the weights are changed."""
+    """`step(batch, key)` trains on a micro-batch. After the last one of an update it changes the weights."""
 
     def __init__(self, run: Run, training: Training) -> None:
         self.model, self.state, self.precision = training.model, training.state, training.precision
@@ -35,22 +35,22 @@ class Step:
         self.loss_of = self.criterion.loss_of if taught is None else partial(taught.loss, self.criterion)
         self.parameters = [p for p in self.state.model.parameters() if p.requires_grad]
         self.several_ranks, ema = run.world.size > 1, self.state.ema
-        # Whether `compute` updates the moving average: not one by a number that grows, nor one on the CPU.
+        # Whether `compute` updates the moving average: it can't if that needs a counter or is on the CPU.
         self.averages = ema is not None and not ema.use_warmup and ema.device is None
 
     def __call__(self, batch: Batch, key: StepKey) -> StepResult:
         key.seed_torch()
         if key.micro_batch == 0:
             begin_step()
-        # Micro-batches are weighted by their images, so that accumulation equals one large batch of any size.
+        # The loss is weighted by the number of images, so that accumulation equals one large batch.
         share = batch.size / batch.key.update_samples
         return self.done(self.compute(batch, self.criterion.draw(batch, key), share, batch.key.last))
 
     def compute(self, batch: Batch, drawn: Drawn, share: float | Tensor, last: bool) -> StepResult:
-        """Do all that the device does. Numbers that change from step to step are tensors: a graph repeats the others.
+        """Do the device's part of a step. Numbers that change between steps are tensors: a graph repeats others.
 
         Args:
-            share: Of the batch's images in those of the update.
+            share: Share of this batch's images in those of the update.
             last: Whether this is the update's last micro-batch.
         """
         state, precision = self.state, self.precision
@@ -63,12 +63,12 @@ class Step:
         with optimizer_state_of(state.unproven):
             norm, broken = precision.update(state.optimizer, self.parameters)
         if self.averages and state.ema is not None:
-            # Without a step the decay is constant from the first update on, as published.
+            # Without the argument `step`, the decay is constant from the first update on, as published.
             state.ema.update(state.model)
         return StepResult(terms, norm, broken)
 
     def done(self, found: StepResult) -> StepResult:
-        """Do what `compute` leaves, after it."""
+        """Do the host's part of a step, after `compute`."""
         ema = self.state.ema
         if found.broken is not None:
             self.precision.note(found.broken)
@@ -77,4 +77,4 @@ class Step:
         return found
 
     def pause(self) -> None:
-        """The epoch's steps are done."""
+        """End the steps of an epoch."""

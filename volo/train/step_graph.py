@@ -1,15 +1,15 @@
-"""A training step as one CUDA graph: the GPU repeats it without Python, which takes longer to start its thousands of
-kernels than they take. A graph repeats kernels with the addresses and the numbers of its capture. So
+"""A training step as one CUDA graph, which the GPU repeats without Python: Python would take longer to launch thousands
+of kernels than they run. A graph repeats kernels with the addresses and numbers of its capture. Therefore
 
-- images, labels, boxes and ratios, learning rates and a micro-batch's share are copied to tensors of the graph;
-- what the model draws follows from the seed: a captured kernel reads seed and offset of torch's generator from the
-  device, where each replay writes what the generator has by then. After `torch.manual_seed` the offset is 0, and the
-  kernels count on from it as launched ones do: they draw the same, as long as nothing draws in between;
-- of the two graphs of accumulated gradients, which stay where they are, one adds a micro-batch to them, the other adds
-  the last one, changes the weights and zeroes them;
-- whatever else a step changes, it changes in its place: weights, moments, averages, running statistics.
+- images, labels, boxes, ratios, learning rates and a micro-batch's share are copied into tensors of the graph;
+- the model's random numbers follow from the seed: captured kernels read seed and offset of torch's generator from the
+  device, where each replay writes the generator's current values. After `torch.manual_seed` the offset is 0, and the
+  kernels advance it as launched ones do. So both draw the same numbers, if nothing else draws in between;
+- accumulation uses two graphs, and gradients stay at their addresses: one graph adds a micro-batch to them, the other
+  adds the last one, changes the weights and zeroes the gradients;
+- everything else that a step changes is changed in place: weights, moments, averages, running statistics.
 
-The optimizer has its rates as numbers, and is capturable, but for a capture: checkpoints are those of launched steps.
+Outside a capture, the optimizer's rates are numbers and it isn't capturable: checkpoints equal those without graphs.
 """
 
 from __future__ import annotations
@@ -40,22 +40,22 @@ from volo.train.precision import skips_on_device
 from volo.train.run import Run, Training
 from volo.train.step import Step, StepResult
 
-# Updates that are launched before: the first makes the optimizer's state, and libraries choose their kernels.
-# DistributedDataParallel looks at the times of its first ten.
+# Updates launched before the capture. The first one creates the optimizer's state, and libraries choose their kernels.
+# DistributedDataParallel measures times in its first ten updates.
 WARM_UP, _WARM_UP_OF_RANKS = 3, 11
-_TOLD, _CHANGE, _ROUNDING = 5e-3, 0.05, 1e-7  # allowed off losses and norms, an update's change, and weights
-_MUCH = 0.5  # of the GPU's memory, from which on validation and smaller batches get that of the graphs
+_TOLD, _CHANGE, _ROUNDING = 5e-3, 0.05, 1e-7  # relative tolerances: losses and norms, change of weights, weights
+_MUCH = 0.5  # share of the GPU's memory; if more is reserved, graphs are freed for validation and smaller batches
 
 
 def use_own_stream(device: torch.device) -> None:
-    """Let this thread work on a stream of its own: torch captures nothing on the default one, and gradients are
-    accumulated on the stream on which DistributedDataParallel is made."""
+    """Let this thread use a stream of its own. torch can't capture on the default stream, and gradients are accumulated
+    on the stream on which DistributedDataParallel was made."""
     if device.type == "cuda":
         torch.cuda.set_stream(torch.cuda.Stream(device))
 
 
 def step_of(run: Run, training: Training) -> Step:
-    """Return the step of a run, and tell why it is not a graph where it could be one."""
+    """Return the step of a run. If it could be a graph but isn't, log why."""
     if run.world.device.type != "cuda":
         return Step(run, training)
     if not (reason := why_launched(run, training)):
@@ -65,7 +65,7 @@ def step_of(run: Run, training: Training) -> Step:
 
 
 def why_launched(run: Run, training: Training) -> str:
-    """Return what in a run asks the host in the middle of a step, or can't be repeated; "" if nothing does."""
+    """Return the reason why steps can't be repeated as a graph: they involve the host, say; "" if they can."""
     args, model, several = run.args, training.model, run.world.size > 1
     kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
     hooks = [hook for module in model.modules() for kind in kinds for hook in getattr(module, kind).values()]
@@ -90,41 +90,41 @@ def why_launched(run: Run, training: Training) -> str:
 
 @dataclass
 class _OfSize:
-    """The state of the steps for one image size."""
+    """The steps' state for one image size."""
 
-    full: int  # images of a full batch; other batches are launched
-    left: int  # updates to launch before the capture; -1: all
-    inputs: tuple[Batch, Drawn] | None = None  # where the graphs read a batch and what is drawn for it
-    # By whether a micro-batch is the last one of its update.
+    full: int  # images of a full batch; batches of other sizes are launched
+    left: int  # updates to launch before the capture; -1 launches all
+    inputs: tuple[Batch, Drawn] | None = None  # tensors from which the graphs read a batch and its random numbers
+    # Key: whether the micro-batch is the last one of its update.
     graphs: dict[bool, tuple[torch.cuda.CUDAGraph, StepResult]] = field(default_factory=dict)
 
 
 class StepGraph(Step):
-    """A step that is launched at first, then repeated, by graphs for each size of images; batches of another shape are
-    launched.
+    """A step that is launched at first and later repeated as a graph, one per image size; batches of another shape are
+    always launched.
 
     Attributes:
-        numbers: Where they read a micro-batch's share of its update, then the learning rate of each group.
+        numbers: Graphs read from it a micro-batch's share of its update, then the learning rate of each group.
     """
 
     def __init__(self, run: Run, training: Training) -> None:
         super().__init__(run, training)
         self._logger, self._watchdog = run.logger, run.guard.watchdog
         self._groups = self.state.optimizer.param_groups
-        self._kinds = (False, True) if run.args.grad_accum_steps > 1 else (True,)  # of micro-batches: last or not
-        self._left = _WARM_UP_OF_RANKS if self.several_ranks else WARM_UP  # updates to launch of each size; -1: all
+        self._kinds = (False, True) if run.args.grad_accum_steps > 1 else (True,)  # of micro-batches: is it the last?
+        self._left = _WARM_UP_OF_RANKS if self.several_ranks else WARM_UP  # updates to launch per size; -1 launches all
         sizes = training.loader.index_stream.sizes if run.args.train_img_sizes else None
         self._full = {} if sizes is None else dict(zip(sizes.sizes, sizes.batch_sizes, strict=True))
         self._batch_size = run.args.batch_size
         self._sizes: dict[Size, _OfSize] = {}
-        self._now = _OfSize(0, 0)  # of the present batch's images
-        self._pool: Any = None  # one for all sizes: what a graph leaves is copied before another begins
+        self._now = _OfSize(0, 0)  # state for the image size of the current batch
+        self._pool: Any = None  # one memory pool for all sizes: results are copied before another graph begins
         self.numbers = torch.zeros(1 + len(self._groups), device=run.world.device)
-        if isinstance(self.model, DistributedDataParallel):  # it would wait for the device to measure a step in 100
+        if isinstance(self.model, DistributedDataParallel):  # it would measure, and wait for the GPU, once in 100 steps
             self.model._set_ddp_runtime_logging_sample_rate(1 << 30)
 
     def __call__(self, batch: Batch, key: StepKey) -> StepResult:
-        for group in self._groups:  # as graphs have it: a run that is resumed launches other steps
+        for group in self._groups:  # graphs have float32 rates, so launched steps (after a resume) must have them, too
             group["lr"] = float(np.float32(group["lr"]))
         size = batch.images.shape[-2], batch.images.shape[-1]
         new = _OfSize(self._full.get(size, self._batch_size), self._left)
@@ -141,10 +141,10 @@ class StepGraph(Step):
         return self.done(self._repeat(batch.key.last))
 
     def pause(self) -> None:
-        """Give the memory of the graphs back where a rank may need it, until the next capture. All ranks call this."""
+        """Free the graphs' memory until the next capture if a rank is short of memory. All ranks must call this."""
         short = torch.cuda.memory_reserved() > _MUCH * torch.cuda.mem_get_info()[1]
         if any(each.graphs for each in self._sizes.values()) and max_over_ranks(short):
-            torch.cuda.synchronize()  # the last of them may still run
+            torch.cuda.synchronize()  # the last replay may still be running
             self._clear()
 
     def _clear(self) -> None:
@@ -154,11 +154,11 @@ class StepGraph(Step):
 
     @property
     def inputs(self) -> tuple[Batch, Drawn] | None:
-        """Where the graphs of the present size read a batch and what is drawn for it."""
+        """The tensors from which the graphs of the current size read a batch and its random numbers."""
         return self._now.inputs
 
     def send(self, batch: Batch, drawn: Drawn) -> None:
-        """Copy what changes from step to step to where the graphs read it. Waits for nothing."""
+        """Copy what changes from step to step into the graphs' tensors. This waits for nothing."""
         if self._now.inputs is None:
             mix = self.criterion.mix
             self._now.inputs = batch.clone(), _clone(drawn, batch if mix is not None and mix.cuts else None)
@@ -171,11 +171,11 @@ class StepGraph(Step):
     def _repeat(self, last: bool) -> StepResult:
         graph, (terms, norm, broken) = self._now.graphs[last]
         graph.replay()
-        own = terms.map(Tensor.clone)  # the next replay overwrites them
+        own = terms.map(Tensor.clone)  # the next replay overwrites the graph's tensors
         return StepResult(own) if norm is None or broken is None else StepResult(own, norm.clone(), broken.clone())
 
     def _begin(self, batch: Batch, key: StepKey) -> None:
-        """Capture the graphs. What can't be captured, or computes something else, is launched from now on."""
+        """Capture the graphs. If that fails, or they compute something else, launch all steps from now on."""
         self._watchdog.enter_phase("capture")
         failure = self._tried(batch, key) if self.inputs is None else self._captured()
         if not max_over_ranks(bool(failure)):
@@ -189,10 +189,10 @@ class StepGraph(Step):
         self._logger.line(f"warning: steps are launched, no CUDA graph of them: {failure or 'on another rank'}")
 
     def _tried(self, batch: Batch, key: StepKey) -> str:
-        """Do an update of this batch launched and repeated, from the same weights and numbers; return what differs by
-        more than rounding, or why there is no graph. Nothing else stays of it.
+        """Do one update with this batch twice from the same state, launched and as a graph, and then restore the state.
+        Return how the results differ beyond rounding, or why there is no graph; "" if all is well.
 
-        The host waits, once a run, and holds a copy of the weights and of what belongs to them.
+        The host waits for this once per run, and holds a copy of the weights and all other state.
         """
         drawn, share = self.criterion.draw(batch, key), batch.size / batch.key.update_samples
         self.send(batch, drawn)
@@ -214,29 +214,29 @@ class StepGraph(Step):
         return f"it computes something else than the launched step: {numbers}, weights {off:.3g} off by {change:.3g}"
 
     def _captured(self) -> str:
-        """Capture a micro-batch of each kind; return why that has failed, "" if it has not."""
+        """Capture a graph for each kind of micro-batch. Return why that failed, or ""."""
         assert self.inputs is not None
         device, stream = self.numbers.get_device(), torch.cuda.current_stream()
         pool = self._pool = self._pool or torch.cuda.graph_pool_handle()
-        torch.manual_seed(0)  # other than any step's: what keeps a number of it differs
+        torch.manual_seed(0)  # no step has this seed, so a graph that captured it as a constant would be noticed
         generator = torch.cuda.default_generators[device]
         draws = generator.clone_state()
         try:
             with self.rates_on_device():
                 for last in self._kinds:
                     graph = torch.cuda.CUDAGraph()
-                    # Other threads, those of NCCL and of savers, may go on.
+                    # Other threads, such as NCCL's and the saver's, may continue meanwhile.
                     with torch.cuda.graph(graph, pool, stream, capture_error_mode="thread_local"):
                         found = self.compute(*self.inputs, self.numbers[0], last)
                     self._now.graphs[last] = graph, found
             return ""
-        except Exception as error:  # of operations, libraries, and the memory
-            # torch leaves the generator, and its allocator, as in the capture that has failed, and keeps its memory.
+        except Exception as error:  # errors of operations and libraries, or too little memory
+            # torch leaves the generator and the allocator in the state of the failed capture, and keeps its memory.
             generator.graphsafe_set_state(draws)
-            with suppress(RuntimeError):  # the capture itself has ended
+            with suppress(RuntimeError):  # the capture has ended this already
                 torch._C._cuda_endAllocateToPool(device, pool)
                 torch._C._cuda_releasePool(device, pool)
-            cause = error.__context__ or error  # what ends a failed capture says less
+            cause = error.__context__ or error  # the error that ends a failed capture says less
             return f"{type(cause).__name__}: {str(cause).partition(chr(10))[0]}"
 
     @contextmanager
@@ -252,7 +252,7 @@ class StepGraph(Step):
                 group.update(lr=rate, capturable=False)
 
     def _changed(self) -> list[Tensor]:
-        """Return all that an update changes, the weights first."""
+        """Return all tensors that an update changes, the weights first."""
         model, ema = self.state.model, self.state.ema
         moments = [value for each in self.state.optimizer.state.values() for value in each.values()]
         average = [] if ema is None or not self.averages else ema.module.state_dict().values()
@@ -266,7 +266,7 @@ class StepGraph(Step):
         self.precision.begin(self.model)
 
     def _outcome(self, run: Callable[[bool], StepResult], key: StepKey) -> tuple[Tensor, list[Tensor]]:
-        """Do an update, of a micro-batch of each kind; return its losses and norm, and the weights, on the CPU."""
+        """Do an update with one micro-batch of each kind. Return its losses and norm, and the weights, on the CPU."""
         told = []
         for last in self._kinds:
             key.seed_torch()
@@ -290,7 +290,7 @@ def _tensors(drawn: Drawn) -> list[Tensor]:
 
 
 def _clone(drawn: Drawn, cut: Batch | None) -> Drawn:
-    """Return memory for what is drawn; for images that may be `cut`, for a share of each pixel in every step."""
+    """Return memory for random numbers; if images of `cut` may be cut, for a share of each pixel."""
     ratios, box = drawn
     if ratios is not None:
         image = ratios.image if cut is None else ratios.image.expand(-1, -1, *cut.images.shape[2:])

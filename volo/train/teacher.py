@@ -1,8 +1,7 @@
 """`--token-label-teacher`: an annotator network labels each training batch, so that no label files are needed.
 
-The teacher sees the images that the student is trained on, after augmentation and before they are mixed. Its prediction
-for a place is the label of that place, so that no geometry has to be undone. The teacher is not trained, averaged or
-saved.
+The teacher sees the student's images, after augmentation and before they are mixed. Its prediction at a position is the
+label of that position, so that no geometry has to be undone. The teacher is not trained, averaged or saved.
 """
 
 from __future__ import annotations
@@ -33,11 +32,11 @@ class Teacher:
     """Labels batches with an annotator network.
 
     Args:
-        name: How it is named in the log and in checkpoints.
-        annotator: Is on the training device.
-        student, own: (mean, deviation) with which the pixels of the batch are normalised, and of the annotator's input.
-        areas: The part of an image of (H, W) that the annotator labels (`tlt.labels.annotate.labelled_area`).
-        exact_tail: `--label-tail exact` (`tlt.labels.store.relative_to_tail`).
+        name: The teacher's name in the log and in checkpoints.
+        annotator: The network, on the training device.
+        student, own: (mean, std) with which a batch is normalised, and which the annotator expects.
+        areas: For each image size (H, W), the area that the annotator labels (`tlt.labels.annotate.labelled_area`).
+        exact_tail: Whether `--label-tail exact` is used (`tlt.labels.store.relative_to_tail`).
     """
 
     def __init__(
@@ -50,7 +49,7 @@ class Teacher:
         exact_tail: bool = False,
     ) -> None:
         self.name, self.annotator, self.exact_tail = name, annotator, exact_tail
-        model: Any = annotator.model  # with timm's interface
+        model: Any = annotator.model  # has timm's interface
         self._num_classes, device = int(model.num_classes), next(model.parameters()).device
         pixels = (torch.tensor(each, dtype=torch.float32, device=device)[:, None, None] for each in (*student, *own))
         mean, std, own_mean, own_std = pixels
@@ -60,7 +59,7 @@ class Teacher:
         self._visible = torch.tensor(FULL_AREA, device=device)
 
     def label(self, batch: Batch) -> Batch:
-        """Return the batch with labels at the places where the annotator saw them."""
+        """Return the batch with the annotator's labels, at the positions where it saw them."""
         found = self.annotator(torch.addcmul(self._shift, batch.images, self._scale))
         values = found.values
         if self.exact_tail:
@@ -81,8 +80,8 @@ def load_teacher(
         class_names: Names of the class folders.
 
     Raises:
-        UserError: The model or file does not exist, or the teacher has no exact dense logits, has other classes than
-            the student, or does not take images of this size.
+        UserError: The model or file does not exist; or the teacher has no exact dense logits, has other classes than
+            the student, or can't take images of this size.
     """
     name, path = args.token_label_teacher, args.token_label_teacher_checkpoint
     size, shown = settings["input_size"], f"--token-label-teacher {name}"
@@ -100,7 +99,7 @@ def load_teacher(
             check_dense(model, torch.randn(2, size[0], *seen, device=world.device), f"--model {name}")
     except UserError as error:
         raise UserError(f"{shown}: {error}") from error
-    except (AssertionError, RuntimeError, ValueError) as error:  # raised by layers for a wrong image size
+    except (AssertionError, RuntimeError, ValueError) as error:  # layers raise these for a wrong image size
         reason = str(error).partition("\n")[0]
         raise UserError(
             f"{shown} does not take images of {size[1]} x {size[2]} px ({reason}): use another annotator, or another "

@@ -1,4 +1,4 @@
-"""A trained model, built as its checkpoint says: to be evaluated or exported, or as the annotator that makes labels."""
+"""Builds a trained model from its checkpoint, to evaluate or export it, or to make labels with it."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from volo.train.model import TimmModel, build_model, eval_settings
 
 @dataclass
 class TrainedModel:
-    """A model with its weights, and what is known about it."""
+    """A model with its weights, and its settings."""
 
-    model: TimmModel  # on the CPU, in evaluation
+    model: TimmModel  # on the CPU, in evaluation mode
     args: Namespace  # the flags, completed from the checkpoint
     config: dict[str, Any]  # the checkpoint's `model_config`, and `label_names` of a described model without one
     settings: dict[str, Any]  # how images are prepared, from `eval_settings`
@@ -33,15 +33,15 @@ class TrainedModel:
 def load_model(
     args: Namespace, path: str | Path | None, dense: bool | None = None, num_classes: int | None = None
 ) -> TrainedModel:
-    """Build the model that a checkpoint holds, or a published one, and load its weights.
+    """Build the model of a checkpoint, or a published one, and load its weights.
 
     Args:
         args: `model`, `pretrained`, `use_ema`, `no_use_ema`, `num_classes`, `img_size`, `input_size`, `gp` and
-            `model_kwargs`. What is None is taken from the checkpoint.
-        path: The checkpoint; None for `args.pretrained`.
-        dense: Also load the dense head that token labeling added to a timm model, where the checkpoint has one; None:
-            if training used it.
-        num_classes: Used for a checkpoint that does not record its class count.
+            `model_kwargs`. Values that are None come from the checkpoint.
+        path: Path of the checkpoint; None for `args.pretrained`.
+        dense: Whether to load the dense head that token labeling added to a timm model, if the checkpoint has one; None
+            loads it if training used it.
+        num_classes: Number of classes if the checkpoint does not record it.
 
     Raises:
         UserError: The model or file does not exist, or the weights don't fit.
@@ -80,12 +80,12 @@ def with_recorded(
     """Complete the flags from the checkpoint: model, class count and image size.
 
     Raises:
-        UserError: Neither the flags nor the checkpoint name the model.
+        UserError: Neither the flags nor the checkpoint names the model.
     """
     filled = Namespace(**vars(args))
     filled.model = args.model or config.get("name") or checkpoint.get("arch")
     if not filled.model:
-        remedy = "add --model NAME" if "checkpoint" in args else "name a checkpoint that does"  # as a teacher
+        remedy = "add --model NAME" if "checkpoint" in args else "name a checkpoint that does"  # for a teacher
         raise UserError(f"{path} does not say what model it holds: {remedy}")
     filled.num_classes = args.num_classes or config.get("num_classes")
     if args.input_size is None:
@@ -98,8 +98,8 @@ def with_recorded(
 def choose_weights(args: Namespace, checkpoint: dict[str, Any]) -> tuple[bool, list[str]]:
     """Return whether to take the moving average, and lines for the user.
 
-    Without `--use-ema` and `--no-use-ema` it is the one by which training selected its best epoch; the plain weights,
-    as in timm's validate.py, where the file does not say.
+    Without `--use-ema` and `--no-use-ema` the weights are those that training used to select its best epoch. If the
+    file doesn't say, they are the plain weights, as in timm's validate.py.
     """
     if args.use_ema or args.no_use_ema or not any(isinstance(checkpoint.get(key), dict) for key in EMA_KEYS):
         return args.use_ema, []
