@@ -168,7 +168,7 @@ def train(case: Case, world: World | None) -> tuple[TrainState, list[Tensor]]:
                 found = [loss_of(model, case, rank, step, micro_batch) for rank in data_ranks]
                 precision.backward(sum(found, torch.zeros(())) / len(found) / MICRO_BATCHES)
             losses += [loss.detach() for loss in found]
-        norm = precision.step(optimizer, list(model.parameters()))
+        norm, _ = precision.step(optimizer, list(model.parameters()))
         average.update(model)
         seen.append(torch.stack([*losses, norm.detach()]))
     return state, seen

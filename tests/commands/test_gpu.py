@@ -14,7 +14,7 @@ from tests.commands.conftest import QUICK, Call, TrainedRun, metrics
 from volo.checkpoint.saver import Saver, host_copy
 from volo.cluster.topology import read_machine, visible_gpus
 from volo.train import loop
-from volo.train.precision import Precision
+from volo.train.precision import SkippedSteps
 
 pytestmark = pytest.mark.gpu
 
@@ -68,20 +68,20 @@ def test_between_two_reports_the_host_never_waits(
     monkeypatch: pytest.MonkeyPatch,
     more: str,
 ) -> None:
-    seed, pop_nonfinite_steps, checked = loop.StepKey.seed_torch, Precision.pop_nonfinite_steps, []
+    seed, pop, checked = loop.StepKey.seed_torch, SkippedSteps.pop, []
 
     def begin_step(step: loop.StepKey) -> None:  # of the second epoch on: in the first one libraries start up
         seed(step)
         if step.update >= 4:
             torch.cuda.set_sync_debug_mode("error")
 
-    def report(precision: Precision) -> dict[int, bool]:
+    def report(skipped: SkippedSteps) -> dict[int, bool]:
         checked.append(torch.cuda.get_sync_debug_mode())
         torch.cuda.set_sync_debug_mode("default")
-        return pop_nonfinite_steps(precision)
+        return pop(skipped)
 
     monkeypatch.setattr(loop.StepKey, "seed_torch", begin_step)
-    monkeypatch.setattr(Precision, "pop_nonfinite_steps", report)
+    monkeypatch.setattr(SkippedSteps, "pop", report)
     flags = f"{data} {QUICK} -b 4 --epochs 2 --log-interval 4 --lr 1e-4 --drop-path 0.5 --device cuda "
     flags += more.format(run=trained_run.run)
     try:

@@ -79,7 +79,7 @@ def test_fault_08_14_a_disk_that_is_full_when_slurm_warns_costs_no_requeue(
     marker, done, full = tmp_path / "marker", itertools.count(1), itertools.count(1)
     monkeypatch.setenv("REQUEUE_MARKER", str(marker))
     monkeypatch.setattr("volo.checkpoint.saver._FINAL_RETRIES", (0.0, 0.0))
-    update_weights, replace = Precision.update, os.replace
+    update_weights, replace = Precision.step, os.replace
 
     def warned(*given: Any) -> Any:
         if next(done) == 7:
@@ -92,7 +92,7 @@ def test_fault_08_14_a_disk_that_is_full_when_slurm_warns_costs_no_requeue(
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         replace(old, new)
 
-    monkeypatch.setattr(Precision, "update", warned)
+    monkeypatch.setattr(Precision, "step", warned)
     ended = call(f"{FLAGS} --epochs 9 --output {tmp_path} --experiment run", digits)
     assert ended.code == code and "training goes on" not in ended.out, ended.out + ended.err
     saved = {"reason": "stopped by SIGUSR1", "update": update, "checkpoint": str(tmp_path / "run" / "last.pth.tar")}

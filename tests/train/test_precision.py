@@ -46,6 +46,13 @@ class _Blind(torch.optim.Optimizer):
             weight -= 0.1 * weight.grad
 
 
+def step(precision: Precision, optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter]) -> Tensor:
+    """A step as the loop does it; returns the norm."""
+    norm, outcome = precision.step(optimizer, parameters)
+    precision.skipped.note(outcome)
+    return norm
+
+
 @pytest.fixture
 def unwritten_is_nan() -> Iterator[None]:
     """Memory that is allocated but not written holds NaN, not what happened to be there."""
@@ -87,7 +94,7 @@ def test_fault_53_a_skipped_first_step_leaves_nothing_behind(
         precision.scaler = torch.amp.GradScaler(device, init_scale=4.0) if scaled else None
         for gradient in gradients:
             precision.backward((model.weight * gradient.to(device)).sum())
-            precision.step(optimizer, list(model.parameters()))
+            step(precision, optimizer, list(model.parameters()))
         return model.weight.detach(), precision
 
     start, *good = torch.randn(8, 5, 3, generator=torch.Generator().manual_seed(0))
@@ -95,7 +102,7 @@ def test_fault_53_a_skipped_first_step_leaves_nothing_behind(
     expected, _ = train("mps", settings, good)  # torch has no fused kernels for it
     found, precision = train(device, settings + fused, [broken, *good])
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
-    assert precision.counts() == [0, 1]
+    assert precision.skipped.counts() == [0, 1]
     assert precision.scaler is None or precision.scaler.get_scale() == 2.0
 
 
@@ -109,7 +116,7 @@ def test_clipping_is_torchs_and_timms(mode: str, clip: Callable[..., Any]) -> No
     optimizer.register_step_pre_hook(lambda *_: seen.extend(p.grad.clone() for p in model.parameters()))
     precision = Precision(CPU, clip=Clipping(0.01, mode))
     precision.backward((model(torch.full((4, 3), 5.0)) ** 2).sum())
-    norm = precision.step(optimizer, list(model.parameters()))
+    norm = step(precision, optimizer, list(model.parameters()))
     (reference(torch.full((4, 3), 5.0)) ** 2).sum().backward()
     torch.testing.assert_close(norm, nn.utils.get_total_norm([p.grad for p in reference.parameters()]))
     clip(reference.parameters(), 0.01)
@@ -128,7 +135,7 @@ def test_adaptive_clipping_leaves_the_heads_alone() -> None:
     optimizer.register_step_pre_hook(
         lambda *_: changed.update(n for n, p in model.named_parameters() if not torch.equal(p.grad, before[n]))
     )
-    precision.step(optimizer, parameters)
+    step(precision, optimizer, parameters)
     assert "blocks.0.mlp.fc1.weight" in changed
     assert not [name for name in changed if "head" in name]
 
@@ -152,15 +159,15 @@ def test_fault_59_amp_on_a_cpu_is_bfloat16(flags: str, device: str, dtype: torch
 def test_gives_up_after_too_many_skipped_steps_in_a_row_also_of_before_a_resume() -> None:
     model, optimizer = _linear()
     precision = Precision(CPU, max_nonfinite=2)
-    precision.restore_counts(1, 5)
+    precision.skipped.restore_counts(1, 5)
     for scale, counts in ((float("nan"), [2, 6]), (1.0, [0, 6]), (float("nan"), [1, 7]), (float("nan"), [2, 8])):
         precision.backward(model(torch.ones(1, 3)).sum() * scale)
-        precision.step(optimizer, list(model.parameters()))
-        assert precision.counts() == counts and precision.check() == counts[1]
+        step(precision, optimizer, list(model.parameters()))
+        assert precision.skipped.counts() == counts and precision.skipped.check() == counts[1]
     precision.backward(model(torch.ones(1, 3)).sum() * float("inf"))
-    precision.step(optimizer, list(model.parameters()))
+    step(precision, optimizer, list(model.parameters()))
     with pytest.raises(NonFiniteError, match="3 steps in a row") as caught:
-        precision.check()
+        precision.skipped.check()
     assert caught.value.exit_code == 3
 
 
@@ -218,7 +225,7 @@ def test_steps_too_small_for_bfloat16_add_up() -> None:
     for _ in range(64):
         with precision.autocast():
             precision.backward(working.module(torch.ones(1, 1)).sum())
-        precision.step(optimizer, list(master.parameters()))
+        step(precision, optimizer, list(master.parameters()))
     assert master.weight.item() == 1 - 2**-6 == working.module.weight.item()
 
 
@@ -250,9 +257,9 @@ def test_steps_that_are_not_finite_change_nothing_and_leave_no_gradient() -> Non
     before = [p.clone() for p in (*master.parameters(), *working.module.parameters())]
     backward(precision, working.module.train(), images(0) * float("inf"))
     backward(precision, working.module, images(1))  # a micro-batch whose own loss is finite
-    precision.step(optimizer, list(master.parameters()))
+    step(precision, optimizer, list(master.parameters()))
     after = [*master.parameters(), *working.module.parameters()]
-    assert precision.counts() == [1, 1] and precision.pop_nonfinite_steps() == {-1: True}
+    assert precision.skipped.counts() == [1, 1] and precision.skipped.pop() == {-1: True}
     assert all(torch.equal(a, b) and b.grad is None for a, b in zip(before, after, strict=True))
 
 
@@ -268,10 +275,10 @@ def test_fault_53_a_batch_that_is_not_finite_leaves_nothing_in_running_statistic
     for update in range(3):
         for number in (2 * update, 2 * update + 1):  # micro-batches, of which one may be broken
             backward(precision, model, images(number) * (scale if number == 2 else 1.0), 0.5)
-        precision.step(optimizer, list(model.parameters()))
+        step(precision, optimizer, list(model.parameters()))
         average.update(model)
         gathered.append([buffer.clone() for buffer in model.buffers()])
-    assert precision.counts() == [0, int(scale != 1e20)]
+    assert precision.skipped.counts() == [0, int(scale != 1e20)]
     assert len(gathered[0]) and all(map(torch.equal, gathered[0], gathered[1]))
     assert not all(map(torch.equal, gathered[1], gathered[2]))
     assert all(torch.isfinite(value).all() for value in [*model.state_dict().values(), *average.buffers()])
@@ -285,8 +292,8 @@ def test_a_skipped_step_leaves_the_statistics_with_which_the_epoch_began(model: 
         buffer.fill_(3)  # the mean over the ranks, between two epochs
     precision.begin(model)
     precision.backward(model(torch.full((2, 4), math.inf)).sum())
-    precision.step(optimizer, list(model.parameters()))
-    assert precision.counts() == [1, 1] and all(buffer.eq(3).all() for buffer in model.buffers())
+    step(precision, optimizer, list(model.parameters()))
+    assert precision.skipped.counts() == [1, 1] and all(buffer.eq(3).all() for buffer in model.buffers())
 
 
 class Wrong(TorchDispatchMode):

@@ -144,7 +144,7 @@ def test_an_interval_that_a_resumed_run_goes_on_in_has_the_times_of_both(monkeyp
     monkeypatch.setattr(meter.time, "perf_counter", lambda: now)
     run = Mock(world=World(0, 0, 1, torch.device("cpu")), guard=Mock(waited=0.0))
     state = Mock(update=3, epoch=0, updates_per_epoch=10, progress={})
-    training = Mock(state=state, precision=Mock(counts=lambda: [0, 0]), distillation=None)
+    training = Mock(state=state, precision=Mock(**{"skipped.counts.return_value": [0, 0]}), distillation=None)
     (first := meter.Meter(run, training)).begin()
     now, run.guard.waited = 8.0, 2.0
     state.progress = first.progress()

@@ -116,8 +116,8 @@ def _always(change: Callable[[StepGraph], Any]) -> Callable[[Any], None]:
 
 
 def _asks(monkeypatch: pytest.MonkeyPatch) -> None:
-    update = Precision.update
-    monkeypatch.setattr(Precision, "update", lambda self, *args: (float((found := update(self, *args))[0]), found)[1])
+    update = Precision.step
+    monkeypatch.setattr(Precision, "step", lambda self, *args: (float((found := update(self, *args))[0]), found)[1])
 
 
 @pytest.mark.parametrize(

@@ -76,12 +76,12 @@ class Meter:
             "epoch": [self.epoch[name] for name in self.sums.names],
             "seconds": [time.perf_counter() - self._began, self.waited, self.epoch_seconds],
             "lr": self.lr,
-            "skipped_steps": self.precision.counts(),
+            "skipped_steps": self.precision.skipped.counts(),
         }
 
     def _restore(self, progress: dict[str, Any]) -> None:
         """Continue from `progress`. If that is of another update of the epoch, restore only the skipped steps."""
-        self.precision.restore_counts(*map(int, progress["skipped_steps"]))
+        self.precision.skipped.restore_counts(*map(int, progress["skipped_steps"]))
         other_losses = len(progress["epoch"]) != len(self.sums.names)  # versions before did not record teachers' losses
         if not self.done or progress["done"] != self.done or other_losses:
             return
@@ -127,9 +127,9 @@ class Meter:
             self._update_end = torch.cuda.current_stream().record_event()
         if self.done % self.log_interval and self.done != self.state.updates_per_epoch:
             return
-        for ago, in_loss in self.precision.pop_nonfinite_steps().items():
+        for ago, in_loss in self.precision.skipped.pop().items():
             self._record_skipped(self.state.update + ago, in_loss)
-        skipped = self.precision.check()  # synchronises the host with the device, once per interval
+        skipped = self.precision.skipped.check()  # synchronises the host with the device, once per interval
         totals = self.sums.totals()
         self.sums.reset()
         seconds, wait_seconds = time.perf_counter() - self._began, self.waited

@@ -167,6 +167,62 @@ class Clipping:
             adaptive_clip_grad([parameter for parameter in parameters if parameter not in left_out], self.threshold)
 
 
+class SkippedSteps:
+    """Counts the steps that were skipped because a gradient was not finite.
+
+    `note` keeps what it is given on the device; the other methods, except `restore_counts`, wait for the device.
+
+    Args:
+        limit: `check` raises after more than this many skipped steps in a row.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self._counts = [0, 0]  # steps skipped in a row, and in the whole run, before those in `_steps`
+        self._steps: list[Tensor] = []  # (2,) bool each: a gradient was not finite, this rank's loss was not finite
+
+    def note(self, outcome: Tensor) -> None:
+        """Note the second value of `Precision.step`."""
+        self._steps.append(outcome)
+
+    def pop(self) -> dict[int, bool]:
+        """Return the steps that were skipped since the last call; True where this rank's loss was not finite.
+
+        Keys count back from the newest step: -1, -2, ...
+        """
+        self._counts, steps, self._steps = self.counts(), self._finished_steps(), []
+        return {number - len(steps): own for number, (broken, own) in enumerate(steps) if broken}
+
+    def _finished_steps(self) -> list[list[bool]]:
+        return torch.stack(self._steps).tolist() if self._steps else []
+
+    def counts(self) -> list[int]:
+        """Return the steps skipped in a row up to now, and in the whole run."""
+        in_a_row, skipped = self._counts
+        for broken, _ in self._finished_steps():
+            in_a_row, skipped = (in_a_row + 1 if broken else 0), skipped + broken
+        return [in_a_row, skipped]
+
+    def restore_counts(self, in_a_row: int, skipped: int) -> None:
+        """Continue from the numbers that `counts` returned."""
+        self._counts = [in_a_row, skipped]
+
+    def check(self) -> int:
+        """Return how many steps were skipped in the whole run. Synchronises: call it once per log interval.
+
+        Raises:
+            NonFiniteError: More than `limit` steps in a row were skipped.
+        """
+        in_a_row, skipped = self.counts()
+        if in_a_row > self.limit:
+            raise NonFiniteError(
+                f"the gradients of {in_a_row} steps in a row were not finite (--skip-nonfinite): weights were left "
+                "as they were; lower --lr, use --clip-grad 1.0 or --amp-dtype bfloat16; the images of these steps are "
+                "in events.jsonl"
+            )
+        return skipped
+
+
 class Precision:
     """Autocast, loss scaling, clipping, and the step that skips non-finite gradients.
 
@@ -174,7 +230,7 @@ class Precision:
         device: Device on which the model trains.
         amp_dtype: Dtype of autocast; None for float32.
         clip: How to clip gradients; None doesn't.
-        max_nonfinite: `check()` raises after more than this many skipped steps in a row.
+        max_nonfinite: `skipped.check` raises after more than this many skipped steps in a row, 16 more with a scaler.
         working_copy: The bfloat16 copy that computes; None if the model itself computes.
         norm_of: Returns the 2-norm of the parameters' gradients.
     """
@@ -193,11 +249,9 @@ class Precision:
         scaled = amp_dtype is torch.float16 and device.type == "cuda"
         self.scaler = torch.amp.GradScaler(device.type) if scaled else None
         # The loss scale starts at 2^16, so up to 16 halvings are calibration and no divergence.
-        self.max_nonfinite = max_nonfinite + (16 if scaled else 0)
+        self.skipped = SkippedSteps(max_nonfinite + (16 if scaled else 0))
         self._statistics: RunningStatistics | None = None
-        self._counts = [0, 0]  # skipped steps in a row, and in the whole run, before those in `_steps`
         self._loss_broken = torch.zeros((), dtype=torch.bool, device=device)  # whether a loss of the step is not finite
-        self._steps: list[Tensor] = []  # for each step (2,) bool: gradients not finite, this rank's loss not finite
         self.keeps_gradients = False  # whether a step zeroes gradients in place instead of freeing them
 
     def begin(self, model: nn.Module | None = None) -> None:
@@ -226,27 +280,18 @@ class Precision:
         if self.working_copy is not None:
             self.working_copy.accumulate_into_master()
 
-    def step(self, optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter]) -> Tensor:
-        """Clip the gradients, step unless one of them is not finite, and clear them.
+    def step(self, optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter]) -> tuple[Tensor, Tensor]:
+        """Clip, step unless a gradient is not finite, clear the gradients. All ranks agree on whether to step, because
+        they hold the same all-reduced gradients.
 
-        Return their 2-norm before clipping, a scalar on the device. All ranks decide alike whether to step, because
-        they have the same all-reduced gradients.
+        Returns:
+            The 2-norm of the gradients before clipping, a scalar on the device, and what `skipped.note` takes.
         """
-        norm, broken = self.update(optimizer, parameters)
-        self.note(broken)
-        return norm
-
-    def note(self, broken: Tensor) -> None:
-        """Record what `update` returned for the last step, for `counts` and `check`."""
-        self._steps.append(broken)
-
-    def update(self, optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter]) -> tuple[Tensor, Tensor]:
-        """Do the device's part of `step`. Return the norm, and (2,) bool: gradients not finite, own loss not finite."""
         if self.scaler is not None:
             self.scaler.unscale_(optimizer)
         norm = self._norm_of(parameters)
         broken = ~torch.isfinite(norm)
-        told = torch.stack([broken, self._loss_broken])
+        outcome = torch.stack([broken, self._loss_broken])
         self._loss_broken.zero_()
         if self.clip is not None:
             self.clip(parameters, norm)
@@ -258,44 +303,7 @@ class Precision:
         optimizer.zero_grad(set_to_none=not self.keeps_gradients)
         if self.working_copy is not None:
             self.working_copy.refresh_copy()
-        return norm, told
-
-    def pop_nonfinite_steps(self) -> dict[int, bool]:
-        """Return the steps with non-finite gradients since the last call: True if this rank's loss was not finite.
-
-        Keys count back from the newest step: -1, -2, ... This synchronises with the device, as `counts` and `check` do.
-        """
-        self._counts, steps, self._steps = self.counts(), self._finished_steps(), []
-        return {number - len(steps): own for number, (broken, own) in enumerate(steps) if broken}
-
-    def _finished_steps(self) -> list[list[bool]]:
-        return torch.stack(self._steps).tolist() if self._steps else []
-
-    def counts(self) -> list[int]:
-        """Return the number of steps skipped in a row until now, and in the whole run."""
-        in_a_row, skipped = self._counts
-        for broken, _ in self._finished_steps():
-            in_a_row, skipped = (in_a_row + 1 if broken else 0), skipped + broken
-        return [in_a_row, skipped]
-
-    def restore_counts(self, in_a_row: int, skipped: int) -> None:
-        """Continue from the numbers that `counts` returned."""
-        self._counts = [in_a_row, skipped]
-
-    def check(self) -> int:
-        """Return how many steps were skipped in the whole run. This synchronises, so call it once per log interval.
-
-        Raises:
-            NonFiniteError: More than `max_nonfinite` steps in a row were skipped.
-        """
-        in_a_row, skipped = self.counts()
-        if in_a_row > self.max_nonfinite:
-            raise NonFiniteError(
-                f"the gradients of {in_a_row} steps in a row were not finite (--skip-nonfinite): weights were left "
-                "as they were; lower --lr, use --clip-grad 1.0 or --amp-dtype bfloat16; the images of these steps are "
-                "in events.jsonl"
-            )
-        return skipped
+        return norm, outcome
 
 
 # Their fused steps leave weights and moments unchanged if `found_inf` is set, even the first step. torch's SGD would

@@ -61,7 +61,7 @@ class Step:
         if not last:
             return StepResult(terms)
         with optimizer_state_of(state.unproven):
-            norm, broken = precision.update(state.optimizer, self.parameters)
+            norm, broken = precision.step(state.optimizer, self.parameters)
         if self.averages and state.ema is not None:
             # Without the argument `step`, the decay is constant from the first update on, as published.
             state.ema.update(state.model)
@@ -71,7 +71,7 @@ class Step:
         """Do the host's part of a step, after `compute`."""
         ema = self.state.ema
         if found.broken is not None:
-            self.precision.note(found.broken)
+            self.precision.skipped.note(found.broken)
             if ema is not None and not self.averages:
                 ema.update(self.state.model, step=self.state.update + 1 if ema.use_warmup else None)
         return found
