@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import volo  # noqa: F401, registers the models
-from tlt.models import products
+from tlt.models import fast_ops
 
 pytestmark = [pytest.mark.parametrize("name", ["volo_test", "lvvit_test"]), pytest.mark.filterwarnings("ignore")]
 
@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.parametrize("name", ["volo_test", "lvvit_test"]), pyte
 @pytest.fixture(autouse=True)
 def operators_of_our_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """Wherever they may be."""
-    monkeypatch.setattr(products, "MKL_IS_SLOW", True)
+    monkeypatch.setattr(fast_ops, "MKL_IS_SLOW", True)
 
 
 def build(name: str, **kwargs: Any) -> Any:
