@@ -47,16 +47,6 @@ def empty_state(name: str, **kwargs: Any) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("load", [load_weights, load_finetune, load_pretrained_weights])
-def test_same_class_count_keeps_both_heads(tmp_path: Path, load: Any) -> None:
-    source, model = build(seed=1, num_classes=100), build(seed=2, num_classes=100)
-    torch.save(source.state_dict(), tmp_path / "x.pth")
-    report = load(model, tmp_path / "x.pth")
-    assert unchanged(states(source), model)
-    assert len(report.kept) == len(source.state_dict())
-    assert report.resized == report.dropped == report.missing == []
-
-
-@pytest.mark.parametrize("load", [load_weights, load_finetune, load_pretrained_weights])
 def test_nan_weights_are_refused_and_nothing_is_loaded(tmp_path: Path, load: Any) -> None:
     state, model = states(build(seed=1)), build(seed=2)
     state["network.2.0.mlp.fc1.bias"][3] = float("nan")

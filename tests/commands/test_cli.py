@@ -19,15 +19,8 @@ from volo import cli
 from volo.config import flag_table
 
 
-def volo(*words: str, root: Path = ROOT, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
-    """`python -m volo WORDS` of the packages in `root`."""
-    command = [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(root)!r}); import runpy"]
-    command[-1] += f"; sys.argv = [__file__ := 'volo', *{list(words)!r}]; runpy.run_module('volo', run_name='__main__')"
-    return subprocess.run(command, cwd=cwd, capture_output=True, text=True)
-
-
 def test_without_a_command_all_are_listed() -> None:
-    ended = volo()
+    ended = subprocess.run([sys.executable, "-m", "volo"], cwd=ROOT, capture_output=True, text=True)
     assert ended.returncode == 0 and not ended.stderr
     assert [line.split()[0] for line in ended.stdout.splitlines()[2:]] == list(cli.COMMANDS)
 

@@ -10,7 +10,7 @@ import timm
 import torch
 from PIL import Image
 
-from tests.commands.conftest import QUICK, Call, Make, TrainedRun
+from tests.commands.conftest import Call, Make, TrainedRun
 from tlt import with_dense_head
 
 CLASSES = ("blue", "green", "red")
@@ -95,19 +95,16 @@ def test_what_has_no_label_is_not_counted(call: Call, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("program", "flags", "named"),
+    ("flags", "named"),
     [
-        ("validate", "--token-label-data {data}/nowhere", "nowhere"),
-        ("validate", "--bad-label skip", "no effect without --token-label-data"),
-        ("validate", "--token-label-data {labels} --valid-labels x", "no --valid-labels"),
-        ("train", "--val-label-data {labels}", "no effect without --token-label"),
-        ("train", "--token-label --val-label-data {labels}", "no effect without dense targets"),
-        ("train", "--token-label --token-label-data x --dense-weight 0 --val-label-data x", "--dense-weight above 0"),
+        ("--token-label-data {data}/nowhere", "nowhere"),
+        ("--bad-label skip", "no effect without --token-label-data"),
+        ("--token-label-data {labels} --valid-labels x", "no --valid-labels"),
     ],
 )
 def test_what_cannot_be_compared_is_refused(
-    call: Call, trained_run: TrainedRun, make_labels: Make, program: str, flags: str, named: str
+    call: Call, trained_run: TrainedRun, make_labels: Make, flags: str, named: str
 ) -> None:
     labels, (data, run) = make_labels(trained_run.data), trained_run
-    own = f"--checkpoint {run}/last.pth.tar" if program == "validate" else QUICK
-    assert call(program, f"{data} -j 0 {own} {flags.format(labels=labels, data=data)}").refused(named)
+    line = f"{data} -j 0 --checkpoint {run}/last.pth.tar {flags.format(labels=labels, data=data)}"
+    assert call("validate", line).refused(named)

@@ -83,19 +83,6 @@ def test_a_terminal_of_80_columns_shows_a_bar_and_the_log_the_lines(
     assert any("epoch 2/2" in bar and "0/2, loss" in bar and "images/s" in bar for bar in bars)
 
 
-@pytest.fixture
-def drawn(monkeypatch: pytest.MonkeyPatch) -> list[list[Example]]:
-    """The examples of every page that is drawn."""
-    pages: list[list[Example]] = []
-
-    def draw(examples: list[Example], *rest: str) -> object:
-        pages.append(examples)
-        return draw_page(examples, *rest)
-
-    monkeypatch.setattr(drawing, "draw_page", draw)
-    return pages
-
-
 @pytest.mark.usefixtures("pictures")
 @pytest.mark.parametrize(
     ("flags", "count"),  # two batches in the first update
@@ -105,15 +92,10 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> list[list[Example]]:
     ],
 )
 def test_every_kind_of_run_has_one(
-    flags: str,
-    count: int,
-    call: Call,
-    data: Path,
-    labels: Path,
-    tmp_path: Path,
-    drawn: list[list[Example]],
-    monkeypatch: pytest.MonkeyPatch,
+    flags: str, count: int, call: Call, data: Path, labels: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    drawn = list[list[Example]]()
+    monkeypatch.setattr(drawing, "draw_page", lambda page, *rest: drawn.append(page) or draw_page(page, *rest))
     monkeypatch.setattr(meter, "_IMAGES", 3)
     monkeypatch.setattr("volo.train.data.SYNTHETIC_UPDATES", 2)
     flags = f"{QUICK} {flags.replace('DATA', str(data)).replace('LABELS', str(labels))} --epochs 1 --reprob 0"

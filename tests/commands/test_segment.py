@@ -133,12 +133,6 @@ def test_logits_lie_where_the_tokens_do() -> None:
 def test_the_mean_is_over_the_classes_that_there_are() -> None:
     confusion = torch.from_numpy(np.random.default_rng(0).integers(0, 50, (5, 5)))
     confusion[3] = 0
-    each = []
-    for true in (0, 1, 2, 4):
-        right = missed = taken = 0
-        for other in range(5):
-            right += int(confusion[true, true]) * (other == true)
-            missed += int(confusion[true, other]) * (other != true)
-            taken += int(confusion[other, true]) * (other != true)
-        each.append(100 * right / (right + missed + taken))
+    counts = confusion.numpy()
+    each = [100 * counts[k, k] / (counts[k].sum() + counts[:, k].sum() - counts[k, k]) for k in (0, 1, 2, 4)]
     assert mean_iou(confusion) == (pytest.approx(sum(each) / 4), 4)

@@ -134,35 +134,16 @@ def test_programs_write_whole_lines_which_prefixes_are_put_before() -> None:
         assert [*iter(lambda: writes.recv(1000), b"")] == [b"a b\n", b"a c\n"]
 
 
-# Meets the others where all have the same to tell.
-MISTAKEN = """
-import os, pathlib, sys, time
-here, __file__ = pathlib.Path(__file__).parent, "volo"
-from tlt.errors import UserError
-from volo.commands.console import run_program
-def parse(argv):
-    (here / f"{os.environ['RANK']}.here").touch()
-    while len([*here.glob("*.here")]) < 2:
-        time.sleep(0.01)
-    raise UserError("no such model")
-sys.exit(run_program(parse, "none"))
-"""
-
-
-def test_a_mistake_of_several_ranks_is_told_once(alone: Callable[..., Running], program: Path) -> None:
-    program.write_text(MISTAKEN)
-    run = alone(2, PYTHONPATH=str(ROOT))
-    assert run.end() == 2, run.output
-    assert re.fullmatch(r"\[rank [01]\] error: no such model\n", run.output)  # nothing of torch's
-
-
-@pytest.mark.parametrize("names", [("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"), ("RANK", "WORLD_SIZE")])
-def test_a_mistake_is_told_once_in_each_launch_whoever_starts_it(tmp_path: Path, names: tuple[str, str]) -> None:
-    for _ in range(2):  # such as by the same shell
-        given = [{"TMPDIR": str(tmp_path), **dict(zip(names, (str(rank), "2"), strict=True))} for rank in range(2)]
-        ranks = [Running([sys.executable, str(ROOT / "train.py"), "--no-such-flag"], **each) for each in given]
-        assert [rank.end() for rank in ranks] == [2, 2]
-        assert re.fullmatch(r"\[rank [01]\] error: unknown flag --no-such-flag.*\n", "".join(r.output for r in ranks))
+@pytest.mark.parametrize("names", ["SLURM_PROCID SLURM_STEP_NUM_TASKS", "RANK WORLD_SIZE", "our launcher"])
+def test_a_mistake_is_told_once_in_each_launch_whoever_starts_it(tmp_path: Path, names: str) -> None:
+    program, own = [str(ROOT / "train.py"), "--no-such-flag"], names == "our launcher"
+    for _ in range(1 if own else 2):  # such as by the same shell
+        given = [{"TMPDIR": str(tmp_path), **dict(zip(names.split(), (rank, "2"), strict=True))} for rank in "01"]
+        launcher = [str(ROOT / "volo/commands/launch.py"), "2"] if own else []
+        started = [Running([sys.executable, *launcher, *program], **env) for env in ([{}] if own else given)]
+        assert {run.end() for run in started} == {2}
+        told = "".join(run.output for run in started)  # nothing of torch's
+        assert re.fullmatch(r"\[rank [01]\] error: unknown flag --no-such-flag.*\n", told)
 
 
 def waiting(alone: Callable[..., Running], tmp_path: Path, **env: str) -> Running:

@@ -5,7 +5,6 @@ import base64
 import json
 import os
 import pickle
-import subprocess
 import sys
 from argparse import Namespace
 from contextlib import suppress
@@ -16,7 +15,6 @@ from torch.distributed import TCPStore
 
 from tests.checkpoint.test_weights import Payload
 from tests.commands.conftest import QUICK, ROOT, Call, Make, Running, environment, metrics, start, storage
-from tests.conftest import LIMIT, free_port
 from volo.record.run_directory import choose_directory
 
 
@@ -145,19 +143,3 @@ def test_a_restart_goes_on_with_the_run_of_its_launch_alone(
         for launched in ("another", "none", None):
             record.write_text(json.dumps([starts[0] | {"launch": launched}]))
             assert choose_directory(args, (32, 32), make=False)[0] != record.parent
-
-
-@pytest.mark.slow  # the test before this one restarts as torchrun does
-def test_torchrun_restarts_a_killed_rank(data: Path, tmp_path: Path) -> None:
-    killed = "os.environ.get('TORCHELASTIC_RESTART_COUNT') == '0' and '/train/' in str(path) and next(number) == 12"
-    saved = f"glob.glob('{tmp_path}/out/*/last.pth.tar')"  # by a thread, which may be late
-    dies = f"import glob\n        while not {saved}: time.sleep(0.05)\n        os.kill(os.getpid(), 9)"
-    env = storage(tmp_path, f"if {killed}:\n        {dies}")
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "1", "--max-restarts", "1"]
-    flags = f"{QUICK} -b 4 --lr 1e-3 --epochs 1 --recovery-interval 1 --output {tmp_path / 'out'}"
-    command = [*torchrun, "--master-port", str(free_port()), str(ROOT / "train.py"), str(data), *flags.split()]
-    ended = subprocess.run(command, env={**os.environ, **env}, capture_output=True, text=True, timeout=LIMIT)
-    assert ended.returncode == 0, ended.stderr
-    assert "resumed" in ended.stdout and "0 epochs, " in ended.stdout
-    (record,) = (tmp_path / "out").rglob("run.json")
-    assert [each["update"] for each in metrics(record.parent)] == [1, 2, 3, 4]
