@@ -137,8 +137,8 @@ def _compiler(args: Namespace) -> partial[Any]:
 def stems(model: nn.Module) -> list[nn.Module]:
     """Return the stem of the VOLO or LV-ViT in a model on a GPU: one kernel can do its BatchNorm and ReLU there.
     Return none if BatchNorm's statistics are those of several GPUs, whose exchange no graph can contain."""
-    found = [m.patch_embed for m in model.modules() if isinstance(m, TokenLabelModel) and next(m.parameters()).is_cuda]
-    return [stem for stem in found if not any(isinstance(m, nn.SyncBatchNorm) for m in stem.modules())]
+    embeds = [m.patch_embed for m in model.modules() if isinstance(m, TokenLabelModel) and next(m.parameters()).is_cuda]
+    return [stem for stem in embeds if not any(isinstance(m, nn.SyncBatchNorm) for m in stem.modules())]
 
 
 def _blocks(model: nn.Module) -> list[nn.Module]:

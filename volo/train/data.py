@@ -47,8 +47,8 @@ class Folders(NamedTuple):
     warnings: list[str]
 
 
-def open_folders(args: Namespace, world_size: int, found: SearchProgress | None = None) -> Folders:
-    """Find the images of both splits; report progress of a long search to `found`.
+def open_folders(args: Namespace, world_size: int, on_progress: SearchProgress | None = None) -> Folders:
+    """Find the images of both splits; report progress of a long search to `on_progress`.
 
     With `--val-fraction` both are the training images, which `hold_out` splits. With `--kd-only` both are the training
     images as well, but such runs don't validate.
@@ -67,13 +67,12 @@ def open_folders(args: Namespace, world_size: int, found: SearchProgress | None 
             [],
         )
     names = read_class_map(args.class_map) if args.class_map else None
-    whole, asked = args.val_fraction > 0 or args.kd_only, (args.data_dir, args.train_split, args.dataset)
-    train = open_images(*asked, names, whole, found, "--train-split", not args.kd_only)
+    whole, place = args.val_fraction > 0 or args.kd_only, (args.data_dir, args.train_split, args.dataset)
+    train = open_images(*place, names, whole, on_progress, "--train-split", not args.kd_only)
     if whole:
         return Folders(train, train, train.warnings)
-    validation = open_images(
-        args.data_dir, args.val_split, args.dataset, train.class_names, on_progress=found, split_flag="--val-split"
-    )
+    place = (args.data_dir, args.val_split, args.dataset)
+    validation = open_images(*place, train.class_names, on_progress=on_progress, split_flag="--val-split")
     compare_classes(train, validation)
     return Folders(train, validation, train.warnings + validation.warnings)
 
@@ -119,15 +118,15 @@ def listed_images(images: ImageSource, file: str, missing_allowed: bool = False)
             names = {_unquoted(line.rstrip("\n")) for line in lines if line.strip()}
     except OSError as error:
         raise UserError(f"image list {printable(file)} can't be read ({error.strerror})") from error
-    found = np.fromiter((path in names for path in images.paths), bool, len(images))
-    gone = names.difference(images.paths) if found.sum() < len(names) else set()
-    if not found.any() or (gone and not missing_allowed):
+    listed = np.fromiter((path in names for path in images.paths), bool, len(images))
+    gone = names.difference(images.paths) if listed.sum() < len(names) else set()
+    if not listed.any() or (gone and not missing_allowed):
         raise UserError(
             f"image list {printable(file)}: {len(gone)} of its {len(names)} images are not in {printable(images.root)} "
             f"({some_names(sorted(gone))}), which holds {some_names(images.paths)}: name the data set and the split "
             f"that it was made of{lookalikes(gone, images.paths)}"
         )
-    return found
+    return listed
 
 
 def as_list(images: ImageSource) -> bytes:
@@ -148,9 +147,9 @@ def part(images: ImageSource, mask: Mask) -> ImageSource:
 
 
 def open_labels(
-    args: Namespace, folder: ImageSource, num_classes: int, found: SearchProgress | None = None
+    args: Namespace, folder: ImageSource, num_classes: int, on_progress: SearchProgress | None = None
 ) -> tuple[LabelReader | None, list[str]]:
-    """Find the images' token labels. Return (labels or None, warnings). Report progress of a search to `found`.
+    """Find the images' token labels. Return (labels or None, warnings). Report progress of a search to `on_progress`.
 
     Raises:
         UserError: A label is missing (`--bad-label stop`), or the labels are for other classes.
@@ -174,7 +173,7 @@ def open_labels(
         bad_label=args.bad_label,
         class_names=folder.class_names,
         label_tail=args.label_tail,
-        on_progress=found,
+        on_progress=on_progress,
     )
     return labels, labels.warnings
 
@@ -186,9 +185,9 @@ def label_agreement(labels: LabelReader | None, images: ImageSource) -> str:
 
     if not isinstance(labels, store.LabelStore) or labels.info.transfer:
         return ""
-    found = store.sampled_agreement(labels, images.classes, _SAMPLE)
-    share = found.images_agreeing / max(found.images, 1)
-    line = f"the token labels name the class of {100 * share:.1f} % of {found.images} sampled images"
+    sampled = store.sampled_agreement(labels, images.classes, _SAMPLE)
+    share = sampled.images_agreeing / max(sampled.images, 1)
+    line = f"the token labels name the class of {100 * share:.1f} % of {sampled.images} sampled images"
     if share >= _LOW_AGREEMENT:
         return line
     return f"warning: {line}: such labels teach little; look at them with `tlt check` and `tlt show`"

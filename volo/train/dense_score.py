@@ -38,8 +38,8 @@ class DenseScore:
     ) -> None:
         if not (isinstance(model, TOKEN_LABEL_MODELS) and model.dense_head):
             raise UserError(f"labels in {path}: this model has no trained dense head to compare with them")
-        asked = Namespace(**vars(args) | {"token_label_data": path})
-        self.labels, self.warnings = open_labels(asked, images, model.num_classes)
+        flags = Namespace(**vars(args) | {"token_label_data": path})
+        self.labels, self.warnings = open_labels(flags, images, model.num_classes)
         self._loss = TokenLabelLoss.of(model, settings["input_size"][1:], smoothing=0.0)
         self._both_heads = model.both_heads
         self._sums = Sums(("tokens", "right", "of_the_class"), world)

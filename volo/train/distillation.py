@@ -62,8 +62,8 @@ class Distillation:
     def paired(self, batches: Iterator[Batch], epoch: int, update: int) -> Iterator[Batch]:
         """Yield the batches of an epoch from update `update` on, and load the teachers' views of each."""
         loaders = [loader for loader in dict.fromkeys(self.views) if loader is not None]
-        for batch, *seen in zip(batches, *(loader.epoch(epoch, update) for loader in loaders), strict=True):
-            self._seen = dict(zip(loaders, seen, strict=True))
+        for batch, *views in zip(batches, *(loader.epoch(epoch, update) for loader in loaders), strict=True):
+            self._seen = dict(zip(loaders, views, strict=True))
             yield batch
 
     def loss(self, criterion: Any, model: Callable[..., Any], batch: Batch, drawn: Drawn) -> LossTerms:
@@ -72,10 +72,10 @@ class Distillation:
         box, parts = options.get("mix_box"), self.losses.parts
         mixed = 0.0 if box is None else mixed_share(box, criterion.place(images)[0])
         with autocast(images.device, criterion.amp_dtype):
-            began, seen = _now(images.device), [self._seen.get(view) for view in self.views]
+            began, views = _now(images.device), [self._seen.get(view) for view in self.views]
             targets = [
                 part.lesson(batch, view, images if view is None else None)
-                for part, view in zip(parts, seen, strict=True)
+                for part, view in zip(parts, views, strict=True)
             ]
             self._laps.append((began, _now(images.device)))
             self._add_up()
@@ -93,9 +93,9 @@ class Distillation:
         if self._laps:
             self._laps[-1][1].synchronize()
         self._add_up()
-        own, self._seconds = self._seconds, 0.0
-        who = "teachers" if len(self.names) > 1 else "teacher"
-        return f"{who}: {own:.1f} s, {100 * own / max(seconds, 1e-9):.0f} % of the epoch's training"
+        spent, self._seconds = self._seconds, 0.0
+        label = "teachers" if len(self.names) > 1 else "teacher"
+        return f"{label}: {spent:.1f} s, {100 * spent / max(seconds, 1e-9):.0f} % of the epoch's training"
 
     def _add_up(self) -> None:
         """Add up the laps that the device has finished, in order. Waits for nothing."""
@@ -140,8 +140,8 @@ def load_distillation(
     schedule = size_schedule(args, (size[0], size[1]))
     loaded, views, loaders = [], list[Loader | None](), dict[Any, Loader]()
     for number, (model, kind, view) in enumerate(zip(flags.kd_model_name, kinds, flags.kd_view, strict=True)):
-        seen, whole = list(flags.kd_size[number] or size), view == "whole"
-        sized = settings | {"input_size": (channels, *seen)}
+        hw, whole = list(flags.kd_size[number] or size), view == "whole"
+        sized = settings | {"input_size": (channels, *hw)}
         with _blamed(f"--kd-model-name {model}"):
             teacher, digest = _load_teacher(args, model, kind, sized, world, logger)
             classes = teacher.model.num_classes
@@ -149,13 +149,14 @@ def load_distillation(
                 raise UserError(f"it has {classes} classes, --model {args.model} has {student.num_classes}")
         millions = sum(p.numel() for p in teacher.model.parameters()) / 1e6
         one_of = f", {kind}s, weight {flags.kd_loss_weight[number]:g}: {names[number]}" if len(kinds) > 1 else ""
-        logger.line(f"teacher {model} ({digest[:12]}): {millions:.2f} M parameters, {seen[0]} x {seen[1]} px{one_of}")
-        key = (whole, *seen)
-        if (whole or seen != size or schedule) and key not in loaders:
-            asked = Namespace(**{**vars(args), "no_aug": whole or args.no_aug, "compat": None})
+        logger.line(f"teacher {model} ({digest[:12]}): {millions:.2f} M parameters, {hw[0]} x {hw[1]} px{one_of}")
+        key = (whole, *hw)
+        if (whole or hw != size or schedule) and key not in loaders:
+            own_args = Namespace(**{**vars(args), "no_aug": whole or args.no_aug, "compat": None})
             if schedule:  # the same batches as the student's, but all of one image size
-                asked.train_img_sizes, asked.train_batch_sizes = [seen] * len(schedule.sizes), schedule.batch_sizes
-            loaders[key] = train_loader(asked, images, None, sized, world)
+                own_args.train_img_sizes = [hw] * len(schedule.sizes)
+                own_args.train_batch_sizes = schedule.batch_sizes
+            loaders[key] = train_loader(own_args, images, None, sized, world)
         views.append(loaders.get(key))
         loaded.append((teacher, digest))
     teachers, digests = zip(*loaded, strict=True)
@@ -204,9 +205,9 @@ def _names_in_records(models: Sequence[str]) -> list[str]:
 
 def _load(name: str, size: tuple[int, ...], channels: int) -> TimmModel:
     path = name if name.endswith(ENDINGS) and not timm.is_model(name) else None
-    asked = Namespace(model=None if path else name, pretrained=not path, num_classes=None, gp=None, img_size=size)
-    asked.use_ema, asked.no_use_ema, asked.input_size, asked.model_kwargs = False, False, None, {}
-    trained = load_model(asked, path, dense=False)
+    flags = Namespace(model=None if path else name, pretrained=not path, num_classes=None, gp=None, img_size=size)
+    flags.use_ema, flags.no_use_ema, flags.input_size, flags.model_kwargs = False, False, None, {}
+    trained = load_model(flags, path, dense=False)
     if trained.settings["input_size"][0] != channels:
         raise UserError(f"it takes images of {trained.settings['input_size'][0]} channels, the student of {channels}")
     trained.model.pretrained_cfg = trained.model.pretrained_cfg | {k: trained.settings[k] for k in ("mean", "std")}

@@ -59,8 +59,8 @@ def train_epochs(run: Run, training: Training, saver: Saver) -> None:
         logger.start_epoch(epoch, epochs, state.updates_per_epoch)
         if training.loader.index_stream.sizes is not None:
             counts = sorted(Counter(training.loader.index_stream.sizes_of(epoch)).items())
-            shown = ", ".join(f"{updates} of {size[0]} px" for size, updates in counts if size is not None)
-            logger.line(f"epoch {epoch + 1}: updates on images {shown}")
+            listed = ", ".join(f"{updates} of {size[0]} px" for size, updates in counts if size is not None)
+            logger.line(f"epoch {epoch + 1}: updates on images {listed}")
         gc.collect()
         totals = train_epoch(run, training, step, meter, saver)
         if training.distillation is not None:
@@ -98,16 +98,16 @@ def train_epoch(run: Run, training: Training, step: Step, meter: Meter, saver: S
         share = batch.key.update_samples * run.world.data_size / loader.index_stream.global_batch
         lr = training.schedule(state.update) * share ** _LR_POWER[run.args.variable_batch_loss_scale]
         set_lr(state.optimizer, lr)
-        found = step(batch, StepKey(run.args.seed, state.update, micro_batch, run.world.data_rank))
-        meter.add(found.terms, batch)
+        result = step(batch, StepKey(run.args.seed, state.update, micro_batch, run.world.data_rank))
+        meter.add(result.terms, batch)
         micro_batch += 1
-        if found.norm is None:  # another micro-batch of this update follows
+        if result.norm is None:  # another micro-batch of this update follows
             continue
 
         state.unproven = None
         state.update += 1
         micro_batch = 0
-        meter.update_done(lr, found.norm)
+        meter.update_done(lr, result.norm)
         if meter.done < state.updates_per_epoch:
             saver.after_update()
         if state.update % _COLLECT == 0:
@@ -211,8 +211,8 @@ def evaluate(
         raise UserError(f"none of the {len(loader.dataset)} validation images can be read")
     seconds = time.perf_counter() - began
     percent = 100.0 / images
-    found = (totals["top1"] * percent, totals["top5"] * percent, totals["loss"] / images, images, unreadable, seconds)
-    return Evaluation(*found, **(dense.take() if dense else {}))
+    scores = (totals["top1"] * percent, totals["top5"] * percent, totals["loss"] / images, images, unreadable, seconds)
+    return Evaluation(*scores, **(dense.take() if dense else {}))
 
 
 def scores_of(evaluations: dict[str, Evaluation]) -> dict[str, float]:

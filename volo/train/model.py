@@ -97,8 +97,8 @@ def _flexible(name: str, kwargs: dict[str, Any], sizes: list[tuple[int, int]]) -
 def _try(model: nn.Module, args: Namespace, kwargs: dict[str, Any]) -> None:
     """Run a copy of a new model once at each image size, as in training. Images that are too small and contradictory
     arguments then raise UserError here, and not another error in the first step."""
-    channels, *own = eval_settings(args, model)["input_size"]
-    for size in (tuple(own), *other_sizes(args)):
+    channels, *own_size = eval_settings(args, model)["input_size"]
+    for size in (tuple(own_size), *other_sizes(args)):
         _try_size(model, args, kwargs, (channels, *size))
 
 
@@ -140,8 +140,8 @@ def _check_folder(folder: Path, model: str) -> None:
 
 
 def _not_fetched(name: str, reason: str, args: Namespace) -> str:
-    own = [f" with --{dest.replace('_', '-')}" for dest in ("initial_checkpoint", "checkpoint") if dest in args]
-    instead = own[0] if own else " in its place"  # for a teacher, which has no such flag
+    flags = [f" with --{dest.replace('_', '-')}" for dest in ("initial_checkpoint", "checkpoint") if dest in args]
+    instead = flags[0] if flags else " in its place"  # for a teacher, which has no such flag
     return f"--model {name}: its published weights can't be fetched ({reason}): name a file of them{instead}"
 
 
@@ -175,8 +175,8 @@ def _model_kwargs(args: Namespace) -> dict[str, Any]:
     if image_size_of(args) is not None and takes_image_size(args.model):
         kwargs["img_size"] = image_size_of(args)
     kwargs = {k: v for k, v in kwargs.items() if v is not None and v is not False}
-    for key, given in (getattr(args, "model_kwargs", None) or {}).items():
-        value = to_2tuple(given) if key == "img_size" else given
+    for key, argument in (getattr(args, "model_kwargs", None) or {}).items():
+        value = to_2tuple(argument) if key == "img_size" else argument
         if kwargs.setdefault(key, value) != value:
             raise UserError(
                 f"--model-kwargs {key}={value} contradicts the flag for it, which says {kwargs[key]}: keep one of them"
@@ -190,16 +190,16 @@ def eval_settings(args: Namespace, model: TimmModel, recorded: dict[str, Any] | 
     Flags override the checkpoint's values, which override the model's, so that training and validation agree.
     """
     known = {"crop_pct", "mean", "std", "interpolation", "crop_mode"}
-    asked = {k: v for k, v in vars(args).items() if v not in (None, "")}
+    flags = {k: v for k, v in vars(args).items() if v not in (None, "")}
     settings = {k: v for k, v in (recorded or {}).items() if k in known and v not in (None, "")}
     size = image_size_of(args) or getattr(model, "img_size", None)
-    asked |= {"in_chans": None, "img_size": None, "input_size": None if size is None else (3, *size)}
-    found: dict[str, Any] = resolve_data_config(settings | asked, model=model, use_test_size=False)
-    channels = _channels(args) or getattr(model, "in_chans", found["input_size"][0])
-    found["input_size"] = (channels, *found["input_size"][1:])
+    flags |= {"in_chans": None, "img_size": None, "input_size": None if size is None else (3, *size)}
+    resolved: dict[str, Any] = resolve_data_config(settings | flags, model=model, use_test_size=False)
+    channels = _channels(args) or getattr(model, "in_chans", resolved["input_size"][0])
+    resolved["input_size"] = (channels, *resolved["input_size"][1:])
     if channels == 1:  # one mean for grey images, which the loader's stages make
-        found |= {name: (sum(found[name]) / len(found[name]),) for name in ("mean", "std")}
-    return found
+        resolved |= {name: (sum(resolved[name]) / len(resolved[name]),) for name in ("mean", "std")}
+    return resolved
 
 
 def add_dense_head(model: TimmModel, args: Namespace, image_size: tuple[int, int]) -> TimmModel:

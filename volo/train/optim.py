@@ -47,8 +47,8 @@ def create_optimizer(args: Namespace, model: nn.Module, device: torch.device | N
     """
     device = device or next(model.parameters()).device
     name = _check_optimizer(args, device)
-    given = {"eps": args.opt_eps, "betas": args.opt_betas and tuple(args.opt_betas)}
-    options: dict[str, Any] = {setting: value for setting, value in given.items() if value is not None}
+    flags = {"eps": args.opt_eps, "betas": args.opt_betas and tuple(args.opt_betas)}
+    options: dict[str, Any] = {setting: value for setting, value in flags.items() if value is not None}
     if twice := options.keys() & args.opt_kwargs.keys():
         raise UserError(f"--opt-kwargs {min(twice)}=... contradicts --opt-{min(twice)}: keep one of them")
     if device.type in ("cuda", "cpu") and name in _FUSED:

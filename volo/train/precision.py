@@ -63,42 +63,42 @@ class WorkingCopy:
         norms = [module for module in master.modules() if isinstance(module, _NORMS)]
         shared = [tensor for norm in norms for tensor in (*norm.parameters(), *norm.buffers())]
         self.module = copy.deepcopy(master, {id(tensor): tensor for tensor in shared})
-        kept = {id(tensor) for tensor in shared}
+        shared_ids = {id(tensor) for tensor in shared}
         for parameter in self.module.parameters():
-            if id(parameter) not in kept:
+            if id(parameter) not in shared_ids:
                 parameter.data = parameter.data.bfloat16()
         pairs = zip(master.parameters(), self.module.parameters(), strict=True)
-        self._pairs = [(own, cast) for own, cast in pairs if own is not cast]
+        self._pairs = [(weight, cast) for weight, cast in pairs if weight is not cast]
 
     @torch.no_grad()
     def refresh_copy(self) -> None:
         """Copy the master's weights into the copy, rounded."""
-        torch._foreach_copy_([cast for _, cast in self._pairs], [own for own, _ in self._pairs])
+        torch._foreach_copy_([cast for _, cast in self._pairs], [weight for weight, _ in self._pairs])
 
     @torch.no_grad()
     def accumulate_into_master(self) -> None:
         """Add the copy's gradients to the master's in float32, and clear the copy's."""
         new, old = [], []
-        for own, cast in self._pairs:
-            if cast.grad is not None and own.grad is not None:
-                old.append((own.grad, cast.grad))
+        for weight, cast in self._pairs:
+            if cast.grad is not None and weight.grad is not None:
+                old.append((weight.grad, cast.grad))
             elif cast.grad is not None:
-                own.grad = torch.empty_like(own)
-                new.append((own.grad, cast.grad))
+                weight.grad = torch.empty_like(weight)
+                new.append((weight.grad, cast.grad))
             cast.grad = None
         if new:
-            torch._foreach_copy_([own for own, _ in new], [cast for _, cast in new])
+            torch._foreach_copy_([weight for weight, _ in new], [cast for _, cast in new])
         if old:
-            torch._foreach_add_([own for own, _ in old], [cast for _, cast in old])
+            torch._foreach_add_([weight for weight, _ in old], [cast for _, cast in old])
 
     def return_to_copy(self) -> None:
         """Move the accumulated gradients back to the copy, rounded, so that the next backward pass adds to them.
 
         DistributedDataParallel knows only the copy, and sends the gradients that it has after that pass.
         """
-        for own, cast in self._pairs:
-            if own.grad is not None:
-                cast.grad, own.grad = own.grad.to(cast.dtype), None
+        for weight, cast in self._pairs:
+            if weight.grad is not None:
+                cast.grad, weight.grad = weight.grad.to(cast.dtype), None
 
 
 class RunningStatistics:
@@ -351,24 +351,24 @@ def check_convolutions(
     names: dict[nn.Module, str] = {layer: name for name, layer in model.named_modules() if isinstance(layer, _ConvNd)}
     distinct: dict[object, tuple[nn.Module, Tensor]] = {}  # a layer of each kind and shape, with a meta input
 
-    def note(layer: nn.Module, given: tuple[Tensor]) -> None:
+    def note(layer: nn.Module, inputs: tuple[Tensor]) -> None:
         if layer in names:
-            distinct.setdefault((*_kind(layer), given[0].shape, given[0].stride()), (layer, given[0]))
+            distinct.setdefault((*_kind(layer), inputs[0].shape, inputs[0].stride()), (layer, inputs[0]))
 
     with nn.modules.module.register_module_forward_pre_hook(note):
         run_on_meta(model, input_size)
-    wrong = [names[layer] for layer, given in distinct.values() if not _error(layer, given) <= _TOLERANCE]  # incl. NaN
-    if not (found := sorted({name for names in from_all(wrong) for name in names})):
+    wrong = [names[layer] for layer, x in distinct.values() if not _error(layer, x) <= _TOLERANCE]  # also if it is NaN
+    if not (layers := sorted({name for names in from_all(wrong) for name in names})):
         return []
-    kinds, remedy = {_kind(model.get_submodule(name)) for name in found}, "float32 computes them"
+    kinds, remedy = {_kind(model.get_submodule(name)) for name in layers}, "float32 computes them"
     for layer in names:
         if _kind(layer) in kinds and type(layer).forward in _OWN_FORWARD:
             layer._conv_forward = partial(_in_float32, layer._conv_forward)  # type: ignore[assignment, arg-type]
         elif _kind(layer) in kinds:
             remedy = "use float32 (without --amp and --model-dtype), or another version of torch"
     return [
-        f"warning: torch {torch.__version__} computes {', '.join(found)} and convolutions like it wrong in bfloat16 on "
-        f"this processor: {remedy}"
+        f"warning: torch {torch.__version__} computes {', '.join(layers)} and convolutions like it wrong in bfloat16 "
+        f"on this processor: {remedy}"
     ]
 
 
@@ -377,9 +377,9 @@ def _kind(layer: nn.Module) -> tuple[type, str]:
 
 
 @torch.no_grad()
-def _error(layer: nn.Module, given: Tensor) -> float:
+def _error(layer: nn.Module, sample: Tensor) -> float:
     """Return bfloat16's error for an input of this shape, relative to the largest value; it may be NaN."""
-    x = torch.empty_strided(given.shape, given.stride()).normal_(generator=torch.Generator().manual_seed(0))
+    x = torch.empty_strided(sample.shape, sample.stride()).normal_(generator=torch.Generator().manual_seed(0))
     right = layer(x)
     with torch.autocast("cpu", torch.bfloat16):
         return float((layer(x).float() - right).abs().max() / right.abs().max().clamp_min(1e-30))

@@ -107,15 +107,15 @@ def resolve_args(
             accept the checkpoint's value.
     """
     decided, line = dataset_defaults(args, images, classes, world_size)
-    if kept := settings_from_checkpoint(checkpoint, args, world_size):
-        decided |= kept
+    if restored := settings_from_checkpoint(checkpoint, args, world_size):
+        decided |= restored
         line = _shown("as the run has begun", {k: v for k, v in decided.items() if v != getattr(args, k)})
-    batch_size, asked = decided.get("batch_size", args.batch_size), args.grad_accum_steps
-    steps, message = steps_to_keep(checkpoint, batch_size, asked, world_size)
+    batch_size, asked_steps = decided.get("batch_size", args.batch_size), args.grad_accum_steps
+    steps, message = steps_to_keep(checkpoint, batch_size, asked_steps, world_size)
     settled = FrozenArgs(args, **decided | {"grad_accum_steps": steps})
-    batch = batch_record(batch_size, steps, world_size, asked)
+    batch = batch_record(batch_size, steps, world_size, asked_steps)
     messages = line, message, _useless_average(settled, settled.epochs * math.ceil(images / batch["global"]))
-    return settled, batch, [each for each in messages if each]
+    return settled, batch, [line for line in messages if line]
 
 
 def dataset_defaults(args: TrainArgs, images: int, classes: int, world_size: int) -> tuple[dict[str, Any], str]:
@@ -160,23 +160,23 @@ def _useless_average(args: TrainArgs, updates: int) -> str:
     )
 
 
-def _shown(what: str, values: dict[str, Any]) -> str:
+def _shown(title: str, values: dict[str, Any]) -> str:
     """Return a line with the values written as flags; "" without values."""
     flags = " ".join(f"--{k.replace('_', '-')}" + (f" {v}" if v is not True else "") for k, v in values.items())
-    return flags and f"{what}: {flags}"
+    return flags and f"{title}: {flags}"
 
 
 def settings_from_checkpoint(checkpoint: dict[str, Any], args: TrainArgs, world_size: int) -> dict[str, Any]:
     """Return the checkpoint's values of fitted arguments, with which a resumed run continues."""
     recorded = [checkpoint.get(name) for name in ("args", "model_config", BATCH_KEY)]
     settings, config, batch = (each if isinstance(each, dict) else {} for each in recorded)
-    kept = checked_settings({k: v for k, v in settings.items() if k in args.defaulted and k != "num_classes"})
+    restored = checked_settings({k: v for k, v in settings.items() if k in args.defaulted and k != "num_classes"})
     if "num_classes" in args.defaulted and type(classes := config.get("num_classes")) is int:
-        kept["num_classes"] = classes
+        restored["num_classes"] = classes
     each, images = world_size * args.grad_accum_steps, batch.get("global")
-    if "batch_size" in kept and type(images) is int and images % (kept["batch_size"] * world_size):
-        kept["batch_size"] = images // each if images % each == 0 else kept["batch_size"]  # for more processes
-    return kept
+    if "batch_size" in restored and type(images) is int and images % (restored["batch_size"] * world_size):
+        restored["batch_size"] = images // each if images % each == 0 else restored["batch_size"]  # for more processes
+    return restored
 
 
 def batch_record(batch_size: int, steps: int, world_size: int, asked_steps: int) -> dict[str, int]:
@@ -193,11 +193,11 @@ def steps_to_keep(checkpoint: dict[str, Any], batch_size: int, steps: int, world
     recorded = checkpoint.get(BATCH_KEY)
     if not isinstance(recorded, dict) or not all(isinstance(recorded.get(k), int) for k in batch_record(1, 1, 1, 1)):
         return steps, None
-    before, now, each = recorded["global"], batch_size * steps * world_size, batch_size * world_size
+    before, now, per_step = recorded["global"], batch_size * steps * world_size, batch_size * world_size
     if before == now or before < 1:
         return steps, None
-    if recorded["asked"] == batch_size * steps and before % each == 0:
-        kept = before // each
+    if recorded["asked"] == batch_size * steps and before % per_step == 0:
+        kept = before // per_step
         return kept, (
             f"{recorded['world_size']} processes before, {world_size} now: {kept} accumulation steps, not {steps}, "
             f"keep the global batch of {before}"

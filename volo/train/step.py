@@ -67,14 +67,14 @@ class Step:
             state.ema.update(state.model)
         return StepResult(terms, norm, broken)
 
-    def done(self, found: StepResult) -> StepResult:
+    def done(self, result: StepResult) -> StepResult:
         """Do the host's part of a step, after `compute`."""
         ema = self.state.ema
-        if found.broken is not None:
-            self.precision.skipped.note(found.broken)
+        if result.broken is not None:
+            self.precision.skipped.note(result.broken)
             if ema is not None and not self.averages:
                 ema.update(self.state.model, step=self.state.update + 1 if ema.use_warmup else None)
-        return found
+        return result
 
     def pause(self) -> None:
         """End the steps of an epoch."""

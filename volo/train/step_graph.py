@@ -143,13 +143,13 @@ class StepGraph(Step):
     def pause(self) -> None:
         """Free the graphs' memory until the next capture if a rank is short of memory. All ranks must call this."""
         short = torch.cuda.memory_reserved() > _MUCH * torch.cuda.mem_get_info()[1]
-        if any(each.graphs for each in self._sizes.values()) and max_over_ranks(short):
+        if any(state.graphs for state in self._sizes.values()) and max_over_ranks(short):
             torch.cuda.synchronize()  # the last replay may still be running
             self._clear()
 
     def _clear(self) -> None:
-        for each in self._sizes.values():
-            each.graphs.clear()
+        for state in self._sizes.values():
+            state.graphs.clear()
         self._pool = None
 
     @property
@@ -163,8 +163,8 @@ class StepGraph(Step):
             mix = self.criterion.mix
             self._now.inputs = batch.clone(), _clone(drawn, batch if mix is not None and mix.cuts else None)
         own, new = ([*one.tensors(), *_tensors(other)] for one, other in (self._now.inputs, (batch, drawn)))
-        for mine, given in zip(own, new, strict=True):
-            mine.copy_(given)
+        for target, source in zip(own, new, strict=True):
+            target.copy_(source)
         numbers = torch.tensor([batch.size / batch.key.update_samples, *(group["lr"] for group in self._groups)])
         self.numbers.copy_(numbers.pin_memory(), non_blocking=True)
 
@@ -182,8 +182,8 @@ class StepGraph(Step):
             return
         self._clear()
         self._left, self.precision.keeps_gradients = -1, False
-        for each in self._sizes.values():
-            each.left = -1
+        for state in self._sizes.values():
+            state.left = -1
         for module in (self.model, self.state.model):
             forget_backward(module)
         self._logger.line(f"warning: steps are launched, no CUDA graph of them: {failure or 'on another rank'}")
@@ -198,19 +198,19 @@ class StepGraph(Step):
         self.send(batch, drawn)
         self.precision.keeps_gradients = len(self._kinds) > 1
         before = [value.cpu() for value in self._changed()]
-        told, weights = self._outcome(lambda last: self.compute(batch, drawn, share, last), key)
+        launched, weights = self._outcome(lambda last: self.compute(batch, drawn, share, last), key)
         self._go_back(before)
         failure = self._captured()
         if max_over_ranks(bool(failure)):
             return failure or "on another rank"
-        told_again, weights_again = self._outcome(self._repeat, key)
+        repeated, weights_again = self._outcome(self._repeat, key)
         self._go_back(before)
         off, change, size = (_distance(weights, others) for others in (weights_again, before, repeat(0.0)))
-        same = torch.isclose(told_again, told, rtol=_TOLD, atol=0, equal_nan=True).all()
+        same = torch.isclose(repeated, launched, rtol=_TOLD, atol=0, equal_nan=True).all()
         if same and off <= _CHANGE * change + _ROUNDING * size:
             self._logger.line("a step is one CUDA graph from here on: it computes what the launched step does")
             return ""
-        numbers = f"losses and norms {told_again.tolist()} for {told.tolist()}"
+        numbers = f"losses and norms {repeated.tolist()} for {launched.tolist()}"
         return f"it computes something else than the launched step: {numbers}, weights {off:.3g} off by {change:.3g}"
 
     def _captured(self) -> str:
@@ -227,8 +227,8 @@ class StepGraph(Step):
                     graph = torch.cuda.CUDAGraph()
                     # Other threads, such as NCCL's and the saver's, may continue meanwhile.
                     with torch.cuda.graph(graph, pool, stream, capture_error_mode="thread_local"):
-                        found = self.compute(*self.inputs, self.numbers[0], last)
-                    self._now.graphs[last] = graph, found
+                        result = self.compute(*self.inputs, self.numbers[0], last)
+                    self._now.graphs[last] = graph, result
             return ""
         except Exception as error:  # errors of operations and libraries, or too little memory
             # torch leaves the generator and the allocator in the state of the failed capture, and keeps its memory.
@@ -254,7 +254,7 @@ class StepGraph(Step):
     def _changed(self) -> list[Tensor]:
         """Return all tensors that an update changes, the weights first."""
         model, ema = self.state.model, self.state.ema
-        moments = [value for each in self.state.optimizer.state.values() for value in each.values()]
+        moments = [value for state in self.state.optimizer.state.values() for value in state.values()]
         average = [] if ema is None or not self.averages else ema.module.state_dict().values()
         weights = [weight.detach() for weight in model.parameters()]
         return [value for value in (*weights, *model.buffers(), *average, *moments) if isinstance(value, Tensor)]
@@ -267,12 +267,12 @@ class StepGraph(Step):
 
     def _outcome(self, run: Callable[[bool], StepResult], key: StepKey) -> tuple[Tensor, list[Tensor]]:
         """Do an update with one micro-batch of each kind. Return its losses and norm, and the weights, on the CPU."""
-        told = []
+        numbers = []
         for last in self._kinds:
             key.seed_torch()
-            found = run(last)
-            told += [found.terms.total] if found.norm is None else [found.terms.total, found.norm]
-        return torch.stack(told).cpu(), [weight.detach().cpu() for weight in self.state.model.parameters()]
+            result = run(last)
+            numbers += [result.terms.total] if result.norm is None else [result.terms.total, result.norm]
+        return torch.stack(numbers).cpu(), [weight.detach().cpu() for weight in self.state.model.parameters()]
 
 
 def _distance(tensors: Iterable[Tensor], others: Iterable[Any]) -> float:

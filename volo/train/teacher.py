@@ -51,7 +51,7 @@ class Teacher:
         self.name, self.annotator, self.exact_tail = name, annotator, exact_tail
         model: Any = annotator.model  # has timm's interface
         self._num_classes, device = int(model.num_classes), next(model.parameters()).device
-        pixels = (torch.tensor(each, dtype=torch.float32, device=device)[:, None, None] for each in (*student, *own))
+        pixels = (torch.tensor(rgb, dtype=torch.float32, device=device)[:, None, None] for rgb in (*student, *own))
         mean, std, own_mean, own_std = pixels
         self._scale, self._shift = std / own_std, (mean - own_mean) / own_std
         self._affine = torch.eye(2, 3, device=device)
@@ -60,12 +60,12 @@ class Teacher:
 
     def label(self, batch: Batch) -> Batch:
         """Return the batch with the annotator's labels, at the positions where it saw them."""
-        found = self.annotator(torch.addcmul(self._shift, batch.images, self._scale))
-        values = found.values
+        prediction = self.annotator(torch.addcmul(self._shift, batch.images, self._scale))
+        values = prediction.values
         if self.exact_tail:
-            values = relative_to_tail(values, found.log_sum_exp, self._num_classes)
+            values = relative_to_tail(values, prediction.log_sum_exp, self._num_classes)
         area = self._areas[batch.images.shape[-2], batch.images.shape[-1]]
-        labels = LabelBatch(values, found.ids, area.expand(batch.size, 4))
+        labels = LabelBatch(values, prediction.ids, area.expand(batch.size, 4))
         affine, visible = self._affine.expand(batch.size, 2, 3), self._visible.expand(batch.size, 4)
         return replace(batch, labels=labels, affine=affine, visible=visible)
 
@@ -84,38 +84,38 @@ def load_teacher(
             the student, or can't take images of this size.
     """
     name, path = args.token_label_teacher, args.token_label_teacher_checkpoint
-    size, shown = settings["input_size"], f"--token-label-teacher {name}"
-    asked = Namespace(model=name, pretrained=not path, num_classes=None, gp=None)
-    asked.use_ema, asked.no_use_ema = False, False
-    asked.img_size, asked.input_size, asked.model_kwargs = tuple(size[1:]), None, {}
-    asked.train_img_sizes = args.train_img_sizes
-    sizes = [asked.img_size, *other_sizes(asked)]
+    size, flag = settings["input_size"], f"--token-label-teacher {name}"
+    flags = Namespace(model=name, pretrained=not path, num_classes=None, gp=None)
+    flags.use_ema, flags.no_use_ema = False, False
+    flags.img_size, flags.input_size, flags.model_kwargs = tuple(size[1:]), None, {}
+    flags.train_img_sizes = args.train_img_sizes
+    sizes = [flags.img_size, *other_sizes(flags)]
     try:
-        trained = load_model(asked, path or None, num_classes=student.num_classes)
+        trained = load_model(flags, path or None, num_classes=student.num_classes)
         if (channels := trained.settings["input_size"][0]) != size[0]:
             raise UserError(f"it takes images of {channels} channels, the student of {size[0]}")
         model = place_model(trained.model.requires_grad_(False), args, world)
-        for seen in sizes:
-            check_dense(model, torch.randn(2, size[0], *seen, device=world.device), f"--model {name}")
+        for image_size in sizes:
+            check_dense(model, torch.randn(2, size[0], *image_size, device=world.device), f"--model {name}")
     except UserError as error:
-        raise UserError(f"{shown}: {error}") from error
+        raise UserError(f"{flag}: {error}") from error
     except (AssertionError, RuntimeError, ValueError) as error:  # layers raise these for a wrong image size
         reason = str(error).partition("\n")[0]
         raise UserError(
-            f"{shown} does not take images of {size[1]} x {size[2]} px ({reason}): use another annotator, or another "
+            f"{flag} does not take images of {size[1]} x {size[2]} px ({reason}): use another annotator, or another "
             "--img-size"
         ) from error
     if model.num_classes != student.num_classes:
         raise UserError(
-            f"{shown} has {model.num_classes} classes, --model {args.model} has {student.num_classes}: use an "
+            f"{flag} has {model.num_classes} classes, --model {args.model} has {student.num_classes}: use an "
             "annotator for these classes, or --num-classes"
         )
     if (recorded := trained.config.get("class_names")) and list(recorded) != class_names:
-        told = first_difference(recorded, class_names)
-        raise UserError(f"{shown} was trained on other class folders ({told}): use an annotator trained on these")
-    dtype, own = compute_dtype(args, world.device), trained.settings
+        difference = first_difference(recorded, class_names)
+        raise UserError(f"{flag} was trained on other class folders ({difference}): use an annotator trained on these")
+    dtype, own_settings = compute_dtype(args, world.device), trained.settings
     annotator = Annotator(model, args.token_label_teacher_top_k, dtype, feature_compiler(model, args))
-    pixels = (settings["mean"], settings["std"]), (own["mean"], own["std"])
+    pixels = (settings["mean"], settings["std"]), (own_settings["mean"], own_settings["std"])
     name += " (EMA)" if trained.args.use_ema else ""
-    areas = {seen: labelled_area(model, seen) for seen in sizes}
+    areas = {image_size: labelled_area(model, image_size) for image_size in sizes}
     return Teacher(name, annotator, *pixels, areas, args.label_tail == "exact")
