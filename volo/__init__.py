@@ -1,6 +1,6 @@
 """VOLO models and the programs that train them.
 
-Importing it registers them with timm (docs/models.md).
+Importing this package registers the models with timm (docs/models.md).
 """
 
 from tlt import __version__ as __version__

@@ -1,1 +1,1 @@
-"""What a run leaves to go on from: the state, its files, the choice among them, weights for another run."""
+"""Checkpoints: a run's state, its files, finding the one to resume, and loading weights for another run."""

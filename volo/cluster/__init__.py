@@ -1,1 +1,1 @@
-"""The processes of a run: where they are bound, how they meet, watch over each other and stop. No model."""
+"""The processes of a run: how they are bound, meet, watch each other and stop. This package has no models."""

@@ -366,7 +366,7 @@ def from_all(value: T) -> list[T]:
 
 
 def wait_for_hosts() -> None:
-    """Wait until every rank has called this, but for no GPU. Unlike torch's barrier this handles signals meanwhile."""
+    """Wait until every rank has called this, but not for GPUs. Signals are handled, unlike in torch's barrier."""
     if dist.is_initialized():
         work = dist.all_reduce(torch.ones(()), async_op=True)
         while not work.is_completed():

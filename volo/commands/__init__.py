@@ -1,1 +1,1 @@
-"""The programs, a module each: what `volo COMMAND` and the scripts at the root of the repository run."""
+"""The programs behind `volo COMMAND` and the scripts at the root of the repository, one per module."""

@@ -117,7 +117,7 @@ def _public(words: list[str]) -> list[str]:
 
 
 def _accuracy(trained: TrainedModel, checkpoint: str) -> list[str]:
-    """Return a sentence about the accuracy of the exported weights, from their run's records. Return none if the run
+    """Return a sentence about the accuracy of the exported weights, from their run's records. Return [] if the run
     did not measure exactly these weights on images prepared in this way."""
     if not checkpoint:
         return []

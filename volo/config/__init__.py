@@ -1,1 +1,1 @@
-"""What the command line and recipes may say: every flag, what it needs, and the parser. No torch."""
+"""The flags of all programs, their rules, recipes, and the parser. Importing this does not import torch."""

@@ -1,1 +1,1 @@
-"""Kept for callers of `volo.engine.checkpoint.load_finetune`; everything else has moved (docs/moved.md)."""
+"""Kept for callers of `volo.engine.checkpoint.load_finetune`. Everything else has moved (docs/moved.md)."""

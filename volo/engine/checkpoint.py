@@ -1,3 +1,3 @@
-"""The name under which others load weights for fine-tuning."""
+"""The old name of `volo.checkpoint.finetune.load_finetune`, which other projects import."""
 
 from volo.checkpoint.finetune import load_finetune as load_finetune

@@ -1,1 +1,1 @@
-"""What fits: the memory of a step, predicted before the first one."""
+"""Predicts the memory of a training step before a run starts."""

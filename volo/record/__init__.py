@@ -1,1 +1,1 @@
-"""What a run leaves to read: its directory, events, metrics, curves."""
+"""The records of a run for its readers: directory, events, metrics, curves."""

@@ -28,7 +28,7 @@ class Sums:
 
     def totals(self) -> dict[str, float]:
         """Return the sums over all ranks' images. This synchronises; every rank must call it."""
-        over_ranks = sum_over_ranks(self._values) / self.world.tensor_parallel  # so many ranks count the same images
+        over_ranks = sum_over_ranks(self._values) / self.world.tensor_parallel  # ranks of a group count the same images
         return dict(zip(self.names, over_ranks.tolist(), strict=True))
 
     def by_rank(self) -> list[list[float]]:

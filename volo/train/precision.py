@@ -170,7 +170,7 @@ class Clipping:
 class SkippedSteps:
     """Counts the steps that were skipped because a gradient was not finite.
 
-    `note` keeps what it is given on the device; the other methods, except `restore_counts`, wait for the device.
+    `note` leaves its argument on the device. The other methods, except `restore_counts`, wait for the device.
 
     Args:
         limit: `check` raises after more than this many skipped steps in a row.
@@ -182,11 +182,11 @@ class SkippedSteps:
         self._steps: list[Tensor] = []  # (2,) bool each: a gradient was not finite, this rank's loss was not finite
 
     def note(self, outcome: Tensor) -> None:
-        """Note the second value of `Precision.step`."""
+        """Record the second value that `Precision.step` returned."""
         self._steps.append(outcome)
 
     def pop(self) -> dict[int, bool]:
-        """Return the steps that were skipped since the last call; True where this rank's loss was not finite.
+        """Return the steps skipped since the last call: True if this rank's loss was not finite.
 
         Keys count back from the newest step: -1, -2, ...
         """
@@ -197,7 +197,7 @@ class SkippedSteps:
         return torch.stack(self._steps).tolist() if self._steps else []
 
     def counts(self) -> list[int]:
-        """Return the steps skipped in a row up to now, and in the whole run."""
+        """Return the steps skipped in a row until now, and in the whole run."""
         in_a_row, skipped = self._counts
         for broken, _ in self._finished_steps():
             in_a_row, skipped = (in_a_row + 1 if broken else 0), skipped + broken
@@ -208,7 +208,7 @@ class SkippedSteps:
         self._counts = [in_a_row, skipped]
 
     def check(self) -> int:
-        """Return how many steps were skipped in the whole run. Synchronises: call it once per log interval.
+        """Return how many steps were skipped in the whole run. This synchronises, so call it once per log interval.
 
         Raises:
             NonFiniteError: More than `limit` steps in a row were skipped.
@@ -281,11 +281,11 @@ class Precision:
             self.working_copy.accumulate_into_master()
 
     def step(self, optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter]) -> tuple[Tensor, Tensor]:
-        """Clip, step unless a gradient is not finite, clear the gradients. All ranks agree on whether to step, because
-        they hold the same all-reduced gradients.
+        """Clip the gradients, step unless one of them is not finite, and clear them. All ranks decide alike whether to
+        step, because they have the same all-reduced gradients.
 
         Returns:
-            The 2-norm of the gradients before clipping, a scalar on the device, and what `skipped.note` takes.
+            The 2-norm of the gradients before clipping, a scalar on the device, and the argument of `skipped.note`.
         """
         if self.scaler is not None:
             self.scaler.unscale_(optimizer)
