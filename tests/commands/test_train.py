@@ -340,6 +340,3 @@ def test_the_published_command_of_d5_at_512(call: Call, make_dataset: Make, make
     assert ended.code == 0, ended.err
     assert "warning: --token-label-size 3 is not used: at 64 x 64 px each of the 4 x 4 tokens gets" in ended.out
     assert f"{weights / 'd5.pth.tar'}" in ended.out and not [*tmp_path.glob("*volo_test*")]
-    torch.save({}, weights / "other.pth")
-    several = call("train", flags)
-    assert several.code == 2 and "holds 2 checkpoints: name one of them" in several.err

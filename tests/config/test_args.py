@@ -60,6 +60,12 @@ validate | --model m --use-ema | --use-ema has no effect without --checkpoint
 validate | --checkpoint c --use-ema --no-use-ema | --use-ema and --no-use-ema contradict
 validate | --checkpoint c --dataset hfids/x | hfds/x reads the same
 label | out | --model is missing
+validate | --checkpoint c --test-pool --no-test-pool | --no-test-pool and --test-pool set the same
+validate | --checkpoint c --knn t --valid-labels v | --valid-labels v has no effect without the heads' outputs
+validate | --checkpoint c --knn t --real-labels r | --real-labels r has no effect without the heads' outputs
+validate | --checkpoint c --knn t --torchcompile eager | --torchcompile eager has no effect without the heads' outputs
+validate | --checkpoint c --knn t --log-freq 9 | --log-freq 9 has no effect without the heads' outputs
+validate | --checkpoint c --knn t --test-pool | --test-pool has no effect without the heads' outputs
 predict | --checkpoint c --output p.txt | end the name in .csv, .json or .parquet
 attention | --checkpoint c | -o FILE is missing
 push | | --from DIR is missing
@@ -173,17 +179,6 @@ def test_what_only_one_program_needs_is_refused_there() -> None:
         ("export", "-o m.pt2 --checkpoint c --opset 20", "--opset 20 has no effect without --format onnx"),
         ("export", "-o m.onnx --checkpoint c --model-dtype bfloat16", "no ONNX runtime has a bfloat16 convolution"),
         ("export", "-o m.onnx --checkpoint c --licence mit", "--licence mit has no effect without --to-hf"),
-        *(
-            ("validate", f"/d --checkpoint c --knn t {flag}", f"{flag} has no effect without the heads' outputs")
-            for flag in (
-                "--valid-labels v",
-                "--real-labels r",
-                "--torchcompile inductor",
-                "--log-freq 9",
-                "--test-pool",
-            )
-        ),
-        ("validate", "/d --checkpoint c --test-pool --no-test-pool", "--no-test-pool and --test-pool set the same"),
         ("preflight", "--free-gb 3", "--free-gb 3.0 has no effect without --output"),
     ):
         with pytest.raises(UserError, match=re.escape(message)):

@@ -10,6 +10,7 @@ from shutil import copyfile
 import pytest
 
 from tests.commands.conftest import ROOT
+from tests.commands.conftest import call as call  # a fixture
 from tests.commands.conftest import nothing_left_running as nothing_left_running  # a fixture
 
 

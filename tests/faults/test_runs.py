@@ -20,31 +20,18 @@ from typing import Any
 import pytest
 import torch
 
-from tests.commands.conftest import Ended, metrics, start
+from tests.commands.conftest import Call, metrics, start
 from tests.faults.kill_chain import digest
 from tlt.api import Loader
 from tlt.io.weights import read_checkpoint
 from tlt.tools.pack_images import pack_images
-from volo import cli
 from volo.train.precision import Precision
 
 FLAGS = (
     "--model volo_test --img-size 32 --num-classes 10 -b 8 -j 0 --warmup-epochs 0 --cooldown-epochs 0 --lr 1e-3 "
     "--log-interval 1 --drop-path 0.2 --model-ema"
 )
-Call = Callable[..., Ended]
 linux = pytest.mark.skipif(sys.platform != "linux", reason="changes the limits of another process")
-
-
-@pytest.fixture
-def call(capsys: pytest.CaptureFixture[str]) -> Call:
-    """Return `call("flags", *more)`: train.py in this process."""
-
-    def call(flags: str, *more: str | Path) -> Ended:
-        capsys.readouterr()
-        return Ended(cli.run("train", [*map(str, more), *flags.split()]), *capsys.readouterr())
-
-    return call
 
 
 @linux
@@ -93,7 +80,7 @@ def test_fault_08_14_a_disk_that_is_full_when_slurm_warns_costs_no_requeue(
         replace(old, new)
 
     monkeypatch.setattr(Precision, "step", warned)
-    ended = call(f"{FLAGS} --epochs 9 --output {tmp_path} --experiment run", digits)
+    ended = call("train", f"{FLAGS} --epochs 9 --output {tmp_path} --experiment run", digits)
     assert ended.code == code and "training goes on" not in ended.out, ended.out + ended.err
     saved = {"reason": "stopped by SIGUSR1", "update": update, "checkpoint": str(tmp_path / "run" / "last.pth.tar")}
     assert json.loads(marker.read_text()) == saved
@@ -105,7 +92,7 @@ def test_fault_19_a_second_job_in_the_same_directory(call: Call, digits: Path, t
     running = start(flags, digits)
     try:
         running.read_until("epoch 2 validation")
-        second = call(f"{flags} --resume auto", digits)
+        second = call("train", f"{flags} --resume auto", digits)
         assert (second.code, second.err.count("\n")) == (2, 1), second.err
         assert f"{running.process.pid}" in second.err
         running.read_until("validation")  # the first goes on
@@ -133,7 +120,7 @@ def test_fault_42_43_44_tars_and_shards(call: Call, digits: Path, tmp_path: Path
         shutil.rmtree(where / "train")
         url = f"pipe:touch {tmp_path}/ran"
         (where / "_info.json").write_text(json.dumps({"splits": {"train": {"filenames": [url]}}}))
-    ended = call(f"{FLAGS} --epochs 1 --output {tmp_path} --experiment run", where)
+    ended = call("train", f"{FLAGS} --epochs 1 --output {tmp_path} --experiment run", where)
     assert (ended.code, ended.err.count("\n")) == (2, 1) and str(where) in ended.err
     assert ("which is absolute or leads out of it" in ended.err) == (source == "42 names")
     assert not [*tmp_path.rglob("escaped"), *tmp_path.glob("ran"), *tmp_path.glob("run")]
@@ -147,7 +134,7 @@ def test_fault_22_a_data_worker_is_killed_in_the_middle_of_a_step(
     """The step is completed. Where its next micro-batch never comes, the newest checkpoint counts."""
     size = f"-b {8 // micro_batches} --grad-accum-steps {micro_batches}"
     flags = f"{FLAGS} {size} --epochs 2 --recovery-interval 2 -j 1 --loader-timeout 0 --output {tmp_path} --experiment"
-    assert call(f"{flags} whole", digits).code == 0
+    assert call("train", f"{flags} whole", digits).code == 0
     backward, calls = Precision.backward, itertools.count(1)
 
     def kill_then_go_on(precision: Precision, *args: Any, **named: Any) -> None:
@@ -158,12 +145,12 @@ def test_fault_22_a_data_worker_is_killed_in_the_middle_of_a_step(
         backward(precision, *args, **named)
 
     monkeypatch.setattr(Precision, "backward", kill_then_go_on)
-    killed = call(f"{flags} run", digits)
+    killed = call("train", f"{flags} run", digits)
     assert (killed.code, killed.err.count("\n")) == (5, 1) and "killed by SIGKILL" in killed.err, killed.err
     monkeypatch.undo()
     update = read_checkpoint(tmp_path / "run" / "last.pth.tar")["update"]
     assert update == (4 if micro_batches == 1 else 2)
-    assert call(f"{flags} run --resume auto", digits).code == 0
+    assert call("train", f"{flags} run --resume auto", digits).code == 0
     assert digest(tmp_path / "run") == digest(tmp_path / "whole")
 
 
@@ -172,7 +159,7 @@ def test_fault_53_a_batch_of_huge_values_costs_its_step_alone(
 ) -> None:
     finish, batches = Loader._finish, itertools.count(1)
     monkeypatch.setattr(Loader, "_finish", lambda *given: finish(*given) * (1e38 if next(batches) == 8 else 1.0))
-    ended = call(f"{FLAGS} --model-dtype bfloat16 --epochs 2 --output {tmp_path} --experiment run", digits)
+    ended = call("train", f"{FLAGS} --model-dtype bfloat16 --epochs 2 --output {tmp_path} --experiment run", digits)
     assert ended.code == 0, ended.err
     assert [record["skipped_steps"] for record in metrics(tmp_path / "run")] == [*[0] * 7, *[1] * 3]
     checkpoint = read_checkpoint(tmp_path / "run" / "last.pth.tar")
@@ -185,7 +172,7 @@ def test_fault_52_a_last_update_of_one_image(
 ) -> None:
     labels = make_labels(digits, classes=10)
     flags = f"{FLAGS} -b 13 --epochs 1 --token-label --output {tmp_path} --experiment run --token-label-data"
-    ended = call(f"{flags} {labels}", digits)
+    ended = call("train", f"{flags} {labels}", digits)
     assert ended.code == 0, ended.err
     records = metrics(tmp_path / "run")
     assert [record["images"] for record in records] == [13, 13, 13, 1]
