@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Run a training, pass Slurm's warnings on to it, and requeue the job when the training asks for that. job.sh sources this
-# file. In batch scripts of your own:
+# Run a training, pass Slurm's warnings on to it, and requeue the job when the training asks for that. job.sh sets
+# REQUEUE_MARKER, sources this file and calls `fail`, `step` and `finish`. In batch scripts of your own:
 #
 #     #SBATCH --signal=B:USR1@120      warn this script 120 s before the time limit
 #     #SBATCH --requeue
@@ -53,10 +53,10 @@ step() {
   return "$code"
 }
 
-# CODE: succeed if the job that ended with this exit code should be started again.
+# CODE JOB: succeed if the job, which ended with this exit code, should be started again.
 to_be_requeued() {
   local state
-  state=$(scontrol show job -o "$job")
+  state=$(scontrol show job -o "$2")
   # A cancelled job must not come back. Slurm itself requeues jobs that it preempted or that lost a node.
   [[ -z $state || $state = *JobState=RUNNING* ]] || return 1
   [ ! -s "$REQUEUE_MARKER" ] || return 0
@@ -81,7 +81,7 @@ finish() {
   # In a job array, name this task; the job's number alone may mean all tasks.
   job=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID}
   job=${job:-${SLURM_JOB_ID:-}}
-  if [ -z "$job" ] || ! to_be_requeued "$1"; then
+  if [ -z "$job" ] || ! to_be_requeued "$1" "$job"; then
     rm -f "$REQUEUE_MARKER.last"
   elif ! goes_on; then
     echo "error: the time limit has ended two starts in a row before they had done an update: ask for more (--time)" >&2
