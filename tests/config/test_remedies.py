@@ -26,7 +26,7 @@ UNTOLD = {
         "_try_size",
         "choose_kernel",
         "WithDenseHead",
-        "Precision",
+        "SkippedSteps",
     },
     "validate label preflight": {"init_world", "open_images"},
     "report": {"_STYLE"},  # CSS has custom properties that look like flags
