@@ -86,7 +86,7 @@ REFUSED = {
 def test_heads_that_are_more_than_a_linear_layer_on_an_average_are_refused(name: str) -> None:
     model = build(name, **{"pool_include_prefix": True} if name == "test_vit2" else {})
     size = model.pretrained_cfg["input_size"] if name.startswith("test") else (3, 64, 64)
-    with pytest.raises(UserError, match=f"can't annotate: .*{REFUSED[name]}"):
+    with pytest.raises(UserError, match=f"^{name}.* can't annotate: .*{REFUSED[name]}"):
         check_dense(model, torch.randn(2, *size), name)
 
 

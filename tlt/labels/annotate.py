@@ -116,19 +116,22 @@ def check_dense(model: nn.Module, images: Tensor, name: str = "the annotator") -
         name: The model's name in the message.
 
     Raises:
-        UserError: They differ. The message has the difference and the largest logit.
+        UserError: They differ, or the model has no dense logits. The message begins with `name`.
     """
     if isinstance(model, TOKEN_LABEL_MODELS):
         return
-    with torch.no_grad(), torch.autocast(images.device.type, enabled=False):
-        features, tokens = _features(model, images)
-        # Small features may use only the nearly linear range of a nonlinear head, and small images may give a map of
-        # one position. So we also try large features of both signs on a 3 x 3 map.
-        probe = torch.randn((2, 3, 3, features.shape[-1]), generator=torch.Generator().manual_seed(0)).to(features)
-        pairs = [
-            (model(images), _classify(model, features, tokens)),
-            (_head(model, 10 * probe, tokens), _classify(model, 10 * probe, tokens)),
-        ]
+    try:
+        with torch.no_grad(), torch.autocast(images.device.type, enabled=False):
+            features, tokens = _features(model, images)
+            # Small features may use only the nearly linear range of a nonlinear head, and small images may give a map
+            # of one position. So we also try large features of both signs on a 3 x 3 map.
+            probe = torch.randn((2, 3, 3, features.shape[-1]), generator=torch.Generator().manual_seed(0)).to(features)
+            pairs = [
+                (model(images), _classify(model, features, tokens)),
+                (_head(model, 10 * probe, tokens), _classify(model, 10 * probe, tokens)),
+            ]
+    except UserError as error:
+        raise UserError(f"{name}: {error}") from error
     for class_logits, dense in pairs:
         mean = dense.mean((1, 2))
         difference, largest = float((mean - class_logits).abs().max()), float(class_logits.abs().max())
