@@ -27,12 +27,13 @@ from volo.cluster.distributed import choose_device
 from volo.config.flag_table import POSITIVE, Group, flag, switch
 from volo.config.flags_data import DEVICE
 from volo.kernels import KERNELS, outlook_attention
+from volo.models.volo import VARIANTS
 
 DTYPES = ("float32", "bfloat16", "float16")
 TIMM = "timm"
 _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}  # of norms
 _COLUMNS = ("model", "type", "arm", "ms", "x timm", "off by", "note")
-WIDTHS = {"volo_d1": (192, 6), "volo_d2": (256, 8), "volo_d3": (256, 8), "volo_d4": (384, 12), "volo_d5": (384, 12)}
+WIDTHS = {name: (row.dims[0], row.heads[0]) for name, row in VARIANTS.items()}
 
 FLAGS = (
     Group(
