@@ -47,8 +47,8 @@ class IndexStream:
 
     With `sizes` the schedule gives the image size of each update. If its batch sizes differ, permutations follow each
     other without end, and an epoch has as many updates as one permutation takes on average. All images are equally
-    frequent, but one epoch may have an image twice: in the k-th permutation that begins in an epoch, counted from 0,
-    its number is raised by `k * repeats * length`.
+    frequent, but one epoch may have an image twice: in the k-th permutation that an epoch reads, counted from 0 (it
+    may have begun in the epoch before), its number is raised by `k * repeats * length`.
 
     Args:
         global_batch: Images per update; with `sizes`, the mean over the updates.

@@ -1,4 +1,5 @@
-"""Loads batches for training and evaluation ahead of time and finishes them on the device.
+"""Loads batches ahead of time and finishes them on the device: the base of all loaders, and that of evaluation; the
+training loader is `tlt.api.Loader`.
 
 The result is a function of (seed, epoch, index stream): workers, pinning and prefetching do not change it. No loader
 has random state or uses torch's. Worker processes of torch's DataLoader make the batches, or one thread if the backend

@@ -40,7 +40,8 @@ class Reader(Protocol):
     def info(self) -> LabelInfo | None: ...
 
     def read(self, index: int) -> LabelMap:
-        """Return the map of image `index`, which is not missing, as stored. Raise UserError if it is damaged."""
+        """Return the map of image `index`, which is not missing, as stored; its area is not used, `info.area` is. Raise
+        UserError if it is damaged. Data workers may be forks of a process that has called this."""
 
     def source(self, index: int) -> str:
         """Return where the map of image `index` is, or should be, for messages."""

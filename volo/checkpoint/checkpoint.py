@@ -244,8 +244,8 @@ class CheckpointDir:
         return [entry for entry in ranked if entry.epoch == newest or (self.directory / entry.file).is_file()]
 
     def _keep_best(self, scores: Mapping[int, Mapping[str, float]], newest: int | None) -> None:
-        """Keep the files of the best epochs and remove the others. Give `last`, the file of `newest`, its other names:
-        checkpoint, milestone and best, if it is one."""
+        """Keep the files of the best epochs and remove the others. Give `last`, the file of `newest`, its other names,
+        as far as it has them: milestone, checkpoint and best, in this order."""
         if newest is not None and newest + 1 in self.milestones:
             duplicate(self.directory / LAST, self.directory / f"milestone-{newest + 1}.pth.tar")
         ranked = self.ranking(scores, newest)

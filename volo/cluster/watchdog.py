@@ -155,6 +155,7 @@ class StopGuard:
             self.waited += time.perf_counter() - began
 
     def _agree(self, failure: UserError | Stopped | None) -> None:
+        """Exchange exit codes with all ranks, and raise Stopped on each of them if the largest is not 0."""
         self.watchdog.enter_phase("others")
         code = self._largest(self.stop.exit_code if failure is None else failure.exit_code)
         self.watchdog.enter_phase("step")

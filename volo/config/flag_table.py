@@ -150,7 +150,7 @@ class Flag:
         type: Type of the value, or of each value if `nargs` takes several. A tuple lists the choices; None is a switch.
         const: Value of the flag if it is given without a value.
         renamed: Name in the namespace, if it is not the first long name.
-        needs: The flag is refused as without effect unless all of these are met.
+        needs: A flag that differs from its default is refused as without effect unless all of these are met.
         excludes: Destinations of flags that set the same value. Two of them together are refused, but a flag on the
             command line overrides others in a recipe, unless the command line switches it off.
         refused: Why the flag must keep its default; "" if it can be set.

@@ -1,7 +1,7 @@
 """The loss of a training step, with or without token labels.
 
-`criterion.loss(model, batch, step)` is the forward half of a step. `draw` draws random numbers on the host: how Mixup
-or CutMix mix images, and MixToken's box. The rest runs on the device, where a CUDA graph can repeat it: `prepare` makes
+A step calls `draw`, then `loss_of`; `loss` is both in one call. `draw` draws random numbers on the host: how Mixup or
+CutMix mix images, and MixToken's box. `loss_of` runs on the device, where a CUDA graph can repeat it: `prepare` makes
 images and targets, then come the model and the losses of its outputs. `StepKey` seeds everything random, so that a
 resumed run draws the same numbers.
 """

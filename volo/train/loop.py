@@ -51,7 +51,7 @@ def train_epochs(run: Run, training: Training, saver: Saver) -> None:
         logger.line(f"before fine-tuning: {_evaluated(run, training, state.model)}")
     for epoch in range(state.epoch, last):
         if args.patience and best_so_far(state, ranking_metric)[1] >= args.patience:
-            logger.line(f"--patience {args.patience}: no epoch was better than one so long ago; the run ends here")
+            logger.line(f"--patience {args.patience}: no better epoch for {args.patience} epochs; the run ends here")
             break
         if args.mixup_off_epoch and epoch >= args.mixup_off_epoch and training.criterion.mix is not None:
             training = replace(training, criterion=replace(training.criterion, mix=None))

@@ -211,7 +211,7 @@ class SkippedSteps:
         """Return how many steps were skipped in the whole run. This synchronises, so call it once per log interval.
 
         Raises:
-            NonFiniteError: More than `limit` steps in a row were skipped.
+            NonFiniteError: The newest steps, more than `limit` in a row, were skipped.
         """
         in_a_row, skipped = self.counts()
         if in_a_row > self.limit:

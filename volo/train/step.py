@@ -19,7 +19,7 @@ from volo.train.run import Run, Training
 
 class StepResult(NamedTuple):
     """The results of a micro-batch, on the device: its losses, detached; for the last micro-batch of an update also
-    what `Precision.update` returns."""
+    what `Precision.step` returns."""
 
     terms: LossTerms
     norm: Tensor | None = None
