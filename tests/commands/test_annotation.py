@@ -16,7 +16,7 @@ from tlt.label_map import FULL_AREA
 from tlt.labels.annotate import Annotation, Annotator
 from tlt.mix import Mixup
 from volo.train.criterion import TokenLabelCriterion
-from volo.train.teacher import Teacher
+from volo.train.online_annotator import OnlineAnnotator
 
 
 @pytest.fixture
@@ -114,18 +114,18 @@ def test_it_sees_the_images_before_they_are_mixed() -> None:
             return Annotation(values, torch.zeros_like(values).int(), values[:, 0].float())
 
     pixels = ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5)), ((0.1, 0.2, 0.3), (0.2, 0.2, 0.2))
-    teacher = Teacher("it", cast(Annotator, Look()), *pixels, {(32, 32): FULL_AREA})
+    annotator = OnlineAnnotator("it", cast(Annotator, Look()), *pixels, {(32, 32): FULL_AREA})
     whole = torch.tensor([[0.0, 0.0, 0.5, 0.5]] * 3)
     images = torch.rand(3, 3, 32, 32)
     classes, affine, sizes = torch.tensor([0, 1, 2]), torch.zeros(3, 2, 3), torch.ones(3, 2)
     batch = Batch(images * 2 - 1, classes, torch.arange(3), affine, whole, None, [], [], sizes)
-    criterion = TokenLabelCriterion((2, 2), 4, mix=Mixup(0.8, 1.0, num_classes=4), teacher=teacher)
+    criterion = TokenLabelCriterion((2, 2), 4, mix=Mixup(0.8, 1.0, num_classes=4), annotator=annotator)
     model = timm.create_model("volo_test", num_classes=4, img_size=32)
     terms = criterion.loss(model, batch, StepKey(0, 0, 0, 0))
     assert torch.isfinite(terms.total)
     own = (images - torch.tensor([0.1, 0.2, 0.3])[:, None, None]) / 0.2
     torch.testing.assert_close(seen, [own], rtol=1e-4, atol=1e-5)
-    labelled = teacher.label(batch)
+    labelled = annotator.label(batch)
     assert labelled.labels is not None
     assert labelled.labels.area.tolist() == labelled.visible.tolist() == [[0, 0, 1, 1]] * 3
     assert labelled.affine.tolist() == [[[1, 0, 0], [0, 1, 0]]] * 3

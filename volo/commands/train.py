@@ -96,7 +96,7 @@ from volo.train.step_graph import use_own_stream
 
 if TYPE_CHECKING:  # imported only by runs that use them
     from volo.train.distillation import Distillation
-    from volo.train.teacher import Teacher
+    from volo.train.online_annotator import OnlineAnnotator
 
 
 def run(args: TrainArgs) -> int:
@@ -167,8 +167,8 @@ def build(run: Run, folders: Folders, labels: LabelReader | None, model: TimmMod
     input_size, dtype = settings["input_size"], compute_dtype(args, world.device)
     model = add_dense_head(model, args, input_size[1:])
     load_start(model, args, run.logger)
-    teacher, distillation = load_teachers(run, folders.train, model, settings)
-    criterion = make_criterion(args, model, input_size[1:], dtype, teacher)
+    online, distillation = load_teachers(run, folders.train, model, settings)
+    criterion = make_criterion(args, model, input_size[1:], dtype, online)
 
     loader = train_loader(args, folders.train, labels, settings, world)
     stream = loader.index_stream
@@ -177,7 +177,7 @@ def build(run: Run, folders: Folders, labels: LabelReader | None, model: TimmMod
     arithmetic = step_arithmetic(run, model, criterion, input_size)  # before SyncBatchNorm, which refuses meta tensors
 
     model = prepare_model(model, args, world)
-    for network in (model,) if teacher is None else (model, teacher.annotator.model):
+    for network in (model,) if online is None else (model, online.annotator.model):
         for size in (input_size[1:], *other_sizes(args)):
             for line in check_convolutions(network, (input_size[0], *size), dtype, world.device):
                 run.logger.line(line)
@@ -212,20 +212,20 @@ def build(run: Run, folders: Folders, labels: LabelReader | None, model: TimmMod
 
 def load_teachers(
     run: Run, images: ImageSource, model: TimmModel, settings: dict[str, Any]
-) -> tuple[Teacher | None, Distillation | None]:
-    """Return the teacher of `--token-label-teacher` and the teachers of `--kd-model-name`; None without the flag."""
-    teacher = distillation = None
+) -> tuple[OnlineAnnotator | None, Distillation | None]:
+    """Return the annotator of `--token-label-teacher` and the teachers of `--kd-model-name`; None without the flag."""
+    online = distillation = None
     if run.args.token_label_teacher:
-        from volo.train.teacher import load_teacher
+        from volo.train.online_annotator import load_online_annotator
 
-        teacher = load_teacher(run.args, model, settings, images.class_names, run.world)
-        size = sum(p.numel() for p in teacher.annotator.model.parameters())
-        run.logger.line(f"teacher {teacher.name}: {size / 1e6:.2f} M parameters")
+        online = load_online_annotator(run.args, model, settings, images.class_names, run.world)
+        size = sum(p.numel() for p in online.annotator.model.parameters())
+        run.logger.line(f"teacher {online.name}: {size / 1e6:.2f} M parameters")
     if run.args.kd_model_name:
         from volo.train.distillation import load_distillation
 
         distillation = load_distillation(run.args, model, settings, images, run.world, run.logger)
-    return teacher, distillation
+    return online, distillation
 
 
 def build_validation(

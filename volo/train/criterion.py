@@ -31,7 +31,7 @@ from volo.config.flag_rules import other_sizes
 from volo.train.precision import autocast
 
 if TYPE_CHECKING:
-    from volo.train.teacher import Teacher
+    from volo.train.online_annotator import OnlineAnnotator
 
 # Settings of the loss that have flags of the same name.
 _SETTINGS = (
@@ -83,7 +83,7 @@ class TokenLabelCriterion(StepLoss, TokenLabelLoss):
         mix_token: Whether to draw a MixToken box for each batch.
         mix: Mixup or CutMix of the images and their labels, which precedes MixToken; None for neither.
         published_sum: Whether smoothed targets sum to 1 + s / C (`--compat target-sum`).
-        teacher: Labels each batch before it is mixed; None if the batch has labels already, or needs none.
+        annotator: Labels each batch before it is mixed; None if the batch has labels already, or needs none.
         amp_dtype: The dtype in which autocast computes the forward pass; None for float32.
         Others: As in `tlt.loss.TokenLabelLoss`. If `dense` is False, `model(x)` is trained on the class labels.
     """
@@ -91,12 +91,12 @@ class TokenLabelCriterion(StepLoss, TokenLabelLoss):
     mix_token: bool = True
     mix: Mixup | None = None
     published_sum: bool = False
-    teacher: Teacher | None = None
+    annotator: OnlineAnnotator | None = None
     amp_dtype: torch.dtype | None = None
 
     def targets(self, batch: Batch) -> Targets:
-        # The teacher runs before the student's forward pass, so that the memory of its activations is free by then.
-        batch = batch if self.teacher is None else self.teacher.label(batch)
+        # The annotator runs before the student's forward pass, so that the memory of its activations is free by then.
+        batch = batch if self.annotator is None else self.annotator.label(batch)
         targets = super().targets(batch)
         if self.published_sum and batch.labels is not None:
             from tlt.upstream.behaviour import summing_to_more
@@ -172,7 +172,7 @@ def make_criterion(
     model: Any,
     image_size: tuple[int, int],
     amp_dtype: torch.dtype | None = None,
-    teacher: Teacher | None = None,
+    annotator: OnlineAnnotator | None = None,
 ) -> Criterion:
     """Return the criterion that the flags describe. If the dense loss has weight 0, switch off the model's dense head.
 
@@ -204,7 +204,7 @@ def make_criterion(
         mix_token=not args.no_mix_token,
         mix=_mixup(args, model.num_classes),
         published_sum="target-sum" in (args.compat or ()),
-        teacher=teacher,
+        annotator=annotator,
         amp_dtype=amp_dtype,
     )
 

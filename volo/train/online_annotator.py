@@ -1,7 +1,7 @@
 """`--token-label-teacher`: an annotator network labels each training batch, so that no label files are needed.
 
-The teacher sees the student's images, after augmentation and before they are mixed. Its prediction at a position is the
-label of that position, so that no geometry has to be undone. The teacher is not trained, averaged or saved.
+It sees the student's images, after augmentation and before they are mixed. Its prediction at a position is the
+label of that position, so that no geometry has to be undone. The annotator is not trained, averaged or saved.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from volo.train.precision import compute_dtype
 from volo.train.trained_model import load_model
 
 
-class Teacher:
+class OnlineAnnotator:
     """Labels batches with an annotator network.
 
     Args:
-        name: The teacher's name in the log and in checkpoints.
+        name: Its name in the log and in checkpoints.
         annotator: The network, on the training device.
         student, own: (mean, std) with which a batch is normalised, and which the annotator expects.
         areas: For each image size (H, W), the area that the annotator labels (`tlt.labels.annotate.labelled_area`).
@@ -70,17 +70,17 @@ class Teacher:
         return replace(batch, labels=labels, affine=affine, visible=visible)
 
 
-def load_teacher(
+def load_online_annotator(
     args: Namespace, student: TimmModel, settings: dict[str, Any], class_names: list[str], world: World
-) -> Teacher:
-    """Load the teacher that the flags name.
+) -> OnlineAnnotator:
+    """Load the annotator that the flags name.
 
     Args:
         settings: input_size, mean and std of the student's training images.
         class_names: Names of the class folders.
 
     Raises:
-        UserError: The model or file does not exist; or the teacher has no exact dense logits, has other classes than
+        UserError: The model or file does not exist; or the annotator has no exact dense logits, has other classes than
             the student, or can't take images of this size.
     """
     name, path = args.token_label_teacher, args.token_label_teacher_checkpoint
@@ -118,4 +118,4 @@ def load_teacher(
     pixels = (settings["mean"], settings["std"]), (own_settings["mean"], own_settings["std"])
     name += " (EMA)" if trained.args.use_ema else ""
     areas = {image_size: labelled_area(model, image_size) for image_size in sizes}
-    return Teacher(name, annotator, *pixels, areas, args.label_tail == "exact")
+    return OnlineAnnotator(name, annotator, *pixels, areas, args.label_tail == "exact")
