@@ -137,15 +137,15 @@ class IndexStream:
 
     def epoch(self, epoch: int, start_update: int = 0) -> Iterator[list[Ints]]:
         """Yield, for each update from `start_update` on, the micro-batches of this rank as arrays of indices."""
-        sizes, parts = self._batches(epoch), self.world_size * self.micro_batches
-        ends = parts * sizes.cumsum()
+        batch_sizes, parts = self._batches(epoch), self.world_size * self.micro_batches
+        ends = parts * batch_sizes.cumsum()
         if self._endless:
             order = self._entries(parts * sum(int(self._batches(before).sum()) for before in range(epoch)), ends[-1])
         else:
             order = self._entries(epoch * self.length, self.images_per_epoch)
-        for end, size in zip(ends[start_update:].tolist(), sizes[start_update:].tolist(), strict=True):
-            entries = order[end - size * parts : end][self.rank :: self.world_size]
-            yield [entries[cut : cut + size] for cut in range(0, len(entries), size)]
+        for end, batch_size in zip(ends[start_update:].tolist(), batch_sizes[start_update:].tolist(), strict=True):
+            entries = order[end - batch_size * parts : end][self.rank :: self.world_size]
+            yield [entries[cut : cut + batch_size] for cut in range(0, len(entries), batch_size)]
 
     def _entries(self, start: int, count: int) -> Ints:
         """Return (count,) entries, from `start` on, of the permutations in sequence."""

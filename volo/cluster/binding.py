@@ -100,13 +100,13 @@ def make_plan(machine: Machine, mode: str, device: str | None, ranks: int, env: 
     if visible and None in gpus:
         problem = f"{ranks} ranks, {len(visible)} GPUs"
     # If no rank knows the GPUs of the others, all ranks share the CPUs of this rank's NUMA node.
-    homes, left_out = share_cpus(machine, mode, gpus[:1] if own_gpu else gpus, ranks)
-    homes = homes * ranks if own_gpu else homes
+    cpu_shares, left_out = share_cpus(machine, mode, gpus[:1] if own_gpu else gpus, ranks)
+    cpu_shares = cpu_shares * ranks if own_gpu else cpu_shares
     ports, nearest = choose_ports(machine.gpus if any(gpus) else (), machine.ports)
     shares = []
-    for gpu, home in zip(gpus, homes, strict=True):
-        memory, port = _MEMORY[mode] if home.node is not None else "off", nearest.get(gpu.name) if gpu else None
-        shares.append(replace(home, gpu=gpu, memory=memory, port=port))
+    for gpu, cpu_share in zip(gpus, cpu_shares, strict=True):
+        memory, port = _MEMORY[mode] if cpu_share.node is not None else "off", nearest.get(gpu.name) if gpu else None
+        shares.append(replace(cpu_share, gpu=gpu, memory=memory, port=port))
     idle = f" ({', '.join(machine.idle_ports)})" if machine.idle_ports else ""
     no_card = f"no InfiniBand or RoCE card near a GPU{idle}: left to NCCL" if any(gpus) and not nearest else ""
     cards = tuple(port.name for port in ports) if len(ports) < len(machine.ports) else ()

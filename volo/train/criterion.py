@@ -108,8 +108,8 @@ class TokenLabelCriterion(StepLoss, TokenLabelLoss):
         """Return the step's random numbers. Raises UserError if a label map has a class that doesn't exist."""
         if batch.labels is not None:
             batch.labels.check_ids(self.num_classes)
-        drawn = draw_box(step, self.place(batch.images)[0]) if self.mix_token else None
-        box = None if drawn is None else to_device(np.array(drawn, np.int32), batch.images.device)
+        cells = draw_box(step, self.place(batch.images)[0]) if self.mix_token else None
+        box = None if cells is None else to_device(np.array(cells, np.int32), batch.images.device)
         return Drawn(_draw_ratios(self.mix, batch, step), box)
 
     def prepare(self, batch: Batch, drawn: Drawn) -> Prepared:

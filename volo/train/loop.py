@@ -95,8 +95,8 @@ def train_epoch(run: Run, training: Training, step: Step, meter: Meter, saver: S
         batches = training.distillation.paired(batches, state.epoch, first)
     for batch in run.guard.iterate_until_stopped(batches):
         meter.look_at(batch)
-        share = batch.key.update_samples * run.world.data_size / loader.index_stream.global_batch
-        lr = training.schedule(state.update) * share ** _LR_POWER[run.args.variable_batch_loss_scale]
+        batch_ratio = batch.key.update_samples * run.world.data_size / loader.index_stream.global_batch
+        lr = training.schedule(state.update) * batch_ratio ** _LR_POWER[run.args.variable_batch_loss_scale]
         set_lr(state.optimizer, lr)
         result = step(batch, StepKey(run.args.seed, state.update, micro_batch, run.world.data_rank))
         meter.add(result.terms, batch)
