@@ -78,6 +78,16 @@ def test_graphs_compute_what_launched_steps_do(flags: str, resumed: bool, monkey
     torch.testing.assert_close((told, found), expected[:2], rtol=1e-4, atol=1e-5, equal_nan=True)
 
 
+def test_sizes_that_take_turns_keep_their_graphs_where_memory_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: torch.cuda.mem_get_info()[1])
+    captured, captures, replays = StepGraph._captured, count(), count()
+    monkeypatch.setattr(StepGraph, "_captured", lambda step: (next(captures), captured(step))[1])
+    repeat = StepGraph._repeat
+    monkeypatch.setattr(StepGraph, "_repeat", lambda step, last: (next(replays), repeat(step, last))[1])
+    trained(SIZES, 2, 160)
+    assert next(captures) < 10 and next(replays) > 40  # not one at each change of size
+
+
 @pytest.mark.gpu(stand_in=False)
 @pytest.mark.parametrize("fails", [False, True])
 def test_a_rank_of_nccl_repeats_its_exchange_of_gradients(fails: bool) -> None:

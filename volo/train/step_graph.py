@@ -129,10 +129,10 @@ class StepGraph(Step):
         size = batch.images.shape[-2], batch.images.shape[-1]
         new = _OfSize(self._full.get(size, self._batch_size), self._left)
         now = self._now = self._sizes.setdefault(size, new)
-        if batch.size != now.full or not now.graphs:
+        if batch.size != now.full or now.inputs is None:  # work outside the graphs' pool
             self.pause()
-            if batch.size == now.full and key.micro_batch == 0 and now.left == 0:
-                self._begin(batch, key)
+        if not now.graphs and batch.size == now.full and key.micro_batch == 0 and now.left == 0:
+            self._begin(batch, key)
         if not now.graphs or now.inputs is None or _shapes(batch) != _shapes(now.inputs[0]):
             now.left -= int(now.left > 0 and batch.key.last)
             return super().__call__(batch, key)
