@@ -99,12 +99,12 @@ def commands(args: Namespace, data: str, labels: str, on_gpu: bool) -> dict[str,
     if args.timm:
         size = f"_224 --model-kwargs img_size={args.img_size}" if args.model.startswith("volo_") else ""
         programs = {TIMM: f"--model {args.model}{size}"} | programs
-    found = {}
-    for name, own in programs.items():
+    command_lines = {}
+    for name, model_flags in programs.items():
         script = Path(args.timm) if name == TIMM else Path(__file__).resolve().parents[1]
-        flags = f"{own} {same} {_FAST[name] if on_gpu else '--device cpu'}"
-        found[name] = [sys.executable, str(script / "train.py"), data, *flags.split()]
-    return found
+        flags = f"{model_flags} {same} {_FAST[name] if on_gpu else '--device cpu'}"
+        command_lines[name] = [sys.executable, str(script / "train.py"), data, *flags.split()]
+    return command_lines
 
 
 def _made(args: Namespace, folder: Path) -> tuple[str, str]:
@@ -141,8 +141,8 @@ def of_ours(output: Path) -> Epoch:
 
 def of_timm(log: str) -> Epoch:
     """Read the last line of timm's log, which has the means of its epoch. Raises UserError: there is none."""
-    found = re.findall(r"Train: .*Time: .*\(([\d.]+)s, +([\d.]+)/s\) .*Data: [\d.]+ \(([\d.]+)\)", log)
-    if not found:
+    matches = re.findall(r"Train: .*Time: .*\(([\d.]+)s, +([\d.]+)/s\) .*Data: [\d.]+ \(([\d.]+)\)", log)
+    if not matches:
         raise UserError("it has printed no line of training")
-    seconds, images_per_second, waited = map(float, found[-1])
+    seconds, images_per_second, waited = map(float, matches[-1])
     return Epoch(images_per_second, waited / max(seconds, 1e-9))

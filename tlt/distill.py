@@ -1,13 +1,13 @@
-"""Distillation: a student learns the features of a frozen teacher, each token what the teacher says of its place.
+"""Distillation: a student learns the features of frozen teachers; each of its tokens learns those of its place.
 
-Where a token looks in its image follows from the student's layers, where that is in the file from the plan of the
-augmentation, and where that is on the teacher's last map from its own view and layers. So the teacher may see another
-size, another crop or the whole image. What it says of a token is the mean over n x n points of it, between cells
-linearly (beyond the centres of the outermost on the line through two, which moves no point). Points that either of the
-two does not see, because they are outside of its crop, fill, or dropped at an edge, do not count.
+The student's layers say which part of its image a token sees, the plan of the augmentation says where that part lies in
+the file, and the teacher's view and layers say where it lies on the teacher's last map. So a teacher may see another
+image size, another crop or the whole image. A token's target is the mean of n x n linearly interpolated samples of that
+map, extrapolated linearly at its border. A point does not count if the student or the teacher does not see it: it lies
+outside the crop, is fill, or was dropped at an edge.
 
-Instead of a teacher a list of them may be given: each has a layer to its features, and a loss that is normalised by the
-size of its features (`TeacherScale`).
+With a list of teachers each one has a projector of its own, and its loss is normalised by the size of its features
+(`TeacherScale`).
 
 Shapes: B images, N tokens of the student, T = h * w cells of the teacher's map, C channels of the teacher.
 """
@@ -41,13 +41,13 @@ def _check_kind(kind: str, dense_loss: str) -> None:
 
 
 class FeatureTeacher:
-    """A frozen network, and what it says of images.
+    """A frozen network that computes logits or features of images.
 
     Args:
-        model: Any timm model, VOLO or LV-ViT; it is put in evaluation mode and takes no gradients any more.
-        img_size: (H, W) of the images that it is given.
-        mean, std: By which their pixels are normalised; `model.pretrained_cfg` has its own.
-        amp_dtype: Type of autocast; None for float32.
+        model: Any timm model, VOLO or LV-ViT. It is put into evaluation mode and frozen.
+        img_size: (H, W) of the images that it receives.
+        mean, std: Normalisation of these images; the model's own is in `model.pretrained_cfg`.
+        amp_dtype: Dtype of autocast; None for float32.
         compiled: Compiles a function, or returns it as it is.
     """
 
@@ -64,23 +64,25 @@ class FeatureTeacher:
         self.model, self.img_size, self.amp_dtype = model.eval().requires_grad_(False), img_size, amp_dtype
         check_normalisation(mean, std)
         pixels, device = (mean, std, *map(model.pretrained_cfg.get, ("mean", "std"))), next(model.parameters()).device
-        given_mean, given_std, own_mean, own_std = (torch.tensor(each, device=device)[:, None, None] for each in pixels)
+        given_mean, given_std, own_mean, own_std = (
+            torch.tensor(statistic, device=device)[:, None, None] for statistic in pixels
+        )
         self._scale, self._shift = given_std / own_std, (given_mean - own_mean) / own_std
         self._run = compiled(_features)
 
     @functools.cached_property
     def tokens(self) -> tuple[Size, Area, int]:
-        """Rows and columns of its last map, what of the image it covers, and C. Raises UserError: it has none."""
+        """Grid of the last map, the part of the image that it covers, and C. Raises UserError if there is no map."""
         return _tokens(self.model, self.img_size)
 
     def __call__(self, images: Tensor, kind: str = "token") -> Tensor:
-        """Return what it says of images (B, 3, H, W), in float32: its logits ("logit", (B, K)), its features after
-        pooling ("feature", (B, C)), or its last map ("token", (B, T, C))."""
+        """Return, in float32, the logits (B, K) of images (B, 3, H, W), or for kind "feature" the features (B, C) after
+        pooling, or for "token" the last map (B, T, C)."""
         if kind == "token" and tuple(images.shape[2:]) != tuple(self.img_size):
             raise UserError(f"the teacher is for images of img_size {self.img_size}, not {tuple(images.shape[2:])}")
         with torch.inference_mode(), torch.autocast(images.device.type, self.amp_dtype, self.amp_dtype is not None):
-            found = self._run(self.model, torch.addcmul(self._shift, images, self._scale), kind)
-        return found.to(torch.float32, copy=True)  # what is made in inference mode can take no part in a loss
+            outputs = self._run(self.model, torch.addcmul(self._shift, images, self._scale), kind)
+        return outputs.to(torch.float32, copy=True)  # a tensor of inference mode can't be part of a loss
 
 
 def _features(model: Any, images: Tensor, kind: str) -> Tensor:
@@ -99,14 +101,15 @@ def _tokens(model: Any, img_size: Size) -> tuple[Size, Area, int]:
 
 
 class TeacherScale(nn.Module):
-    """The mean (C,) and variance of a teacher's features, by which the losses of several teachers are comparable: the
-    mean squared error of a student that knows the mean alone is 1.
+    """The mean (C,) and variance of a teacher's features, by which features are normalised. That makes the losses of
+    several teachers comparable: a student that predicts the mean has a mean squared error of 1.
 
-    Cosines between tokens, and logits, whose loss is in nats as that of labels, have no such unit and need none.
-    UNIC (arXiv:2408.05088) standardises features by running means and deviations. Here all channels have one size, the
-    root of their mean variance, as in PHI-S (arXiv:2410.01680): a channel that varies little counts little. Running is
-    the mean over all that was said: a frozen teacher does not change. With several ranks of torch.distributed all call
-    `update` at once, and have the same values then. What is not finite changes nothing.
+    Cosines between tokens need no such unit, nor do logits, whose loss is in nats as that of labels.
+    UNIC (arXiv:2408.05088) standardises features by running means and deviations. Here one number scales all channels,
+    the root of their mean variance, as in PHI-S (arXiv:2410.01680), so that a channel that varies little counts little.
+    The running values are means over all features so far, because a frozen teacher does not change. All ranks of
+    torch.distributed must call `update` together, and have equal values afterwards. Features that are not finite are
+    ignored.
     """
 
     mean: Tensor
@@ -120,45 +123,45 @@ class TeacherScale(nn.Module):
 
     @torch.no_grad()
     def update(self, features: Tensor) -> None:
-        """Count (..., C) features. The host waits for nothing."""
-        off = (features - self.mean).flatten(0, -2)  # from the mean so far: no digits are lost
+        """Add features (..., C) to the running values. The host does not wait for the device."""
+        off = (features - self.mean).flatten(0, -2)  # relative to the mean so far, which keeps precision
         sums = torch.cat([off.sum(0), off.square().mean(1).sum()[None], off.new_full((1,), len(off))])
         if dist.is_initialized():
             dist.all_reduce(sums)
         count, finite = self.count + sums[-1], sums.isfinite().all()
         step = sums[:-2] / count
         variance = (self.variance * self.count + sums[-2]) / count - step.square().mean()
-        new = self.mean + step, variance.clamp(min=1e-12), count  # constant features have a size, too
+        new = self.mean + step, variance.clamp(min=1e-12), count  # constant features must not divide by 0
         for value, changed in zip((self.mean, self.variance, self.count), new, strict=True):
             value.copy_(torch.where(finite, changed, value))
 
     def forward(self, features: Tensor) -> Tensor:
-        """Return (..., C) features without the mean, divided by their size."""
+        """Return features (..., C) minus their mean, divided by their deviation."""
         return (features - self.mean) / self.variance.sqrt()
 
 
 def _numbered(name: str, number: int) -> str:
-    """The attribute of a student that belongs to a teacher; that of the first is called as that of an only one."""
+    """Return the name of a student's attribute for a teacher; the first teacher's has no number."""
     return name if number == 0 else f"{name}_{number + 1}"
 
 
-def _for_each(name: str, given: Any, count: int) -> list[Any]:
-    """A list of one value for each teacher, of such a list or a value for all."""
-    values = list(given) if isinstance(given, list | tuple) else [given] * count
+def _for_each(name: str, value: Any, count: int) -> list[Any]:
+    """Return a list with one value per teacher, from such a list or from one value for all."""
+    values = list(value) if isinstance(value, list | tuple) else [value] * count
     if len(values) != count or not values:
         raise UserError(f"{name}: {len(values)} values for {count} teachers: give one for all, or one for each")
     return values
 
 
 class Student(Extension):
-    """What `with_projector` makes of a model. With `taught=True` it also returns what is compared with the teacher: its
-    tokens (B, N, C), un-mixed, its pooled features (B, C), or its logits; for a list of teachers a list."""
+    """The class that `with_projector` gives a model. With `taught=True` it also returns what is compared with the
+    teacher: un-mixed tokens (B, N, C), pooled features (B, C), or logits; for a list of teachers, a list of these."""
 
     kd_kinds: list[str]
     kd_listed: bool  # several teachers, or a list of one
 
     def forward(self, x: Tensor, taught: bool = False, mix_box: Box | None = None, **options: Any) -> Any:
-        """Return the model's own result, and with `taught` the pair of that and the features."""
+        """Return the model's own result; with `taught` a pair of it and the features."""
         if not taught:
             return super().forward(x, **options, **({} if mix_box is None else {"mix_box": mix_box}))
         model, size = cast(Any, self), (x.shape[-2], x.shape[-1])
@@ -168,17 +171,17 @@ class Student(Extension):
         else:
             features = model.forward_features(x)
             outputs = model.forward_head(features)
-        own: dict[str, Tensor] = {}
+        features_of: dict[str, Tensor] = {}
         if "logit" in self.kd_kinds:
-            own["logit"] = outputs[0] if isinstance(outputs, tuple) else outputs
+            features_of["logit"] = outputs[0] if isinstance(outputs, tuple) else outputs
         if "feature" in self.kd_kinds:
-            own["feature"] = model.forward_head(features, pre_logits=True)
+            features_of["feature"] = model.forward_head(features, pre_logits=True)
         if "token" in self.kd_kinds:
             tokens = feature_map(self, features, size)
             tokens = tokens if mix_box is None else mix_tokens(tokens, mix_box)  # mixing twice changes nothing
-            own["token"] = tokens.flatten(1, 2)
+            features_of["token"] = tokens.flatten(1, 2)
         projectors = (getattr(self, _numbered("kd_projector", n)) for n in range(len(self.kd_kinds)))
-        compared = [project(own[kind]) for project, kind in zip(projectors, self.kd_kinds, strict=True)]
+        compared = [project(features_of[kind]) for project, kind in zip(projectors, self.kd_kinds, strict=True)]
         return outputs, compared if self.kd_listed else compared[0]
 
 
@@ -189,17 +192,17 @@ def with_projector(
     kind: str | Sequence[str] = "token",
     dense_loss: str | Sequence[str] = "cosine",
 ) -> Any:
-    """Give a model a layer norm and a linear layer from its features to the teacher's, in place, and return it, now a
-    Student as well; of several teachers to each one's, and a `TeacherScale`. Call it before the model is compiled or
-    distributed.
+    """Give a model a projector (layer norm and linear layer) from its features to each teacher's, in place, and return
+    the model, which is a `Student` then. Several teachers also get a `TeacherScale` each. Call this before the model is
+    compiled or distributed.
 
     Args:
         img_size: (H, W) of the student's images.
-        kind, dense_loss: As of `DistillLoss`, for all teachers or a list; "gram" compares the tokens of one network and
-            "logit" the classes of both, which need no layers.
+        kind, dense_loss: As in `DistillLoss`, one value or a list of one per teacher. "gram" and "logit" need no
+            projector.
 
     Raises:
-        UserError: One of the two has no tokens, or does not take its size, or there is no such kind or loss.
+        UserError: Student or teacher has no tokens or does not take its image size, or the kind or loss is unknown.
     """
     teachers = [teacher] if isinstance(teacher, FeatureTeacher) else list(teacher)
     kinds, losses = (_for_each(*each, len(teachers)) for each in (("kind", kind), ("dense_loss", dense_loss)))
@@ -207,15 +210,15 @@ def with_projector(
         _check_kind(*each)
     check_interface(model, "forward_features", "forward_head")
     like = next(model.parameters())
-    own = {"feature": model.head_hidden_size} if "feature" in kinds else {}
-    own |= {"token": _tokens(model, img_size)[2]} if "token" in kinds else {}
+    widths = {"feature": model.head_hidden_size} if "feature" in kinds else {}
+    widths |= {"token": _tokens(model, img_size)[2]} if "token" in kinds else {}
     wanted = [_channels(each, of) for each, of in zip(teachers, kinds, strict=True)]
     extend(model, Student, outermost=True)
     model.kd_kinds, model.kd_listed = kinds, not isinstance(teacher, FeatureTeacher)
     for number, (of, dense, channels) in enumerate(zip(kinds, losses, wanted, strict=True)):
         projector = nn.Sequential()
         if of == "feature" or (of == "token" and dense != "gram"):
-            projector.extend([nn.LayerNorm(own[of]), nn.Linear(own[of], channels)])
+            projector.extend([nn.LayerNorm(widths[of]), nn.Linear(widths[of], channels)])
             if len(teachers) > 1:
                 setattr(model, _numbered("kd_scale", number), TeacherScale(channels).to(like.device))
         setattr(model, _numbered("kd_projector", number), projector.to(like))
@@ -227,8 +230,8 @@ def _channels(teacher: FeatureTeacher, kind: str) -> int:
 
 
 class TeacherTargets(NamedTuple):
-    """What the teacher says of B images: of their tokens (B, N, C), and the share of each that both see (B, N); or
-    pooled features or logits (B, C), and None."""
+    """The teacher's targets for B images: of tokens (B, N, C), with the share (B, N) of each that both networks see; or
+    pooled features or logits (B, C), with None."""
 
     target: Tensor
     weight: Tensor | None
@@ -236,16 +239,16 @@ class TeacherTargets(NamedTuple):
 
 @dataclass(frozen=True)
 class DistillLoss(TokenPlaces):
-    """How far a student is from its teacher. `DistillLoss.of(model, img_size, teacher)` fits a model.
+    """The distance of a student from its teacher. `DistillLoss.of(model, img_size, teacher)` makes one for a model.
 
     Args:
         kind: What is compared: "token", "feature" (mean squared error), "logit" (Kullback-Leibler divergence).
-        dense_loss: Of tokens: 1 - "cosine", "smooth-l1", or "gram", the mean squared error of the cosines between all
-            tokens of an image (DINOv3).
-        temperature: Logits are divided by it, their loss is multiplied by its square.
-        grid, window: Of the student's tokens, as of `tlt.TokenLabelLoss`.
-        places: Both, for images of other sizes (H, W).
-        scale: Normalises the teacher's features; None: they are as they are.
+        dense_loss: The loss of tokens: "cosine" (1 - cosine), "smooth-l1", or "gram", the mean squared error of the
+            cosines between all tokens of an image (DINOv3).
+        temperature: Divides logits; the loss of logits is multiplied by its square.
+        grid, window: Those of the student's tokens, as in `tlt.TokenLabelLoss`.
+        places: Grid and window for images of other sizes (H, W).
+        scale: Normalises the teacher's features; None leaves them as they are.
     """
 
     teacher: FeatureTeacher
@@ -270,12 +273,12 @@ class DistillLoss(TokenPlaces):
         sizes: Sequence[Size] = (),
         **settings: Any,
     ) -> Any:
-        """Return the loss for a student and images of (H, W), or of other `sizes`, with other arguments of the class;
-        for a list of teachers a `DistillLosses`, with arguments for all or lists, its `weight` and `drop`. Call
-        `with_projector` before.
+        """Return the loss for a student and images of (H, W), or of other `sizes`; `settings` are further arguments of
+        the class. For a list of teachers return a `DistillLosses`; a setting may then be a list, and `weight` and
+        `drop` are settings, too. Call `with_projector` before.
 
         Raises:
-            UserError: The student has no tokens, or there are more or fewer values than teachers.
+            UserError: The student has no tokens, or a list does not have one value per teacher.
         """
         count = 1 if isinstance(teacher, FeatureTeacher) else len(teacher)
         kinds, fitted = _for_each("kind", settings.get("kind", "token"), count), dict[str, Any]()
@@ -294,14 +297,14 @@ class DistillLoss(TokenPlaces):
         return DistillLosses(parts, weight, drop)
 
     def lesson(self, batch: Batch, seen: Batch | None = None, images: Tensor | None = None) -> TeacherTargets:
-        """Return what the teacher says of a batch.
+        """Return the teacher's targets for a batch.
 
         Args:
-            seen: What the teacher sees: other views of the same images, normalised alike; None: the batch.
-            images: The images of the batch as the student sees them, where Mixup or CutMix has mixed them.
+            seen: The teacher's views of the same images, normalised as the batch; None if it sees the batch.
+            images: The images as the student sees them, if Mixup or CutMix has mixed them.
 
         Raises:
-            UserError: `seen` shows other images, or is given beside `images`, whose mixture it does not show.
+            UserError: `seen` has another number of images, or is given together with `images`.
         """
         if seen is not None and (images is not None or seen.size != batch.size):
             raise UserError("a lesson: `seen` has to show the images of the batch, and none that are mixed (`images`)")
@@ -316,9 +319,9 @@ class DistillLoss(TokenPlaces):
             return TeacherTargets(shares @ said, weight)
 
     def place_shares(self, batch: Batch, seen: Batch) -> tuple[Tensor, Tensor]:
-        """Return (B, N, T) shares of the teacher's cells in what it says of the place of a token, and (B, N) the share
-        of the token of which it says anything: nothing where the batches hold different images, because one of the
-        views could not be decoded."""
+        """Return (B, N, T), the shares of the teacher's cells in the target of each token, and (B, N), the share of the
+        token that the teacher sees. Both are 0 where the batches hold different images, because one of the views could
+        not be decoded."""
         (row_count, col_count), (x0, y0, x1, y1), _ = self.teacher.tokens
         grid, window = self.place(batch.images)
         n = points_per_token((row_count, col_count), grid)
@@ -339,13 +342,13 @@ class DistillLoss(TokenPlaces):
         """Return the loss, a scalar: the mean over images, and over tokens by their weight.
 
         Args:
-            own: What `model(images, taught=True)` returns beside its result; the student's logits for "logit".
-            mixed: So much of logits and pooled features is the partner's: MixToken's share of tokens.
+            own: The second value of `model(images, taught=True)`; for "logit" the student's logits.
+            mixed: The partner's share of logits and pooled features, which is MixToken's share of tokens.
         """
         return self.distances(own, targets, mixed).mean()
 
     def distances(self, own: Tensor, targets: TeacherTargets, mixed: float | Tensor = 0.0) -> Tensor:
-        """Return that of which the loss is the mean: (B,), (B, N) of tokens, or (B, N, N) of pairs of them."""
+        """Return the terms whose mean is the loss: (B,), or (B, N) for tokens, or (B, N, N) for pairs of tokens."""
         own, target, weight = own.float(), *targets
         axes = 2 if weight is not None and self.dense_loss == "gram" else 3  # gram compares tokens of any width
         if own.shape[:axes] != target.shape[:axes]:
@@ -370,7 +373,7 @@ class DistillLoss(TokenPlaces):
     def _pooled_distance(self, own: Tensor, target: Tensor) -> Tensor:
         if self.kind == "feature":
             return (own - target).square().mean(-1)
-        log_own, log_target = ((each / self.temperature).log_softmax(-1) for each in (own, target))
+        log_own, log_target = ((logits / self.temperature).log_softmax(-1) for logits in (own, target))
         return F.kl_div(log_own, log_target, reduction="none", log_target=True).sum(-1) * self.temperature**2
 
 
@@ -380,11 +383,11 @@ class DistillLosses:
 
     Args:
         parts: The loss of each teacher.
-        weight: Of each in their sum.
-        drop: The probability with which an image leaves out a teacher, but never the one of its greatest loss, as in
-            UNIC: the student learns most from whom it is farthest from. It is drawn by torch's generator on the device
-            (`tlt.StepKey.seed_torch`), and all teachers are asked. The sum is divided by the share of losses that is
-            kept on average, so that teachers weigh as much beside labels.
+        weight: The weight of each loss in the sum.
+        drop: The probability with which an image leaves out a teacher, but never the one with its greatest loss (UNIC),
+            because the student has most to learn from that one. torch's generator on the device draws it
+            (`tlt.StepKey.seed_torch`), and all teachers are computed. The sum is divided by the share of losses that is
+            kept on average, so that the teachers' weight beside labels stays.
     """
 
     parts: Sequence[DistillLoss]
@@ -395,28 +398,30 @@ class DistillLosses:
         in_range("drop", self.drop, 0, 1)
 
     def lesson(self, batch: Batch, seen: Any = None, images: Tensor | None = None) -> list[TeacherTargets]:
-        """Return what each teacher says of a batch, as `DistillLoss.lesson`; `seen` may be a list."""
+        """Return each teacher's targets for a batch, as `DistillLoss.lesson` does; `seen` may be a list."""
         views = _for_each("seen", seen, len(self.parts))
         return [part.lesson(batch, view, images) for part, view in zip(self.parts, views, strict=True)]
 
     def __call__(self, own: Any, targets: Any, mixed: float | Tensor = 0.0) -> Tensor:
-        """Return the sum of the weighted losses, a scalar; arguments as of `DistillLoss`, in lists."""
+        """Return the sum of the weighted losses, a scalar. The arguments are lists of those of `DistillLoss`."""
         return self.terms(own, targets, mixed)[0]
 
     def terms(self, own: Any, targets: Any, mixed: float | Tensor = 0.0) -> tuple[Tensor, list[Tensor]]:
-        """Return that sum, and the loss of each teacher, not weighted, of all images."""
+        """Return that sum, and for each teacher its unweighted loss over all images."""
         rows = zip(self.parts, own, targets, strict=True)
         distances = [part.distances(features, wanted, mixed) for part, features, wanted in rows]
-        losses = counted = [each.mean() for each in distances]
+        losses = counted = [per_image.mean() for per_image in distances]
         if self.drop:
-            of_images = torch.stack([each.reshape(len(each), -1).mean(1) for each in distances])  # (teachers, B)
-            kept = (torch.rand_like(of_images) >= self.drop) | (of_images == of_images.amax(0))
-            counted = [*(of_images * kept).mean(1) / (1 - self.drop * (1 - 1 / len(losses)))]
+            of_images = torch.stack(
+                [per_image.reshape(len(per_image), -1).mean(1) for per_image in distances]
+            )  # (teachers, B)
+            counts = (torch.rand_like(of_images) >= self.drop) | (of_images == of_images.amax(0))
+            counted = [*(of_images * counts).mean(1) / (1 - self.drop * (1 - 1 / len(losses)))]
         return cast(Tensor, sum(w * loss for w, loss in zip(self.weight, counted, strict=True))), losses
 
 
 def _places_in_view(source: Tensor, affine: Tensor) -> tuple[Tensor, Tensor]:
-    """Places (B, 2, N, P) in shares of the source image -> x and y (B, N, P) in shares of a view with this affine."""
+    """Map places (B, 2, N, P), in shares of the source, to x and y (B, N, P) in shares of the view with `affine`."""
     inverse = torch.linalg.inv_ex(affine[:, :, :2])[0][..., None, None]  # (B, 2, 2, 1, 1); does not wait for the device
     from_corner = source - affine[:, :, 2, None, None]
     # Elementwise rather than a matrix product: TF32 would move the points.

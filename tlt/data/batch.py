@@ -126,7 +126,7 @@ class IndexStream:
             return range(epochs * self.updates_per_epoch + 1)
         pixels = np.prod(self.sizes.sizes, axis=1) * self.sizes.batch_sizes
         numbers = (self.sizes.choices(self.seed, epoch, self.updates_per_epoch) for epoch in range(epochs))
-        return [0, *np.concatenate([pixels[each] for each in numbers]).cumsum().tolist()]
+        return [0, *np.concatenate([pixels[chosen] for chosen in numbers]).cumsum().tolist()]
 
     def _batches(self, epoch: int) -> Ints:
         """Return (updates,), the images per rank in a full micro-batch of each update."""

@@ -128,29 +128,29 @@ def parse(policy: str) -> RandAugmentPolicy:
     head, *sections = policy.split("-")
     if head != "rand":
         raise _reject(policy, f"'{head}' is not available: RandAugment (rand-...) is the one policy of this loader")
-    found: dict[str, str] = {}
+    options: dict[str, str] = {}
     for section in sections:
         match = re.fullmatch(r"(mstd|mmax|inc|[mnpt])(\d.*|weights)", section)
         if match is None or (match[1] == "t") != (match[2] == "weights"):
             known = "m, n, p, mstd, mmax and inc with a number, and tweights"
             raise _reject(policy, f"'{section}' is not a section of a RandAugment policy; there are {known}")
         name, value = match.groups()
-        if name in found:
+        if name in options:
             raise _reject(policy, f"'{name}' is given twice")
-        found[name] = value
+        options[name] = value
     try:
-        std, layers = float(found.get("mstd", 0)), int(found.get("n", 2))
-        ops = _INCREASING if int(found.get("inc", 0)) else _PLAIN
-        if "t" in found and layers > len(_WEIGHTS):
+        std, layers = float(options.get("mstd", 0)), int(options.get("n", 2))
+        ops = _INCREASING if int(options.get("inc", 0)) else _PLAIN
+        if "t" in options and layers > len(_WEIGHTS):
             raise _reject(policy, f"{layers} of {len(_WEIGHTS)} weighted operations can't be drawn: lower n")
         return RandAugmentPolicy(
-            ops=tuple(_WEIGHTS) if "t" in found else ops,
-            weights=tuple(_WEIGHTS.values()) if "t" in found else None,
+            ops=tuple(_WEIGHTS) if "t" in options else ops,
+            weights=tuple(_WEIGHTS.values()) if "t" in options else None,
             layers=layers,
-            magnitude=float(int(found.get("m", 10))),
+            magnitude=float(int(options.get("m", 10))),
             magnitude_std=math.inf if std > 100 else std,
-            magnitude_max=float(int(found.get("mmax", 0)) or LEVELS),  # timm reads mmax0 as "not set"
-            probability=float(found.get("p", 0.5)),
+            magnitude_max=float(int(options.get("mmax", 0)) or LEVELS),  # timm reads mmax0 as "not set"
+            probability=float(options.get("p", 0.5)),
         )
     except ValueError as error:
         raise _reject(policy, f"m, n, mmax and inc are whole numbers, mstd and p are numbers ({error})") from None
