@@ -52,10 +52,11 @@ def main() -> int:
     """Run `volo COMMAND [flags]` and return its exit code."""
     name, *flags = sys.argv[1:] or ["--help"]
     if name in ("-h", "--help"):
-        print("usage: volo COMMAND [flags]      volo COMMAND --help      volo --version\n")
+        lines = ["usage: volo COMMAND [flags]      volo COMMAND --help      volo --version\n"]
         for name, command in COMMANDS.items():
             script = f" ({SCRIPTS[name]})" if name in SCRIPTS else ""
-            print(f"  {name:<12}{command.program.does.partition('. ')[0].rstrip('.')}{script}")
+            lines.append(f"  {name:<12}{command.program.does.partition('. ')[0].rstrip('.')}{script}")
+        print("\n".join(lines))  # in one write, so that a reader that stops early (`| head`) breaks no pipe
         return 0
     if name == "--version":
         print(f"volo-tlt {__version__}")
