@@ -15,7 +15,8 @@ BIN := $(VENV)/bin
 TEST_ARGS ?=
 # The files of tests are shared out among a process per core and one more; PARALLEL= runs them one after the other. In
 # their order: files of few tests, which whole programs take long for, would come last where one process alone is left.
-PARALLEL ?= --numprocesses auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
+# A process that has crashed is not started again: xdist would give it the test that it has crashed in.
+PARALLEL ?= --numprocesses auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 DEMO_ARGS ?=
 # CALLS=volo_d5 is one of them, and TIMM a checkout of timm, whose train.py is timed; DEVICE=cpu rehearses them with small
 # models. No network, and nothing is installed.
