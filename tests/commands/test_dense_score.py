@@ -10,7 +10,7 @@ import timm
 import torch
 from PIL import Image
 
-from tests.commands.conftest import Call, Make, TrainedRun
+from tests.commands.conftest import QUICK, Call, Make, TrainedRun
 from tlt import with_dense_head
 
 CLASSES = ("blue", "green", "red")
@@ -97,14 +97,23 @@ def test_what_has_no_label_is_not_counted(call: Call, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "named"),
     [
-        ("--token-label-data {data}/nowhere", "nowhere"),
+        ("--token-label-data {data}/nowhere", "error: --token-label-data: "),
+        ("--token-label-data {labels}", "--token-label-data: label {labels}/blue/blue0.pt: class id 4 is not in 0..3"),
         ("--bad-label skip", "no effect without --token-label-data"),
         ("--token-label-data {labels} --valid-labels x", "no --valid-labels"),
+        (
+            f"{QUICK} --token-label --token-label-size 2 --val-label-data {{labels}}",
+            "--val-label-data: label {labels}/blue/",
+        ),
     ],
 )
 def test_what_cannot_be_compared_is_refused(
-    call: Call, trained_run: TrainedRun, make_labels: Make, flags: str, named: str
+    call: Call, trained_run: TrainedRun, make_labels: Make, tmp_path: Path, flags: str, named: str
 ) -> None:
-    labels, (data, run) = make_labels(trained_run.data), trained_run
-    line = f"{data} -j 0 --checkpoint {run}/last.pth.tar {flags.format(labels=labels, data=data)}"
-    assert call("validate", line).refused(named)
+    (data, run), labels = trained_run, make_labels(trained_run.data, k=5, classes=5)
+    words = flags.format(labels=labels, data=data)
+    if QUICK in words:
+        ended = call("train", f"{data} {words} --output {tmp_path}")
+    else:
+        ended = call("validate", f"{data} -j 0 --checkpoint {run}/last.pth.tar {words}")
+    assert ended.refused(named.format(labels=labels)), ended.err

@@ -169,7 +169,7 @@ def test_fault_53_divergence_stops_and_keeps_the_last_good_checkpoint(
     good = (tmp_path / "run" / "last.pth.tar").read_bytes()
     ended = call("train", f"{flags} --epochs 9 --lr 1e38 --resume auto")
     assert ended.code == 3, ended.out
-    assert "--lr" in ended.err and "Traceback" not in ended.err
+    assert "--lr" in ended.err and "--max-nonfinite" in ended.err and "Traceback" not in ended.err
     assert (tmp_path / "run" / "last.pth.tar").read_bytes() == good
     records, _ = read_json_lines(tmp_path / "run" / "events.jsonl")
     skipped = [record for record in records if record["kind"] == "nonfinite"]

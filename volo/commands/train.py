@@ -234,7 +234,7 @@ def build_validation(
     """Return the loader of validation images, and the score of their tokens against `--val-label-data` or None."""
     args, (channels, *size) = run.args, settings["input_size"]
     settings = settings | {"input_size": (channels, *to_2tuple(args.val_img_size or size))}
-    score = DenseScore(args, args.val_label_data, model, settings, images, run.world) if args.val_label_data else None
+    score = DenseScore(args, "--val-label-data", model, settings, images, run.world) if args.val_label_data else None
     batch_size = args.validation_batch_size or args.batch_size * args.validation_batch_size_multiplier
     labels = score.labels if score else None
     return validation_loader(args, images, batch_size, settings, run.world, labels), score

@@ -119,8 +119,8 @@ def evaluate_checkpoint(args: Namespace, path: Path | None, world: World) -> dic
     dtype = compute_dtype(args, world.device)
     say(check_convolutions(model, settings["input_size"], dtype, world.device), world.is_primary)
     called = compile_model(called, args)
-    maps = args.token_label_data
-    score = DenseScore(args, maps, model, settings, folder, world) if maps else None
+    flag = "--token-label-data"
+    score = DenseScore(args, flag, model, settings, folder, world) if args.token_label_data else None
     say([f"warning: {line}" for line in score.warnings] if score else [], world.is_primary)
     loader = validation_loader(args, folder, args.batch_size, settings, world, score.labels if score else None)
     precision = Precision(world.device, dtype)

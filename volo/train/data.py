@@ -147,34 +147,44 @@ def part(images: ImageSource, mask: Mask) -> ImageSource:
 
 
 def open_labels(
-    args: Namespace, folder: ImageSource, num_classes: int, on_progress: SearchProgress | None = None
+    args: Namespace,
+    folder: ImageSource,
+    num_classes: int,
+    on_progress: SearchProgress | None = None,
+    flag: str = "--token-label-data",
 ) -> tuple[LabelReader | None, list[str]]:
     """Find the images' token labels. Return (labels or None, warnings). Report progress of a search to `on_progress`.
+
+    Args:
+        flag: The flag that names the labels' folder.
 
     Raises:
         UserError: A label is missing (`--bad-label stop`), or the labels are for other classes.
     """
-    if not args.token_label_data:
+    path = vars(args)[flag.lstrip("-").replace("-", "_")]
+    if not path:
         return None, []
     if args.data_backend == "synthetic":
         from tlt.data.backends.synthetic import SyntheticLabels
 
         if args.label_tail != "zero":
             raise UserError(f"--label-tail {args.label_tail}: synthetic maps have no log-sum-exp; leave it out")
-        warning = f"--token-label-data {args.token_label_data}: synthetic images, synthetic maps"
-        return SyntheticLabels(folder), [warning]
+        return SyntheticLabels(folder), [f"{flag} {path}: synthetic images, synthetic maps"]
     from tlt.labels import store
 
-    labels = store.open_labels(
-        args.token_label_data,
-        folder.paths,
-        area=args.token_label_area,
-        num_classes=num_classes,
-        bad_label=args.bad_label,
-        class_names=folder.class_names,
-        label_tail=args.label_tail,
-        on_progress=on_progress,
-    )
+    try:
+        labels = store.open_labels(
+            path,
+            folder.paths,
+            area=args.token_label_area,
+            num_classes=num_classes,
+            bad_label=args.bad_label,
+            class_names=folder.class_names,
+            label_tail=args.label_tail,
+            on_progress=on_progress,
+        )
+    except UserError as error:
+        raise type(error)(f"{flag}: {error}") from error  # a run may have labels for training and for validation
     return labels, labels.warnings
 
 

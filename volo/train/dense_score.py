@@ -25,7 +25,8 @@ class DenseScore:
     """Compares the top class of every token of validation images with that of its label, at the same place.
 
     Args:
-        args: Flags that say how the label maps in the folder `path` are read.
+        args: Flags that say how label maps are read.
+        flag: The flag that names the maps' folder.
         model: A model with a dense head, neither compiled nor wrapped in DistributedDataParallel.
         settings: `input_size` in validation.
 
@@ -34,12 +35,11 @@ class DenseScore:
     """
 
     def __init__(
-        self, args: Namespace, path: str, model: Any, settings: Mapping[str, Any], images: ImageSource, world: World
+        self, args: Namespace, flag: str, model: Any, settings: Mapping[str, Any], images: ImageSource, world: World
     ) -> None:
         if not (isinstance(model, TOKEN_LABEL_MODELS) and model.dense_head):
-            raise UserError(f"labels in {path}: this model has no trained dense head to compare with them")
-        flags = Namespace(**vars(args) | {"token_label_data": path})
-        self.labels, self.warnings = open_labels(flags, images, model.num_classes)
+            raise UserError(f"{flag}: this model has no trained dense head to compare with them")
+        self.labels, self.warnings = open_labels(args, images, model.num_classes, flag=flag)
         self._loss = TokenLabelLoss.of(model, settings["input_size"][1:], smoothing=0.0)
         self._both_heads = model.both_heads
         self._sums = Sums(("tokens", "right", "of_the_class"), world)

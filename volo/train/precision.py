@@ -216,7 +216,7 @@ class SkippedSteps:
         in_a_row, skipped = self.counts()
         if in_a_row > self.limit:
             raise NonFiniteError(
-                f"the gradients of {in_a_row} steps in a row were not finite (--skip-nonfinite): weights were left "
+                f"the gradients of {in_a_row} steps in a row were not finite (--max-nonfinite): weights were left "
                 "as they were; lower --lr, use --clip-grad 1.0 or --amp-dtype bfloat16; the images of these steps are "
                 "in events.jsonl"
             )
