@@ -15,8 +15,9 @@ from tlt.data.batch import IndexStream
 from tlt.errors import UserError
 from volo.cluster.distributed import World
 from volo.commands.run_start import outcome, surprises
+from volo.config.flags_train import FITTED
 from volo.train import loop, meter
-from volo.train.run import batch_record, dataset_defaults, resolve_args, steps_to_keep
+from volo.train.run import FROM_DATA, batch_record, resolve_args, steps_to_keep
 from volo.train.schedule import LrSchedule
 
 
@@ -53,9 +54,9 @@ def test_defaults_fit_the_data_and_what_is_given_stays(flags: str, images: int, 
     }
     words = fitted.split()
     expected = {short.get(name, name): value for name, value in zip(words[::2], words[1::2], strict=True)}
-    found, line = dataset_defaults(args, images, classes, world_size=1)
-    assert {name: str(value) for name, value in found.items()} == expected
-    assert all(f"--{k.replace('_', '-')} {v}".replace(" True", "") in line for k, v in expected.items())
+    resolved, _, told = resolve_args(args, {}, images, classes, 1)
+    assert {k: str(v) for k, v in vars(resolved).items() if v != getattr(args, k)} == expected
+    assert all(f"--{k.replace('_', '-')} {v}".replace(" True", "") in told[0] for k, v in expected.items())
 
 
 @pytest.mark.parametrize(("flags", "images"), [("-b 8 --epochs 3", 64), ("-b 2 --epochs 1", 5), ("--epochs 50", 900)])
@@ -172,6 +173,7 @@ def test_a_resumed_run_keeps_what_its_checkpoint_was_fitted_to() -> None:
         again.lr = 1.0
     given = resolve_args(arguments("--epochs 4 -b 2 --num-classes 9"), checkpoint, 54, 9, 1)[0]
     assert (given.batch_size, given.num_classes) == (2, 9)
+    assert FROM_DATA.keys() == {*FITTED}
 
 
 def test_fault_61_what_a_checkpoint_decides_is_checked_as_its_flag_is() -> None:

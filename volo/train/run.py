@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import math
 from argparse import Namespace
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import nn
 
@@ -90,6 +91,59 @@ class Training:
     dense_score: DenseScore | None = None
 
 
+class DataSize(NamedTuple):
+    """The numbers of training images, of their classes, and of processes that see different images."""
+
+    images: int
+    classes: int
+    world_size: int
+
+
+def _num_classes(args: Namespace, data: DataSize) -> int | None:
+    if args.kd_only:
+        return args.num_classes if "logit" in args.kd_distill_type else 0  # only logits train heads
+    return args.num_classes if known_config(args.model).get("num_classes") == data.classes else data.classes
+
+
+def _batch_size(args: Namespace, data: DataSize) -> int:
+    """Return the largest power of two with which an epoch has at least _LEAST_UPDATES updates."""
+    share = data.images // (args.grad_accum_steps * data.world_size)
+    most = min(_LARGEST_BATCH, max(2, share // _LEAST_UPDATES), max(1, share))  # BatchNorm may need 2 images
+    return 1 << (most.bit_length() - 1)
+
+
+def _lr_base_scale(args: Namespace, data: DataSize) -> str:
+    # A rate in proportion to 8 images would be as small as 1e-5; Adam's noise grows with the square root.
+    fitted = "batch_size" in args.defaulted and args.batch_size < _LARGEST_BATCH
+    return "sqrt" if fitted and args.lr is None else args.lr_base_scale
+
+
+def _drop_last(args: Namespace, data: DataSize) -> bool:
+    size = args.batch_size
+    return "batch_size" in args.defaulted and size > 1 and data.images // data.world_size % size == 1
+
+
+def _model_ema_decay(args: Namespace, data: DataSize) -> float:
+    if not args.model_ema or args.model_ema_warmup:
+        return args.model_ema_decay
+    updates = args.epochs * math.ceil(data.images / (args.batch_size * args.grad_accum_steps * data.world_size))
+    return min(args.model_ema_decay, max(0.0, round(1 - _HORIZONS / updates, 6)))
+
+
+# How the data decide the flags of `FITTED` (volo/config/flags_train.py). The user's value comes first, then that of the
+# checkpoint that the run resumes, then these, in this order: each sees what the rows above it have decided.
+FROM_DATA: dict[str, Callable[[Namespace, DataSize], Any]] = {
+    "warmup_epochs": lambda args, data: min(20, args.epochs // 5),
+    "cooldown_epochs": lambda args, data: 10 if args.epochs >= 30 and args.sched in CYCLIC_SCHEDULES else 0,
+    "checkpoint_hist": lambda args, data: min(10, max(3, args.epochs // 10)),
+    "num_classes": _num_classes,
+    "batch_size": _batch_size,
+    "drop_last": _drop_last,
+    "lr_base_scale": _lr_base_scale,
+    "model_ema_decay": _model_ema_decay,
+}
+
+
 def resolve_args(
     args: TrainArgs, checkpoint: dict[str, Any], images: int, classes: int, world_size: int
 ) -> tuple[FrozenArgs, dict[str, int], list[str]]:
@@ -106,47 +160,20 @@ def resolve_args(
         UserError: `--drop-path-mode subset` would drop nothing from batches of the resulting size, or a flag doesn't
             accept the checkpoint's value.
     """
-    decided, line = dataset_defaults(args, images, classes, world_size)
-    if restored := settings_from_checkpoint(checkpoint, args, world_size):
-        decided |= restored
-        line = _shown("as the run has begun", {k: v for k, v in decided.items() if v != getattr(args, k)})
-    batch_size, asked_steps = decided.get("batch_size", args.batch_size), args.grad_accum_steps
-    steps, message = steps_to_keep(checkpoint, batch_size, asked_steps, world_size)
-    settled = FrozenArgs(args, **decided | {"grad_accum_steps": steps})
-    batch = batch_record(batch_size, steps, world_size, asked_steps)
-    messages = line, message, _useless_average(settled, settled.epochs * math.ceil(images / batch["global"]))
-    return settled, batch, [line for line in messages if line]
-
-
-def dataset_defaults(args: TrainArgs, images: int, classes: int, world_size: int) -> tuple[dict[str, Any], str]:
-    """Return values that replace defaults because of the data, and a line about them, "" without any."""
-    fitted: dict[str, Any] = {
-        "warmup_epochs": min(20, args.epochs // 5),
-        "cooldown_epochs": 10 if args.epochs >= 30 and args.sched in CYCLIC_SCHEDULES else 0,
-        "checkpoint_hist": min(10, max(3, args.epochs // 10)),
-    }
-    if args.kd_only:  # only logits train heads
-        fitted |= {} if "logit" in args.kd_distill_type else {"num_classes": 0}
-    elif classes != known_config(args.model).get("num_classes"):
-        fitted["num_classes"] = classes
-    # The largest power of two with which an epoch has at least _LEAST_UPDATES updates.
-    share = images // (args.grad_accum_steps * world_size)
-    most = min(_LARGEST_BATCH, max(2, share // _LEAST_UPDATES), max(1, share))  # BatchNorm may need 2 images
-    size = 1 << (most.bit_length() - 1)
-    fitted["drop_last"] = "batch_size" in args.defaulted and size > 1 and images // world_size % size == 1
-    if size < args.batch_size:
-        fitted["batch_size"] = size
-        if "batch_size" in args.defaulted and args.lr is None:
-            # A rate in proportion to 8 images would be as small as 1e-5; Adam's noise grows with the square root.
-            fitted["lr_base_scale"] = "sqrt"
-    batch = (size if "batch_size" in fitted.keys() & args.defaulted else args.batch_size) * args.grad_accum_steps
-    if args.model_ema and not args.model_ema_warmup:
-        updates = args.epochs * math.ceil(images / (batch * world_size))
-        decay = max(0.0, round(1 - _HORIZONS / updates, 6))
-        fitted["model_ema_decay"] = min(args.model_ema_decay, decay)
-    fitted = {name: value for name, value in fitted.items() if name in args.defaulted and value != getattr(args, name)}
-    check_drop_path(Namespace(**vars(args) | fitted))
-    return fitted, _shown(f"defaults for {images} images of {classes} classes and {args.epochs} epochs", fitted)
+    recorded, data = settings_from_checkpoint(checkpoint, args, world_size), DataSize(images, classes, world_size)
+    decided = TrainArgs(**vars(args))
+    decided.defaulted = args.defaulted
+    for name, from_data in FROM_DATA.items():
+        if name in args.defaulted:
+            setattr(decided, name, recorded[name] if name in recorded else from_data(decided, data))
+    check_drop_path(decided)
+    steps, kept_batch = steps_to_keep(checkpoint, decided.batch_size, args.grad_accum_steps, world_size)
+    batch = batch_record(decided.batch_size, steps, world_size, args.grad_accum_steps)
+    changed = {name: getattr(decided, name) for name in FROM_DATA if getattr(decided, name) != getattr(args, name)}
+    source = f"defaults for {images} images of {classes} classes and {args.epochs} epochs"
+    useless_average = _useless_average(decided, decided.epochs * math.ceil(images / batch["global"]))
+    messages = _as_flags("as the run has begun" if recorded else source, changed), kept_batch, useless_average
+    return FrozenArgs(args, **changed, grad_accum_steps=steps), batch, [line for line in messages if line]
 
 
 def _useless_average(args: TrainArgs, updates: int) -> str:
@@ -160,23 +187,32 @@ def _useless_average(args: TrainArgs, updates: int) -> str:
     )
 
 
-def _shown(title: str, values: dict[str, Any]) -> str:
+def _as_flags(title: str, values: dict[str, Any]) -> str:
     """Return a line with the values written as flags; "" without values."""
     flags = " ".join(f"--{k.replace('_', '-')}" + (f" {v}" if v is not True else "") for k, v in values.items())
     return flags and f"{title}: {flags}"
 
 
 def settings_from_checkpoint(checkpoint: dict[str, Any], args: TrainArgs, world_size: int) -> dict[str, Any]:
-    """Return the checkpoint's values of fitted arguments, with which a resumed run continues."""
-    recorded = [checkpoint.get(name) for name in ("args", "model_config", BATCH_KEY)]
-    settings, config, batch = (each if isinstance(each, dict) else {} for each in recorded)
-    restored = checked_settings({k: v for k, v in settings.items() if k in args.defaulted and k != "num_classes"})
+    """Return the checkpoint's values of fitted arguments, with which a resumed run continues. If more processes can't
+    make the checkpoint's global batch of its batches, these are smaller."""
+    contents = (checkpoint.get(name) for name in ("args", "model_config"))
+    settings, config = (content if isinstance(content, dict) else {} for content in contents)
+    recorded = checked_settings({k: v for k, v in settings.items() if k in args.defaulted and k != "num_classes"})
     if "num_classes" in args.defaulted and type(classes := config.get("num_classes")) is int:
-        restored["num_classes"] = classes
-    each, images = world_size * args.grad_accum_steps, batch.get("global")
-    if "batch_size" in restored and type(images) is int and images % (restored["batch_size"] * world_size):
-        restored["batch_size"] = images // each if images % each == 0 else restored["batch_size"]  # for more processes
-    return restored
+        recorded["num_classes"] = classes
+    if "batch_size" in recorded and (batch := _recorded_batch(checkpoint)):
+        images, parts = batch["global"], world_size * args.grad_accum_steps
+        if images % (recorded["batch_size"] * world_size) and images % parts == 0:
+            recorded["batch_size"] = images // parts
+    return recorded
+
+
+def _recorded_batch(checkpoint: dict[str, Any]) -> dict[str, int] | None:
+    """Return the `batch_record` of a checkpoint, or None if it has none."""
+    batch = checkpoint.get(BATCH_KEY)
+    complete = isinstance(batch, dict) and all(type(batch.get(key)) is int for key in batch_record(1, 1, 1, 1))
+    return batch if complete else None
 
 
 def batch_record(batch_size: int, steps: int, world_size: int, asked_steps: int) -> dict[str, int]:
@@ -190,8 +226,7 @@ def steps_to_keep(checkpoint: dict[str, Any], batch_size: int, steps: int, world
     If only the number of processes has changed and full batches can add up to the old global batch, that is kept, so
     that every update has the same images. Otherwise the flags are followed, with a warning.
     """
-    recorded = checkpoint.get(BATCH_KEY)
-    if not isinstance(recorded, dict) or not all(isinstance(recorded.get(k), int) for k in batch_record(1, 1, 1, 1)):
+    if (recorded := _recorded_batch(checkpoint)) is None:
         return steps, None
     before, now, per_step = recorded["global"], batch_size * steps * world_size, batch_size * world_size
     if before == now or before < 1:
