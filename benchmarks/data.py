@@ -31,6 +31,7 @@ from torch import Tensor
 
 import tlt
 from benchmarks.rounds import OUTPUT, Range, Rows, in_turns, rounds_flag, speedup, synchronize
+from tlt.data.loader import DEFAULT_TIMEOUT
 from volo.cluster.distributed import choose_device
 from volo.config.flag_table import COUNT, DIR, POSITIVE, TEXT, Group, flag
 from volo.config.flags_data import DEVICE
@@ -185,6 +186,7 @@ class Loading(NamedTuple):
         for step in dataset.transform.transforms:
             if isinstance(step, RandAugment):
                 keep_a_bit(step)
+        loader.loader.timeout = DEFAULT_TIMEOUT if self.workers else 0  # timm waits for ever for a worker that hangs
         batches = loader.loader if part == CROPS else loader
         return lambda: (images for images, _ in batches)
 

@@ -291,7 +291,7 @@ def test_a_process_collects_nothing_that_the_main_process_has_left(
 ) -> None:
     begin = jobs._begin
     monkeypatch.setattr(torch, "set_num_threads", collect)  # with which a worker of torch begins
-    monkeypatch.setattr(jobs, "_begin", lambda job: collect() or begin(job))
+    monkeypatch.setattr(jobs, "_begin", lambda *start: collect() or begin(*start))
     thresholds = gc.get_threshold()
     gc.set_threshold(0)  # not in this process
     try:

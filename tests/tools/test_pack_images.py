@@ -1,8 +1,10 @@
 """Shards hold what the folder and its labels hold: same order, same bytes, same maps, same batches; killed or not."""
 
 import json
+import multiprocessing
 import os
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -15,14 +17,15 @@ from torchvision import datasets as torch_datasets
 
 from tests.commands.conftest import Running, children, ended, storage
 from tests.commands.conftest import nothing_left_running as nothing_left_running  # a fixture
-from tests.conftest import wait_until
+from tests.conftest import LIMIT, wait_until
 from tests.data.sources.test_dataset_kinds import cifar
 from tests.labels.packed import SHAPE, label_map, make_archive, make_tree, same_files, save_image, write_images
 from tlt.data.sources import open_images
 from tlt.data.sources.folder import PACKING, ImageFolder, scan_folder
 from tlt.data.sources.image_file import read_size
 from tlt.data.sources.records import FileRecords, RecordImages
-from tlt.errors import UserError
+from tlt.errors import UserError, WorkerDied
+from tlt.io import jobs
 from tlt.io.output_folder import marker_crc
 from tlt.labels.label_info import LabelInfo
 from tlt.labels.shards import ShardReader
@@ -116,6 +119,17 @@ def test_a_killed_command_goes_on_to_the_same_bytes(tmp_path: Path) -> None:
         assert main([*flags, str(tmp_path / folder)]) == 0
     assert same_files(out, tmp_path / "undisturbed" / "train") and len(list(out.glob("*.tar"))) > 3
     assert made.items() <= {path.name: path.stat().st_mtime_ns for path in out.glob("*.tar")}.items()
+
+
+def test_a_process_that_hangs_at_its_start_ends_the_command(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(jobs, "begin_process", lambda: time.sleep(LIMIT))
+    monkeypatch.setattr(jobs, "_START_SECONDS", 0.2)
+    before = set(multiprocessing.active_children())
+    with pytest.raises(WorkerDied, match="packing: a process did not start in 0.2 s: run the same command again"):
+        pack_images(str(data), str(tmp_path / "out"), shard_mb=1, workers=2)
+    assert set(multiprocessing.active_children()) <= before
 
 
 def test_what_reads_otherwise_is_reported(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,12 +17,14 @@ from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager, suppress
 from functools import partial
+from multiprocessing.process import BaseProcess
+from multiprocessing.synchronize import Semaphore
 from pathlib import Path
 from typing import Any, TypeVar
 
 from tqdm import tqdm
 
-from tlt.errors import UserError
+from tlt.errors import UserError, WorkerDied
 
 Job = TypeVar("Job")
 Item = TypeVar("Item")
@@ -40,6 +42,7 @@ _by_main_thread = False  # whether the main thread started this process, or is s
 _REPORT_SECONDS = 10.0  # between progress lines if there is no terminal
 _LOOK_SECONDS = 0.2  # between checks that the main process is alive
 _FIRST_SECONDS = 3.0  # until the first line of a search; most searches take less
+_START_SECONDS = 300.0  # for a process to start; a forked one takes milliseconds
 
 
 class SearchProgress:
@@ -178,19 +181,28 @@ def in_processes(
 ) -> Iterator[Result]:
     """Yield `function(job, item)` for every item, in order. With a `unit`, show a progress bar titled `what`.
 
+    The processes are killed at the end: CPython up to 3.11 can hang in a fork beside threads of C++ libraries, and we
+    would wait for such a process for ever.
+
     Args:
         job: Passed to each process once, on Linux without a copy.
         workers: Number of processes; with 1, this process does the work.
 
     Raises:
+        WorkerDied: A process hung at its start.
         UserError: A process was killed, or `function` raised it.
     """
     progress = Progress(what, len(items), unit) if unit else None
-    context = multiprocessing.get_context(START_METHOD)
-    pool = ProcessPoolExecutor(min(workers, len(items)), context, _begin, (job,)) if workers > 1 and items else None
+    context, others = multiprocessing.get_context(START_METHOD), {*multiprocessing.active_children()}
+    started, processes = context.Semaphore(0), set[BaseProcess]()
+    arguments = min(workers, len(items)), context, _begin, (job, started)
+    pool = ProcessPoolExecutor(*arguments) if workers > 1 and items else None
     try:
         with starting_processes():
             results = pool.map(partial(_run, function), items) if pool else (function(job, item) for item in items)
+            processes = {*multiprocessing.active_children()} - others if pool else set()
+            if not all(started.acquire(timeout=_START_SECONDS) for _ in processes):
+                raise WorkerDied(f"{what}: a process did not start in {_START_SECONDS:g} s: run the same command again")
         for result in results:
             if progress:
                 progress.step()
@@ -200,16 +212,19 @@ def in_processes(
             f"{what}: a process was killed, for want of memory perhaps; lower --workers and run the same command again"
         ) from error
     finally:
+        for process in processes:
+            process.kill()
         if pool:
             pool.shutdown(cancel_futures=True)
     if progress:
         progress.close()
 
 
-def _begin(job: Any) -> None:
+def _begin(job: Any, started: Semaphore) -> None:
     _JOB[:] = [job]
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the main process handles Ctrl-C
     begin_process()
+    started.release()
 
 
 def _run(function: Callable[[Any, Item], Result], item: Item) -> Result:
