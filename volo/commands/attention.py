@@ -41,11 +41,10 @@ from tlt.tools.drawing import (
     show_image,
 )
 from volo.checkpoint.model_config import class_names
-from volo.cluster.distributed import choose_device
 from volo.commands.console import say
+from volo.commands.inference import load, world_of_one
 from volo.models.volo import ClassAttention, OutlookAttention
 from volo.train.data import eval_dataset
-from volo.train.trained_model import load_model
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -85,9 +84,7 @@ def run(args: Namespace) -> int:
     say(args.notes)
     check_format(args.output)
     refuse_existing(args.output, "-o")
-    device = choose_device(args.device, 0)
-    trained = load_model(args, args.checkpoint or None)
-    say(trained.notes)
+    device, trained = world_of_one(args).device, load(args)
     settings, model = trained.settings, trained.model.to(device)
     batch = eval_dataset(ImageFolder("", [args.image], np.zeros(1, np.int64), []), settings).load(BatchKey(0, (0,)))
     if batch.skipped:

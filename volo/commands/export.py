@@ -32,8 +32,9 @@ from volo.checkpoint.checkpoint import explained, install, tensor_bytes
 from volo.checkpoint.model_config import class_names
 from volo.commands.console import say
 from volo.commands.hub import write_folder
+from volo.commands.inference import load
 from volo.train.precision import check_convolutions
-from volo.train.trained_model import TrainedModel, load_model
+from volo.train.trained_model import TrainedModel
 
 BATCHES = (1, 3)  # batch sizes with which the file is checked; another one is used for tracing
 # The largest allowed difference from the float32 model, relative to the largest logit.
@@ -130,8 +131,7 @@ def run(args: Namespace) -> int:
     """Export the model: write a file, or with `--to-hf` a folder for the Hugging Face Hub."""
     say(args.notes)
     if args.to_hf:
-        trained = load_model(args, args.checkpoint or None, dense=False)
-        say(trained.notes)
+        trained = load(args, dense=False)
         say([write_folder(trained, args.checkpoint, Path(args.to_hf), args.licence, args.origin_url)])
         return 0
     path = Path(args.output)
@@ -140,8 +140,7 @@ def run(args: Namespace) -> int:
         raise UserError(f"-o {path}: there is no folder {path.parent}: make it first")
     for package in ("onnx", "onnxscript", "onnxruntime") if args.format == "onnx" else ():
         require(package, extra="onnx")
-    trained = load_model(args, args.checkpoint or None, args.dense)
-    say(trained.notes)
+    trained = load(args, dense=args.dense)
     if args.dense and not getattr(trained.model, "dense_head", False):
         raise UserError(f"--dense: {trained.args.model} has no trained dense head here; leave the flag out")
 

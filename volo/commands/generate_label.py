@@ -35,42 +35,26 @@ from tlt.labels.annotate import Annotator, check_dense, labelled_area
 from tlt.labels.archive_writer import ArchiveWriter
 from tlt.labels.label_info import LabelInfo, agreement_text
 from volo.checkpoint.model_config import class_names
-from volo.cluster.distributed import (
-    JOIN_S,
-    World,
-    from_all,
-    from_primary,
-    init_world,
-    lost_rank_explained,
-    primary_first,
-    shut_down,
-    wait_for_hosts,
-)
+from volo.cluster.distributed import JOIN_S, World, from_all, from_primary, primary_first, wait_for_hosts
 from volo.commands.console import say
-from volo.train.compilation import check_scope, compile_errors_told, feature_compiler
+from volo.commands.inference import load, place, run_on_ranks
+from volo.train.compilation import check_scope, feature_compiler
 from volo.train.data import validation_loader
-from volo.train.model import place_model
-from volo.train.precision import check_convolutions, compute_dtype
-from volo.train.trained_model import TrainedModel, load_model
+from volo.train.trained_model import TrainedModel
 
 _RANK_TIMEOUT = 7 * 86400.0  # seconds for which the other ranks wait while rank 0 checks the existing labels
 
 
 def run(args: Namespace) -> int:
     """Label the images on all ranks, and return the exit code."""
-    world = init_world(args.device, timeout_s=_RANK_TIMEOUT, join_s=JOIN_S)
-    with lost_rank_explained(), compile_errors_told(args):
-        label_folder(args, world)
-    shut_down()  # not after a failure: connections then end with the process, so that its own error comes first
-    return 0
+    return run_on_ranks(args, label_folder, timeout_s=_RANK_TIMEOUT, join_s=JOIN_S)
 
 
 def label_folder(args: Namespace, world: World) -> None:
     """Build everything, label the images and finish the archive."""
     folder = open_images(args.data, args.split, args.dataset, allow_root=True)
     say([*args.notes, *(f"warning: {warning}" for warning in folder.warnings)], world.is_primary)
-    trained = load_model(args, args.checkpoint or None)
-    say(trained.notes, world.is_primary)
+    trained = load(args, on_this_rank=world.is_primary)
     check(trained, folder)
     annotator = prepare_annotator(trained, world)
     size = trained.settings["input_size"]
@@ -114,13 +98,11 @@ def prepare_annotator(trained: TrainedModel, world: World) -> Annotator:
     Raises:
         UserError: The model can't give exact dense logits.
     """
-    args, size = trained.args, trained.settings["input_size"]
-    model = place_model(trained.model.eval(), args, world)
-    check_dense(model, torch.randn(2, *size, device=world.device), f"--model {args.model}")
-    dtype = compute_dtype(args, world.device)
-    say(check_convolutions(model, size, dtype, world.device), world.is_primary)
-    check_scope(args, model)
-    return Annotator(model, args.top_k, dtype, feature_compiler(model, args))
+    args, precision = trained.args, place(trained, world)
+    images = torch.randn(2, *trained.settings["input_size"], device=world.device)
+    check_dense(trained.model, images, f"--model {args.model}")
+    check_scope(args, trained.model)
+    return Annotator(trained.model, args.top_k, precision.amp_dtype, feature_compiler(trained.model, args))
 
 
 def describe(trained: TrainedModel, folder: ImageSource, grid: tuple[int, int]) -> LabelInfo:

@@ -27,7 +27,7 @@ from torch import Tensor
 from tlt.data.loader import EvalLoader
 from tlt.data.sources.folder import FolderListing, ImageFolder
 from tlt.errors import UserError, require
-from tlt.io.files import read_bytes, refuse_existing
+from tlt.io.files import os_errors_as, read_bytes, refuse_existing
 from tlt.io.jobs import Progress
 from tlt.io.text import printable, table
 from tlt.labels.annotate import labelled_area
@@ -36,15 +36,14 @@ from tlt.models.spatial import feature_map
 from tlt.tools.drawing import Cells, check_format, drawable, save_figure, shorten
 from volo.checkpoint.checkpoint import explained, install
 from volo.checkpoint.model_config import class_names
-from volo.cluster.distributed import World, choose_device, limit_threads
-from volo.cluster.launch import launch_of
 from volo.commands.attention import TOP, View, answers_page
 from volo.commands.console import say
+from volo.commands.inference import load, place, world_of_one
 from volo.record.run_directory import check_writable
 from volo.train.data import validation_loader
-from volo.train.model import TimmModel, place_model
-from volo.train.precision import Precision, check_convolutions, compute_dtype
-from volo.train.trained_model import TrainedModel, load_model
+from volo.train.model import TimmModel
+from volo.train.precision import Precision
+from volo.train.trained_model import TrainedModel
 
 TOKEN_CLASSES = ("token_class", "token_probability")
 COLUMNS = ("path", "rank", "class_id", "class_name", "probability")  # columns of prediction files
@@ -67,24 +66,18 @@ def run(args: Namespace) -> int:
     inputs = find_images(args.paths)
     say(f"warning: {line}" for line in inputs.warnings)
     check_outputs(args, inputs)
-    trained = load_model(args, args.checkpoint or None, dense=bool(args.token_maps))
-    say(trained.notes)
+    world, trained = world_of_one(args), load(args, dense=bool(args.token_maps))
     check_model(args, trained)
     names = names_of_classes(args.class_names, trained)
-
-    world = World(0, 0, 1, choose_device(args.device, 0))
-    limit_threads(world.device, launch_of(os.environ))
     fold_batchnorm(trained.model)
-    model = place_model(trained.model, args, world)
-    dtype = compute_dtype(args, world.device)
-    say(check_convolutions(model, trained.settings["input_size"], dtype, world.device))
+    precision = place(trained, world)
     # Load them as validation does, but let any number of them be unreadable.
     count = len(inputs.paths)
     wanted = {"max_bad_images": count, "workers": min(args.workers, -(-count // args.batch_size))}
     folder = ImageFolder("", inputs.paths, np.zeros(count, np.int64), [])
     flags = Namespace(**vars(args) | wanted)
     loader = validation_loader(flags, folder, args.batch_size, trained.settings, world)
-    read, rows = predict(args, trained, loader, Precision(world.device, dtype), inputs.names, names)
+    read, rows = predict(args, trained, loader, precision, inputs.names, names)
     print(f"{len(read)} images predicted, {len(loader.skips.reasons)} could not be read", flush=True)
     report(args, [inputs.paths[index] for index in read], names, rows)
     return 0
@@ -271,10 +264,8 @@ def draw_token_maps(
         cells = Cells(classes.numpy(), probability.double().numpy(), np.ones(grid))
         answers = View(list(zip(ids, probabilities, strict=True)), cells, box, [])
         path = Path(folder, f"{file}.png")
-        try:
+        with os_errors_as(lambda error: f"--token-maps {printable(str(error.filename))}: {error.strerror}"):
             path.parent.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise UserError(f"--token-maps {printable(str(path.parent))}: {error.strerror}") from error
         title = f"{file}: {trained.args.model}, {height} x {width} px"
         save_figure(answers_page(1, pixels[row], answers, names, drawable(title))[0], path)
 

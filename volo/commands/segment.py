@@ -36,23 +36,24 @@ from tlt.targets import linear_weights
 from volo.cluster.distributed import World, max_over_ranks, sum_over_ranks
 from volo.commands.console import say
 from volo.train.data import validation_loader
-from volo.train.model import TimmModel
-from volo.train.precision import Precision, compute_dtype
+from volo.train.precision import Precision
+from volo.train.trained_model import TrainedModel
 
 _BATCH, _UPDATES, _LEAST_EPOCHS, _WEIGHT_DECAY, _LEFT_OUT = 16, 500, 10, 1e-3, 255
 Examples = dict[int, tuple[Tensor, np.ndarray]]  # image number: tokens (h, w, D) and mask (H, W)
 
 
-def segmentation_row(args: Namespace, model: TimmModel, settings: dict[str, Any], world: World) -> dict[str, Any]:
+def segmentation_row(trained: TrainedModel, precision: Precision, world: World) -> dict[str, Any]:
     """Return the result row of `--probe seg`. It is the same for any number of ranks, up to rounding.
 
     Raises:
         UserError: The model has no spatial tokens, or images, masks or their classes can't be used.
     """
-    grid, positions, channels, *_ = find_tokens(model, size := settings["input_size"][1:])
-    window, settings = positions.window(grid, size), settings | {"crop_pct": 1.0, "crop_mode": "squash"}
+    args, size = trained.args, trained.settings["input_size"][1:]
+    grid, positions, channels, *_ = find_tokens(trained.model, size)
+    window = positions.window(grid, size)
     # Load both splits before training, so that a bad mask in either ends the program early.
-    train, validation = (_examples(args, split, model, settings, world) for split in ("train", args.split))
+    train, validation = (_examples(trained, split, precision, world) for split in ("train", args.split))
     layer = _trained(args, train, max_over_ranks(max(train, default=-1)) + 1, channels, window, world)
     confusion = torch.zeros(256 * 256, dtype=torch.int64, device=world.device)
     for tokens, mask in validation.values():
@@ -84,16 +85,17 @@ def features_of(
         raise UserError(f"{flag}: not one of {len(loader.dataset)} images in {where} can be read")
 
 
-def _examples(args: Namespace, split: str, model: TimmModel, settings: dict[str, Any], world: World) -> Examples:
+def _examples(trained: TrainedModel, split: str, precision: Precision, world: World) -> Examples:
     """Return those of this rank's images of a split that can be read together with their masks."""
-    folder, size = find_split(args.data, split), settings["input_size"][1:]
+    args, model, size = trained.args, trained.model, trained.settings["input_size"][1:]
+    folder = find_split(args.data, split)
     images = open_images(folder, "images", None, classes=False, split_flag="--probe seg")
     masks = [os.path.join(folder, "masks", os.path.splitext(name)[0] + ".png") for name in images.paths]
     if missing := [row for row, mask in enumerate(masks) if not os.path.isfile(mask)]:
         first = f"{printable(images.path(missing[0]))} (looked for {printable(masks[missing[0]])})"
         raise UserError(f"--probe seg: {len(missing)} of {len(masks)} images have no mask, the first is {first}")
-    loader, examples = validation_loader(args, images, args.batch_size, settings, world), Examples()
-    precision = Precision(world.device, compute_dtype(args, world.device))
+    whole = trained.settings | {"crop_pct": 1.0, "crop_mode": "squash"}
+    loader, examples = validation_loader(args, images, args.batch_size, whole, world), Examples()
     maps = features_of(lambda x: feature_map(model, model.forward_features(x), size), loader, precision, "--probe seg")
     for features, batch in maps:
         for index, tokens in zip(batch.indices.tolist(), features.cpu(), strict=True):

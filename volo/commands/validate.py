@@ -31,33 +31,30 @@ from tlt.data.sources import open_images
 from tlt.data.sources.folder import check_num_classes, read_class_map
 from tlt.data.sources.source import ImageSource
 from tlt.errors import UserError
-from tlt.io.files import read_bytes
+from tlt.io.files import os_errors_as, read_bytes
 from tlt.models.folding import fold_batchnorm
 from tlt.models.layers import Constants
-from volo.cluster.distributed import World, init_world, lost_rank_explained, primary_first, shut_down
+from volo.cluster.distributed import World, primary_first
 from volo.commands.console import say
+from volo.commands.inference import load, place, run_on_ranks
 from volo.commands.segment import features_of, segmentation_row
 from volo.config.checkpoint_files import checkpoints_in
 from volo.record.metrics import Sums
 from volo.record.run_directory import check_writable
-from volo.train.compilation import compile_errors_told, compile_model
+from volo.train.compilation import compile_model
 from volo.train.data import listed_images, part, validation_loader
 from volo.train.dense_score import DenseScore
 from volo.train.loop import evaluate
-from volo.train.model import TimmModel, place_model
-from volo.train.precision import Precision, check_convolutions, compute_dtype
-from volo.train.trained_model import load_model
+from volo.train.model import TimmModel
+from volo.train.precision import Precision
+from volo.train.trained_model import TrainedModel
 
 _COSINES = 2**28  # cosines that --knn computes at a time: 1 GiB
 
 
 def run(args: Namespace) -> int:
     """Evaluate the checkpoints on all ranks, and return the exit code."""
-    world = init_world(args.device)
-    with lost_rank_explained(), compile_errors_told(args):
-        validate(args, world)
-    shut_down()
-    return 0
+    return run_on_ranks(args, validate)
 
 
 def validate(args: Namespace, world: World) -> None:
@@ -97,36 +94,33 @@ def evaluate_with_retry(args: Namespace, path: Path | None, world: World) -> dic
 
 def evaluate_checkpoint(args: Namespace, path: Path | None, world: World) -> dict[str, Any]:
     """Evaluate one checkpoint, and return its row of the results."""
-    trained = load_model(args, path, dense=bool(args.token_label_data))
-    model, args, config, settings = trained.model, trained.args, trained.config, trained.settings
-    say(trained.notes, world.is_primary)
+    trained = load(args, path, dense=bool(args.token_label_data), on_this_rank=world.is_primary)
+    model, args, settings = trained.model, trained.args, trained.settings
     parameters = sum(p.numel() for p in model.parameters())
     fold_batchnorm(model)
     if args.test_pool:
         # timm's wrapper fits only the heads of models that have a pool size.
         pools = (getattr(model, "default_cfg", None) or {}).get("pool_size")
-        model, applied = apply_test_time_pool(model, settings) if pools else (model, False)
+        trained.model, applied = apply_test_time_pool(model, settings) if pools else (model, False)
         if not applied:
             raise UserError(f"--test-pool has no effect on --model {args.model} at this size: leave it out")
+    numbers = read_numbers(args.valid_labels) if args.valid_labels else None
+    if numbers is not None:
+        trained.model = ChosenClasses(model, numbers)
+    precision = place(trained, world)
 
     if args.probe:
-        return segmentation_row(args, place_model(model, args, world), settings, world)
-    folder = open_folder(args, config, model, world)
+        return segmentation_row(trained, precision, world)
+    outputs = model.num_classes if numbers is None else len(numbers)
+    folder = open_folder(args, trained.config.get("class_names"), outputs, world)
     if args.knn:
-        return knn_row(args, folder, place_model(model, args, world), settings, world)
-    called = ChosenClasses(model, read_numbers(args.valid_labels)) if args.valid_labels else model
-    called = place_model(called, args, world)
-    dtype = compute_dtype(args, world.device)
-    say(check_convolutions(model, settings["input_size"], dtype, world.device), world.is_primary)
-    called = compile_model(called, args)
-    flag = "--token-label-data"
-    score = DenseScore(args, flag, model, settings, folder, world) if args.token_label_data else None
+        return knn_row(trained, folder, precision, world)
+    score = DenseScore(args, "--token-label-data", model, settings, folder, world) if args.token_label_data else None
     say([f"warning: {line}" for line in score.warnings] if score else [], world.is_primary)
     loader = validation_loader(args, folder, args.batch_size, settings, world, score.labels if score else None)
-    precision = Precision(world.device, dtype)
     real = RealLabels(args.real_labels, loader.dataset, world) if args.real_labels else None
     watch = watcher(args, loader, world, real)
-    result = evaluate(called, loader, precision, world, watch, dense=score)
+    result = evaluate(compile_model(trained.model, args), loader, precision, world, watch, dense=score)
     say(f"warning: {line}" for line in loader.skips.take_lines() + loader.bad_labels.take_lines())
     say([str(result)], world.is_primary)
     row = {
@@ -147,20 +141,22 @@ def evaluate_checkpoint(args: Namespace, path: Path | None, world: World) -> dic
     return row | (real.accuracy() if real else {})
 
 
-def open_folder(args: Namespace, config: dict[str, Any], model: TimmModel, world: World) -> ImageSource:
+def open_folder(args: Namespace, recorded_names: list[str] | None, outputs: int, world: World) -> ImageSource:
     """Open the validation images, with classes numbered as in training.
+
+    Args:
+        recorded_names: Names of the checkpoint's classes, if it has them.
+        outputs: The model's number of classes.
 
     Raises:
         UserError: A class folder is not among the checkpoint's classes, or there are more classes than outputs.
     """
-    recorded = None if args.knn else config.get("class_names")
-    names = read_class_map(args.class_map) if args.class_map else recorded
+    names = read_class_map(args.class_map) if args.class_map else None if args.knn else recorded_names
     folder = open_images(args.data, args.split, args.dataset, names, allow_root=True)
     if args.image_list:
         folder = part(folder, listed_images(folder, args.image_list))
     if args.num_samples is not None and args.num_samples < len(folder):
         folder = folder.select(np.linspace(0, len(folder) - 1, args.num_samples).round().astype(int))
-    outputs = len(read_numbers(args.valid_labels)) if args.valid_labels else model.num_classes
     beyond = [] if args.knn else check_num_classes(folder, outputs)
     say([f"warning: {warning}" for warning in folder.warnings + beyond], world.is_primary)
     return folder
@@ -172,7 +168,7 @@ def write_results(path: Path, rows: list[dict[str, Any]], kind: str) -> None:
     Raises:
         UserError: The file can't be written.
     """
-    try:
+    with os_errors_as(lambda error: f"--results-file {path}: {error.strerror}"):
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("w", newline="", encoding="utf-8") as file:
             if kind == "json":
@@ -181,8 +177,6 @@ def write_results(path: Path, rows: list[dict[str, Any]], kind: str) -> None:
             writer = csv.DictWriter(file, list(rows[0]))
             writer.writeheader()
             writer.writerows(rows)
-    except OSError as error:
-        raise UserError(f"--results-file {path}: {error.strerror}") from error
 
 
 def read_numbers(path: str) -> list[int]:
@@ -264,9 +258,7 @@ def watcher(args: Namespace, loader: EvalLoader, world: World, real: RealLabels 
 
 
 @torch.inference_mode()
-def knn_row(
-    args: Namespace, images: ImageSource, model: TimmModel, settings: dict[str, Any], world: World
-) -> dict[str, Any]:
+def knn_row(trained: TrainedModel, images: ImageSource, precision: Precision, world: World) -> dict[str, Any]:
     """Return the result row of `--knn`: top-1 in percent with 10 and 20 neighbours, and the numbers of images.
 
     As in DINO's evaluation (arXiv:2104.14294), the features before the class head are compared by cosine; each of the k
@@ -274,10 +266,10 @@ def knn_row(
     """
     if world.size > 1:
         raise UserError(f"--knn works with one process, there are {world.size}")
+    args = trained.args
     voters = open_images(args.knn, "train", "", images.class_names, allow_root=True, split_flag="--knn")
-    precision = Precision(world.device, compute_dtype(args, world.device))
     (bank, classes), (features, truth) = (
-        _features(model, validation_loader(args, source, args.batch_size, settings, world), precision)
+        _features(trained.model, validation_loader(args, source, args.batch_size, trained.settings, world), precision)
         for source in (voters, images)
     )
     row = {"model": args.model, "images": len(truth), "train_images": len(classes)}
