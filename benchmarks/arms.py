@@ -26,9 +26,10 @@ from tlt.mixtoken import Box, mix_tokens, unmix_tokens
 from volo.cluster.distributed import World, choose_device
 from volo.config.args import TRAIN
 from volo.config.flag_rules import check_train
-from volo.config.flag_table import NAME, POSITIVE, Flag, flag, switch
+from volo.config.flag_table import Flag, flag, switch
 from volo.config.flags_data import DEVICE
 from volo.config.flags_train import TRAIN_GROUPS
+from volo.config.value_types import NAME, POSITIVE
 from volo.train.compilation import compile_errors_told
 from volo.train.model import TimmModel, build_model, eval_settings, prepare_model
 from volo.train.precision import check_convolutions, compute_dtype

@@ -33,8 +33,9 @@ import tlt
 from benchmarks.rounds import OUTPUT, Range, Rows, in_turns, rounds_flag, speedup, synchronize
 from tlt.data.loader import DEFAULT_TIMEOUT
 from volo.cluster.distributed import choose_device
-from volo.config.flag_table import COUNT, DIR, POSITIVE, TEXT, Group, flag
+from volo.config.flag_table import Group, flag
 from volo.config.flags_data import DEVICE
+from volo.config.value_types import COUNT, DIR, POSITIVE, TEXT
 
 BACKENDS = ("torchvision", "pil", "dali-cpu", "dali-gpu")
 CROPS, BATCHES, TIMM = "crops", "batches", "timm"

@@ -19,7 +19,8 @@ from benchmarks.arms import Arm
 from benchmarks.rounds import OUTPUT, Rows
 from tlt.models.folding import fold_batchnorm
 from volo.cluster.distributed import choose_device
-from volo.config.flag_table import POSITIVE, Group, flag
+from volo.config.flag_table import Group, flag
+from volo.config.value_types import POSITIVE
 from volo.train.compilation import begin_step, compile_errors_told, compile_model
 from volo.train.model import TimmModel, eval_settings
 from volo.train.precision import Precision, compute_dtype

@@ -24,8 +24,9 @@ from benchmarks.arms import exact_float32, reason_of
 from benchmarks.rounds import OUTPUT, Range, Rows, in_turns, rounds_flag, speedup, synchronize
 from tlt.errors import UserError
 from volo.cluster.distributed import choose_device
-from volo.config.flag_table import POSITIVE, Group, flag, switch
+from volo.config.flag_table import Group, flag, switch
 from volo.config.flags_data import DEVICE
+from volo.config.value_types import POSITIVE
 from volo.kernels import KERNELS, outlook_attention
 from volo.models.volo import VARIANTS
 

@@ -26,8 +26,9 @@ import torch
 from tlt.errors import UserError
 from tlt.io.files import os_errors_as
 from tlt.io.jobs import available_cpus
-from volo.config.flag_table import FILE, POSITIVE, Flag, flag
+from volo.config.flag_table import Flag, flag
 from volo.config.flags_data import DEBUG
+from volo.config.value_types import FILE, POSITIVE
 
 OUTPUT = (flag("--output", FILE, "", "append each row to it as a line of JSON"), DEBUG)
 Name = TypeVar("Name", bound=Hashable)

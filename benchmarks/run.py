@@ -27,8 +27,9 @@ from benchmarks.data import CLASSES, make_images, make_labels
 from benchmarks.rounds import OUTPUT, Rows, rounds_flag
 from tlt.errors import UserError
 from volo.cluster.distributed import choose_device
-from volo.config.flag_table import COUNT, DIR, NAME, PATH, POSITIVE, Group, flag
+from volo.config.flag_table import Group, flag
 from volo.config.flags_data import DEVICE
+from volo.config.value_types import COUNT, DIR, NAME, PATH, POSITIVE
 
 TIMM, OURS, LABELLED = "timm", "ours", "ours, token labels"
 _WITH_TOKENS = ("volo_", "lvvit_")

@@ -29,7 +29,8 @@ from tlt.errors import UserError
 from tlt.loss import LossTerms
 from volo.cluster.distributed import World, choose_device
 from volo.cluster.watchdog import Watchdog
-from volo.config.flag_table import POSITIVE, Group, flag
+from volo.config.flag_table import Group, flag
+from volo.config.value_types import POSITIVE
 from volo.train.compilation import compile_errors_told, compile_model
 from volo.train.criterion import Criterion, Drawn, make_criterion
 from volo.train.data import open_folders, open_labels, train_loader

@@ -32,7 +32,8 @@ import volo.models  # noqa: F401  registers them
 from benchmarks.rounds import OUTPUT, Range, Rows
 from tlt.models.token_labeling import DENSE_SHARE
 from tlt.upstream.behaviour import label_view
-from volo.config.flag_table import DIR, POSITIVE, Group, Number, flag
+from volo.config.flag_table import Group, flag
+from volo.config.value_types import DIR, POSITIVE, Number
 
 VALIDATION, BATCH, RATE, FEW = 1000, 20, 1e-3, 300
 CLASSES, LONG, SHORT = 10, 128, 96  # px, of scenes

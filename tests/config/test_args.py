@@ -11,7 +11,7 @@ import pytest
 from tlt.errors import UserError
 from volo.cli import COMMANDS
 from volo.config.args import TRAIN
-from volo.config.flag_table import Place
+from volo.config.value_types import Place
 
 ROOT = Path(__file__).parents[2]
 LABELS = "--token-label --token-label-data l"

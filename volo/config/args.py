@@ -1,7 +1,7 @@
 """Parses train.py's command line over a YAML recipe, and checks it before anything starts.
 
-Reading order: `flag_table` (what a flag is), `flags_train` and `flags_data` (the flags), `flag_rules` (contradictions
-between flags), this file. `flags_programs` has the flags of the other programs.
+Reading order: `value_types` and `flag_table` (what a flag is), `flags_train` and `flags_data` (the flags), `flag_rules`
+(contradictions between flags), this file. `flags_programs` has the flags of the other programs.
 """
 
 from __future__ import annotations

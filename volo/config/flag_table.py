@@ -6,10 +6,8 @@ This module imports nothing slow, so that `--help` answers at once.
 from __future__ import annotations
 
 import argparse
-import ast
 import copy
 import difflib
-import math
 import os
 import sys
 from argparse import Namespace
@@ -21,117 +19,8 @@ from typing import Any, NamedTuple, NoReturn
 
 from tlt import __version__
 from tlt.errors import UserError
-from tlt.io.text import leads_out
 from volo.config.checkpoint_files import single_checkpoint
-
-
-@dataclass(frozen=True)
-class Number:
-    """A type of values: an int or a finite float in [low, high]; with `positive` it must also be above 0.
-
-    Raises:
-        argparse.ArgumentTypeError: The text is no such number. argparse puts the flag's name before the message.
-    """
-
-    kind: type[int] | type[float]
-    low: float = -math.inf
-    high: float = math.inf
-    positive: bool = False
-
-    @property
-    def metavar(self) -> str:
-        """The word for a value in `--help`."""
-        return "N" if self.kind is int else "X"
-
-    def __call__(self, text: str) -> int | float:
-        try:
-            value = self.kind(text)
-        except ValueError:
-            raise argparse.ArgumentTypeError(f"invalid {self.kind.__name__} value: {text!r}") from None
-        if not math.isfinite(value):
-            raise argparse.ArgumentTypeError(f"{text} is not a finite number")
-        if not self.low <= value <= self.high or (self.positive and value <= 0):
-            raise argparse.ArgumentTypeError(f"{text} is out of range: {self.range_text}")
-        return value
-
-    @property
-    def range_text(self) -> str:
-        """The allowed range in words."""
-        if self.positive:
-            return "it must be above 0"
-        return f"at least {self.low:g}" if math.isinf(self.high) else f"{self.low:g} to {self.high:g}"
-
-
-@dataclass(frozen=True)
-class Text:
-    """A type of values: any text."""
-
-    metavar: str
-
-    def __call__(self, text: str) -> str:
-        return text
-
-
-@dataclass(frozen=True)
-class Place(Text):
-    """A type of values: a file, folder or model. `~` at the beginning or after `local-dir:` is the home folder.
-
-    Raises:
-        argparse.ArgumentTypeError: No file can have such a name.
-    """
-
-    def __call__(self, text: str) -> str:
-        prefix = "local-dir:" * text.startswith("local-dir:")
-        return prefix + possible_name(os.path.expanduser(text.removeprefix(prefix)))
-
-
-def possible_name(path: str) -> str:
-    """Return `path`. Raises argparse.ArgumentTypeError if no file can have this name."""
-    if "\0" in path or any(len(name.encode(errors="replace")) > 255 for name in path.split("/")):
-        raise argparse.ArgumentTypeError(f"{path[:40]!r}... is no name of a file: it has more than 255 bytes, or NUL")
-    return path
-
-
-# The types of values. A tuple of words is also a type: the value must be one of them.
-INT = Number(int)
-COUNT = Number(int, low=0)
-POSITIVE = Number(int, low=1)
-EPOCHS = Number(int, low=0, high=10**6)
-FLOAT = Number(float)
-AMOUNT = Number(float, low=0)
-ABOVE_ZERO = Number(float, positive=True)
-SEED = Number(int, low=0, high=2**63 - 1)
-SHARE = Number(float, low=0, high=1)
-NAME, TEXT = map(Text, ("NAME", "TEXT"))
-PATH, FILE, DIR, SOURCE = map(Place, ("PATH", "FILE", "DIR", "NAME"))
-WEIGHTS = Place("PATH")  # path of a checkpoint; `check_flags` replaces a folder by `single_checkpoint`
-
-
-def name_below(text: str) -> str:
-    """A type of values: the name of a folder inside another one. Raises argparse.ArgumentTypeError if it leads out."""
-    if leads_out(text):
-        raise argparse.ArgumentTypeError(f"{text!r} leads out of the folder that it is to be in: give a name alone")
-    return possible_name(text)
-
-
-def key_value(text: str) -> tuple[str, Any]:
-    """A type of values: KEY=VALUE as a pair; VALUE is a Python literal, or else text.
-
-    Raises:
-        argparse.ArgumentTypeError: The key or "=" is missing.
-    """
-    key, equals, value = text.partition("=")
-    if not equals or not key:
-        raise argparse.ArgumentTypeError(f"{text!r} is not KEY=VALUE")
-    try:
-        return key, ast.literal_eval(value)
-    except (ValueError, SyntaxError, MemoryError, RecursionError):  # the last two if it is nested too deeply
-        return key, value
-
-
-def count_or_auto(text: str) -> int | str:
-    """A type of values: a whole number from 1 on, or `auto`. Raises argparse.ArgumentTypeError for other text."""
-    return text if text == "auto" else int(POSITIVE(text))
+from volo.config.value_types import WEIGHTS, key_value
 
 
 class Need(NamedTuple):
@@ -139,6 +28,29 @@ class Need(NamedTuple):
 
     of: str
     met: Callable[[Namespace], bool]
+
+
+Needs = str | Need | tuple[str | Need, ...]
+ValueType = Callable[[str], Any] | tuple[str, ...] | None
+
+
+def _all_of(needs: Needs) -> tuple[Need, ...]:
+    """Return the needs of a flag. A text is what the user has to type: "--flag" must be set, "--flag word" must have
+    this value, or have it among others."""
+    return tuple(map(_need, (needs,) if isinstance(needs, (str, Need)) else needs))
+
+
+def _need(need: str | Need) -> Need:
+    if isinstance(need, Need):
+        return need
+    name, _, word = need.partition(" ")
+    dest = name.lstrip("-").replace("-", "_")
+
+    def met(args: Namespace) -> bool:
+        value = getattr(args, dest)
+        return word in (value if isinstance(value, list) else [value]) if word else bool(value)
+
+    return Need(need, met)
 
 
 @dataclass(frozen=True)
@@ -154,10 +66,11 @@ class Flag:
         excludes: Destinations of flags that set the same value. Two of them together are refused, but a flag on the
             command line overrides others in a recipe, unless the command line switches it off.
         refused: Why the flag must keep its default; "" if it can be set.
+        required: Says what is missing without the flag; "" if the flag can be left out.
     """
 
     names: tuple[str, ...]
-    type: Callable[[str], Any] | tuple[str, ...] | None
+    type: ValueType
     default: Any
     help: str
     nargs: int | str | None = None
@@ -167,6 +80,7 @@ class Flag:
     needs: tuple[Need, ...] = ()
     excludes: tuple[str, ...] = ()
     refused: str = ""
+    required: str = ""
 
     @property
     def switch(self) -> bool:
@@ -190,24 +104,24 @@ class Flag:
         return f"{self.label} {' '.join(map(str, value)) if isinstance(value, list) else value}"
 
 
-def flag(names: str, type: Callable[[str], Any] | tuple[str, ...], default: Any, help: str, **fields: Any) -> Flag:
+def flag(names: str, type: ValueType, default: Any, help: str, needs: Needs = (), **fields: Any) -> Flag:
     """Return a flag that takes a value; spaces separate its `names`."""
-    return Flag(tuple(names.split()), type, default, help, **fields)
+    return Flag(tuple(names.split()), type, default, help, needs=_all_of(needs), **fields)
 
 
 def switch(names: str, help: str, **fields: Any) -> Flag:
     """Return a flag that takes no value and is off by default."""
-    return Flag(tuple(names.split()), None, False, help, **fields)
+    return flag(names, None, False, help, **fields)
 
 
-def needing(need: Need, *rows: Flag) -> tuple[Flag, ...]:
-    """Return the rows with one more need, which is checked before their own."""
-    return tuple(replace(row, needs=(need, *row.needs)) for row in rows)
+def needing(needs: Needs, *rows: Flag) -> tuple[Flag, ...]:
+    """Return the rows with further needs, which are checked before their own."""
+    return tuple(replace(row, needs=(*_all_of(needs), *row.needs)) for row in rows)
 
 
 def check_flags(args: Namespace, flags: Mapping[str, Flag]) -> list[str]:
-    """Refuse flags that can't be set, contradict each other, or have no effect. Replace folders of checkpoints by
-    files, unless the flag `--all` is set.
+    """Refuse flags that are missing, can't be set, contradict each other, or have no effect. Replace folders of
+    checkpoints by files, unless the flag `--all` is set.
 
     Returns:
         A line for the log for each replaced folder.
@@ -216,6 +130,9 @@ def check_flags(args: Namespace, flags: Mapping[str, Flag]) -> list[str]:
         UserError: The message is about the first flag that is refused.
     """
     changed = [row for dest, row in flags.items() if getattr(args, dest, row.default) != row.default]
+    for row in flags.values():
+        if row.required and row not in changed:
+            raise UserError(f"{row.names[0]} {getattr(row.type, 'metavar', 'VALUE')} is missing: {row.required}")
     for row in changed:
         text = row.shown(getattr(args, row.dest))
         if row.refused:

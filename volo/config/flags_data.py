@@ -5,57 +5,35 @@ from __future__ import annotations
 from dataclasses import replace
 
 from tlt.data.sources import KINDS
-from volo.config.flag_table import (
-    ABOVE_ZERO,
-    AMOUNT,
-    COUNT,
-    DIR,
-    FILE,
-    FLOAT,
-    NAME,
-    POSITIVE,
-    SHARE,
-    SOURCE,
-    TEXT,
-    WEIGHTS,
-    Group,
-    Need,
-    count_or_auto,
-    flag,
-    key_value,
-    needing,
-    switch,
-)
+from volo.config import value_types as t
+from volo.config.flag_table import Group, Need, flag, needing, switch
 
 POOLS = ("fast", "avg", "max", "avgmax", "avgmaxc", "token")
 INTERPOLATIONS = ("", "bilinear", "bicubic")
 FILE_BACKENDS = ("torchvision", "pil", "dali-cpu", "dali-gpu")
 
 DENSE = "dense targets (--token-label-data, --token-label-teacher or a --token-label-size; with size 1 there are none)"
-TOKEN_LABEL = Need("--token-label", lambda a: a.token_label)
 DENSE_TARGETS = Need(DENSE, lambda a: a.token_label_size != 1)
 # Without dense targets there is no dense loss; then a weight of 0 is accepted, since it changes nothing.
 DENSE_LOSS_LABELS = Need("--token-label", lambda a: a.token_label or a.dense_weight == 0)
 DENSE_LOSS_TARGETS = Need(DENSE, lambda a: a.token_label_size != 1 or a.dense_weight == 0)
 DENSE_LOSS = Need("--dense-weight above 0", lambda a: a.dense_weight > 0)
-TEACHER = Need("--token-label-teacher", lambda a: bool(a.token_label_teacher))
-LABEL_DATA = Need("--token-label-data", lambda a: bool(a.token_label_data))
-LABEL_FILES = Need("--token-label-data or --val-label-data", lambda a: LABEL_DATA.met(a) or bool(a.val_label_data))
-LABELS = Need("--token-label-data or --token-label-teacher", lambda a: LABEL_DATA.met(a) or TEACHER.met(a))
-GROUND_TRUTH = Need("--ground-truth", lambda a: a.ground_truth)
+LABEL_FILES = Need("--token-label-data or --val-label-data", lambda a: bool(a.token_label_data or a.val_label_data))
+LABELS = Need(
+    "--token-label-data or --token-label-teacher", lambda a: bool(a.token_label_data or a.token_label_teacher)
+)
 JPEG_BACKEND = Need("--data-backend torchvision or dali-cpu", lambda a: a.data_backend in ("torchvision", "dali-cpu"))
-ERASING = Need("--reprob", lambda a: a.reprob > 0)
 FILES = Need("image files (--data-backend synthetic has none)", lambda a: a.data_backend != "synthetic")
 LABELLED = Need("labels and validation (--kd-only has neither)", lambda a: not a.kd_only)
-DENSE_HEAD = (FILES, LABELLED, TOKEN_LABEL, DENSE_TARGETS, DENSE_LOSS)
+DENSE_HEAD = (FILES, LABELLED, "--token-label", DENSE_TARGETS, DENSE_LOSS)
 VAL_SPLIT = Need("a split of its own (no --val-fraction)", lambda a: not a.val_fraction)
 PROCESSES = Need("--workers above 0 (dali-* has threads)", lambda a: a.workers > 0 and a.data_backend[:4] != "dali")
 AUGMENTED = Need("augmentation (--no-aug)", lambda a: not a.no_aug)
 
 _KINDS = f"{', '.join(KINDS)} (docs/data.md); folders and shards: none"
-DATASET = flag("-d --dataset", TEXT, "", _KINDS, metavar="KIND", needs=(FILES,))
+DATASET = flag("-d --dataset", t.TEXT, "", _KINDS, metavar="KIND", needs=FILES)
 
-CLASS_MAP = flag("--class-map", FILE, "", "class folders in the order of the outputs, one a line", needs=(FILES,))
+CLASS_MAP = flag("--class-map", t.FILE, "", "class folders in the order of the outputs, one a line", needs=FILES)
 
 # Flags that several programs have.
 LABEL_AREA = flag(
@@ -70,7 +48,7 @@ LABEL_TAIL = flag(
     ("zero", "exact"),
     "zero",
     "logit of classes that a cell does not list: 0, as published, or what leaves them their share",
-    needs=(LABELS,),
+    needs=LABELS,
 )
 BAD_LABEL = flag(
     "--bad-label",
@@ -79,16 +57,16 @@ BAD_LABEL = flag(
     "unreadable map: stop, train that image on its class alone, or use a uniform map",
     needs=(LABEL_FILES, FILES),
 )
-DEVICE = flag("--device", NAME, None, "cpu, cuda or cuda:N (a GPU where there is one)")
+DEVICE = flag("--device", t.NAME, None, "cpu, cuda or cuda:N (a GPU where there is one)")
 DEBUG = switch("--debug", "show the traceback of an error that is normally told in one line")
 POOL = flag("--gp", POOLS, None, f"global pooling: {', '.join(POOLS)}", metavar="POOL")
-MODEL_KWARGS = flag("--model-kwargs", key_value, {}, "more arguments for the model", nargs="*", metavar="K=V")
+MODEL_KWARGS = flag("--model-kwargs", t.key_value, {}, "more arguments for the model", nargs="*", metavar="K=V")
 PREPROCESSING = (
-    flag("--img-size", POSITIVE, None, "image side in px (the model's own)", excludes=("input_size",)),
-    flag("--input-size", POSITIVE, None, "channels, height and width in px", nargs=3),
-    flag("--crop-pct", ABOVE_ZERO, None, "crop / resized side in validation (the model's own)"),
-    flag("--mean", FLOAT, None, "pixel means in 0..1 (the model's own)", nargs="+"),
-    flag("--std", ABOVE_ZERO, None, "their deviations (the model's own)", nargs="+"),
+    flag("--img-size", t.POSITIVE, None, "image side in px (the model's own)", excludes=("input_size",)),
+    flag("--input-size", t.POSITIVE, None, "channels, height and width in px", nargs=3),
+    flag("--crop-pct", t.ABOVE_ZERO, None, "crop / resized side in validation (the model's own)"),
+    flag("--mean", t.FLOAT, None, "pixel means in 0..1 (the model's own)", nargs="+"),
+    flag("--std", t.ABOVE_ZERO, None, "their deviations (the model's own)", nargs="+"),
     flag("--interpolation", INTERPOLATIONS, "", "resize filter in validation (the model's own)"),
 )
 LOADING = (
@@ -98,59 +76,59 @@ LOADING = (
 LIMITS = (
     *needing(
         FILES,
-        flag("--max-bad-images", COUNT, None, "end after more unreadable images (0.1 %%, 10 to 100)"),
-        flag("--max-pixels", POSITIVE, 50_000_000, "refuse images of more pixels, which take 12 to 16 bytes each"),
+        flag("--max-bad-images", t.COUNT, None, "end after more unreadable images (0.1 %%, 10 to 100)"),
+        flag("--max-pixels", t.POSITIVE, 50_000_000, "refuse images of more pixels, which take 12 to 16 bytes each"),
     ),
-    flag("--loader-timeout", COUNT, 300, "seconds to wait for a batch; 0: for ever", metavar="S"),
+    flag("--loader-timeout", t.COUNT, 300, "seconds to wait for a batch; 0: for ever", metavar="S"),
 )
 
 DATA = Group(
     "Data",
     flag(
-        "data_dir", SOURCE, None, "DATA_DIR/SPLIT/CLASS/IMAGE, or shards", nargs="?", metavar="DATA_DIR", needs=(FILES,)
+        "data_dir", t.SOURCE, None, "DATA_DIR/SPLIT/CLASS/IMAGE, or shards", nargs="?", metavar="DATA_DIR", needs=FILES
     ),
-    flag("--data-dir", DIR, None, "the same as a flag", renamed="data_dir_option"),
+    flag("--data-dir", t.DIR, None, "the same as a flag", renamed="data_dir_option"),
     DATASET,
-    flag("--train-split", NAME, "train", "folder of the training images", needs=(FILES,)),
-    flag("--val-fraction", SHARE, 0.0, "validate on this part of the training images, drawn by --seed"),
+    flag("--train-split", t.NAME, "train", "folder of the training images", needs=FILES),
+    flag("--val-fraction", t.SHARE, 0.0, "validate on this part of the training images, drawn by --seed"),
     CLASS_MAP,
-    flag("--val-split", NAME, "validation", "validation images (val is found too)", needs=(FILES, LABELLED, VAL_SPLIT)),
+    flag(
+        "--val-split", t.NAME, "validation", "validation images (val is found too)", needs=(FILES, LABELLED, VAL_SPLIT)
+    ),
     *PREPROCESSING,
-    flag("-b --batch-size", POSITIVE, 128, "training images per device and step; fewer for small data"),
+    flag("-b --batch-size", t.POSITIVE, 128, "training images per device and step; fewer for small data"),
     *needing(
         LABELLED,
-        flag("-vb --validation-batch-size-multiplier", POSITIVE, 1, "validation batch as a multiple of --batch-size"),
-        flag("--validation-batch-size", POSITIVE, None, "per device", excludes=("validation_batch_size_multiplier",)),
+        flag("-vb --validation-batch-size-multiplier", t.POSITIVE, 1, "validation batch as a multiple of --batch-size"),
+        flag("--validation-batch-size", t.POSITIVE, None, "per device", excludes=("validation_batch_size_multiplier",)),
     ),
-    flag("-j --workers", COUNT, 8, "decoding processes per rank; dali-*: threads; 0: none"),
+    flag("-j --workers", t.COUNT, 8, "decoding processes per rank; dali-*: threads; 0: none"),
     *LOADING,
-    switch("--use-multi-epochs-loader", "keep the decoding processes from epoch to epoch", needs=(PROCESSES,)),
+    switch("--use-multi-epochs-loader", "keep the decoding processes from epoch to epoch", needs=PROCESSES),
     switch("--drop-last", "leave out the last, smaller global batch of an epoch"),
     flag("--data-backend", (*FILE_BACKENDS, "synthetic"), "torchvision", "what decodes and resizes images"),
-    switch("--full-decode", "decode JPEGs of over 8 million px at full size", needs=(JPEG_BACKEND,)),
+    switch("--full-decode", "decode JPEGs of over 8 million px at full size", needs=JPEG_BACKEND),
     *LIMITS,
     switch("--save-images", "write the input batch as a picture at every --log-interval"),
 )
 
-SIZES = Need("--train-img-sizes", lambda a: bool(a.train_img_sizes))
-PROGRESSIVE = Need("--train-size-schedule progressive", lambda a: a.train_size_schedule == "progressive")
 
 IMAGE_SIZES = Group(
     "Image sizes",
-    flag("--train-img-sizes", POSITIVE, None, "sides in px: train each batch on images of one of them", nargs="+"),
+    flag("--train-img-sizes", t.POSITIVE, None, "sides in px: train each batch on images of one of them", nargs="+"),
     *needing(
-        SIZES,
-        flag("--train-batch-sizes", count_or_auto, None, "batch at each; auto: equal pixels", nargs="+", metavar="N"),
-        flag("--train-size-probs", AMOUNT, None, "weight of each (equal)", nargs="+"),
+        "--train-img-sizes",
+        flag("--train-batch-sizes", t.count_or_auto, None, "batch at each; auto: equal pixels", nargs="+", metavar="N"),
+        flag("--train-size-probs", t.AMOUNT, None, "weight of each (equal)", nargs="+"),
         flag("--train-size-schedule", ("constant", "progressive"), "constant", "weights stay, or move to the last one"),
         *needing(
-            PROGRESSIVE,
-            flag("--train-size-schedule-spread", AMOUNT, 0.65, "how many sizes beside the present one come, too"),
-            flag("--train-size-random-mix", SHARE, 0.1, "part of the batches that may have any of the sizes"),
+            "--train-size-schedule progressive",
+            flag("--train-size-schedule-spread", t.AMOUNT, 0.65, "how many sizes beside the present one come, too"),
+            flag("--train-size-random-mix", t.SHARE, 0.1, "part of the batches that may have any of the sizes"),
         ),
         flag("--variable-batch-loss-scale", ("none", "sqrt", "linear"), "none", "rate of an update by its images"),
     ),
-    flag("--val-img-size", POSITIVE, None, "side in px of validation images (--img-size)", needs=(LABELLED,)),
+    flag("--val-img-size", t.POSITIVE, None, "side in px of validation images (--img-size)", needs=LABELLED),
 )
 
 TOKEN_LABELS = Group(
@@ -158,59 +136,60 @@ TOKEN_LABELS = Group(
     switch("--token-label", "train every output token on its own label, with MixToken"),
     flag(
         "--token-label-data",
-        DIR,
+        t.DIR,
         "",
         "label maps: a tree DIR/CLASS/IMAGE.pt (volo label) or an archive (tlt pack)",
-        needs=(TOKEN_LABEL,),
+        needs="--token-label",
         excludes=("token_label_teacher",),
     ),
-    flag("--val-label-data", DIR, "", "label maps of the validation images: measure dense_top1", needs=DENSE_HEAD),
-    flag("--token-label-teacher", SOURCE, "", "label the batches themselves, by this annotator", needs=(TOKEN_LABEL,)),
-    flag("--token-label-teacher-checkpoint", WEIGHTS, "", "its weights (the published ones)", needs=(TEACHER,)),
-    flag("--token-label-teacher-top-k", POSITIVE, 5, "classes it names per place", needs=(TEACHER,)),
+    flag("--val-label-data", t.DIR, "", "label maps of the validation images: measure dense_top1", needs=DENSE_HEAD),
+    flag(
+        "--token-label-teacher", t.SOURCE, "", "label the batches themselves, by this annotator", needs="--token-label"
+    ),
+    *needing(
+        "--token-label-teacher",
+        flag("--token-label-teacher-checkpoint", t.WEIGHTS, "", "its weights (the published ones)"),
+        flag("--token-label-teacher-top-k", t.POSITIVE, 5, "classes it names per place"),
+    ),
     flag(
         "--token-label-size",
-        POSITIVE,
+        t.POSITIVE,
         None,
         "tokens per side (the model's; 1, or absent without label data: class targets alone, ReLabel)",
-        needs=(TOKEN_LABEL,),
+        needs="--token-label",
     ),
-    flag("--compat", TEXT, None, "do as published: rows of docs/parity.md, or upstream", nargs="+", metavar="ROW"),
-    flag("--dense-weight", AMOUNT, 0.5, "weight of the dense loss", needs=(DENSE_LOSS_LABELS, DENSE_LOSS_TARGETS)),
-    flag("--cls-weight", AMOUNT, 1.0, "weight of the class loss", needs=(TOKEN_LABEL,)),
-    switch("--no-mix-token", "do not mix two images after the patch embedding", needs=(TOKEN_LABEL,)),
-    switch("--ground-truth", "blend the true class into the class target", needs=(TOKEN_LABEL, DENSE_TARGETS)),
-    flag("--gt-weight-agree", SHARE, 0.5, "truth's share where the map agrees", needs=(GROUND_TRUTH,)),
-    flag("--gt-weight-disagree", SHARE, 0.1, "truth's share where it does not", needs=(GROUND_TRUTH,)),
+    flag("--compat", t.TEXT, None, "do as published: rows of docs/parity.md, or upstream", nargs="+", metavar="ROW"),
+    flag("--dense-weight", t.AMOUNT, 0.5, "weight of the dense loss", needs=(DENSE_LOSS_LABELS, DENSE_LOSS_TARGETS)),
+    flag("--cls-weight", t.AMOUNT, 1.0, "weight of the class loss", needs="--token-label"),
+    switch("--no-mix-token", "do not mix two images after the patch embedding", needs="--token-label"),
+    switch("--ground-truth", "blend the true class into the class target", needs=("--token-label", DENSE_TARGETS)),
+    flag("--gt-weight-agree", t.SHARE, 0.5, "truth's share where the map agrees", needs="--ground-truth"),
+    flag("--gt-weight-disagree", t.SHARE, 0.1, "truth's share where it does not", needs="--ground-truth"),
     LABEL_AREA,
     flag(
         "--uncovered",
         ("ignore", "uniform"),
         "ignore",
         "where a crop shows fill or its map nothing: leave it out, or take all classes as equally likely",
-        needs=(LABEL_DATA,),
+        needs="--token-label-data",
     ),
     LABEL_TAIL,
     BAD_LABEL,
 )
 
-TAUGHT = Need("--kd-model-name", lambda a: bool(a.kd_model_name))
+TOKENS = "--kd-distill-type token"
 SEVERAL = Need("several teachers (--kd-model-name A B)", lambda a: len(a.kd_model_name) > 1)
-LOGITS = Need("--kd-distill-type logit", lambda a: "logit" in a.kd_distill_type)
-TOKENS = Need("--kd-distill-type token", lambda a: "token" in a.kd_distill_type)
 
 _OF_A_TEACHER = (
-    flag("--kd-model-name", WEIGHTS, "", "frozen teachers: a timm model, hf-hub:..., local-dir:..., a run"),
+    flag("--kd-model-name", t.WEIGHTS, "", "frozen teachers: a timm model, hf-hub:..., local-dir:..., a run"),
     *needing(
-        TAUGHT,
+        "--kd-model-name",
         flag("--kd-distill-type", ("logit", "feature", "token"), ["logit"], "logits, pooled features, or tokens"),
-        flag("--kd-loss-weight --distill-loss-weight", ABOVE_ZERO, [1.0], "weight of its loss beside the labels'"),
-        flag("--kd-temperature", ABOVE_ZERO, [4.0], "by which logits are divided", needs=(LOGITS,)),
-        flag("--kd-dense-loss", ("cosine", "smooth-l1", "gram"), ["cosine"], "loss of the tokens", needs=(TOKENS,)),
-        flag("--kd-size", POSITIVE, None, "side, or height and width, in px that it sees (the student's)"),
-        flag(
-            "--kd-view", ("crop", "whole"), ["crop"], "it sees the student's crop, or the whole image", needs=(TOKENS,)
-        ),
+        flag("--kd-loss-weight --distill-loss-weight", t.ABOVE_ZERO, [1.0], "weight of its loss beside the labels'"),
+        flag("--kd-temperature", t.ABOVE_ZERO, [4.0], "by which logits are divided", needs="--kd-distill-type logit"),
+        flag("--kd-dense-loss", ("cosine", "smooth-l1", "gram"), ["cosine"], "loss of the tokens", needs=TOKENS),
+        flag("--kd-size", t.POSITIVE, None, "side, or height and width, in px that it sees (the student's)"),
+        flag("--kd-view", ("crop", "whole"), ["crop"], "it sees the student's crop, or the whole image", needs=TOKENS),
     ),
 )
 PER_TEACHER = tuple(replace(row, nargs="+") for row in _OF_A_TEACHER)
@@ -219,8 +198,8 @@ DISTILLATION = Group(
     "Distillation",
     *PER_TEACHER,
     *needing(
-        TAUGHT,
-        flag("--kd-drop", SHARE, 0.0, "share of images that leave a teacher out, as UNIC", needs=(SEVERAL,)),
+        "--kd-model-name",
+        flag("--kd-drop", t.SHARE, 0.0, "share of images that leave a teacher out, as UNIC", needs=SEVERAL),
         switch("--kd-only", "learn from them alone: no labels, heads or validation; images may lie anywhere"),
     ),
     note="One value of --kd-... is for all teachers, else there is one for each.",
@@ -231,19 +210,19 @@ AUGMENTATION = Group(
     switch("--no-aug", "squash the image to its size and do nothing else to it; not with the flags below"),
     *needing(
         AUGMENTED,
-        flag("--scale", AMOUNT, [0.08, 1.0], "area of the random crop, least and most", nargs=2),
-        flag("--ratio", AMOUNT, [3.0 / 4.0, 4.0 / 3.0], "its aspect ratio, least and most", nargs=2),
-        flag("--hflip", SHARE, 0.5, "probability of a horizontal flip"),
-        flag("--vflip", SHARE, 0.0, "probability of a vertical flip"),
-        flag("--aa", TEXT, "rand-m9-mstd0.5-inc1", "RandAugment in timm's grammar; '' for none", metavar="POLICY"),
-        flag("--color-jitter", AMOUNT, 0.4, "colour jitter, used where --aa is ''"),
+        flag("--scale", t.AMOUNT, [0.08, 1.0], "area of the random crop, least and most", nargs=2),
+        flag("--ratio", t.AMOUNT, [3.0 / 4.0, 4.0 / 3.0], "its aspect ratio, least and most", nargs=2),
+        flag("--hflip", t.SHARE, 0.5, "probability of a horizontal flip"),
+        flag("--vflip", t.SHARE, 0.0, "probability of a vertical flip"),
+        flag("--aa", t.TEXT, "rand-m9-mstd0.5-inc1", "RandAugment in timm's grammar; '' for none", metavar="POLICY"),
+        flag("--color-jitter", t.AMOUNT, 0.4, "colour jitter, used where --aa is ''"),
     ),
-    flag("--aug-repeats", COUNT, 0, "show each image so often in a batch, and fewer images"),
+    flag("--aug-repeats", t.COUNT, 0, "show each image so often in a batch, and fewer images"),
     flag("--train-interpolation", ("", "random", "bilinear", "bicubic"), "random", "training resize filter"),
     *needing(
         AUGMENTED,
-        flag("--reprob", SHARE, 0.25, "probability of random erasing"),
-        flag("--remode", ("const", "rand", "pixel"), "pixel", "what erased areas are filled with", needs=(ERASING,)),
-        flag("--recount", POSITIVE, 1, "erased areas per image", needs=(ERASING,)),
+        flag("--reprob", t.SHARE, 0.25, "probability of random erasing"),
+        flag("--remode", ("const", "rand", "pixel"), "pixel", "what erased areas are filled with", needs="--reprob"),
+        flag("--recount", t.POSITIVE, 1, "erased areas per image", needs="--reprob"),
     ),
 )

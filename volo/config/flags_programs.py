@@ -13,30 +13,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from tlt.errors import UserError
+from volo.config import value_types as t
 from volo.config.checkpoint_files import best_or_last
 from volo.config.flag_rules import check_images, check_weights, join_data_dir
-from volo.config.flag_table import (
-    ABOVE_ZERO,
-    AMOUNT,
-    COUNT,
-    DIR,
-    FILE,
-    NAME,
-    PATH,
-    POSITIVE,
-    SHARE,
-    SOURCE,
-    TEXT,
-    WEIGHTS,
-    Flag,
-    Group,
-    Need,
-    Number,
-    Program,
-    flag,
-    needing,
-    switch,
-)
+from volo.config.flag_table import Flag, Group, Need, Program, flag, needing, switch
 from volo.config.flags_data import (
     BAD_LABEL,
     CLASS_MAP,
@@ -45,7 +25,6 @@ from volo.config.flags_data import (
     DEVICE,
     FILE_BACKENDS,
     LABEL_AREA,
-    LABEL_DATA,
     LABEL_TAIL,
     LIMITS,
     LOADING,
@@ -55,28 +34,24 @@ from volo.config.flags_data import (
 )
 from volo.config.flags_train import BIND, CHANNELS_LAST, COMPILE, MIXED_PRECISION, NO_TORCHSCRIPT, OUTLOOK_KERNEL
 
-CHECKPOINT = Need("--checkpoint", lambda a: bool(a.checkpoint))
 FOLDER = Need("a folder as --checkpoint", lambda a: os.path.isdir(a.checkpoint))
-RESULTS_FILE = Need("--results-file", lambda a: bool(a.results_file))
 HEADS = Need("the heads' outputs (--knn and --probe look at features)", lambda a: not (a.knn or a.probe))
 CLASSES = Need("classes of images (--probe has masks)", lambda a: not a.probe)
-PROBE = Need("--probe", lambda a: bool(a.probe))
 OWN_HEADS = Need("the whole heads (no --valid-labels, --test-pool)", lambda a: not (a.valid_labels or a.test_pool))
-EMBEDDINGS = Need("--embeddings", lambda a: bool(a.embeddings))
 MODEL = (
-    flag("-m --model", SOURCE, None, "model (what the checkpoint says)"),
-    flag("--checkpoint", WEIGHTS, "", "weights, or the directory of a run: its best", excludes=("pretrained",)),
+    flag("-m --model", t.SOURCE, None, "model (what the checkpoint says)"),
+    flag("--checkpoint", t.WEIGHTS, "", "weights, or the directory of a run: its best", excludes=("pretrained",)),
     switch("--pretrained", "the published weights"),
-    switch("--use-ema", "the moving average in the checkpoint (what training selected by)", needs=(CHECKPOINT,)),
-    switch("--no-use-ema", "the plain weights, also where training selected by the average", needs=(CHECKPOINT,)),
-    flag("--num-classes", POSITIVE, None, "number of classes (the model's own)"),
+    switch("--use-ema", "the moving average in the checkpoint (what training selected by)", needs="--checkpoint"),
+    switch("--no-use-ema", "the plain weights, also where training selected by the average", needs="--checkpoint"),
+    flag("--num-classes", t.POSITIVE, None, "number of classes (the model's own)"),
     POOL,
     MODEL_KWARGS,
 )
 
 _IMAGES = (
     *PREPROCESSING,
-    flag("-j --workers", COUNT, 4, "decoding processes per rank; dali-*: threads; 0: none"),
+    flag("-j --workers", t.COUNT, 4, "decoding processes per rank; dali-*: threads; 0: none"),
     *LOADING,
     flag("--data-backend", FILE_BACKENDS, "torchvision", "what decodes and resizes images"),
     *LIMITS,
@@ -89,38 +64,36 @@ _NO_TORCHSCRIPT = (
 )
 
 
-def _batch_size(default: int) -> Flag:
-    return flag("-b --batch-size", POSITIVE, default, "images per device")
-
-
 _VALIDATE = (
     Group(
         "Data",
-        flag("data", SOURCE, None, "dataset: DATA/SPLIT/CLASS/IMAGE, or shards", nargs="?", metavar="DATA"),
-        flag("--data-dir", DIR, None, "the same as a flag", renamed="data_dir_option"),
-        flag("--split", NAME, "validation", "folder of the images (val is found too)"),
+        flag("data", t.SOURCE, None, "dataset: DATA/SPLIT/CLASS/IMAGE, or shards", nargs="?", metavar="DATA"),
+        flag("--data-dir", t.DIR, None, "the same as a flag", renamed="data_dir_option"),
+        flag("--split", t.NAME, "validation", "folder of the images (val is found too)"),
         *needing(
             CLASSES,
             DATASET,
             CLASS_MAP,
-            flag("--image-list", FILE, "", "these images alone, one CLASS/FILE a line"),
-            flag("--num-samples", POSITIVE, None, "so many images, evenly spaced over the split"),
+            flag("--image-list", t.FILE, "", "these images alone, one CLASS/FILE a line"),
+            flag("--num-samples", t.POSITIVE, None, "so many images, evenly spaced over the split"),
             flag("--crop-mode", ("", "center", "squash", "border"), "", "(the model's own)"),
         ),
-        _batch_size(256),
+        flag("-b --batch-size", t.POSITIVE, 256, "images per device"),
         *_IMAGES,
         switch("--tf-preprocessing", "refused", refused="TensorFlow's preprocessing is not supported: remove the flag"),
     ),
     Group(
         "Model",
         *MODEL,
-        switch("--all", "every checkpoint in a folder; without it the best, in a run's directory", needs=(FOLDER,)),
-        switch("--test-pool", "test-time pooling", needs=(HEADS,)),
+        switch("--all", "every checkpoint in a folder; without it the best, in a run's directory", needs=FOLDER),
+        switch("--test-pool", "test-time pooling", needs=HEADS),
         switch("--no-test-pool", "the default", excludes=("test_pool",)),
     ),
     Group(
         "Results",
-        flag("--knn", DIR, "", "in place of the heads: accuracy of the nearest of these training images, CLASS/IMAGE"),
+        flag(
+            "--knn", t.DIR, "", "in place of the heads: accuracy of the nearest of these training images, CLASS/IMAGE"
+        ),
         flag(
             "--probe",
             ("", "seg"),
@@ -128,25 +101,28 @@ _VALIDATE = (
             "DATA/SPLIT/images and masks: mIoU of a linear layer on tokens",
             excludes=("knn",),
         ),
-        flag("--epochs", POSITIVE, None, "of its training (500 updates of 16 images, at least 10)", needs=(PROBE,)),
-        flag("--lr", ABOVE_ZERO, 1e-3, "its learning rate, which falls to 0 as a cosine does", needs=(PROBE,)),
+        *needing(
+            "--probe",
+            flag("--epochs", t.POSITIVE, None, "of its training (500 updates of 16 images, at least 10)"),
+            flag("--lr", t.ABOVE_ZERO, 1e-3, "its learning rate, which falls to 0 as a cosine does"),
+        ),
         *needing(
             HEADS,
-            flag("--real-labels", FILE, "", "real.json: accuracy on ImageNet's reassessed labels"),
-            flag("--valid-labels", FILE, "", "class numbers, one per line: rank among these alone"),
-            flag("--token-label-data", DIR, "", "label maps of these images: measure dense_top1", needs=(OWN_HEADS,)),
+            flag("--real-labels", t.FILE, "", "real.json: accuracy on ImageNet's reassessed labels"),
+            flag("--valid-labels", t.FILE, "", "class numbers, one per line: rank among these alone"),
+            flag("--token-label-data", t.DIR, "", "label maps of these images: measure dense_top1", needs=OWN_HEADS),
         ),
-        *(replace(row, needs=(LABEL_DATA,)) for row in (LABEL_AREA, LABEL_TAIL, BAD_LABEL)),
-        flag("--results-file", FILE, "", "write the results there"),
-        flag("--results-format", ("csv", "json"), "csv", "format of --results-file", needs=(RESULTS_FILE,)),
-        flag("--log-freq", POSITIVE, 50, "batches between lines of the log", needs=(HEADS,)),
+        *needing("--token-label-data", *(replace(row, needs=()) for row in (LABEL_AREA, LABEL_TAIL, BAD_LABEL))),
+        flag("--results-file", t.FILE, "", "write the results there"),
+        flag("--results-format", ("csv", "json"), "csv", "format of --results-file", needs="--results-file"),
+        flag("--log-freq", t.POSITIVE, 50, "batches between lines of the log", needs=HEADS),
         switch("--retry", "halve --batch-size where it does not fit into memory (one process)"),
         DEBUG,
     ),
     Group("Precision and speed", *_DEVICE, *needing(HEADS, *COMPILE), OUTLOOK_KERNEL, *_NO_TORCHSCRIPT),
     Group(
         "Distributed",
-        flag("--num-gpu", COUNT, 1, "more are refused", refused="start one process per GPU with torchrun"),
+        flag("--num-gpu", t.COUNT, 1, "more are refused", refused="start one process per GPU with torchrun"),
         BIND,
     ),
 )
@@ -154,17 +130,17 @@ _VALIDATE = (
 _GENERATE_LABEL = (
     Group(
         "Data",
-        flag("data", SOURCE, None, "images: DATA/SPLIT/CLASS/IMAGE, DATA/CLASS/IMAGE or shards", metavar="DATA"),
-        flag("token_label_root", SOURCE, None, "folder of the label archive", metavar="OUT"),
+        flag("data", t.SOURCE, None, "images: DATA/SPLIT/CLASS/IMAGE, DATA/CLASS/IMAGE or shards", metavar="DATA"),
+        flag("token_label_root", t.SOURCE, None, "folder of the label archive", metavar="OUT"),
         DATASET,
-        flag("--split", NAME, "train", "folder of the images"),
-        _batch_size(32),
+        flag("--split", t.NAME, "train", "folder of the images"),
+        flag("-b --batch-size", t.POSITIVE, 32, "images per device"),
         *_IMAGES,
     ),
     Group("Model", *MODEL),
     Group(
         "Labels",
-        flag("--top-k", POSITIVE, 5, "classes kept per cell of the map"),
+        flag("--top-k", t.POSITIVE, 5, "classes kept per cell of the map"),
         switch("--no-log-sum-exp", "without what --label-tail exact needs, a sixth smaller"),
         switch("--transfer", "the annotator's classes are not the folder's: measure no accuracy"),
         switch("--overwrite", "replace the archive in OUT, and nothing else"),
@@ -179,20 +155,20 @@ _OUTPUTS, _EMBEDDING_FILES = (".csv", ".json", ".parquet"), (".safetensors", ".n
 _PREDICT = (
     Group(
         "Images",
-        flag("paths", PATH, None, "images, and folders with images at any depth", nargs="+"),
-        _batch_size(64),
+        flag("paths", t.PATH, None, "images, and folders with images at any depth", nargs="+"),
+        flag("-b --batch-size", t.POSITIVE, 64, "images per device"),
         # No limit: any number of unreadable images is reported and left out.
         *(row for row in _IMAGES if row.dest != "max_bad_images"),
     ),
     Group("Model", *MODEL),
     Group(
         "Predictions",
-        flag("--topk", POSITIVE, 5, "most probable classes of an image"),
-        flag("-o --output", FILE, "", "write them there: .csv, .json or .parquet (a table on the terminal)"),
-        flag("--class-names", FILE, "", "a name per line (the checkpoint's; ImageNet's for 1000 classes)"),
-        flag("--token-maps", DIR, "", "a picture of what the dense head says of each token"),
-        flag("--embeddings", FILE, "", ".safetensors or .npz: pooled features and those of tokens, kept in memory"),
-        switch("--embeddings-pooled-only", "without the features of the tokens", needs=(EMBEDDINGS,)),
+        flag("--topk", t.POSITIVE, 5, "most probable classes of an image"),
+        flag("-o --output", t.FILE, "", "write them there: .csv, .json or .parquet (a table on the terminal)"),
+        flag("--class-names", t.FILE, "", "a name per line (the checkpoint's; ImageNet's for 1000 classes)"),
+        flag("--token-maps", t.DIR, "", "a picture of what the dense head says of each token"),
+        flag("--embeddings", t.FILE, "", ".safetensors or .npz: pooled features and those of tokens, kept in memory"),
+        switch("--embeddings-pooled-only", "without the features of the tokens", needs="--embeddings"),
         DEBUG,
     ),
     Group("Precision and speed", *_DEVICE, OUTLOOK_KERNEL),
@@ -241,17 +217,16 @@ PREDICT = Program(
 ENDINGS = {"onnx": ".onnx", "torch-export": ".pt2"}
 OPSET = 18  # the lowest that torch's exporter writes, and so the most widely supported
 
-TO_HF = Need("--to-hf", lambda a: bool(a.to_hf))
 
 _EXPORT = (
     Group(
         "File",
-        flag("-o --output", FILE, "", "file to write; it must not exist"),
+        flag("-o --output", t.FILE, "", "file to write; it must not exist"),
         flag("--format", tuple(ENDINGS), None, "ONNX or torch.export's .pt2 (what the file's ending says)"),
-        flag("--opset", Number(int, low=OPSET), OPSET, "of ONNX"),
-        flag("--to-hf", DIR, "", "a folder for the Hugging Face Hub in place of a file"),
-        flag("--licence --license", NAME, "", "for the model card", needs=(TO_HF,)),
-        flag("--origin-url", TEXT, "", "for the model card", metavar="URL", needs=(TO_HF,)),
+        flag("--opset", t.Number(int, low=OPSET), OPSET, "of ONNX"),
+        flag("--to-hf", t.DIR, "", "a folder for the Hugging Face Hub in place of a file"),
+        flag("--licence --license", t.NAME, "", "for the model card", needs="--to-hf"),
+        flag("--origin-url", t.TEXT, "", "for the model card", metavar="URL", needs="--to-hf"),
         switch("--dense", "two outputs: class logits (B, K) and token logits (B, N, K)"),
         flag("--model-dtype", ("float32", "float16", "bfloat16"), "float32", "of weights and arithmetic"),
         DEBUG,
@@ -292,12 +267,6 @@ EXPORT = Program(
 )
 
 
-def _check_attention(args: Namespace, flags: Mapping[str, Flag]) -> list[str]:
-    if not args.output:
-        raise UserError("-o FILE is missing: where shall the picture go?")
-    return check_weights(args, flags)
-
-
 ATTENTION = Program(
     "attention",
     "IMAGE -o FILE --checkpoint PATH [flags]",
@@ -305,14 +274,14 @@ ATTENTION = Program(
     (
         Group(
             "Pictures",
-            flag("image", SOURCE, None, "image file", metavar="IMAGE"),
-            flag("-o --output", FILE, "", "picture"),
-            flag("--query", SHARE, [0.5, 0.5], "place looked from: x, y shares", nargs=2),
+            flag("image", t.SOURCE, None, "image file", metavar="IMAGE"),
+            flag("-o --output", t.FILE, "", "picture", required="where shall the picture go?"),
+            flag("--query", t.SHARE, [0.5, 0.5], "place looked from: x, y shares", nargs=2),
         ),
         Group("Model", *MODEL),
         Group("Images and device", *PREPROCESSING, DEVICE, DEBUG),
     ),
-    _check_attention,
+    check_weights,
 )
 
 REPORT = Program(
@@ -322,7 +291,7 @@ REPORT = Program(
     (
         Group(
             "Report",
-            flag("run", SOURCE, None, "directory of a run", metavar="RUN"),
+            flag("run", t.SOURCE, None, "directory of a run", metavar="RUN"),
             switch("--quick", "don't read the checkpoints through to verify them"),
             switch("--html", "also write RUN/report.html: these texts, the curves, the first batch, the settings"),
             DEBUG,
@@ -334,9 +303,8 @@ SLURM = Program(
     "slurm",
     "DIR",
     "Write batch scripts for Slurm and recipes into a folder.",
-    (Group("Slurm", flag("directory", SOURCE, None, "a new folder", metavar="DIR"), DEBUG),),
+    (Group("Slurm", flag("directory", t.SOURCE, None, "a new folder", metavar="DIR"), DEBUG),),
 )
-
 
 SAMPLE = Program(
     "sample",
@@ -345,8 +313,8 @@ SAMPLE = Program(
     (
         Group(
             "Sample",
-            flag("directory", SOURCE, None, "a new folder", metavar="DIR"),
-            flag("--images", POSITIVE, None, "how many, a fifth of them held out (all 1,797)"),
+            flag("directory", t.SOURCE, None, "a new folder", metavar="DIR"),
+            flag("--images", t.POSITIVE, None, "how many, a fifth of them held out (all 1,797)"),
             DEBUG,
         ),
     ),
@@ -375,14 +343,8 @@ LAUNCH = _Launch(
     "N [train|label|validate|preflight] [DATA] [flags of that command]",
     "Start a command, train unless another is named, in N processes of this machine, as distributed_train.sh does. "
     "Several machines and other settings: variables of the environment, docs/multinode.md.",
-    (Group("Launch", flag("processes", POSITIVE, None, "how many, one per GPU")),),
+    (Group("Launch", flag("processes", t.POSITIVE, None, "how many, one per GPU")),),
 )
-
-
-def _check_push(args: Namespace, flags: Mapping[str, Flag]) -> list[str]:
-    if not args.folder:
-        raise UserError("--from DIR is missing: the folder that volo export --to-hf wrote")
-    return []
 
 
 PUSH = Program(
@@ -392,19 +354,24 @@ PUSH = Program(
     (
         Group(
             "Push",
-            flag("repository", TEXT, None, "on the Hub; it is made where it is not there", metavar="ORG/NAME"),
-            flag("--from", DIR, "", "what volo export --to-hf wrote", renamed="folder"),
+            flag("repository", t.TEXT, None, "on the Hub; it is made where it is not there", metavar="ORG/NAME"),
+            flag(
+                "--from",
+                t.DIR,
+                "",
+                "what volo export --to-hf wrote",
+                renamed="folder",
+                required="the folder that volo export --to-hf wrote",
+            ),
             switch("--private", "make the repository private"),
-            flag("--revision", NAME, "", "branch (main)"),
-            flag("--message", TEXT, "Upload model", "of the commit"),
+            flag("--revision", t.NAME, "", "branch (main)"),
+            flag("--message", t.TEXT, "Upload model", "of the commit"),
             switch("--dry-run", "list the files, send nothing"),
             DEBUG,
         ),
     ),
-    _check_push,
 )
 
-_OUTPUT = Need("--output", lambda a: bool(a.output))
 PREFLIGHT = Program(
     "preflight",
     "[flags]   (as many processes as the run will have)",
@@ -412,17 +379,17 @@ PREFLIGHT = Program(
     (
         Group(
             "What the run needs",
-            flag("--data", PATH, [], "images and labels: readable, equal on all nodes", nargs="+"),
-            flag("--output", DIR, None, "where checkpoints go: writable, see --free-gb"),
-            flag("--free-gb", AMOUNT, 20.0, "free space that --output must have", metavar="GB", needs=(_OUTPUT,)),
-            flag("--shm-gb", AMOUNT, 1.0, "free /dev/shm per rank, for data workers", metavar="GB"),
-            flag("--min-bandwidth", ABOVE_ZERO, None, "bus bandwidth per process, all-reduce", metavar="GB/S"),
+            flag("--data", t.PATH, [], "images and labels: readable, equal on all nodes", nargs="+"),
+            flag("--output", t.DIR, None, "where checkpoints go: writable, see --free-gb"),
+            flag("--free-gb", t.AMOUNT, 20.0, "free space that --output must have", metavar="GB", needs="--output"),
+            flag("--shm-gb", t.AMOUNT, 1.0, "free /dev/shm per rank, for data workers", metavar="GB"),
+            flag("--min-bandwidth", t.ABOVE_ZERO, None, "bus bandwidth per process, all-reduce", metavar="GB/S"),
         ),
         Group(
             "Ranks and output",
             DEVICE,
             BIND,
-            flag("--timeout", Number(float, 1, 3600), 120.0, "wait this long for all ranks", metavar="S"),
+            flag("--timeout", t.Number(float, 1, 3600), 120.0, "wait this long for all ranks", metavar="S"),
             DEBUG,
         ),
     ),

@@ -30,6 +30,7 @@ from tlt import __version__
 from tlt.io.files import os_errors_as, read_at, write_whole
 from tlt.tools.drawing import INK, drawable, new_figure, shorten
 from volo.cluster.distributed import launch_id
+from volo.config.flags_train import START_ONLY
 
 EVENTS, METRICS, SUMMARY = "events.jsonl", "metrics.jsonl", "summary.csv"
 _MOST_PENDING = 10_000  # lines kept in memory while a file can't be written
@@ -44,9 +45,6 @@ _LINES = (
     *(("#0072b2", "-", "o"), ("#d55e00", "--", "s"), ("#009e73", ":", "^"), (INK, "-.", "D"), ("#cc79a7", "-", "v")),
     *(("#e69f00", "--", "P"), ("#56b4e9", ":", "X"), ("#999999", "-.", "*")),
 )
-# Arguments that say only how a run was started.
-_NOT_SETTINGS = {"config", "notes", "local_rank", "debug", "dry_run", "resume", "no_resume_opt", "start_epoch"}
-_NOT_SETTINGS |= {"allow_changed_data"}
 
 
 def utc_now() -> str:
@@ -272,7 +270,7 @@ def versions() -> dict[str, str]:
 
 def settings_of(args: Namespace) -> dict[str, Any]:
     """Return the arguments that define the run, as plain types; arguments that say only how it started are left out."""
-    return plain({k: v for k, v in sorted(vars(args).items()) if k not in _NOT_SETTINGS})
+    return plain({k: v for k, v in sorted(vars(args).items()) if k not in START_ONLY})
 
 
 def _is_before(line: bytes, epoch: int, update: int) -> bool:

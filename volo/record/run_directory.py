@@ -22,19 +22,12 @@ from tlt.errors import UserError
 from tlt.io.files import os_errors_as
 from volo.cluster.distributed import restarts
 from volo.config.checkpoint_files import MILESTONE
-from volo.config.flags_data import AUGMENTATION, TOKEN_LABELS
-from volo.config.flags_train import BATCH_NORM, EMA, MODEL, OPTIMIZER, REGULARISATION, SCHEDULE
+from volo.config.flags_train import EXPERIMENT
 from volo.record.records import launch_record, plain, settings_of
 
 DEFAULT_ROOT = "output/train"
 _TIME = "%Y%m%d-%H%M%S"  # the time in the names of runs
 _WAIT = 2.0  # seconds to wait for the lock: before filelock 4, data workers of a killed job hold it a little longer
-# The settings that define an experiment, without the places of files and the machines.
-_OF_EXPERIMENT = {
-    flag.dest
-    for group in (MODEL, TOKEN_LABELS, OPTIMIZER, SCHEDULE, AUGMENTATION, REGULARISATION, BATCH_NORM, EMA)
-    for flag in group.flags
-} - {"token_label_data", "grad_accum_steps"} | {"seed", "batch_size"}  # accumulation depends on the number of ranks
 
 
 def check_writable(folder: Path, flag: str) -> None:
@@ -105,7 +98,7 @@ def _newest_alike(root: Path, suffix: str, args: Namespace, report: Callable[[st
 
     A setting that the data determine, because neither command gives it, is not compared (see `FITTED` in flags_train).
     """
-    now = {k: v for k, v in settings_of(args).items() if k in _OF_EXPERIMENT}
+    now = {k: v for k, v in settings_of(args).items() if k in EXPERIMENT}
     defaulted = {name: "left to the data" for name in getattr(args, "defaulted", ()) if name in now}
     alike, passed_over = None, ""
     for run in sorted((file.parent for file in root.glob(f"*{suffix}/args.yaml")), key=_begun, reverse=True):
