@@ -1,8 +1,6 @@
 """generate_label.py as its users call it: by one process or several, killed at any time."""
 
-import itertools
 import json
-import multiprocessing
 import multiprocessing.connection
 import os
 import random
@@ -10,8 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
-from multiprocessing.process import BaseProcess as Process
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -20,12 +17,12 @@ import timm
 import torch
 from PIL import Image
 from timm.data import create_transform
-from torch import Tensor
 
 import volo  # noqa: F401  (registers the models)
 from tests.commands.conftest import ROOT
-from tests.conftest import LIMIT, free_port
+from tests.conftest import LIMIT
 from tests.labels.packed import same_files
+from tests.labels.ranks import end, start
 from tlt.data.sources.folder import scan_folder
 from tlt.labels import annotate
 from tlt.labels.annotate import Annotator
@@ -53,41 +50,6 @@ def command(make_dataset: Callable[..., Path], tmp_path: Path) -> list[str]:
 def into(command: list[str], name: str, *more: str) -> list[str]:
     """The command with another OUT."""
     return [command[0], str(Path(command[1]).with_name(name)), *command[2:], *more]
-
-
-def start(command: list[str], ranks: int = 1, writes: int | None = None) -> list[Process]:
-    """The command in forked processes, which together are `ranks` ranks and log to OUT.log. Each kills itself half-way
-    through its write number `writes` into an archive's row."""
-    port, context = free_port(), multiprocessing.get_context("fork")
-    countdown, pwrite = itertools.count(-1 if writes is None else writes, -1), os.pwrite
-
-    def dying_pwrite(descriptor: int, data: bytes, offset: int) -> int:
-        if next(countdown):
-            return pwrite(descriptor, data, offset)
-        pwrite(descriptor, data[: len(data) // 2], offset)
-        return os.kill(os.getpid(), signal.SIGKILL) or 0
-
-    def rank(number: int) -> None:
-        for descriptor in (1, 2):
-            os.dup2(os.open(f"{command[1]}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND), descriptor)
-        if ranks > 1:
-            place = {"RANK": number, "LOCAL_RANK": number, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
-            os.environ |= {key: str(value) for key, value in place.items()}
-            os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")  # not pytest's
-        os.pwrite = dying_pwrite  # type: ignore[assignment]
-        os._exit(cli.run("label", command))
-
-    processes = [context.Process(target=rank, args=(number,)) for number in range(ranks)]
-    for process in processes:
-        process.start()
-    return list(processes)
-
-
-def end(processes: Sequence[Process]) -> list[int | None]:
-    for process in processes:
-        process.join()
-    return [process.exitcode for process in processes]
 
 
 def test_labels_are_those_of_the_squashed_whole_image(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
@@ -123,26 +85,16 @@ def test_labels_are_those_of_the_squashed_whole_image(command: list[str], capsys
         assert np.abs(total - expected.logsumexp(0).detach().numpy()).max() < 0.05 * expected.std().item()
 
 
-def test_killed_in_the_middle_of_a_write_it_goes_on_to_the_same_result(
-    command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    label = Annotator.__call__
-
-    def shifted(self: Annotator, images: Tensor) -> annotate.Annotation:
-        """As the last bits of many networks do, the values depend on the whole batch; but visibly so."""
-        found = label(self, images)
-        return found._replace(values=found.values + images.mean().half())
-
-    monkeypatch.setattr(Annotator, "__call__", shifted)
-    assert end(start(into(command, "whole"))) == [0]
-    draw, arguments = random.Random(2), into(command, "killed")
+def test_killed_in_the_middle_of_a_write_it_goes_on_to_the_same_result(command: list[str], tmp_path: Path) -> None:
+    draw, whole, killed = random.Random(2), into(command, "whole"), into(command, "killed")
+    assert end(whole, start(whole, shifted=True)) == [0]
     for ranks in (2, 1, 2):
-        processes = start(arguments, ranks, draw.randrange(20))
-        multiprocessing.connection.wait([process.sentinel for process in processes])
+        processes = start(killed, ranks, draw.randrange(20), shifted=True)
+        assert multiprocessing.connection.wait([process.sentinel for process in processes], LIMIT)
         for process in processes:
             process.kill()
-        assert -signal.SIGKILL in end(processes)
-    assert end(start(arguments, 2)) == [0, 0]
+        assert -signal.SIGKILL in end(killed, processes)
+    assert end(killed, start(killed, 2, shifted=True)) == [0, 0]
     assert same_files(tmp_path / "whole", tmp_path / "killed")
 
 
@@ -223,7 +175,8 @@ def test_mistakes_are_one_line(command: list[str], capsys: pytest.CaptureFixture
 
 def test_an_error_on_one_rank_ends_all_and_is_reported_once(command: list[str], tmp_path: Path) -> None:
     (Path(command[0]) / "train" / "blue" / "blue12.jpg").write_bytes(b"nothing")  # in rank 1's first batch of 3
-    assert end(start(into(command, "out", "-b", "3", "--max-bad-images", "0"), 2)) == [5, 2]
+    strict = into(command, "out", "-b", "3", "--max-bad-images", "0")
+    assert end(strict, start(strict, 2)) == [5, 2]
     said = (tmp_path / "out.log").read_text()
     assert said.count("1 of 16 images") == said.count("[rank 1] error: 1 of 16 images") == 1
     assert said.count("error:") == 2 and "[rank 0] error: another rank has ended" in said and "Traceback" not in said

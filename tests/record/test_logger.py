@@ -10,6 +10,7 @@ import pytest
 import torch
 from matplotlib.figure import Figure
 
+from tests.conftest import LIMIT
 from tests.record.tracked import report
 from tlt.data.batch import Skipped
 from tlt.errors import NonFiniteError
@@ -101,7 +102,7 @@ def test_processes_do_not_tear_each_others_lines(tmp_path: Path) -> None:
     for process in processes:
         process.start()
     for process in processes:
-        process.join()
+        process.join(LIMIT)
     records, damaged = read_json_lines(tmp_path / EVENTS)
     assert damaged == 0
     for number in range(3):

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.conftest import LIMIT
 from tests.data.conftest import flip, jpeg, refuses
 from tests.data.sources.test_dataset_kinds import pixels
 from tlt.data.sources import open_images, records
@@ -222,7 +223,7 @@ def test_a_table_is_made_once_by_whoever_comes_first(data: Path, monkeypatch: py
     for process in running:
         process.start()
     for process in running:
-        process.join()
+        process.join(LIMIT)
     found = {path.read_text() for path in data.glob("*.paths")}
     assert (data / "written").read_text() == "x" and found == {"\n".join(opened(data / "val").paths)}
     assert [process.exitcode for process in running] == [0, 0, 0]
