@@ -153,47 +153,50 @@ def _spread(rows: Tensor, place: Tensor) -> Tensor:
 
 
 class _Subset(torch.autograd.Function):
-    """Selects the rows `drawn` (S,) of x (B, ...), or with `back` spreads rows again (`_spread`). Each is the other's
-    derivative. Both gather, which takes a GPU a quarter of the time of autograd's `index_add`, and torch.compile fuses
+    """Selects `rows` (S,) of x (B, ...), or with `back` spreads such rows again (`_spread`). Each is the derivative of
+    the other. Both gather, which takes a GPU a quarter of the time of autograd's `index_add`, and torch.compile fuses
     them into the kernels around them."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, drawn: Tensor, place: Tensor, back: bool) -> Tensor:
-        ctx.save_for_backward(drawn, place)
+    def forward(ctx: Any, x: Tensor, rows: Tensor, place: Tensor, back: bool) -> Tensor:
+        ctx.save_for_backward(rows, place)
         ctx.back = back
-        return _spread(x, place) if back else x.index_select(0, drawn)
+        return _spread(x, place) if back else x.index_select(0, rows)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        drawn, place = ctx.saved_tensors
-        return grad.index_select(0, drawn) if ctx.back else _spread(grad, place), None, None, None
+        rows, place = ctx.saved_tensors
+        return grad.index_select(0, rows) if ctx.back else _spread(grad, place), None, None, None
 
 
 def add_branch(
-    x: Tensor, branch: Callable[[Tensor], Tensor], drawn: Tensor | None = None, divisor: float = 1.0
+    x: Tensor, branch: Callable[[Tensor], Tensor], keep: Tensor | None = None, divisor: float = 1.0
 ) -> Tensor:
     """Return x + branch(x) / divisor with stochastic depth, x being (B, ..., C). `branch` must treat images separately.
 
     Args:
-        drawn: The draw for this branch from `draw_masks` or `draw_subsets`; None drops nothing. With a subset, S images
-            get B / S times their branch. Each image keeps it with the same probability and factor as under a mask of
-            rate 1 - S / B, so outputs and gradients have the same mean.
+        keep: Which images keep the branch: a row of `draw_masks` or of `draw_subsets`; None drops nothing.
     """
-    if drawn is None:
-        update = branch(x)
-    elif isinstance(drawn, torch.fx.Proxy) or drawn.is_floating_point():  # torch.fx traces a mask
-        update = branch(x)
-        update = update * drawn.to(update.dtype).reshape((-1,) + (1,) * (update.ndim - 1))
-    else:
-        scale = x.shape[0] / (drawn.shape[0] * divisor)
-        if not x.is_cuda:  # writing only a few rows suits the caches of a CPU
-            return x.index_add(0, drawn, branch(x.index_select(0, drawn)).to(x.dtype) * scale)
-        place = drawn.new_full((x.shape[0],), drawn.shape[0])
-        place = place.scatter(0, drawn, torch.arange(drawn.shape[0], device=x.device))
-        scaled = branch(_Subset.apply(x, drawn, place, False)).to(x.dtype) * scale
-        spread: Tensor = _Subset.apply(scaled, drawn, place, True)
-        return x + spread
+    if keep is not None and not isinstance(keep, torch.fx.Proxy) and not keep.is_floating_point():
+        return _add_to_subset(x, branch, keep, divisor)
+    update = branch(x)
+    if keep is not None:  # a mask, the one mode that torch.fx can trace
+        update = update * keep.to(update.dtype).reshape((-1,) + (1,) * (update.ndim - 1))
     return x + (update if divisor == 1.0 else update / divisor)
+
+
+def _add_to_subset(x: Tensor, branch: Callable[[Tensor], Tensor], rows: Tensor, divisor: float) -> Tensor:
+    """Return x + B / S * branch(x) / divisor for the images `rows` (S,), and x for the others. Each image keeps the
+    branch with the same probability and factor as under a mask of rate 1 - S / B, so outputs and gradients have the
+    same mean."""
+    scale = x.shape[0] / (rows.shape[0] * divisor)
+    if not x.is_cuda:  # writing only a few rows suits the caches of a CPU
+        return x.index_add(0, rows, branch(x.index_select(0, rows)).to(x.dtype) * scale)
+    place = rows.new_full((x.shape[0],), rows.shape[0])
+    place = place.scatter(0, rows, torch.arange(rows.shape[0], device=x.device))
+    scaled = branch(_Subset.apply(x, rows, place, False)).to(x.dtype) * scale
+    spread: Tensor = _Subset.apply(scaled, rows, place, True)
+    return x + spread
 
 
 class ResidualBlock(nn.Module):
