@@ -112,7 +112,7 @@ def train_epoch(run: Run, training: Training, step: Step, meter: Meter, saver: S
             saver.after_update()
         if state.update % _COLLECT == 0:
             gc.collect()
-    step.pause()
+    step.release_memory()  # for the validation
     return meter.end()
 
 

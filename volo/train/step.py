@@ -31,8 +31,8 @@ class Step:
 
     def __init__(self, run: Run, training: Training) -> None:
         self.model, self.state, self.precision = training.model, training.state, training.precision
-        self.criterion, taught = training.criterion, training.distillation
-        self.loss_of = self.criterion.loss_of if taught is None else partial(taught.loss, self.criterion)
+        self.criterion, distillation = training.criterion, training.distillation
+        self.loss_of = self.criterion.loss_of if distillation is None else partial(distillation.loss, self.criterion)
         self.parameters = [p for p in self.state.model.parameters() if p.requires_grad]
         self.several_ranks, ema = run.world.size > 1, self.state.ema
         # Whether `compute` updates the moving average: it can't if that needs a counter or is on the CPU.
@@ -76,5 +76,5 @@ class Step:
                 ema.update(self.state.model, step=self.state.update + 1 if ema.use_warmup else None)
         return result
 
-    def pause(self) -> None:
-        """End the steps of an epoch."""
+    def release_memory(self) -> None:
+        """Release memory that the steps hold if other work may need it. A launched step holds none between steps."""

@@ -130,7 +130,7 @@ class StepGraph(Step):
         new = _OfSize(self._full.get(size, self._batch_size), self._left)
         now = self._now = self._sizes.setdefault(size, new)
         if batch.size != now.full or now.inputs is None:  # work outside the graphs' pool
-            self.pause()
+            self.release_memory()
         if not now.graphs and batch.size == now.full and key.micro_batch == 0 and now.left == 0:
             self._begin(batch, key)
         if not now.graphs or now.inputs is None or _shapes(batch) != _shapes(now.inputs[0]):
@@ -140,7 +140,7 @@ class StepGraph(Step):
         key.seed_torch()
         return self.done(self._repeat(batch.key.last))
 
-    def pause(self) -> None:
+    def release_memory(self) -> None:
         """Free the graphs' memory until the next capture if a rank is short of memory. All ranks must call this."""
         short = torch.cuda.memory_reserved() > _MUCH * torch.cuda.mem_get_info()[1]
         if any(state.graphs for state in self._sizes.values()) and max_over_ranks(short):
