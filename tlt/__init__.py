@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from tlt.data.size_schedule import SizeSchedule as SizeSchedule
     from tlt.data.sources import open_images as open_images
     from tlt.distill import DistillLoss as DistillLoss
-    from tlt.distill import FeatureTeacher as FeatureTeacher
     from tlt.distill import with_projector as with_projector
     from tlt.errors import UserError as UserError
     from tlt.label_map import LabelBatch as LabelBatch
@@ -29,6 +28,7 @@ if TYPE_CHECKING:
     from tlt.models.wrap import with_dense_head as with_dense_head
     from tlt.targets import Targets as Targets
     from tlt.targets import make_targets as make_targets
+    from tlt.teacher import FeatureTeacher as FeatureTeacher
 
 _NAMES = {  # names of modules that are loaded at first use
     "tlt.api": ("Loader", "StepKey", "draw_box"),
@@ -36,13 +36,14 @@ _NAMES = {  # names of modules that are loaded at first use
     "tlt.data.batch": ("Batch",),
     "tlt.data.size_schedule": ("SizeSchedule",),
     "tlt.data.sources": ("open_images",),
-    "tlt.distill": ("DistillLoss", "FeatureTeacher", "with_projector"),
+    "tlt.distill": ("DistillLoss", "with_projector"),
     "tlt.errors": ("UserError",),
     "tlt.label_map": ("LabelBatch",),
     "tlt.labels.store": ("open_labels",),
     "tlt.loss": ("TokenLabelLoss",),
     "tlt.models.wrap": ("with_dense_head",),
     "tlt.targets": ("Targets", "make_targets"),
+    "tlt.teacher": ("FeatureTeacher",),
 }
 __all__ = sorted(name for names in _NAMES.values() for name in names)
 

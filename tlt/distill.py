@@ -7,137 +7,34 @@ map, extrapolated linearly at its border. A point does not count if the student 
 outside the crop, is fill, or was dropped at an edge.
 
 With a list of teachers each one has a projector of its own, and its loss is normalised by the size of its features
-(`TeacherScale`).
+(`tlt.teacher.TeacherScale`).
 
 Shapes: B images, N tokens of the student, T = h * w cells of the teacher's map, C channels of the teacher.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, cast
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
-from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from torch import Tensor, nn
 
-from tlt.data.augment.device_stage import check_normalisation
 from tlt.data.batch import Batch
 from tlt.errors import UserError, in_range, one_of
 from tlt.label_map import FULL_AREA, Area
 from tlt.mixtoken import Box, mix_tokens
 from tlt.models.spatial import Size, feature_map
-from tlt.models.wrap import TOKEN_LABEL_MODELS, Extension, check_interface, extend, find_tokens
+from tlt.models.wrap import TOKEN_LABEL_MODELS, Extension, check_interface, extend
 from tlt.targets import TokenPlaces, linear_weights, points_per_token, token_points
+from tlt.teacher import FeatureTeacher, TeacherScale, token_map
 
 
 def _check_kind(kind: str, dense_loss: str) -> None:
     one_of("kind", kind, ("token", "feature", "logit"))
     one_of("dense_loss", dense_loss, ("cosine", "smooth-l1", "gram"))
-
-
-class FeatureTeacher:
-    """A frozen network that computes logits or features of images.
-
-    Args:
-        model: Any timm model, VOLO or LV-ViT. It is put into evaluation mode and frozen.
-        img_size: (H, W) of the images that it receives.
-        mean, std: Normalisation of these images; the model's own is in `model.pretrained_cfg`.
-        amp_dtype: Dtype of autocast; None for float32.
-        compiled: Compiles a function, or returns it as it is.
-    """
-
-    def __init__(
-        self,
-        model: Any,
-        img_size: Size,
-        mean: Sequence[float] = IMAGENET_DEFAULT_MEAN,
-        std: Sequence[float] = IMAGENET_DEFAULT_STD,
-        amp_dtype: torch.dtype | None = None,
-        compiled: Callable[[Callable[..., Tensor]], Callable[..., Tensor]] = lambda function: function,
-    ) -> None:
-        check_interface(model, "forward_features", "pretrained_cfg")
-        self.model, self.img_size, self.amp_dtype = model.eval().requires_grad_(False), img_size, amp_dtype
-        check_normalisation(mean, std)
-        pixels, device = (mean, std, *map(model.pretrained_cfg.get, ("mean", "std"))), next(model.parameters()).device
-        given_mean, given_std, own_mean, own_std = (
-            torch.tensor(statistic, device=device)[:, None, None] for statistic in pixels
-        )
-        self._scale, self._shift = given_std / own_std, (given_mean - own_mean) / own_std
-        self._run = compiled(_features)
-
-    @functools.cached_property
-    def tokens(self) -> tuple[Size, Area, int]:
-        """Grid of the last map, the part of the image that it covers, and C. Raises UserError if there is no map."""
-        return _tokens(self.model, self.img_size)
-
-    def __call__(self, images: Tensor, kind: str = "token") -> Tensor:
-        """Return, in float32, the logits (B, K) of images (B, 3, H, W), or for kind "feature" the features (B, C) after
-        pooling, or for "token" the last map (B, T, C)."""
-        if kind == "token" and tuple(images.shape[2:]) != tuple(self.img_size):
-            raise UserError(f"the teacher is for images of img_size {self.img_size}, not {tuple(images.shape[2:])}")
-        with torch.inference_mode(), torch.autocast(images.device.type, self.amp_dtype, self.amp_dtype is not None):
-            outputs = self._run(self.model, torch.addcmul(self._shift, images, self._scale), kind)
-        return outputs.to(torch.float32, copy=True)  # a tensor of inference mode can't be part of a loss
-
-
-def _features(model: Any, images: Tensor, kind: str) -> Tensor:
-    if kind == "logit":
-        return cast(Tensor, model(images))
-    features = model.forward_features(images)
-    if kind == "feature":
-        return cast(Tensor, model.forward_head(features, pre_logits=True))
-    return feature_map(model, features, (images.shape[-2], images.shape[-1])).flatten(1, 2)
-
-
-def _tokens(model: Any, img_size: Size) -> tuple[Size, Area, int]:
-    in_range("img_size", img_size, 1, counts=(2,))
-    grid, positions, channels, *_ = find_tokens(model, img_size)
-    return grid, positions.window(grid, img_size), channels
-
-
-class TeacherScale(nn.Module):
-    """The mean (C,) and variance of a teacher's features, by which features are normalised. That makes the losses of
-    several teachers comparable: a student that predicts the mean has a mean squared error of 1.
-
-    Cosines between tokens need no such unit, nor do logits, whose loss is in nats as that of labels.
-    UNIC (arXiv:2408.05088) standardises features by running means and deviations. Here one number scales all channels,
-    the root of their mean variance, as in PHI-S (arXiv:2410.01680), so that a channel that varies little counts little.
-    The running values are means over all features so far, because a frozen teacher does not change. All ranks of
-    torch.distributed must call `update` together, and have equal values afterwards. Features that are not finite are
-    ignored.
-    """
-
-    mean: Tensor
-    variance: Tensor
-    count: Tensor
-
-    def __init__(self, channels: int) -> None:
-        super().__init__()
-        for name, shape in (("mean", (channels,)), ("variance", ()), ("count", ())):
-            self.register_buffer(name, torch.zeros(shape))
-
-    @torch.no_grad()
-    def update(self, features: Tensor) -> None:
-        """Add features (..., C) to the running values. The host does not wait for the device."""
-        off = (features - self.mean).flatten(0, -2)  # relative to the mean so far, which keeps precision
-        sums = torch.cat([off.sum(0), off.square().mean(1).sum()[None], off.new_full((1,), len(off))])
-        if dist.is_initialized():
-            dist.all_reduce(sums)
-        count, finite = self.count + sums[-1], sums.isfinite().all()
-        step = sums[:-2] / count
-        variance = (self.variance * self.count + sums[-2]) / count - step.square().mean()
-        new = self.mean + step, variance.clamp(min=1e-12), count  # constant features must not divide by 0
-        for value, changed in zip((self.mean, self.variance, self.count), new, strict=True):
-            value.copy_(torch.where(finite, changed, value))
-
-    def forward(self, features: Tensor) -> Tensor:
-        """Return features (..., C) minus their mean, divided by their deviation."""
-        return (features - self.mean) / self.variance.sqrt()
 
 
 def _numbered(name: str, number: int) -> str:
@@ -205,22 +102,22 @@ def with_projector(
         UserError: Student or teacher has no tokens or does not take its image size, or the kind or loss is unknown.
     """
     teachers = [teacher] if isinstance(teacher, FeatureTeacher) else list(teacher)
-    kinds, losses = (_for_each(*each, len(teachers)) for each in (("kind", kind), ("dense_loss", dense_loss)))
-    for each in zip(kinds, losses, strict=True):
-        _check_kind(*each)
+    kinds, losses = _for_each("kind", kind, len(teachers)), _for_each("dense_loss", dense_loss, len(teachers))
+    for kind_and_loss in zip(kinds, losses, strict=True):
+        _check_kind(*kind_and_loss)
     check_interface(model, "forward_features", "forward_head")
     like = next(model.parameters())
     widths = {"feature": model.head_hidden_size} if "feature" in kinds else {}
-    widths |= {"token": _tokens(model, img_size)[2]} if "token" in kinds else {}
-    wanted = [_channels(each, of) for each, of in zip(teachers, kinds, strict=True)]
+    widths |= {"token": token_map(model, img_size)[2]} if "token" in kinds else {}
+    channels = [_channels(*teacher_and_kind) for teacher_and_kind in zip(teachers, kinds, strict=True)]
     extend(model, Student, outermost=True)
     model.kd_kinds, model.kd_listed = kinds, not isinstance(teacher, FeatureTeacher)
-    for number, (of, dense, channels) in enumerate(zip(kinds, losses, wanted, strict=True)):
+    for number, (kind, dense_loss) in enumerate(zip(kinds, losses, strict=True)):
         projector = nn.Sequential()
-        if of == "feature" or (of == "token" and dense != "gram"):
-            projector.extend([nn.LayerNorm(widths[of]), nn.Linear(widths[of], channels)])
+        if kind == "feature" or (kind == "token" and dense_loss != "gram"):
+            projector.extend([nn.LayerNorm(widths[kind]), nn.Linear(widths[kind], channels[number])])
             if len(teachers) > 1:
-                setattr(model, _numbered("kd_scale", number), TeacherScale(channels).to(like.device))
+                setattr(model, _numbered("kd_scale", number), TeacherScale(channels[number]).to(like.device))
         setattr(model, _numbered("kd_projector", number), projector.to(like))
     return model
 
@@ -283,8 +180,8 @@ class DistillLoss(TokenPlaces):
         count = 1 if isinstance(teacher, FeatureTeacher) else len(teacher)
         kinds, fitted = _for_each("kind", settings.get("kind", "token"), count), dict[str, Any]()
         if "token" in kinds:
-            fitted["grid"], fitted["window"], _ = _tokens(model, img_size)
-            fitted["places"] = {size: _tokens(model, size)[:2] for size in sizes}
+            fitted["grid"], fitted["window"], _ = token_map(model, img_size)
+            fitted["places"] = {size: token_map(model, size)[:2] for size in sizes}
         if isinstance(teacher, FeatureTeacher):
             return cls(teacher, **settings, **fitted)
         if count > 1 and getattr(model, "kd_kinds", None) != kinds:
@@ -308,15 +205,16 @@ class DistillLoss(TokenPlaces):
         """
         if seen is not None and (images is not None or seen.size != batch.size):
             raise UserError("a lesson: `seen` has to show the images of the batch, and none that are mixed (`images`)")
-        said = self.teacher((batch if seen is None else seen).images if images is None else images, self.kind)
+        view = batch if seen is None else seen
+        outputs = self.teacher(view.images if images is None else images, self.kind)
         if self.scale is not None:
-            self.scale.update(said)
-            said = self.scale(said)
+            self.scale.update(outputs)
+            outputs = self.scale(outputs)
         if self.kind != "token":
-            return TeacherTargets(said, None)
-        with torch.autocast(said.device.type, enabled=False):
-            shares, weight = self.place_shares(batch, batch if seen is None else seen)
-            return TeacherTargets(shares @ said, weight)
+            return TeacherTargets(outputs, None)
+        with torch.autocast(outputs.device.type, enabled=False):
+            shares, weight = self.place_shares(batch, view)
+            return TeacherTargets(shares @ outputs, weight)
 
     def place_shares(self, batch: Batch, seen: Batch) -> tuple[Tensor, Tensor]:
         """Return (B, N, T), the shares of the teacher's cells in the target of each token, and (B, N), the share of the
@@ -338,43 +236,43 @@ class DistillLoss(TokenPlaces):
         across = linear_weights((x - x0) / (x1 - x0) * col_count - 0.5, col_count)
         return torch.einsum("bnpr,bnpc->bnrc", down, across).flatten(2), total / n**2
 
-    def __call__(self, own: Tensor, targets: TeacherTargets, mixed: float | Tensor = 0.0) -> Tensor:
+    def __call__(self, student: Tensor, targets: TeacherTargets, mixed: float | Tensor = 0.0) -> Tensor:
         """Return the loss, a scalar: the mean over images, and over tokens by their weight.
 
         Args:
-            own: The second value of `model(images, taught=True)`; for "logit" the student's logits.
+            student: The second value of `model(images, taught=True)`; for "logit" the student's logits.
             mixed: The partner's share of logits and pooled features, which is MixToken's share of tokens.
         """
-        return self.distances(own, targets, mixed).mean()
+        return self.distances(student, targets, mixed).mean()
 
-    def distances(self, own: Tensor, targets: TeacherTargets, mixed: float | Tensor = 0.0) -> Tensor:
+    def distances(self, student: Tensor, targets: TeacherTargets, mixed: float | Tensor = 0.0) -> Tensor:
         """Return the terms whose mean is the loss: (B,), or (B, N) for tokens, or (B, N, N) for pairs of tokens."""
-        own, target, weight = own.float(), *targets
+        student, target, weight = student.float(), *targets
         axes = 2 if weight is not None and self.dense_loss == "gram" else 3  # gram compares tokens of any width
-        if own.shape[:axes] != target.shape[:axes]:
+        if student.shape[:axes] != target.shape[:axes]:
             raise UserError(
-                f"the student gives {tuple(own.shape)}, its teacher {tuple(target.shape)}: give `with_projector` the "
-                "kind, dense_loss and img_size of the loss"
+                f"the student gives {tuple(student.shape)}, its teacher {tuple(target.shape)}: give `with_projector` "
+                "the kind, dense_loss and img_size of the loss"
             )
-        with torch.autocast(own.device.type, enabled=False):
+        with torch.autocast(student.device.type, enabled=False):
             if weight is not None:
-                return self._token_distance(own, target, weight)
-            own_image, partner = self._pooled_distance(own, target), self._pooled_distance(own, target.flip(0))
+                return self._token_distance(student, target, weight)
+            own_image, partner = (self._pooled_distance(student, image) for image in (target, target.flip(0)))
             return own_image * (1 - mixed) + partner * mixed
 
-    def _token_distance(self, own: Tensor, target: Tensor, weight: Tensor) -> Tensor:
+    def _token_distance(self, student: Tensor, target: Tensor, weight: Tensor) -> Tensor:
         if self.dense_loss == "cosine":
-            return (1 - F.cosine_similarity(own, target, dim=-1)) * weight
+            return (1 - F.cosine_similarity(student, target, dim=-1)) * weight
         if self.dense_loss == "smooth-l1":
-            return F.smooth_l1_loss(own, target, reduction="none").mean(-1) * weight
-        cosines, wanted = (unit @ unit.mT for unit in (F.normalize(own, dim=-1), F.normalize(target, dim=-1)))
+            return F.smooth_l1_loss(student, target, reduction="none").mean(-1) * weight
+        cosines, wanted = (unit @ unit.mT for unit in (F.normalize(student, dim=-1), F.normalize(target, dim=-1)))
         return (cosines - wanted).square() * weight[:, :, None] * weight[:, None, :]
 
-    def _pooled_distance(self, own: Tensor, target: Tensor) -> Tensor:
+    def _pooled_distance(self, student: Tensor, target: Tensor) -> Tensor:
         if self.kind == "feature":
-            return (own - target).square().mean(-1)
-        log_own, log_target = ((logits / self.temperature).log_softmax(-1) for logits in (own, target))
-        return F.kl_div(log_own, log_target, reduction="none", log_target=True).sum(-1) * self.temperature**2
+            return (student - target).square().mean(-1)
+        log_student, log_target = ((logits / self.temperature).log_softmax(-1) for logits in (student, target))
+        return F.kl_div(log_student, log_target, reduction="none", log_target=True).sum(-1) * self.temperature**2
 
 
 @dataclass(frozen=True)
@@ -398,23 +296,29 @@ class DistillLosses:
         in_range("drop", self.drop, 0, 1)
 
     def lesson(self, batch: Batch, seen: Any = None, images: Tensor | None = None) -> list[TeacherTargets]:
-        """Return each teacher's targets for a batch, as `DistillLoss.lesson` does; `seen` may be a list."""
+        """Return each teacher's targets for a batch, as `DistillLoss.lesson` does.
+
+        Args:
+            seen: A list with the views of each teacher, or one value for all.
+            images: As in `DistillLoss.lesson`, for the teachers that see the batch.
+        """
         views = _for_each("seen", seen, len(self.parts))
-        return [part.lesson(batch, view, images) for part, view in zip(self.parts, views, strict=True)]
+        return [
+            part.lesson(batch, view, images if view is None else None)
+            for part, view in zip(self.parts, views, strict=True)
+        ]
 
-    def __call__(self, own: Any, targets: Any, mixed: float | Tensor = 0.0) -> Tensor:
+    def __call__(self, student: Any, targets: Any, mixed: float | Tensor = 0.0) -> Tensor:
         """Return the sum of the weighted losses, a scalar. The arguments are lists of those of `DistillLoss`."""
-        return self.terms(own, targets, mixed)[0]
+        return self.terms(student, targets, mixed)[0]
 
-    def terms(self, own: Any, targets: Any, mixed: float | Tensor = 0.0) -> tuple[Tensor, list[Tensor]]:
+    def terms(self, student: Any, targets: Any, mixed: float | Tensor = 0.0) -> tuple[Tensor, list[Tensor]]:
         """Return that sum, and for each teacher its unweighted loss over all images."""
-        rows = zip(self.parts, own, targets, strict=True)
+        rows = zip(self.parts, student, targets, strict=True)
         distances = [part.distances(features, wanted, mixed) for part, features, wanted in rows]
         losses = counted = [per_image.mean() for per_image in distances]
         if self.drop:
-            of_images = torch.stack(
-                [per_image.reshape(len(per_image), -1).mean(1) for per_image in distances]
-            )  # (teachers, B)
+            of_images = torch.stack([values.reshape(len(values), -1).mean(1) for values in distances])  # (teachers, B)
             counts = (torch.rand_like(of_images) >= self.drop) | (of_images == of_images.amax(0))
             counted = [*(of_images * counts).mean(1) / (1 - self.drop * (1 - 1 / len(losses)))]
         return cast(Tensor, sum(w * loss for w, loss in zip(self.weight, counted, strict=True))), losses

@@ -24,8 +24,9 @@ from tests.commands.conftest import QUICK, Ended, metrics
 from tests.conftest import write_dataset
 from tlt.data.augment.plan import AugmentConfig, Plan, make_plan
 from tlt.data.batch import Batch
-from tlt.distill import DistillLoss, FeatureTeacher, TeacherTargets, with_projector
+from tlt.distill import DistillLoss, TeacherTargets, with_projector
 from tlt.models.wrap import find_tokens
+from tlt.teacher import FeatureTeacher
 from volo import cli
 from volo.commands import validate
 from volo.commands.validate import knn_accuracy
@@ -239,14 +240,16 @@ def test_the_teacher_sees_other_views_of_the_same_images(taught: Path) -> None:
     assert len(indices) == 3 and all(torch.equal(own, seen) for own, seen in indices)
 
 
-def test_a_teachers_laps_are_added_up_as_the_device_ends_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The device is three laps behind: no more of them are kept, and only the report of an epoch waits."""
+def test_a_teachers_time_is_added_up_as_the_device_ends_its_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device is three blocks behind: no more of them are kept, and only the report of an epoch waits."""
     events: list[Event] = []
 
     class Event:
-        def __init__(self, device: torch.device) -> None:
+        def __init__(self, enable_timing: bool) -> None:
             events.append(self)
             self.over_at = len(events) + 6
+
+        record = Mock()
 
         def query(self) -> bool:
             return len(events) >= self.over_at
@@ -259,12 +262,12 @@ def test_a_teachers_laps_are_added_up_as_the_device_ends_them(monkeypatch: pytes
             assert other.query()
             return 250.0
 
-    monkeypatch.setattr("volo.train.distillation._now", Event)
-    losses = Mock(parts=[Mock(kind="logit")], terms=Mock(return_value=(torch.zeros(()), [torch.zeros(())])))
-    distillation = Distillation("", losses, ["a"], [None], True)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    distillation = Distillation("", Mock(), ["a"], [None], True)
     for _ in range(40):
-        distillation.loss(Mock(amp_dtype=None), Mock(return_value=torch.zeros(1)), Mock(images=torch.zeros(1)), Mock())
-        assert len(distillation._laps) <= 4
+        with distillation.timer.measured(torch.device("cuda")):
+            pass
+        assert len(distillation.timer.pending) <= 4
     assert [distillation.summary_line(20.0), distillation.summary_line(20.0)] == [
         "teacher: 10.0 s, 50 % of the epoch's training", "teacher: 0.0 s, 0 % of the epoch's training",
     ]  # fmt: skip

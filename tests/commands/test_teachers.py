@@ -18,7 +18,8 @@ import volo  # noqa: F401
 from tests.commands import interrupted_train
 from tests.commands.conftest import QUICK, Ended, launch, metrics
 from tests.conftest import write_dataset
-from tlt.distill import DistillLoss, DistillLosses, FeatureTeacher, TeacherScale, TeacherTargets, with_projector
+from tlt.distill import DistillLoss, DistillLosses, TeacherTargets, with_projector
+from tlt.teacher import FeatureTeacher, TeacherScale
 from volo.checkpoint.saver import Saver
 from volo.train import loop
 
@@ -84,7 +85,7 @@ def test_a_loss_is_normalised_by_all_that_its_teacher_has_said(
 
 def test_ranks_have_one_size_that_of_all_their_images(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two ranks with batches of unlike numbers of images, each a thread."""
-    ranks, met, sums = 2, threading.Barrier(2), dict[int, Tensor]()
+    ranks, met, sums = 2, threading.Barrier(2, timeout=60), dict[int, Tensor]()
 
     def all_reduce(values: Tensor) -> None:
         sums[threading.get_ident()] = values.clone()

@@ -15,12 +15,13 @@ from torch import nn
 from torch.utils._pytree import tree_flatten
 
 import volo  # noqa: F401
-from tlt.distill import FeatureTeacher, with_projector
+from tlt.distill import with_projector
 from tlt.errors import UserError
 from tlt.labels.annotate import Annotator, check_dense
 from tlt.models.fit_weights import is_dense_head
 from tlt.models.token_labeling import TokenLabelModel
 from tlt.models.wrap import WithDenseHead, with_dense_head
+from tlt.teacher import FeatureTeacher
 
 SWIN = {"window_size": 2, "embed_dim": 16, "depths": (1, 1, 1, 1), "num_heads": (1, 1, 2, 2)}
 # name -> constructor arguments, cells of the embedding to one token

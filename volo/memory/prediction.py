@@ -19,9 +19,9 @@ from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from tlt.distill import FeatureTeacher
 from tlt.errors import UserError
 from tlt.models.flops import flops_per_image
+from tlt.teacher import FeatureTeacher
 from volo.cluster.shard import units_of
 from volo.cluster.tensor_parallel import divisible
 from volo.train.loop import set_train_mode

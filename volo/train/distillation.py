@@ -23,10 +23,11 @@ from torch import Tensor, nn
 from tlt.api import Loader
 from tlt.data.batch import Batch
 from tlt.data.sources.source import ImageSource
-from tlt.distill import DistillLoss, DistillLosses, FeatureTeacher, with_projector
+from tlt.distill import DistillLoss, DistillLosses, with_projector
 from tlt.errors import UserError
 from tlt.loss import LossTerms
 from tlt.mixtoken import mixed_share
+from tlt.teacher import FeatureTeacher
 from volo.cluster.distributed import World
 from volo.config.checkpoint_files import BEST, ENDINGS, LAST
 from volo.config.flag_rules import other_sizes, teachers_of
@@ -36,7 +37,46 @@ from volo.train.criterion import Drawn
 from volo.train.data import size_schedule, train_loader
 from volo.train.model import TimmModel, place_model
 from volo.train.precision import autocast, check_convolutions, compute_dtype
-from volo.train.trained_model import load_model
+from volo.train.trained_model import load_frozen
+
+
+class DeviceTimer:
+    """Adds up how long the device works on blocks of code, without waiting for it."""
+
+    def __init__(self) -> None:
+        self.pending: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = (
+            deque()
+        )  # begin and end of each unfinished block
+        self._seconds = 0.0
+
+    @contextmanager
+    def measured(self, device: torch.device) -> Iterator[None]:
+        """Measure a block of code."""
+        if device.type != "cuda":
+            began = time.perf_counter()
+            yield
+            self._seconds += time.perf_counter() - began
+            return
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        yield
+        end.record()
+        self.pending.append((begin, end))
+        self._add_finished()
+
+    def take(self) -> float:
+        """Return the seconds since the last call. This waits for the device."""
+        if self.pending:
+            self.pending[-1][1].synchronize()
+        self._add_finished()
+        seconds, self._seconds = self._seconds, 0.0
+        return seconds
+
+    def _add_finished(self) -> None:
+        """Add up the blocks that the device has finished, in order. Waits for nothing."""
+        while self.pending and self.pending[0][1].query():
+            begin, end = self.pending.popleft()
+            self._seconds += begin.elapsed_time(end) / 1000
 
 
 @dataclass
@@ -48,6 +88,7 @@ class Distillation:
         names: Names of the teachers in the records, all different.
         views: For each teacher, the loader of its images; None if it sees the student's images.
         only: Whether the teachers' losses are the only ones (`--kd-only`).
+        timer: Measures the teachers' work.
     """
 
     checksum: str
@@ -55,9 +96,8 @@ class Distillation:
     names: Sequence[str]
     views: Sequence[Loader | None]
     only: bool
+    timer: DeviceTimer = field(default_factory=DeviceTimer)
     _seen: dict[Loader | None, Batch] = field(default_factory=dict)  # for each loader, its part of the current batch
-    _laps: deque[tuple[Any, Any]] = field(default_factory=deque)  # (begin, end) of teachers' work, not yet added up
-    _seconds: float = 0.0  # duration of the laps that are added up
 
     def paired(self, batches: Iterator[Batch], epoch: int, update: int) -> Iterator[Batch]:
         """Yield the batches of an epoch from update `update` on, and load the teachers' views of each."""
@@ -69,19 +109,14 @@ class Distillation:
     def loss(self, criterion: Any, model: Callable[..., Any], batch: Batch, drawn: Drawn) -> LossTerms:
         """Return the losses of `criterion`, with the teachers' losses added to the total."""
         images, options, terms = (batch.images, {}, _no_losses) if self.only else criterion.prepare(batch, drawn)
-        box, parts = options.get("mix_box"), self.losses.parts
+        box, kinds = options.get("mix_box"), {part.kind for part in self.losses.parts}
         mixed = 0.0 if box is None else mixed_share(box, criterion.place(images)[0])
         with autocast(images.device, criterion.amp_dtype):
-            began, views = _now(images.device), [self._seen.get(view) for view in self.views]
-            targets = [
-                part.lesson(batch, view, images if view is None else None)
-                for part, view in zip(parts, views, strict=True)
-            ]
-            self._laps.append((began, _now(images.device)))
-            self._add_up()
-            if all(part.kind == "logit" for part in parts):
+            with self.timer.measured(images.device):
+                targets = self.losses.lesson(batch, [self._seen.get(view) for view in self.views], images)
+            if kinds == {"logit"}:  # such a student has no projectors
                 outputs = model(images, **options)
-                features = [outputs[0] if isinstance(outputs, tuple) else outputs] * len(parts)
+                features = [outputs[0] if isinstance(outputs, tuple) else outputs] * len(targets)
             else:
                 outputs, features = model(images, taught=True, **options)
             total, of_teachers = self.losses.terms(features, targets, mixed)
@@ -90,36 +125,12 @@ class Distillation:
 
     def summary_line(self, seconds: float) -> str:
         """Return a line about the teachers' share of `seconds`, the time since the last call. Waits for the device."""
-        if self._laps:
-            self._laps[-1][1].synchronize()
-        self._add_up()
-        spent, self._seconds = self._seconds, 0.0
-        label = "teachers" if len(self.names) > 1 else "teacher"
+        spent, label = self.timer.take(), "teachers" if len(self.names) > 1 else "teacher"
         return f"{label}: {spent:.1f} s, {100 * spent / max(seconds, 1e-9):.0f} % of the epoch's training"
-
-    def _add_up(self) -> None:
-        """Add up the laps that the device has finished, in order. Waits for nothing."""
-        while self._laps:
-            began, ended = self._laps[0]
-            if isinstance(ended, float):
-                self._seconds += ended - began
-            elif ended.query():
-                self._seconds += began.elapsed_time(ended) / 1000
-            else:
-                return
-            self._laps.popleft()
 
 
 def _no_losses(outputs: Tensor | tuple[Tensor, ...]) -> LossTerms:
     return LossTerms(*torch.zeros(3, device=(outputs[0] if isinstance(outputs, tuple) else outputs).device))
-
-
-def _now(device: torch.device) -> Any:
-    if device.type != "cuda":
-        return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
 
 
 def load_distillation(
@@ -138,7 +149,7 @@ def load_distillation(
     flags, (channels, *size) = teachers_of(args), settings["input_size"]
     kinds, names = flags.kd_distill_type, _names_in_records(flags.kd_model_name)
     schedule = size_schedule(args, (size[0], size[1]))
-    loaded, views, loaders = [], list[Loader | None](), dict[Any, Loader]()
+    teachers, digests, views, loaders = [], [], list[Loader | None](), dict[Any, Loader]()
     for number, (model, kind, view) in enumerate(zip(flags.kd_model_name, kinds, flags.kd_view, strict=True)):
         hw, whole = list(flags.kd_size[number] or size), view == "whole"
         sized = settings | {"input_size": (channels, *hw)}
@@ -152,20 +163,20 @@ def load_distillation(
         logger.line(f"teacher {model} ({digest[:12]}): {millions:.2f} M parameters, {hw[0]} x {hw[1]} px{one_of}")
         key = (whole, *hw)
         if (whole or hw != size or schedule) and key not in loaders:
-            own_args = Namespace(**{**vars(args), "no_aug": whole or args.no_aug, "compat": None})
+            loader_args = Namespace(**{**vars(args), "no_aug": whole or args.no_aug, "compat": None})
             if schedule:  # the same batches as the student's, but all of one image size
-                own_args.train_img_sizes = [hw] * len(schedule.sizes)
-                own_args.train_batch_sizes = schedule.batch_sizes
-            loaders[key] = train_loader(own_args, images, None, sized, world)
+                loader_args.train_img_sizes = [hw] * len(schedule.sizes)
+                loader_args.train_batch_sizes = schedule.batch_sizes
+            loaders[key] = train_loader(loader_args, images, None, sized, world)
         views.append(loaders.get(key))
-        loaded.append((teacher, digest))
-    teachers, digests = zip(*loaded, strict=True)
+        teachers.append(teacher)
+        digests.append(digest)
     with _blamed(f"--model {args.model} can't learn {' and '.join(f'{kind}s' for kind in dict.fromkeys(kinds))}"):
         if kinds != ["logit"]:
             with_projector(student, teachers, (size[0], size[1]), kinds, flags.kd_dense_loss)
-        how = {"kind": kinds, "dense_loss": flags.kd_dense_loss, "temperature": flags.kd_temperature}
-        how |= {"weight": flags.kd_loss_weight, "drop": args.kd_drop}
-        losses = DistillLoss.of(student, (size[0], size[1]), teachers, other_sizes(args), **how)
+        options = {"kind": kinds, "dense_loss": flags.kd_dense_loss, "temperature": flags.kd_temperature}
+        options |= {"weight": flags.kd_loss_weight, "drop": args.kd_drop}
+        losses = DistillLoss.of(student, (size[0], size[1]), teachers, other_sizes(args), **options)
     return Distillation(" ".join(digests), losses, names, views, args.kd_only)
 
 
@@ -203,11 +214,9 @@ def _names_in_records(models: Sequence[str]) -> list[str]:
     return names if len({*names}) == len(names) else [f"{number}-{name}" for number, name in enumerate(names, 1)]
 
 
-def _load(name: str, size: tuple[int, ...], channels: int) -> TimmModel:
+def _load(name: str, size: tuple[int, int], channels: int) -> TimmModel:
     path = name if name.endswith(ENDINGS) and not timm.is_model(name) else None
-    flags = Namespace(model=None if path else name, pretrained=not path, num_classes=None, gp=None, img_size=size)
-    flags.use_ema, flags.no_use_ema, flags.input_size, flags.model_kwargs = False, False, None, {}
-    trained = load_model(flags, path, dense=False)
+    trained = load_frozen(None if path else name, path, size, dense=False)
     if trained.settings["input_size"][0] != channels:
         raise UserError(f"it takes images of {trained.settings['input_size'][0]} channels, the student of {channels}")
     trained.model.pretrained_cfg = trained.model.pretrained_cfg | {k: trained.settings[k] for k in ("mean", "std")}

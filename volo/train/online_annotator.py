@@ -7,7 +7,7 @@ label of that position, so that no geometry has to be undone. The annotator is n
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -20,12 +20,13 @@ from tlt.label_map import FULL_AREA, Area, LabelBatch
 from tlt.labels.annotate import Annotator, check_dense, labelled_area
 from tlt.labels.store import relative_to_tail
 from tlt.models.spatial import Size
+from tlt.teacher import MeanStd, Renormalise
 from volo.cluster.distributed import World
 from volo.config.flag_rules import other_sizes
 from volo.train.compilation import feature_compiler
 from volo.train.model import TimmModel, place_model
 from volo.train.precision import compute_dtype
-from volo.train.trained_model import load_model
+from volo.train.trained_model import load_frozen
 
 
 class OnlineAnnotator:
@@ -43,24 +44,22 @@ class OnlineAnnotator:
         self,
         name: str,
         annotator: Annotator,
-        student: tuple[Sequence[float], Sequence[float]],
-        own: tuple[Sequence[float], Sequence[float]],
+        student: MeanStd,
+        own: MeanStd,
         areas: Mapping[Size, Area],
         exact_tail: bool = False,
     ) -> None:
         self.name, self.annotator, self.exact_tail = name, annotator, exact_tail
         model: Any = annotator.model  # has timm's interface
         self._num_classes, device = int(model.num_classes), next(model.parameters()).device
-        pixels = (torch.tensor(rgb, dtype=torch.float32, device=device)[:, None, None] for rgb in (*student, *own))
-        mean, std, own_mean, own_std = pixels
-        self._scale, self._shift = std / own_std, (mean - own_mean) / own_std
+        self._renormalise = Renormalise(student, own, device)
         self._affine = torch.eye(2, 3, device=device)
         self._areas = {size: torch.tensor(area, device=device) for size, area in areas.items()}
         self._visible = torch.tensor(FULL_AREA, device=device)
 
     def label(self, batch: Batch) -> Batch:
         """Return the batch with the annotator's labels, at the positions where it saw them."""
-        prediction = self.annotator(torch.addcmul(self._shift, batch.images, self._scale))
+        prediction = self.annotator(self._renormalise(batch.images))
         values = prediction.values
         if self.exact_tail:
             values = relative_to_tail(values, prediction.log_sum_exp, self._num_classes)
@@ -85,13 +84,10 @@ def load_online_annotator(
     """
     name, path = args.token_label_teacher, args.token_label_teacher_checkpoint
     size, flag = settings["input_size"], f"--token-label-teacher {name}"
-    flags = Namespace(model=name, pretrained=not path, num_classes=None, gp=None)
-    flags.use_ema, flags.no_use_ema = False, False
-    flags.img_size, flags.input_size, flags.model_kwargs = tuple(size[1:]), None, {}
-    flags.train_img_sizes = args.train_img_sizes
-    sizes = [flags.img_size, *other_sizes(flags)]
     try:
-        trained = load_model(flags, path or None, num_classes=student.num_classes)
+        img_size = (size[1], size[2])
+        trained = load_frozen(name, path or None, img_size, args.train_img_sizes, num_classes=student.num_classes)
+        sizes = [img_size, *other_sizes(trained.args)]
         if (channels := trained.settings["input_size"][0]) != size[0]:
             raise UserError(f"it takes images of {channels} channels, the student of {size[0]}")
         model = place_model(trained.model.requires_grad_(False), args, world)

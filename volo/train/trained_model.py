@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from argparse import Namespace
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,28 @@ def load_model(
     """
     with blamed_on(path):
         return _load(args, path, dense, num_classes)
+
+
+def load_frozen(
+    model: str | None,
+    path: str | None,
+    img_size: tuple[int, int],
+    other_sizes: Sequence[int] | None = None,
+    **options: Any,
+) -> TrainedModel:
+    """Build a network that a run uses but doesn't train, as `load_model` does.
+
+    Args:
+        model: What `--model` would name; None takes it from the checkpoint.
+        path: Path of the checkpoint; None takes the published weights.
+        img_size: (H, W) of its images.
+        other_sizes: Sides of further images, as of `--train-img-sizes`.
+        options: Further arguments of `load_model`.
+    """
+    args = Namespace(model=model, pretrained=path is None, img_size=img_size, input_size=None, model_kwargs={})
+    args.num_classes, args.gp, args.train_img_sizes = None, None, other_sizes
+    args.use_ema, args.no_use_ema = False, False
+    return load_model(args, path, **options)
 
 
 def _load(args: Namespace, path: str | Path | None, dense: bool | None, num_classes: int | None) -> TrainedModel:

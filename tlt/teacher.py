@@ -1,0 +1,133 @@
+"""A frozen teacher: it computes what a student learns (`tlt.distill`), and the scale of its features.
+
+Shapes: B images, T = h * w cells of the teacher's map, C channels of its features, K classes.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
+from torch import Tensor, nn
+
+from tlt.data.augment.device_stage import check_normalisation
+from tlt.errors import UserError, in_range
+from tlt.label_map import Area
+from tlt.models.spatial import Size, feature_map
+from tlt.models.wrap import check_interface, find_tokens
+
+MeanStd = tuple[Sequence[float], Sequence[float]]
+
+
+class Renormalise:
+    """Maps images that are normalised with one mean and deviation per channel to images normalised with others."""
+
+    def __init__(self, source: MeanStd, target: MeanStd, device: torch.device) -> None:
+        rows = (torch.tensor(row, dtype=torch.float32, device=device)[:, None, None] for row in (*source, *target))
+        mean, std, target_mean, target_std = rows
+        self._scale, self._shift = std / target_std, (mean - target_mean) / target_std
+
+    def __call__(self, images: Tensor) -> Tensor:
+        return torch.addcmul(self._shift, images, self._scale)
+
+
+class FeatureTeacher:
+    """A frozen network that computes logits or features of images.
+
+    Args:
+        model: Any timm model, VOLO or LV-ViT. It is put into evaluation mode and frozen.
+        img_size: (H, W) of the images that it receives.
+        mean, std: Normalisation of these images; the model's own is in `model.pretrained_cfg`.
+        amp_dtype: Dtype of autocast; None for float32.
+        compiled: Compiles a function, or returns it as it is.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        img_size: Size,
+        mean: Sequence[float] = IMAGENET_DEFAULT_MEAN,
+        std: Sequence[float] = IMAGENET_DEFAULT_STD,
+        amp_dtype: torch.dtype | None = None,
+        compiled: Callable[[Callable[..., Tensor]], Callable[..., Tensor]] = lambda function: function,
+    ) -> None:
+        check_interface(model, "forward_features", "pretrained_cfg")
+        self.model, self.img_size, self.amp_dtype = model.eval().requires_grad_(False), img_size, amp_dtype
+        check_normalisation(mean, std)
+        own = model.pretrained_cfg["mean"], model.pretrained_cfg["std"]
+        self._renormalise = Renormalise((mean, std), own, next(model.parameters()).device)
+        self._run = compiled(_features)
+
+    @functools.cached_property
+    def tokens(self) -> tuple[Size, Area, int]:
+        """Grid of the last map, the part of the image that it covers, and C. Raises UserError if there is no map."""
+        return token_map(self.model, self.img_size)
+
+    def __call__(self, images: Tensor, kind: str = "token") -> Tensor:
+        """Return, in float32, the logits (B, K) of images (B, 3, H, W), or for kind "feature" the features (B, C) after
+        pooling, or for "token" the last map (B, T, C)."""
+        if kind == "token" and tuple(images.shape[2:]) != tuple(self.img_size):
+            raise UserError(f"the teacher is for images of img_size {self.img_size}, not {tuple(images.shape[2:])}")
+        with torch.inference_mode(), torch.autocast(images.device.type, self.amp_dtype, self.amp_dtype is not None):
+            outputs = self._run(self.model, self._renormalise(images), kind)
+        return outputs.to(torch.float32, copy=True)  # a tensor of inference mode can't be part of a loss
+
+
+def _features(model: Any, images: Tensor, kind: str) -> Tensor:
+    if kind == "logit":
+        return cast(Tensor, model(images))
+    features = model.forward_features(images)
+    if kind == "feature":
+        return cast(Tensor, model.forward_head(features, pre_logits=True))
+    return feature_map(model, features, (images.shape[-2], images.shape[-1])).flatten(1, 2)
+
+
+def token_map(model: Any, img_size: Size) -> tuple[Size, Area, int]:
+    """Return the grid of a model's last map, the part of the image that it covers, and its channels."""
+    in_range("img_size", img_size, 1, counts=(2,))
+    grid, positions, channels, *_ = find_tokens(model, img_size)
+    return grid, positions.window(grid, img_size), channels
+
+
+class TeacherScale(nn.Module):
+    """The mean (C,) and variance of a teacher's features, by which features are normalised. That makes the losses of
+    several teachers comparable: a student that predicts the mean has a mean squared error of 1.
+
+    Cosines between tokens need no such unit, nor do logits, whose loss is in nats as that of labels.
+    UNIC (arXiv:2408.05088) standardises features by running means and deviations. Here one number scales all channels,
+    the root of their mean variance, as in PHI-S (arXiv:2410.01680), so that a channel that varies little counts little.
+    The running values are means over all features so far, because a frozen teacher does not change. All ranks of
+    torch.distributed must call `update` together, and have equal values afterwards. Features that are not finite are
+    ignored.
+    """
+
+    mean: Tensor
+    variance: Tensor
+    count: Tensor
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        for name, shape in (("mean", (channels,)), ("variance", ()), ("count", ())):
+            self.register_buffer(name, torch.zeros(shape))
+
+    @torch.no_grad()
+    def update(self, features: Tensor) -> None:
+        """Add features (..., C) to the running values. The host does not wait for the device."""
+        off = (features - self.mean).flatten(0, -2)  # relative to the mean so far, which keeps precision
+        sums = torch.cat([off.sum(0), off.square().mean(1).sum()[None], off.new_full((1,), len(off))])
+        if dist.is_initialized():
+            dist.all_reduce(sums)
+        count, finite = self.count + sums[-1], sums.isfinite().all()
+        step = sums[:-2] / count
+        variance = (self.variance * self.count + sums[-2]) / count - step.square().mean()
+        new = self.mean + step, variance.clamp(min=1e-12), count  # constant features must not divide by 0
+        for value, changed in zip((self.mean, self.variance, self.count), new, strict=True):
+            value.copy_(torch.where(finite, changed, value))
+
+    def forward(self, features: Tensor) -> Tensor:
+        """Return features (..., C) minus their mean, divided by their deviation."""
+        return (features - self.mean) / self.variance.sqrt()
