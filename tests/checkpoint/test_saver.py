@@ -78,7 +78,7 @@ def ended(saver: Saver) -> None:
     """Let the write that is under way end, and let the training loop notice."""
     assert saver._writing is not None
     wait([saver._writing], 60)
-    saver._poll()
+    saver._look_at_pending()
 
 
 @pytest.mark.parametrize("synchronous", [False, True])

@@ -128,7 +128,7 @@ class RankedCheckpoint(NamedTuple):
     file: str
 
 
-def rank(scores: Mapping[int, Mapping[str, float]], by: str) -> list[RankedCheckpoint]:
+def rank_epochs(scores: Mapping[int, Mapping[str, float]], by: str) -> list[RankedCheckpoint]:
     """Return the checkpoints of epochs, best first, ranked by the score named `by`. A score whose name begins with
     "loss" is better if it is lower, any other score if it is higher. Of equal scores the earlier epoch comes first;
     epochs without a finite score come last, newest first."""
@@ -156,6 +156,8 @@ class Save:
         reason: Why it is saved, for the log.
         blocked: Seconds for which training waited.
         seconds: Duration of the newest attempt to write it.
+        error: Error of the newest attempt.
+        copied: Occurs when the copy of the payload in host memory is complete; None if there is nothing to wait for.
     """
 
     payload: dict[str, Any]
@@ -165,7 +167,8 @@ class Save:
     blocked: float = 0.0
     attempts: int = 0
     seconds: float = 0.0
-    error: NotWrittenError | None = None  # error of the newest attempt
+    error: NotWrittenError | None = None
+    copied: torch.cuda.Event | None = None
 
 
 class CheckpointDir:
@@ -206,7 +209,7 @@ class CheckpointDir:
         """
         if ranked:
             epoch = payload["epoch"]
-            payload["metric"] = rank({epoch: payload["scores"][epoch]}, self.ranked_by)[0].metric
+            payload["metric"] = rank_epochs({epoch: payload["scores"][epoch]}, self.ranked_by)[0].metric
         weights = payload["state_dict"] | payload.get("dense_head", {})
         if broken := first_non_finite({name: value for name, value in weights.items() if isinstance(value, Tensor)}):
             raise NonFiniteError(f"{broken} holds NaN or infinite values: not saved, {LAST} is of an earlier epoch")
@@ -240,7 +243,7 @@ class CheckpointDir:
 
     def ranking(self, scores: Mapping[int, Mapping[str, float]], newest: int | None = None) -> list[RankedCheckpoint]:
         """Rank those of the scored epochs that have files, and the epoch `newest`, whose file is `last`."""
-        ranked = rank(scores, self.ranked_by)
+        ranked = rank_epochs(scores, self.ranked_by)
         return [entry for entry in ranked if entry.epoch == newest or (self.directory / entry.file).is_file()]
 
     def _keep_best(self, scores: Mapping[int, Mapping[str, float]], newest: int | None) -> None:

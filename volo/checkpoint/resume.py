@@ -25,6 +25,7 @@ class Resume:
         spec: Value of `--resume`; "" for a fresh start.
         path: Path of the file; None for a fresh start.
         checkpoint: Content of the file; {} for a fresh start.
+        messages: Lines for the user, among them one for each checkpoint that was skipped.
     """
 
     spec: str = ""
@@ -79,17 +80,21 @@ def _newest_first(directory: Path, messages: list[str]) -> list[Path]:
 
 def check_behaviour(checkpoint: dict[str, Any], path: Path) -> None:
     """Raise UserError if the checkpoint's run used published behaviour that this version can't set back."""
-    args = recorded if isinstance(recorded := checkpoint.get("args"), dict) else {}
-    gone = [f"--compat {row}" for row in args.get("compat") or () if row not in ROWS]
-    if gone:
+    removed = [f"--compat {row}" for row in _table(checkpoint, "args").get("compat") or () if row not in ROWS]
+    if removed:
         raise UserError(
-            f"{path} is of a run with {', '.join(gone)}, which this version has no more (docs/parity.md): "
+            f"{path} is of a run with {', '.join(removed)}, which this version has no more (docs/parity.md): "
             "finish the run with the version that began it, or begin a new one with --finetune"
         )
 
 
+def _table(checkpoint: dict[str, Any], key: str) -> dict[str, Any]:
+    """Return the dict that a checkpoint holds under `key`; {} if it holds none there."""
+    return value if isinstance(value := checkpoint.get(key), dict) else {}
+
+
 DATA_KEY = "data"  # key in a checkpoint
-_WHAT = {
+_DATA = {
     "images": "the training images (names and classes)",
     "labels": "the token labels",
     "teacher": "the weights of the teacher (--kd-model-name)",
@@ -105,8 +110,8 @@ def fingerprint(folder: ImageSource, labels: LabelReader | None, teacher: str | 
     if folder.root == SYNTHETIC:  # the flags give the number of images, so it is not compared
         return {"images": SYNTHETIC, "labels": SYNTHETIC if labels else None, "teacher": teacher, "count": 0}
     digest = hashlib.sha256("\0".join(folder.class_names).encode(errors="surrogateescape"))
-    pairs = zip(map(os.fsencode, folder.paths), folder.classes, strict=True)
-    digest.update(b"".join(b"\n%s\0%d" % pair for pair in pairs))
+    images = zip(map(os.fsencode, folder.paths), folder.classes, strict=True)
+    digest.update(b"".join(b"\n%s\0%d" % image for image in images))
     identity = None
     if labels is not None:
         from tlt.labels.store import LabelStore
@@ -116,22 +121,23 @@ def fingerprint(folder: ImageSource, labels: LabelReader | None, teacher: str | 
     return {"images": digest.hexdigest(), "labels": identity, "teacher": teacher, "count": len(folder)}
 
 
-def check_same_data(checkpoint: dict[str, Any], now: dict[str, Any], path: str | Path, allow: bool) -> list[str]:
+def check_same_data(checkpoint: dict[str, Any], current: dict[str, Any], path: str | Path, allow: bool) -> list[str]:
     """Compare a checkpoint's data with the data of this run; return lines for the user.
 
     Args:
         checkpoint: If it has no fingerprint, nothing is compared.
-        now: The result of `fingerprint` in this run.
+        current: The result of `fingerprint` in this run.
         allow: Warn about other data instead of refusing them (`--allow-changed-data`).
 
     Raises:
         UserError: The data differ, and `allow` is False.
     """
-    before = recorded if isinstance(recorded := checkpoint.get(DATA_KEY), dict) else {}
-    changed = [text for name, text in _WHAT.items() if name in before and before[name] != now[name]]
+    recorded = _table(checkpoint, DATA_KEY)
+    changed = [text for name, text in _DATA.items() if name in recorded and recorded[name] != current[name]]
     if not changed:
         return []
-    counts = f" ({before.get('count')} images then, {now['count']} now)" if before.get("count") != now["count"] else ""
+    then, now = recorded.get("count"), current["count"]
+    counts = f" ({then} images then, {now} now)" if then != now else ""
     text = f"{' and '.join(changed)} are not those that {path} was trained on{counts}"
     if not allow:
         raise UserError(f"{text}: resume with the same data, or go on with others by --allow-changed-data")

@@ -90,7 +90,6 @@ class Saver:
         self._writer = ThreadPoolExecutor(1, "checkpoint")
         self._pending: Save | None = None  # the save that is being written, or that failed and will be retried
         self._writing: Future[None] | None = None  # the attempt in progress
-        self._copied: torch.cuda.Event | None = None  # occurs when the copy of the pending payload is complete
         self._retry_at = 0.0
         self._ending = False  # whether the save in progress is the run's last
         self._failures = 0  # failed saves in a row
@@ -104,7 +103,7 @@ class Saver:
             NotWrittenError: Too many saves have failed.
             NonFiniteError: The weights hold NaN or infinity.
         """
-        self._poll()
+        self._look_at_pending()
         if not (reason := self._due()):
             return
         self._on_save()
@@ -169,18 +168,18 @@ class Saver:
             if self._pending is not None:
                 self.logger.line(f"warning: {self._pending.error}; the next attempt is in {seconds:.0f} s")
                 time.sleep(seconds)
-                self._attempt(synchronous=True)
+                self._start_attempt(synchronous=True)
         self._ending = False
         if self._pending is not None and self._pending.error is not None:
             raise self._pending.error
 
-    def _poll(self) -> None:
+    def _look_at_pending(self) -> None:
         """Handle a save that has ended, and retry a failed one when its delay is over."""
         if self._writing is not None:
             if self._writing.done():
                 self._finish_pending()
         elif self._pending is not None and time.monotonic() >= self._retry_at:
-            self._attempt()
+            self._start_attempt()
 
     def _due(self) -> str | None:
         """Return the reason to save now, or None; all ranks return the same."""
@@ -212,14 +211,14 @@ class Saver:
         self._last_save = began
         save.reason, save.blocked = reason, time.monotonic() - began
         self._pending = save
-        self._attempt(synchronous=in_place)
+        self._start_attempt(synchronous=in_place)
         return save
 
     def _copy(self, save: Save) -> None:
         if not is_sharded(self.state.model):  # a sharded model's payload is a copy already
-            save.payload, self._copied = host_copy(save.payload)
+            save.payload, save.copied = host_copy(save.payload)
 
-    def _attempt(self, synchronous: bool = False) -> None:
+    def _start_attempt(self, synchronous: bool = False) -> None:
         assert self._pending is not None
         save = self._pending
         self._before_write()
@@ -236,8 +235,8 @@ class Saver:
         began = time.monotonic()
         try:
             self.logger.sync()  # records must be on disk before a checkpoint that follows from them
-            if self._copied is not None:
-                self._copied.synchronize()
+            if save.copied is not None:
+                save.copied.synchronize()
             assert self.checkpoints is not None
             self.checkpoints.write(save)
         finally:

@@ -68,7 +68,7 @@ class TrainState:
             "progress": plain(self.sums()),
             "optimizer": whole_optimizer_state(self.model, self.optimizer),
             "optimizer_class": type(self.optimizer).__name__,
-            "optimizer_params": _names(self.model, self.optimizer),
+            "optimizer_params": _parameter_names(self.model, self.optimizer),
         }
         for entry, model in self._models().items():
             payload[entry], dense = split_state_dict(model, whole_model_state(model))
@@ -108,8 +108,7 @@ class TrainState:
         if resumable and load_optimizer:
             if not isinstance(checkpoint.get("optimizer"), dict) or not checkpoint["optimizer"]:
                 raise UserError(f"{path} holds no optimizer state: resume without it with --no-resume-opt")
-            saved = checkpoint["optimizer"], path, *map(checkpoint.get, ("optimizer_class", "optimizer_params"))
-            optimizer_state = checked_optimizer_state(self.model, self.optimizer, *saved)
+            optimizer_state = checked_optimizer_state(self.model, self.optimizer, checkpoint, path)
         epoch, update, scores, progress, statistics = _position(checkpoint, self.updates_per_epoch, path)
 
         load_clean(self.model, weights)
@@ -241,25 +240,25 @@ def optimizer_state_of(path: str | Path | None) -> AbstractContextManager[None]:
 
 
 def checked_optimizer_state(
-    model: nn.Module, optimizer: Optimizer, saved: Any, path: str | Path, saved_class: Any = None, names: Any = None
+    model: nn.Module, optimizer: Optimizer, checkpoint: dict[str, Any], path: str | Path
 ) -> dict[str, Any]:
-    """Return this rank's part of a saved optimizer state, after checking that it fits the model's parameters.
+    """Return this rank's part of a checkpoint's optimizer state, after checking that it fits the model's parameters.
 
-    Args:
-        saved: The file's entry `optimizer`, which may hold anything.
-        saved_class: Class name of the saved optimizer, if the file records it.
-        names: Parameter names in the order of the state, if the file records them. Without them, states are assigned
-            by position in the parameter groups, which changes with weight decay and layer decay.
+    Its entry `optimizer` may hold anything. The entries `optimizer_class` (class name) and `optimizer_params`
+    (parameter names in the order of the state) may be missing. Without names, states are assigned by position in the
+    parameter groups, which changes with weight decay and layer decay.
 
     Raises:
-        UserError: `saved` does not fit; the message has the remedy.
+        UserError: The state does not fit; the message has the remedy.
     """
     own_class, groups = type(optimizer).__name__, optimizer.param_groups
+    saved: Any = checkpoint["optimizer"]
+    saved_class, names = checkpoint.get("optimizer_class"), checkpoint.get("optimizer_params")
     with optimizer_state_of(path):
         if isinstance(saved_class, str) and saved_class != own_class:
             raise ValueError(f"it is of {saved_class}, --opt gives {own_class}")
         if names is not None:
-            saved = _regrouped(saved, names, _names(model, optimizer), groups)
+            saved = _regrouped(saved, names, _parameter_names(model, optimizer), groups)
         sizes, own_sizes = ([len(group["params"]) for group in listed] for listed in (saved["param_groups"], groups))
         if sizes != own_sizes:
             raise ValueError(f"its groups have {sizes} parameters, this model's {own_sizes}")
@@ -268,7 +267,7 @@ def checked_optimizer_state(
     return rank_state
 
 
-def _names(model: nn.Module, optimizer: Optimizer) -> list[str]:
+def _parameter_names(model: nn.Module, optimizer: Optimizer) -> list[str]:
     """Return the names of an optimizer's parameters, in its order."""
     names, parameters = zip(*unwrap(model).named_parameters(), strict=True)
     name_of = dict(zip(parameters, clean_names(list(names)), strict=True))
@@ -276,25 +275,27 @@ def _names(model: nn.Module, optimizer: Optimizer) -> list[str]:
 
 
 def _regrouped(
-    saved: dict[str, Any], names: list[str], ours: list[str], groups: list[dict[str, Any]]
+    saved: dict[str, Any], names: list[str], own_names: list[str], groups: list[dict[str, Any]]
 ) -> dict[str, Any]:
-    """Rearrange `saved`, whose parameters have `names`, into the `groups` of an optimizer whose parameters are `ours`.
-    Each new group gets the options of its first parameter's old group.
+    """Rearrange `saved`, whose parameters have `names`, into the `groups` of an optimizer whose parameters have
+    `own_names`. Each new group gets the options of its first parameter's old group.
 
     Raises:
         ValueError: The two sets of names differ.
     """
-    if others := sorted({*names} ^ {*ours}):
+    if others := sorted({*names} ^ {*own_names}):
         raise ValueError(f"it is of other parameters ({len(others)}, such as {others[0]})")
     group_of = {index: group for group in saved["param_groups"] for index in group["params"]}
     index_of = dict(zip(names, group_of, strict=True))
     state = {
-        number: saved["state"][index_of[name]] for number, name in enumerate(ours) if index_of[name] in saved["state"]
+        number: saved["state"][index_of[name]]
+        for number, name in enumerate(own_names)
+        if index_of[name] in saved["state"]
     }
-    numbers, regrouped = iter(range(len(ours))), []
+    numbers, regrouped = iter(range(len(own_names))), []
     for group in groups:
         own_numbers = [next(numbers) for _ in group["params"]]
-        regrouped.append({**group_of[index_of[ours[own_numbers[0]]]], "params": own_numbers})
+        regrouped.append({**group_of[index_of[own_names[own_numbers[0]]]], "params": own_numbers})
     return {"state": state, "param_groups": regrouped}
 
 
@@ -305,9 +306,10 @@ def load_optimizer_state(optimizer: Optimizer, saved: dict[str, Any]) -> None:
     """
     keep = _GROUP_SETTINGS | {name for name in optimizer.defaults if not name.endswith(_COUNTER)}
     groups = []
-    for group, theirs in zip(optimizer.param_groups, saved["param_groups"], strict=True):
-        options = {k: v for k, v in theirs.items() if k not in keep} | {k: v for k, v in group.items() if k in keep}
-        groups.append(options | {"params": theirs["params"]})
+    for group, saved_group in zip(optimizer.param_groups, saved["param_groups"], strict=True):
+        kept = {key: value for key, value in group.items() if key in keep}
+        loaded = {key: value for key, value in saved_group.items() if key not in keep}
+        groups.append({**loaded, **kept, "params": saved_group["params"]})
     optimizer.load_state_dict({"state": saved["state"], "param_groups": groups})
     # Give moments the strides of their parameters. If they differ (`--channels-last` in only one of the runs), torch's
     # fused step silently uses the wrong elements on a CPU.

@@ -32,7 +32,7 @@ from volo.cluster.tensor_parallel import TensorParallelParams
 from volo.config.checkpoint_files import BEST
 from volo.config.flag_rules import trackers_of
 from volo.record.logger import Logger
-from volo.record.metrics import Arithmetic, interval, peak_flops
+from volo.record.metrics import Arithmetic, peak_flops, wilson_interval
 from volo.record.profile import WARM_UP
 from volo.record.records import RunRecords, settings_of, versions
 from volo.record.run_directory import RunLock, changed_settings, choose_directory
@@ -285,7 +285,7 @@ def outcome(run: Run, training: Training) -> list[str]:
     ]
     top1 = scores["top1_ema" if metric.endswith("_ema") else "top1"] / 100
     largest = np.unique(classes, return_counts=True)[1].max() / len(classes)
-    if interval(top1, len(classes))[0] <= largest < 1 and run.args.data_backend != "synthetic":
+    if wilson_interval(top1, len(classes))[0] <= largest < 1 and run.args.data_backend != "synthetic":
         lines.append(
             f"warning: {100 * top1:.1f} % is no better than naming the largest class, {100 * largest:.1f} %: more "
             "--epochs, a smaller --batch-size, --pretrained weights, -c finetune_small (docs/wrong.md) help"

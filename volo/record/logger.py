@@ -53,10 +53,10 @@ class Logger:
         self._events = LineFile()  # events.jsonl; it keeps events in memory until `open_events`
         self.trackers: Trackers | None = None  # None unless trackers are used
         self._arithmetic: Arithmetic | None = None
-        self._at: dict[str, int] = {}  # current epoch and update once they are known; part of every event
+        self._position: dict[str, int] = {}  # current epoch and update once they are known; part of every event
         self._work: Sequence[float] = (0,)  # before each update of the run, and at its end
         self._bar: tqdm | None = None
-        self._told = ""  # text beside the bar: loss and speed of the last interval, even of the previous epoch
+        self._bar_text = ""  # text beside the bar: loss and speed of the last interval, even of the previous epoch
         self._lines = LineFile()  # log.txt; it keeps lines in memory until `open`
         self._seconds, self._waited, self._done = (0.0, 0.0, 0.0)  # totals since this start; the last of `_work`
         self._advised = False
@@ -84,11 +84,11 @@ class Logger:
     def event(self, kind: str, **fields: Any) -> None:
         """Add an event to events.jsonl, if possible, on any rank; `fields` may override `epoch` and `update`."""
         where = {"rank": self.world.rank, "node": socket.gethostname(), "pid": os.getpid()}
-        self._events.append(strict_json({"time": utc_now(), "kind": kind, **where, **self._at, **fields}))
+        self._events.append(strict_json({"time": utc_now(), "kind": kind, **where, **self._position, **fields}))
 
     def set_position(self, epoch: int, update: int) -> None:
         """Set the number of finished epochs and updates, which every event records."""
-        self._at = {"epoch": epoch, "update": update}
+        self._position = {"epoch": epoch, "update": update}
 
     @contextmanager
     def end_noted(self) -> Iterator[None]:
@@ -144,7 +144,7 @@ class Logger:
             form = "{desc} {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt}{postfix}"
             title = f"epoch {epoch + 1}/{epochs}"
             self._bar = tqdm(total=updates, desc=title, leave=False, dynamic_ncols=True, bar_format=form)
-            self._bar.set_postfix_str(self._told)
+            self._bar.set_postfix_str(self._bar_text)
 
     def update(self, epoch: int, update: int) -> None:
         """Count an optimizer step; `update` is its number in the whole run."""
@@ -176,8 +176,8 @@ class Logger:
             f"{rate}{of_device} | data wait {100 * wait_share:.0f} % | ETA {duration(remaining)}{skipped}"
         )
         if self._bar is not None:
-            self._told = f"loss {interval.loss:.3f}, {rate}, ETA {duration(remaining)}"
-            self._bar.set_postfix_str(self._told)
+            self._bar_text = f"loss {interval.loss:.3f}, {rate}, ETA {duration(remaining)}"
+            self._bar.set_postfix_str(self._bar_text)
         if self._bar is None or interval.update_in_epoch == interval.updates_per_epoch:
             self.line(text)
         else:

@@ -63,7 +63,7 @@ def correct_in_top(logits: Tensor, classes: Tensor) -> list[Tensor]:
     return [hits[:, :1].any(dim=1).sum(), hits.any(dim=1).sum()]
 
 
-def interval(share: float, count: int) -> tuple[float, float]:
+def wilson_interval(share: float, count: int) -> tuple[float, float]:
     """Return Wilson's 95 % interval of a share (0 to 1) of `count` images. Smaller differences may be chance."""
     z = 1.96
     middle, width = share + z * z / (2 * count), z * (share * (1 - share) / count + (z / (2 * count)) ** 2) ** 0.5

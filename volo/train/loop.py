@@ -18,7 +18,7 @@ from tlt.api import StepKey
 from tlt.data.batch import Batch
 from tlt.data.loader import EvalLoader
 from tlt.errors import UserError
-from volo.checkpoint.checkpoint import best_of, rank
+from volo.checkpoint.checkpoint import best_of, rank_epochs
 from volo.checkpoint.saver import Saver
 from volo.checkpoint.state import TrainState, ranked_by
 from volo.cluster.distributed import World
@@ -228,7 +228,7 @@ def best_so_far(state: TrainState, ranking_metric: str) -> tuple[float | None, i
     """Return the best score so far, or None if none is finite, and the number of epochs from the first epoch with that
     score to the last validated one."""
     scores = {n: row for n, row in state.scores.items() if n < state.epoch and ranking_metric in row}
-    ranked = rank(scores, ranking_metric)
+    ranked = rank_epochs(scores, ranking_metric)
     if not ranked:
         return None, 0
     first = best_of(ranked) or ranked[-1]  # without finite scores, the newest epoch comes first
