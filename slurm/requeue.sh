@@ -19,15 +19,22 @@ rm -f "$REQUEUE_MARKER.state" # rank 0 writes "begun", then "done"
 running='' # process id of the running step
 timer=''   # process id of what ends the step if the training has not begun
 warning='' # the newest signal that this script received
-warnings=0
+warnings=0 # how many it received
+passed=0   # how many of them the running step knows of
 
 fail() { echo "error: $*" >&2; exit 2; } # MESSAGE: exit because of the user's mistake
 
 warned() { # SIGNAL
   warning=$1 warnings=$((warnings + 1))
-  [ -n "$running" ] || return
-  echo "$1 from Slurm: passed on to the running step" >&2
-  kill -s "$1" "$running" 2>/dev/null
+  pass_on
+}
+
+# Send the running step a signal that it doesn't know of yet. `step` does this too, for a signal that came while it started.
+pass_on() {
+  [ -n "$running" ] && [ "$passed" != "$warnings" ] || return 0
+  passed=$warnings
+  echo "$warning from Slurm: passed on to the running step" >&2
+  kill -s "$warning" "$running" 2>/dev/null
   # A node that is still unpacking an image doesn't react, and the other nodes have nothing to save yet.
   { sleep 25 && [ ! -s "$REQUEUE_MARKER.state" ] && kill -TERM "$running"; } &>/dev/null &
   timer=$!
@@ -43,6 +50,7 @@ step() {
   [ -z "$warning" ] || return 143 # a signal came between two steps
   "$@" &
   running=$!
+  pass_on
   while [ "$seen" != "$warnings" ]; do
     seen=$warnings
     wait "$running"

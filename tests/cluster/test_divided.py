@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.multiprocessing import start_processes
 
 import volo  # noqa: F401  (registers the models)
+from tests.conftest import wait_until
 from tests.train.small_run import tensors
 from tlt.errors import UserError
 from volo.checkpoint.state import STATISTICS_KEY, TrainState
@@ -215,7 +216,8 @@ def _more(rank: int, directory: str, state: TrainState) -> None:
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("divided")
     multiprocessing.set_forkserver_preload(["torch", "timm", "volo.train.model"])  # imported once
-    start_processes(one_rank, (str(folder),), nprocs=RANKS, start_method="forkserver")
+    ranks = start_processes(one_rank, (str(folder),), RANKS, join=False, daemon=True, start_method="forkserver")
+    wait_until(lambda: ranks.join(1))
     return folder
 
 

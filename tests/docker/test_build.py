@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import LIMIT
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -29,7 +31,9 @@ def _add_engine(tools: Path, name: str, works: bool = True) -> None:
 
 def _build(tools: Path, *flags: str, **environment: str) -> subprocess.CompletedProcess[str]:
     command = [str(ROOT / "docker/build.sh"), *flags]
-    return subprocess.run(command, capture_output=True, text=True, cwd="/", env={"PATH": str(tools), **environment})
+    return subprocess.run(
+        command, capture_output=True, text=True, cwd="/", env={"PATH": str(tools), **environment}, timeout=LIMIT
+    )
 
 
 def test_the_first_engine_that_works_builds_the_dockerfile_of_this_commit(tools: Path) -> None:

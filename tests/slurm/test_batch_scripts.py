@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from shutil import make_archive
 from typing import NamedTuple
@@ -88,11 +89,16 @@ class FakeSlurm:
         """Run a batch script below `root`, and warn it of its time limit as soon as it has printed something."""
         env = {**self.env, "SLURM_SUBMIT_DIR": str(root), **env}
         command, pipe = ["bash", str(root / "slurm" / script), *flags], subprocess.PIPE
-        with subprocess.Popen(command, env=env, stdout=pipe, stderr=pipe, text=True, cwd="/") as job:
+        with subprocess.Popen(
+            command, env=env, stdout=pipe, stderr=pipe, text=True, cwd="/", start_new_session=True
+        ) as job:
+            limit = threading.Timer(LIMIT, os.killpg, (job.pid, signal.SIGKILL))  # its steps too
+            limit.start()
             if warned_at:
                 assert job.stdout is not None and any(warned_at in line for line in job.stdout)
                 job.send_signal(signal.SIGUSR1)
-            out, err = job.communicate(timeout=LIMIT)
+            out, err = job.communicate()
+            limit.cancel()
         return Ended(job.returncode, out, err, self.lines("steps"))
 
     def lines(self, name: str) -> list[str]:
@@ -211,6 +217,14 @@ def test_a_warning_before_the_training_has_begun_ends_the_step_and_requeues(
     assert (ended.code, len(ended.steps), slurm.lines("asked")) == (code, 1, ["requeue 12345"])
 
 
+def test_a_warning_while_a_step_starts_reaches_it(slurm: FakeSlurm) -> None:
+    hook = slurm.folder / "hook"  # bash reads this first, and signals the job before it knows the step's process
+    sends = "[[ $BASH_COMMAND != running=*! ]] || kill -USR1 $$"
+    hook.write_text(f"[[ $0 != *.sbatch ]] || {{ set -T; trap '{sends}' DEBUG; }}")
+    ended = slurm.run("pretrain.sbatch", DO="exec /bin/sleep 5", BASH_ENV=str(hook))
+    assert ended.code in (138, 143) and slurm.lines("asked") == ["requeue 12345"]  # 143: its shell was not yet ready
+
+
 def test_a_time_limit_that_is_shorter_than_the_start_ends_the_job_the_second_time(slurm: FakeSlurm) -> None:
     def warned(update: int | None) -> tuple[str, int]:
         saved = "" if update is None else f"""echo '{{"reason": "x", "update": {update}}}' > $REQUEUE_MARKER; """
@@ -231,7 +245,9 @@ def test_a_step_that_ends_well_without_having_trained_is_a_failure(slurm: FakeSl
 def stage(source: str | Path, target: Path) -> subprocess.CompletedProcess[str]:
     env = {"PATH": os.environ["PATH"], "SLURM_JOB_ID": "7"}
     (target.parent / ".staging-7" / "left").mkdir(parents=True, exist_ok=True)  # by a start that was killed
-    return subprocess.run([ROOT / "slurm" / "stage.sh", source, target], env=env, capture_output=True, text=True)
+    return subprocess.run(
+        [ROOT / "slurm" / "stage.sh", source, target], env=env, capture_output=True, text=True, timeout=LIMIT
+    )
 
 
 @pytest.mark.parametrize("packed", ["", "data", "."])

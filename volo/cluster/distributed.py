@@ -189,8 +189,11 @@ def _join(world: World, launch: Launch, own_gpu: bool, timeout_s: float, join_s:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     if launch.one_machine:
         os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
+    connecting, until = ThreadPoolExecutor(1).submit(_connect_all, store, world, timeout_s), time.monotonic() + _MESH_S
+    while not connecting.done() and time.monotonic() < until:
+        time.sleep(_POLL_S)  # result(_MESH_S) would not handle a signal that another thread receives
     try:
-        ThreadPoolExecutor(1).submit(_connect_all, store, world, timeout_s).result(_MESH_S)
+        connecting.result(0)
     except (RuntimeError, TimeoutError) as error:
         why = str(error).partition("\n")[0] or f"not within {_MESH_S:g} s"
         message = f"the ranks have met, but can't connect: one has ended, or a firewall is between them ({why})"

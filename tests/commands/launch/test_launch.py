@@ -131,6 +131,7 @@ def test_programs_write_whole_lines_which_prefixes_are_put_before() -> None:
     with other:
         subprocess.run([sys.executable, "-u", "-c", WRITING], stdout=other, stderr=other, cwd=ROOT, timeout=LIMIT)
     with writes:
+        writes.settimeout(LIMIT)
         assert [*iter(lambda: writes.recv(1000), b"")] == [b"a b\n", b"a c\n"]
 
 
