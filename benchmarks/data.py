@@ -44,13 +44,15 @@ CLASSES, TOP_K, CELLS = 1000, 5, 18  # of the label maps, as the published ones
 Epochs = Callable[[], Iterable[Tensor]]  # the images of the batches of an epoch
 _COLUMNS = ("augmentation", "workers", "part", "loader", "images/s", "CPU ms an image", "x timm", "note")
 
+IMAGE_SIZE = flag("--image-size", POSITIVE, [500, 375], "width and height if made", nargs=2)
+IMG_SIZE = flag("--img-size", POSITIVE, 224, "height and width of the crops")
 FLAGS = (
     Group(
         "Images",
         flag("--data-dir", DIR, "", "image folders with a split train (else some are made)"),
         flag("--images", POSITIVE, 256, "how many"),
-        flag("--image-size", POSITIVE, [500, 375], "width and height if made", nargs=2),
-        flag("--img-size", POSITIVE, 224, "height and width of the crops"),
+        IMAGE_SIZE,
+        IMG_SIZE,
         flag("--aa", TEXT, "rand-m9-mstd0.5-inc1", "RandAugment in timm's grammar", metavar="POLICY"),
         flag("-b --batch-size", POSITIVE, 32, "images per batch"),
     ),
@@ -125,10 +127,8 @@ def measure(args: Namespace, rows: Rows, facts: dict[str, Any], loading: Loading
     """Time timm's loader and ours with each decoder in turns, and write their rows."""
     loaders: dict[tuple[str, str], Epochs] = {(part, TIMM): loading.timm(part) for part in (CROPS, BATCHES)}
     for backend in dict.fromkeys(args.backend):
-        try:
+        with rows.measuring(facts | {"loader": backend}):
             loaders |= {(part, backend): loading.ours(part, backend) for part in (CROPS, BATCHES)}
-        except tlt.UserError as error:
-            rows.write(facts | {"loader": backend, "note": f"not measured: {error}"})
     found = in_turns({name: partial(_load, epochs, loading.device) for name, epochs in loaders.items()}, args.rounds)
     for (part, name), timing in sorted(found.items()):
         times = {"images/s": 1 / Range.of(timing.wall).median, "CPU ms an image": Range.of(timing.cpu, 1e3)}

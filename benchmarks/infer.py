@@ -69,5 +69,5 @@ def inference(first: TimmModel, images: Tensor, expected: Tensor, arm: Arm) -> a
         return logits
 
     with arms.exact_float32(), compile_errors_told(arm.flags):
-        arms.check_same(arm, images.device, {"logits": work()}, {"logits": expected})
+        arms.check_same(arm.name, {"logits": work()}, {"logits": expected}, arms.TOLERANCE[arm.dtype(images.device)])
     return work

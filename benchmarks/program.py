@@ -26,7 +26,7 @@ COMMANDS = ("step", "infer", "outlook", "data", "run", "ablation")
 
 def module_of(command: str) -> Any:
     """Import and return the module of a command."""
-    return importlib.import_module(f"benchmarks.{'evidence.' if command == 'ablation' else ''}{command}")
+    return importlib.import_module(f"benchmarks.{command}")
 
 
 def benchmark_parser(command: str | None = None) -> FlagParser:

@@ -14,8 +14,10 @@ import statistics
 import subprocess
 import sys
 import time
+import traceback
 from argparse import Namespace
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import datetime, timezone
 from importlib.metadata import version
 from pathlib import Path
@@ -123,16 +125,25 @@ def conditions(command_line: str) -> dict[str, str]:
     }
 
 
+class DifferentResult(UserError):
+    """An arm computes something else than it should."""
+
+
 class Rows:
     """A table that grows: each row is printed as Markdown when it is written, and appended to `--output` as JSON.
 
+
     Args:
-        args: `command_line`, which is told with the conditions before the first row, and `output`.
+        args: `command_line`, which is printed with the conditions before the first row, and `output`.
         columns: Their names. A row may lack some, and what else it has goes to `--output` alone.
+
+    Attributes:
+        failure: Why the last arm that was not measured failed. It is text: an error keeps the tensors of its stack.
     """
 
     def __init__(self, args: Namespace, columns: Sequence[str]) -> None:
         self.columns, self.file = columns, args.output
+        self.failure, self._different = "", ""
         facts = conditions(args.command_line)
         self._append({"conditions": facts})
         print("; ".join(f"{name} {value}" for name, value in facts.items()), end="\n\n")
@@ -143,12 +154,38 @@ class Rows:
         self._append(row)
         print(f"| {' | '.join(_cell(row.get(name)) for name in self.columns)} |", flush=True)
 
+    @contextmanager
+    def measuring(self, facts: Mapping[str, Any]) -> Iterator[None]:
+        """Measure an arm in the block. If that fails, write its row with the reason, so that the others go on."""
+        try:
+            yield
+        except Exception as error:  # a kernel that does not fit; compilers raise their own kinds
+            self.failure = _reason_of(error)
+            if isinstance(error, DifferentResult):
+                self._different = self.failure
+            self.write({**facts, "note": f"not measured: {self.failure}"})
+
+    def refuse_different(self) -> None:
+        """Raise UserError if an arm computed something else. Called after the others were measured."""
+        if self._different:
+            raise UserError(self._different)
+
     def _append(self, row: Mapping[str, Any]) -> None:
         if not self.file:
             return
-        told = os_errors_as(lambda error: f"--output {self.file}: {error.strerror}; name a file that can be written")
-        with told, open(self.file, "a") as file:
+        naming_it = os_errors_as(lambda e: f"--output {self.file}: {e.strerror}; name a file that can be written")
+        with naming_it, open(self.file, "a") as file:
             file.write(json.dumps(row) + "\n")
+
+
+def _reason_of(error: Exception) -> str:
+    """Return the error in a few words; print the traceback to stderr unless it is a UserError."""
+    if isinstance(error, UserError):
+        return str(error)
+    traceback.print_exception(error)
+    lines = str(error).strip().splitlines() or [""]
+    line = lines[0 if isinstance(error, RuntimeError) else -1]  # Triton's say it last
+    return f"{type(error).__name__}: {line}"[:160]
 
 
 def _cell(value: Any) -> str:

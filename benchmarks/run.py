@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import tlt
-from benchmarks.data import CLASSES, make_images, make_labels
+from benchmarks.data import CLASSES, IMAGE_SIZE, IMG_SIZE, make_images, make_labels
 from benchmarks.rounds import OUTPUT, Rows, rounds_flag
 from tlt.errors import UserError
 from volo.cluster.distributed import choose_device
@@ -33,18 +33,17 @@ from volo.config.value_types import COUNT, DIR, NAME, PATH, POSITIVE
 
 TIMM, OURS, LABELLED = "timm", "ours", "ours, token labels"
 _WITH_TOKENS = ("volo_", "lvvit_")
-_COMMON = "--opt adamw --drop-path 0.1 --reprob 0.25 --warmup-epochs 0 --cooldown-epochs 0"
-# Without `mstd`: timm's Posterize then asks for 0 bits now and then, which Pillow 13 refuses.
-_COMMON += f" --aa rand-m9-inc1 --num-classes {CLASSES}"
-_FAST = {TIMM: "--amp --amp-dtype bfloat16 --channels-last --torchcompile inductor"}
-_FAST |= dict.fromkeys((OURS, LABELLED), "--model-dtype bfloat16 --channels-last --torchcompile inductor")
+# RandAugment without `mstd`: timm's Posterize then asks for 0 bits now and then, which Pillow 13 refuses.
+_RECIPE = "--opt adamw --drop-path 0.1 --reprob 0.25 --warmup-epochs 0 --cooldown-epochs 0 --aa rand-m9-inc1"
+_ON_GPU = "--channels-last --torchcompile inductor"
+_BFLOAT16, _BFLOAT16_OF_TIMM = "--model-dtype bfloat16", "--amp --amp-dtype bfloat16"
 
 FLAGS = (
     Group(
         "Programs",
         flag("--timm", DIR, "", "checkout of timm whose train.py is timed, too"),
         flag("--model", NAME, "volo_d1", "VOLO, LV-ViT or any of timm's, which get no token labels"),
-        flag("--img-size", POSITIVE, 224, "height and width of the crops"),
+        IMG_SIZE,
         flag("-b --batch-size", POSITIVE, 256, "images per batch"),
         flag("--workers", COUNT, 8, "processes that decode"),
         flag("--epochs", POSITIVE, 2, "of each program; the last one counts"),
@@ -55,7 +54,7 @@ FLAGS = (
         flag("--token-label-data", PATH, "", "label maps of --data-dir"),
         flag("--images", POSITIVE, 1024, "how many are made"),
         flag("--copies", POSITIVE, 32, "links to each, which are images of their own for the programs"),
-        flag("--image-size", POSITIVE, [500, 375], "width and height if made", nargs=2),
+        IMAGE_SIZE,
     ),
     Group("Measuring", DEVICE, rounds_flag(1), *OUTPUT),
 )
@@ -75,25 +74,22 @@ def run(args: Namespace) -> None:
     rows = Rows(args, ("model", "round", "arm", "images/s", "x timm", "data wait, %", "note"))
     with tempfile.TemporaryDirectory(prefix="benchmark-run-") as folder:
         data, labels = (args.data_dir, args.token_label_data) if args.data_dir else _made(args, Path(folder))
-        programs, theirs = commands(args, data, labels, on_gpu), 0.0
+        programs, timms_speed = commands(args, data, labels, on_gpu), dict[int, float]()  # by round
         for number, name in product(range(args.rounds), programs):
-            row = facts | {"round": number + 1, "arm": name}
-            output = Path(folder, f"{number}-{name}")
-            try:
+            row, output = facts | {"round": number + 1, "arm": name}, Path(folder, f"{number}-{name}")
+            with rows.measuring(row):
                 log = _log_of([*programs[name], "--output", str(output)])
-                epoch = of_timm(log) if name == TIMM else of_ours(output)
-            except UserError as error:
-                theirs = 0.0 if name == TIMM else theirs
-                rows.write(row | {"note": f"not measured: {error}"})
-                continue
-            theirs = epoch.images_per_second if name == TIMM else theirs
-            row |= {"images/s": epoch.images_per_second, "data wait, %": 100 * epoch.wait}
-            rows.write(row | ({"x timm": epoch.images_per_second / theirs} if theirs else {}))
+                speed, wait = of_timm(log) if name == TIMM else of_ours(output)
+                if name == TIMM:
+                    timms_speed[number] = speed
+                ratio = {"x timm": speed / timms_speed[number]} if number in timms_speed else {}
+                rows.write(row | {"images/s": speed, "data wait, %": 100 * wait} | ratio)
 
 
 def commands(args: Namespace, data: str, labels: str, on_gpu: bool) -> dict[str, list[str]]:
     """Return each program's command line, but for `--output`."""
-    same = f"-b {args.batch_size} --workers {args.workers} --epochs {args.epochs} --img-size {args.img_size} {_COMMON}"
+    same = f"-b {args.batch_size} --workers {args.workers} --epochs {args.epochs} --img-size {args.img_size}"
+    same += f" {_RECIPE} --num-classes {CLASSES} {_ON_GPU if on_gpu else '--device cpu'}"
     programs = {OURS: f"--model {args.model}"}
     if labels and args.model.startswith(_WITH_TOKENS):
         programs[LABELLED] = f"--model {args.model} --token-label --token-label-data {labels}"
@@ -103,7 +99,8 @@ def commands(args: Namespace, data: str, labels: str, on_gpu: bool) -> dict[str,
     command_lines = {}
     for name, model_flags in programs.items():
         script = Path(args.timm) if name == TIMM else Path(__file__).resolve().parents[1]
-        flags = f"{model_flags} {same} {_FAST[name] if on_gpu else '--device cpu'}"
+        bfloat16 = _BFLOAT16_OF_TIMM if name == TIMM else _BFLOAT16
+        flags = f"{model_flags} {same} {bfloat16 if on_gpu else ''}"
         command_lines[name] = [sys.executable, str(script / "train.py"), data, *flags.split()]
     return command_lines
 

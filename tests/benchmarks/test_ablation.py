@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.evidence import ablation
-from benchmarks.evidence.ablation import ARMS, FLOOR, MAP, Digit
+from benchmarks import ablation
+from benchmarks.ablation import ARMS, FLOOR, MAP, Digit
 from tests.benchmarks.conftest import Measure, benchmark
 
 

@@ -69,9 +69,16 @@ def test_infer_folds_ours_and_no_other_arm(measure: Measure, monkeypatch: pytest
     assert folded == ["VOLO"]
 
 
-@pytest.mark.parametrize(("command", "wrong"), [("step", "ours"), ("infer", "reference")])
+@pytest.mark.parametrize(
+    ("command", "wrong", "factors"), [("step", "ours", (1, float("nan"))), ("infer", "reference", (1.2,))]
+)
 def test_what_is_timed_is_what_is_checked(
-    command: str, wrong: str, monkeypatch: pytest.MonkeyPatch, measure: Measure, capsys: pytest.CaptureFixture[str]
+    command: str,
+    wrong: str,
+    factors: tuple[float, ...],
+    monkeypatch: pytest.MonkeyPatch,
+    measure: Measure,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """An arm that computes something else once it is compiled is not timed; the others are."""
     module: Any = {"step": step, "infer": infer}[command]
@@ -85,16 +92,18 @@ def test_what_is_timed_is_what_is_checked(
     def damaged(model: Any, flags: Namespace) -> Callable[..., Any]:
         function = compiled(model, flags)
 
-        def larger(*args: Any, **options: Any) -> Any:
-            found = function(*args, **options)
-            return tuple(1.2 * each for each in found) if isinstance(found, tuple) else 1.2 * found
+        def changed(*args: Any, **options: Any) -> Any:
+            outputs = function(*args, **options)
+            if isinstance(outputs, torch.Tensor):
+                return factors[0] * outputs
+            return tuple(factor * logits for factor, logits in zip(factors, outputs, strict=True))
 
-        return larger if model.arm == wrong else function
+        return changed if model.arm == wrong else function
 
     monkeypatch.setattr(arms, "build", build)
     monkeypatch.setattr(module, "compile_model", damaged)
     rows = measure(f"{command} {SMALL} --peer reference", code=2)
-    assert f"error: arm {wrong} computes something else from the same weights" in capsys.readouterr().err
+    assert f"error: arm {wrong} computes something else from the same numbers" in capsys.readouterr().err
     timed = {row["arm"] for row in rows if "images/s" in row}
     assert timed == {"ours", "reference"} - {wrong}
 
