@@ -67,10 +67,10 @@ def positions(plan: Plan) -> Batch:
     height, width = plan.size
     y, x = np.mgrid[:height, :width] + 0.5
     pixels = np.stack([x, y, np.ones_like(x)])
-    there = np.einsum("bij,jhw->bihw", plan.affine, pixels)
+    there = np.einsum("bij,jhw->bihw", plan.pixel_affine, pixels)
     images = np.concatenate([there, np.zeros_like(there[:, :1])], 1)
     affine, visible = (torch.from_numpy(part).float() for part in (plan.normalised_affine(), plan.visible()))
-    numbers, rest = torch.arange(len(plan)), torch.from_numpy(plan.source)
+    numbers, rest = torch.arange(len(plan)), torch.from_numpy(plan.image_sizes)
     return Batch(torch.from_numpy(images).float(), numbers, numbers, affine, visible, None, [], [], rest, plan)
 
 
@@ -103,8 +103,8 @@ def test_a_token_learns_what_the_teacher_says_of_its_place(name: str, kind: str,
     assert weight is not None
     counted = (weight == 1).reshape(-1, *loss.grid).numpy()
     y, x = (np.arange(count) * pitch + first for count in loss.grid)
-    where = np.einsum("bij,jhw->bhwi", plans[0].affine, np.stack([*np.meshgrid(x, y), np.ones((len(y), len(x)))]))
-    per_pixel = np.sqrt(np.abs(np.linalg.det(plans[0].affine[:, :, :2])))[:, None, None]  # of what the student sees
+    where = np.einsum("bij,jhw->bhwi", plans[0].pixel_affine, np.stack([*np.meshgrid(x, y), np.ones((len(y), len(x)))]))
+    per_pixel = np.sqrt(np.abs(np.linalg.det(plans[0].pixel_affine[:, :, :2])))[:, None, None]  # student's
     low, high = np.split((seen.visible.numpy() * np.tile(shape, 2))[:, None, None], 2, axis=-1)
     assert ((where > low) & (where < high)).all(-1)[counted].all()  # what the teacher sees of the file
 

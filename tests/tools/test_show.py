@@ -60,7 +60,7 @@ def test_a_page_shows_what_the_pipeline_made(data: tuple[Path, Path]) -> None:
     examples = read_examples(dataset, batch, targets, CONFIG.mean, STD)
     figure = draw_page(examples, NAMES, "")
     plan = make_plan(CONFIG, 5, 2, [0, 1, 2], [100, 75, 32], [75, 100, 32])
-    corners = geometry.apply(plan.affine, [[0, 0], [96, 0], [96, 64], [0, 64]])
+    corners = geometry.apply(plan.pixel_affine, [[0, 0], [96, 0], [96, 64], [0, 64]])
     assert not np.allclose(plan.warp, geometry.identity(3))  # something to see
     for axes, image in zip(_drawn(figure, "augmented"), batch.images, strict=True):
         drawn = np.asarray(axes.get_images()[0].get_array())

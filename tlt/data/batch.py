@@ -223,9 +223,9 @@ class Batch:
         images: (B, 3, H, W). After decoding: uint8. After the device stage: float32, normalised and erased.
         classes: (B,) int64.
         indices: (B,) int64, indices of the images; for a replaced image, that of the replacement.
-        affine: (B, 2, 3) float32, maps the unit square of the output to that of the source, for reading labels. Has no
-            rows in evaluation without label maps.
-        visible: (B, 4) float32 (x0, y0, x1, y1), the part of the source that the crop shows; rows as in `affine`.
+        affine: (B, 2, 3) float32, maps the unit square of the output to that of the image, for reading labels
+            (`Plan.normalised_affine`). Has no rows in evaluation without label maps.
+        visible: (B, 4) float32 (x0, y0, x1, y1), the part of the image that the crop shows; rows as in `affine`.
         labels: The label maps, or None.
         skipped: Images that could not be read.
         bad_labels: Images whose label map was replaced, and why (`--bad-label skip` or `uniform`).

@@ -92,16 +92,16 @@ def out_of_memory(error: Exception) -> WorkerDied | None:
 class BatchDataset(Dataset[Batch | UserError]):
     """The base class of the data sets for training and evaluation."""
 
-    def __init__(self, source: ImageSource, backend: Backend, labels: LabelReader | None = None) -> None:
-        if getattr(labels, "names", source.paths) != source.paths:
+    def __init__(self, images: ImageSource, backend: Backend, labels: LabelReader | None = None) -> None:
+        if getattr(labels, "names", images.paths) != images.paths:
             raise UserError(
-                f"the labels are of other images than these of {printable(source.root)}, or in another order: open "
+                f"the labels are of other images than these of {printable(images.root)}, or in another order: open "
                 "them with tlt.open_labels(path, images.paths)"
             )
         self.labels = labels
-        self.source = source
-        self.root = source.root
-        self.classes = source.classes
+        self.source = images
+        self.root = images.root
+        self.classes = images.classes
         self.backend = backend
         self.worker_status = WorkerStatus(0)
 
@@ -163,14 +163,14 @@ class TrainDataset(BatchDataset):
 
     def __init__(
         self,
-        folder: ImageSource,
+        images: ImageSource,
         config: AugmentConfig,
         seed: int,
         labels: LabelReader | None = None,
         backend: Backend | None = None,
         label_view: LabelView | None = None,
     ) -> None:
-        super().__init__(folder, backend or TorchvisionBackend(), labels)
+        super().__init__(images, backend or TorchvisionBackend(), labels)
         self.config = config
         self.seed = seed
         self.label_view = label_view
@@ -188,7 +188,7 @@ class TrainDataset(BatchDataset):
             plan, images[rows], bad = self._decode(config, key.epoch, opened, rows)
         image_indices = [index % len(self) for index, _ in opened]
         affine, visible = (torch.from_numpy(part).float() for part in (plan.normalised_affine(), plan.visible()))
-        labels, faults = self._read_labels(image_indices, plan.source.tolist())
+        labels, faults = self._read_labels(image_indices, plan.image_sizes.tolist())
         if labels is not None and self.label_view is not None:
             labels, affine, visible = self.label_view(plan, labels)
         classes = torch.from_numpy(self.classes[image_indices])
@@ -247,7 +247,7 @@ class EvalDataset(BatchDataset):
 
     def __init__(
         self,
-        folder: ImageSource,
+        images: ImageSource,
         size: Size,
         crop_pct: float = 0.875,
         crop_mode: str = "center",
@@ -256,7 +256,7 @@ class EvalDataset(BatchDataset):
         backend: Backend | None = None,
         labels: LabelReader | None = None,
     ) -> None:
-        super().__init__(folder, backend or PilBackend(), labels)
+        super().__init__(images, backend or PilBackend(), labels)
         one_of("crop mode", crop_mode, CROP_MODES)
         one_of("interpolation", interpolation, tuple(INTERPOLATIONS))
         in_range("--crop-pct", crop_pct, 1e-6)
@@ -287,7 +287,7 @@ class EvalDataset(BatchDataset):
             classes=torch.from_numpy(self.classes[np.array(indices, np.int64)]),
             indices=torch.tensor(indices, dtype=torch.int64),
             affine=self._affine(labelled) if labelled else torch.empty(0, 2, 3),
-            visible=torch.tensor(FULL_AREA).repeat(len(labelled), 1),  # beyond the source there is only fill
+            visible=torch.tensor(FULL_AREA).repeat(len(labelled), 1),  # beyond the image there is only fill
             labels=labels,
             skipped=[self._skip(index, failed[index]) for index in key.indices if index in failed],
             bad_labels=faults,
@@ -295,7 +295,7 @@ class EvalDataset(BatchDataset):
         )
 
     def _affine(self, requests: Sequence[Request]) -> Tensor:
-        """Return (B, 2, 3) maps from the unit square of the output to that of the whole resized source."""
+        """Return (B, 2, 3) maps from the unit square of the output to that of the whole image."""
         left, top, h, w = np.array([(request.left, request.top, *request.size) for request in requests]).T
         height, width = self.size
         cut = geometry.crop(left, top, width, height, width, height)

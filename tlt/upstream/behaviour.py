@@ -39,7 +39,7 @@ def published_window(rows: Collection[str], plan: Plan, labels: LabelBatch) -> t
         labels = replace(labels, area=torch.where(has_area(labels)[:, None], full, labels.area))
     if "label-crop" in rows:
         # The transform stores (y, x, h, w), and the target maker passes this to roi_align, which expects x first.
-        y, x, h, w = (plan.crop / np.tile(plan.source, 2)).T
+        y, x, h, w = (plan.crop / np.tile(plan.image_sizes, 2)).T
         moves = geometry.normalise(plan.warp, plan.size, plan.size)
         affine = geometry.compose(moves, geometry.crop(x, y, w, h, 1, 1))
         visible = np.stack([x, y, x + w, y + h], axis=1)

@@ -26,7 +26,7 @@ class Way(NamedTuple):
 
     ranks: int = 1
     workers: int = 0
-    source: str = "folder"
+    kind: str = "folder"
     start: int = 0  # update of the epoch
     micro_batches: int = 1  # of a rank in an update
 
@@ -38,11 +38,11 @@ def check_levels(off: np.ndarray, backend: str) -> None:
 
 
 @pytest.fixture
-def source(request: pytest.FixtureRequest, data: Path, backend: str, way: Way) -> Path:
+def root(request: pytest.FixtureRequest, data: Path, backend: str, way: Way) -> Path:
     """The data set that a way reads, by a backend whose package is there."""
     if backend == "dali-cpu":
         pytest.importorskip("nvidia.dali")
-    return data if way.source == "folder" else request.getfixturevalue("shards")
+    return data if way.kind == "folder" else request.getfixturevalue("shards")
 
 
 WAYS = {"ids": lambda part: "-".join(map(str, part)) if isinstance(part, Way) else str(part)}
@@ -52,7 +52,7 @@ def parsed(data: Path, backend: str, way: Way) -> Namespace:
     """The arguments of train.py for a way to the batches."""
     flags = f"--model volo_test --num-classes 4 --seed {SEED} --token-label --data-backend {backend} -j {way.workers}"
     flags += f" -b {GLOBAL_BATCH // (way.ranks * way.micro_batches)} --grad-accum-steps {way.micro_batches}"
-    labels = data / "labels" if way.source == "folder" else data
+    labels = data / "labels" if way.kind == "folder" else data
     folder = [] if backend == "synthetic" else [str(data)]
     return TRAIN.parse([*folder, *flags.split(), "--token-label-data", str(labels)])
 

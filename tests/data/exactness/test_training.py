@@ -35,12 +35,12 @@ Rows = dict[str, np.ndarray]  # name -> (n, ...), a row for each image of a glob
 CASES = [
     ("torchvision", Way(workers=1)),
     ("torchvision", Way(ranks=4, workers=4, start=1)),
-    ("torchvision", Way(ranks=2, workers=3, source="shards")),
+    ("torchvision", Way(ranks=2, workers=3, kind="shards")),
     ("pil", Way(workers=3, start=2)),
     ("pil", Way(ranks=2, workers=2, micro_batches=2)),
-    ("pil", Way(ranks=4, source="shards", start=2)),
+    ("pil", Way(ranks=4, kind="shards", start=2)),
     ("dali-cpu", Way(ranks=4, workers=2)),
-    ("dali-cpu", Way(source="shards")),
+    ("dali-cpu", Way(kind="shards")),
     ("synthetic", Way(ranks=2, workers=1, start=1)),
 ]
 
@@ -174,8 +174,8 @@ def alone(data: Path, backend: str) -> Rows:
 
 
 @pytest.mark.parametrize(("backend", "way"), CASES, **made.WAYS)
-def test_global_batches_are_the_same(backend: str, way: Way, data: Path, source: Path) -> None:
-    found, truth = epoch_of(source, backend, way), expected(data, backend == "synthetic")
+def test_global_batches_are_the_same(backend: str, way: Way, data: Path, root: Path) -> None:
+    found, truth = epoch_of(root, backend, way), expected(data, backend == "synthetic")
     images = made.IMAGES - way.start * made.GLOBAL_BATCH
     assert len(found["index"]) == images
     for name in ("index", "class", *_plan_rows(truth.plan), "affine", "visible", "values", "ids", "area"):

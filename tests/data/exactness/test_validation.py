@@ -32,11 +32,11 @@ READABLE = IMAGES - len(BROKEN)
 # Batches of one image and of more than a rank has; ranks that have not equally many; ratios that cut and that pad.
 CASES = [
     ("torchvision", Way(), 64, 0.96),
-    ("torchvision", Way(ranks=4, source="shards"), 5, 1.15),
+    ("torchvision", Way(ranks=4, kind="shards"), 5, 1.15),
     ("pil", Way(workers=1), 1, 1.15),
     ("pil", Way(ranks=3, workers=2), 5, 0.96),
     ("dali-cpu", Way(ranks=4, workers=4), 3, 1.15),
-    ("dali-cpu", Way(workers=3, source="shards"), 3, 0.96),
+    ("dali-cpu", Way(workers=3, kind="shards"), 3, 0.96),
 ]
 
 
@@ -67,10 +67,10 @@ def expected(root: Path, crop_pct: float) -> dict[str, np.ndarray]:
 
 @pytest.mark.parametrize(("backend", "way", "batch_size", "crop_pct"), CASES, **WAYS)
 def test_every_image_is_seen_once(
-    backend: str, way: Way, batch_size: int, crop_pct: float, data: Path, source: Path
+    backend: str, way: Way, batch_size: int, crop_pct: float, data: Path, root: Path
 ) -> None:
     seen, off, left_out = list[str](), list[np.ndarray](), 0
-    for loader, images in loaders(source, backend, way, batch_size, crop_pct):
+    for loader, images in loaders(root, backend, way, batch_size, crop_pct):
         before = len(off)
         for batch in loader:
             names = [images.paths[index] for index in batch.indices.tolist()]

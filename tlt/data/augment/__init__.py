@@ -1,1 +1,1 @@
-"""What is done to an image, planned from (seed, epoch, index), and the stage on the device that does it."""
+"""Plans the augmentation of each image from (seed, epoch, index), and carries it out on the training device."""

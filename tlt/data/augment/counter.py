@@ -1,4 +1,4 @@
-"""Random numbers without state: each is a hash of (seed, epoch, index, stream, position).
+"""Draws random numbers without state: each is a hash of (seed, epoch, index, stream, position).
 
 The hash is splitmix64's finaliser (Steele, Lea, Flood 2014, "Fast splittable pseudorandom number generators"), chained
 over the words. Equal words give equal numbers on every machine and device, in batches of any composition. A 64-bit word
@@ -16,7 +16,7 @@ from torch import Tensor
 
 
 def _signed(word: int) -> int:
-    """The lower 64 bits of an integer of any sign and size, as a signed integer."""
+    """Return the lower 64 bits of an integer of any sign and size, as a signed integer."""
     return ((word + (1 << 63)) & ((1 << 64) - 1)) - (1 << 63)
 
 
@@ -24,24 +24,24 @@ _GAMMA, _MIX_1, _MIX_2 = map(_signed, (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0
 
 
 def _shifted(z: Tensor, by: int) -> Tensor:
-    """Logical right shift."""
+    """Shift to the right and fill with zeros, also where the word is negative."""
     return (z >> by).bitwise_and_((1 << (64 - by)) - 1)
 
 
 def _mix(z: Tensor) -> Tensor:
-    """splitmix64's finaliser: a bijection of 64-bit words, elementwise."""
+    """Apply splitmix64's finaliser, a bijection of 64-bit words, to each element."""
     z = (z ^ _shifted(z, 30)).mul_(_MIX_1)
     z.bitwise_xor_(_shifted(z, 27)).mul_(_MIX_2)
     return z.bitwise_xor_(_shifted(z, 31))
 
 
 def absorb(state: Tensor | int, word: Tensor) -> Tensor:
-    """The hash of one more word than `state` has seen (both 64-bit words, broadcast)."""
+    """Return the hash of the words in `state` and one more (both are 64-bit words, broadcast)."""
     return _mix(((word + 1) * _GAMMA).add(state))
 
 
 def _words(values: npt.ArrayLike | int) -> Tensor:
-    """Integers as words, at least one-dimensional."""
+    """Turn integers into words, at least one-dimensional."""
     if isinstance(values, int):
         return torch.tensor([_signed(values)])
     return torch.from_numpy(np.atleast_1d(np.asarray(values, np.int64)))
@@ -60,22 +60,22 @@ def keys(seed: int, *words: npt.ArrayLike | int) -> npt.NDArray[np.uint64]:
 
 
 def key(seed: int, *words: int) -> int:
-    """One key of integers, for instance to seed `numpy.random.Philox(key=...)`."""
+    """Hash integers to one key, for instance to seed `numpy.random.Philox(key=...)`."""
     return int(keys(seed, *words)[0])
 
 
 def uniform(seed: int, epoch: int, indices: npt.ArrayLike, stream: int, k: int) -> npt.NDArray[np.float64]:
-    """k numbers in [0, 1) per sample, a function of (seed, epoch, index, stream) alone -> (B, k) float64, 53 bits each.
+    """Return (B, k) float64 in [0, 1) of 53 bits each, a function of (seed, epoch, index, stream) alone.
 
-    `stream` separates uses: two streams of one sample are independent.
+    Each use has a `stream` of its own: two streams of one sample are independent.
     """
     bits = absorb(_hash(seed, epoch, indices, stream)[:, None], torch.arange(k))
     return (_shifted(bits, 11).double() * 2.0**-53).numpy()
 
 
 def normal_noise(key: Tensor | int, words: Tensor) -> Tensor:
-    """Standard normal float32, each a function of a signed key and a word (broadcast) alone (Box-Muller on the two ends
-    of the hash), on the device of the words."""
+    """Return standard normal float32 on the device of the words, each a function of a signed key and a word (broadcast)
+    alone: Box-Muller takes the two ends of their hash."""
     bits = absorb(key, words)
     radius = _shifted(bits, 40).float().add_(0.5).mul_(2.0**-24).log_().mul_(-2).sqrt_()
     return (bits & 0xFFFFFF).float().mul_(2 * math.pi * 2.0**-24).cos_().mul_(radius)

@@ -1,7 +1,7 @@
-"""The part of the augmentation that runs on the training device: colour layers, one warp, normalisation, erasing.
+"""Runs the part of the augmentation that the training device does: colour layers, one warp, normalisation, erasing.
 
-The plan stays on the host, so which rows need what is known without asking the device: row numbers and arguments go
-over, and nothing comes back. A sample's result does not depend on the other rows of its batch.
+The plan stays on the host, which therefore knows without asking the device which images need which step. It sends image
+numbers and arguments, and nothing comes back. An image's result does not depend on the others of its batch.
 
 Legend: B images of H x W pixels, b rows of them.
 """
@@ -36,18 +36,18 @@ _GPU_NUMBERS = 2**24  # of scratch: a batch of 256 images of 224 px then takes f
 
 
 class Work(NamedTuple):
-    """A step of the augmentation, on some rows of the batch."""
+    """Describes one step of the augmentation for some images of the batch (`rows`)."""
 
     run: Callable[[Tensor, Ints, Tensor], Tensor]  # images (b, 3, H, W) uint8, kinds, arguments -> new images
     rows: Ints  # (b,)
-    kinds: Ints  # (b,) of operations, filters or flips, ascending; they stay on the host
+    kinds: Ints  # (b,) operations, filters or dimensions to flip, ascending; they stay on the host
     arguments: Floats  # (b, ...), sent to the device
-    scratch: int = 1  # numbers of it per value of an image
+    scratch: int = 1  # temporary numbers for each value of an image
 
 
 class Geometry(NamedTuple):
-    """The flips and warps of B images. Flips alone are exact and cheap; every other map that isn't the identity is a
-    warp. Where lines are moved, a mirrored image is flipped first, as PIL's is, and moved as if it had not been."""
+    """Divides the maps of B images into flips, which are exact and cheap, and warps, which interpolate. A mirrored
+    image whose lines are moved is flipped first, as PIL does it, and then moved by the rest of its map."""
 
     flipped: Bools  # (B, 2) left and right, top and bottom
     warped: Bools  # (B,)
@@ -59,7 +59,7 @@ def _geometry(plan: Plan) -> Geometry:
     height, width = plan.size
     mirrored = plan.warp[:, [0, 1], [0, 1]] < 0  # (B, 2) left and right, top and bottom
     flips = geometry.compose(geometry.vflip(mirrored[:, 1], height), geometry.hflip(mirrored[:, 0], width))
-    # Operations that cancel out leave rounding behind, in pixels.
+    # Operations that cancel each other leave rounding errors, in pixels.
     warped = np.any(np.abs(plan.warp - flips) >= 1e-9, axis=(1, 2))
     along = moved_along(plan.warp)
     flipped = mirrored & (~warped | (along >= 0))[:, None]
@@ -68,16 +68,17 @@ def _geometry(plan: Plan) -> Geometry:
 
 
 def moved_along(maps: Floats) -> Ints:
-    """The axis, 0 (x) or 1 (y), along which each map (B, 2, 3) moves whole lines of pixels, as a shear or a translation
-    does: along the other one it shifts by whole pixels or mirrors. -1 for other maps."""
+    """Return for each map (B, 2, 3) the axis, 0 (x) or 1 (y), along which it moves whole lines of pixels, as shears
+    and translations do: along the other axis it shifts by whole pixels or mirrors. Return -1 for other maps."""
     not_stretched = np.all(np.abs(maps[:, [0, 1], [0, 1]]) == 1, axis=1, keepdims=True)
     stays = not_stretched & (maps[:, [0, 1], [1, 0]] == 0) & (maps[:, :, 2] == np.round(maps[:, :, 2]))  # (B, 2) x, y
     return np.where(stays[:, 1], 0, np.where(stays[:, 0], 1, -1))
 
 
 def _colour_work(plan: Plan, warped: Bools) -> tuple[list[Work], list[Work]]:
-    """The colour layers before the warp and after it, in waves: each image has one layer of a wave at most, and goes
-    through the first waves. Where it is warped, its later layers wait for those after the warp."""
+    """Return the colour layers before the warp and those after it, in waves of at most one layer of each image.
+
+    An image starts with the first wave; if it is warped, its later layers wait for the waves after the warp."""
     used = plan.op != Kernel.NONE
     layers_before = (used & plan.before_warp & warped[:, None]).sum(1, keepdims=True)  # (B, 1)
     waves_before = int(layers_before.max(initial=0))
@@ -88,7 +89,7 @@ def _colour_work(plan: Plan, warped: Bools) -> tuple[list[Work], list[Work]]:
 
 
 def _wave(plan: Plan, chosen: Bools) -> Iterator[Work]:
-    """The colour layers that `chosen` (B, L) marks, one of an image at most."""
+    """Yield the colour layers that `chosen` (B, L) marks, at most one of each image."""
     for run, makers in ((remap, TABLES), (blend, DEGENERATES)):
         rows, layers = np.nonzero(chosen & np.isin(plan.op, list(makers)))
         ascending = np.argsort(plan.op[rows, layers], kind="stable")
@@ -101,7 +102,7 @@ def _geometric_work(plan: Plan, moves: Geometry, fill: Sequence[int], on_cpu: bo
     for dimension, flipped in zip((3, 2), moves.flipped.T, strict=True):
         rows = np.flatnonzero(flipped)
         yield Work(_flip, rows, np.full(len(rows), dimension), np.empty((len(rows), 0)))
-    # Moving lines alone saves a CPU time; a GPU would lose some by more launches.
+    # To move whole lines saves time on a CPU. On a GPU the additional launches would cost more.
     along = moves.along if on_cpu else np.full(len(plan), -1)
     for axis in (0, 1, -1):
         rows = np.flatnonzero(moves.warped & (along == axis))
@@ -115,7 +116,7 @@ def _flip(images: Tensor, dimensions: Ints, _: Tensor) -> Tensor:
 
 
 def _augmented(images: Tensor, plan: Plan, fill: Sequence[int]) -> Tensor:
-    """A copy of the images (B, 3, H, W) uint8, each with its layers and its warp in the plan's order."""
+    """Return images (B, 3, H, W) uint8 after their layers and their warp, in the plan's order."""
     moves, device = _geometry(plan), images.device
     before, after = _colour_work(plan, moves.warped)
     works = [*before, *_geometric_work(plan, moves, fill, device.type == "cpu"), *after]
@@ -134,14 +135,14 @@ def _augmented(images: Tensor, plan: Plan, fill: Sequence[int]) -> Tensor:
 
 
 def _sent(arrays: Sequence[npt.NDArray[np.generic]], device: torch.device) -> list[Tensor]:
-    """Arrays of one type on the device, in one copy."""
+    """Copy arrays of one type to the device, all at once."""
     parts = to_device(np.concatenate([array.ravel() for array in arrays]), device).split([a.size for a in arrays])
     return [part.view(array.shape) for part, array in zip(parts, arrays, strict=True)]
 
 
 def _erase(images: Tensor, plan: Plan, mode: str) -> Tensor:
-    """Random erasing (arXiv:1708.04896) in timm's three modes: fill the boxes of the plan in normalised images
-    (B, C, H, W) float32, in place; later boxes win. The noise is a function of (key, pixel) alone."""
+    """Fill the boxes of the plan in normalised images (B, C, H, W) float32, in place, as random erasing does
+    (arXiv:1708.04896), in timm's three modes. Later boxes cover earlier ones. Noise depends on (key, pixel) alone."""
     for number, boxes in enumerate(plan.erase.swapaxes(0, 1)):  # one of each image: (B, 4) top, left, height, width
         rows = np.flatnonzero(boxes[:, 2:].all(1))
         for part in image_chunks(len(rows), images[0].numel(), images.device, _GPU_NUMBERS):
@@ -151,7 +152,12 @@ def _erase(images: Tensor, plan: Plan, mode: str) -> Tensor:
 
 
 def _fill(images: Tensor, rows: Ints, boxes: Ints, keys: Ints, number: int, mode: str) -> None:
-    """Fill a box in each of some rows of the images in place, by the keys of the noise; all arrays are (b, ...)."""
+    """Fill in place one box (top, left, height, width) in each of the images `rows`; all arrays are (b, ...).
+
+    Args:
+        keys: Determine the noise.
+        number: Which of an image's boxes these are.
+    """
     (channels, height, width), device = images.shape[1:], images.device
     columns = to_device(np.column_stack([rows, boxes, keys]).T, device)[..., None, None, None]  # (b, 1, 1, 1) each
     row, top, left, box_height, box_width, key = columns
@@ -173,15 +179,15 @@ def _fill(images: Tensor, rows: Ints, boxes: Ints, keys: Ints, number: int, mode
 
 
 def check_normalisation(mean: Sequence[float], std: Sequence[float]) -> None:
-    """Raise UserError: they are not one or three means of pixels in [0, 1], and as many deviations."""
+    """Raise UserError if these are not one or three means of pixels in [0, 1], and as many deviations."""
     in_range("--mean", mean, 0, 1, counts=(1, 3))
     in_range("--std", std, 1e-6, 1, counts=(len(mean),))
 
 
 class EvalStage(Constants):
-    """uint8 images (B, 3, H, W) -> float32, (x / 255 - mean) / std.
+    """Normalises images (B, 3, H, W) uint8 to float32: (x / 255 - mean) / std.
 
-    With one mean in place of three the images become grey, (B, 1, H, W), by Pillow's weights (its mode L).
+    With one mean instead of three it makes grey images (B, 1, H, W), with Pillow's weights of the colours (mode L).
     """
 
     mean: Tensor  # grey levels
@@ -200,9 +206,9 @@ class EvalStage(Constants):
 
 
 class DeviceStage(EvalStage):
-    """The training images of a batch, from what the backend resized to what the model sees.
+    """Turns the resized crops of a backend into the images that the model gets.
 
-    Colour layers and the warp work on uint8, as PIL; erasing follows normalisation, as in timm.
+    Colour layers and the warp work on uint8, as in PIL; erasing follows normalisation, as in timm.
     """
 
     def __init__(self, config: AugmentConfig, mean: Sequence[float], std: Sequence[float]) -> None:
@@ -212,7 +218,7 @@ class DeviceStage(EvalStage):
 
     @torch.no_grad()
     def forward(self, images: Tensor, plan: Plan) -> Tensor:  # type: ignore[override]
-        """Images (B, 3, H, W) uint8, resized crops on the device, and their plan on the host -> (B, C, H, W) float32.
+        """Augment resized crops (B, 3, H, W) uint8 on the device by their plan. Return images (B, C, H, W) float32.
 
         Raises:
             ValueError: The images aren't those of the plan.
@@ -223,9 +229,9 @@ class DeviceStage(EvalStage):
 
 
 def check_first_batch(stage: DeviceStage) -> None:
-    """Compute the first batch of a stage that goes to a GPU on the CPU as well, and warn where they are not the same.
+    """Have a stage on a GPU compute its first batch on the CPU as well, and warn if the results differ.
 
-    No GPU has confirmed yet that it agrees with the CPU. This waits once for the device.
+    Not every GPU is known to agree with the CPU. This waits once for the device.
     """
     on_cpu = copy.deepcopy(stage)
 

@@ -1,8 +1,8 @@
-"""Colour operations and affine warps of batches of uint8 images, on any device, as PIL does them on one image.
+"""Changes colours and warps batches of uint8 images on any device, as PIL does it with one image.
 
-The results are within one grey level of Pillow's (ImageOps, ImageEnhance, Image.transform) as timm calls them, and rows
-don't touch each other. A GPU computes an operation of torch sooner than the host starts it: so images with different
-operations share what these have in common. Nothing here synchronises with the host.
+The results are within one grey level of Pillow's (ImageOps, ImageEnhance, Image.transform) as timm calls them, and do
+not depend on the other images of the batch. A GPU computes an operation of torch faster than the host starts it. So
+images with different operations share the steps that these have in common. Nothing here synchronises with the host.
 
 Legend: b images of H x W pixels.
 """
@@ -28,12 +28,12 @@ _FRAME = 2  # pixels around an image that bicubic sampling can reach
 
 
 def precise_dtype(device: torch.device) -> torch.dtype:
-    """The floats that repeat PIL's doubles on this device; Apple's GPUs have none."""
+    """Return the type that stands for PIL's doubles on a device: float64, but not on Apple's GPUs, which lack it."""
     return torch.float32 if device.type == "mps" else torch.float64
 
 
 def to_device(array: npt.NDArray[np.generic], device: torch.device) -> Tensor:
-    """A host array on the device, without waiting for it; doubles where it has them."""
+    """Copy a host array to the device without waiting for it. Floats become `precise_dtype`."""
     tensor = torch.from_numpy(np.ascontiguousarray(array))
     if tensor.is_floating_point():
         tensor = tensor.to(precise_dtype(device))
@@ -41,12 +41,12 @@ def to_device(array: npt.NDArray[np.generic], device: torch.device) -> Tensor:
 
 
 def _truncated(values: Tensor) -> Tensor:
-    """Floats, which are overwritten, to grey levels: clipped and truncated as PIL's blend does."""
+    """Clip and truncate floats, which are overwritten, to grey levels, as PIL's blend does."""
     return values.clamp_(0, 255).short().to(torch.uint8)  # CPUs convert in two quick steps or in one slow one
 
 
 def luma(images: Tensor) -> Tensor:
-    """PIL's conversion to "L" in its fixed-point arithmetic -> (b, 1, H, W) int32."""
+    """Convert to grey levels (b, 1, H, W) int32 in the fixed-point arithmetic of PIL's mode "L"."""
     red, green, blue = images.int().split(1, dim=1)
     return (red * 19595).add_(green, alpha=38470).add_(blue, alpha=7471).add_(0x8000) >> 16
 
@@ -56,17 +56,17 @@ def _levels(images: Tensor) -> Tensor:
 
 
 def _auto_contrast(images: Tensor, _: Tensor) -> Tensor:
-    """`ImageOps.autocontrast`: each channel's range is stretched to 0..255."""
+    """Return tables that stretch each channel's range to 0..255, as `ImageOps.autocontrast`."""
     low, high = (levels[..., None].int() for levels in (images.amin((2, 3)), images.amax((2, 3))))
     span = (high - low).clamp(min=1).to(precise_dtype(images.device))
     scale = torch.full_like(span, 255.0) / span  # 255.0 / span would multiply by a rounded reciprocal
-    # Whole numbers can come out one lower, as in PIL, which rounds the two products apart.
+    # Whole numbers can come out one lower, as in PIL, which rounds the two products separately.
     stretched = (_levels(images) * scale - low * scale).int()
     return torch.where(high > low, stretched, _levels(images))
 
 
 def _equalize(images: Tensor, _: Tensor) -> Tensor:
-    """`ImageOps.equalize`: each channel's histogram is flattened; channels too uniform for it stay."""
+    """Return tables that flatten each channel's histogram, as `ImageOps.equalize`, unless it has too few levels."""
     values = images.flatten(2).long()
     one = torch.ones((), dtype=torch.int32, device=images.device)
     counts = one.new_zeros(*values.shape[:2], 256).scatter_add_(2, values, one.expand_as(values))  # (b, 3, 256)
@@ -77,7 +77,7 @@ def _equalize(images: Tensor, _: Tensor) -> Tensor:
     return torch.where(step > 0, flat, _levels(images))
 
 
-# What replaces the grey levels (256,) whatever the image: levels, arguments (b, 1) -> (b, 256)
+# Tables that do not depend on the image: (grey levels (256,), arguments (b, 1)) -> new levels (b, 256)
 _FIXED_TABLES: dict[Kernel, Callable[[Ints, Floats], npt.NDArray[np.generic]]] = {
     Kernel.INVERT: lambda levels, _: 255 - levels,
     # `ImageOps.posterize`: keep the upper bits. 8 and more keep the image, 0 and less give black.
@@ -90,7 +90,7 @@ _FIXED_TABLES: dict[Kernel, Callable[[Ints, Floats], npt.NDArray[np.generic]]] =
 
 
 def fixed_tables(kernels: Ints, arguments: Floats) -> Floats:
-    """The tables (b, 256) of operations that don't look at the image; 0 for others."""
+    """Return the tables (b, 256) of operations that do not depend on the image; zeros for others."""
     tables = np.zeros((len(kernels), 256))
     for kernel, table in _FIXED_TABLES.items():
         rows = np.flatnonzero(kernels == kernel)
@@ -98,7 +98,7 @@ def fixed_tables(kernels: Ints, arguments: Floats) -> Floats:
     return tables
 
 
-# What replaces the grey levels: images, fixed tables (b, 1, 256) -> (b, 3 or 1, 256) int32
+# Operations that replace grey levels: (images, fixed tables (b, 1, 256)) -> new levels (b, 3 or 1, 256) int32
 TABLES: PerKernel = {
     Kernel.AUTO_CONTRAST: _auto_contrast,
     Kernel.EQUALIZE: _equalize,
@@ -107,14 +107,14 @@ TABLES: PerKernel = {
 
 
 def _mean_luma(images: Tensor, _: Tensor) -> Tensor:
-    """For `ImageEnhance.Contrast`: the mean of the grey image, rounded."""
+    """Return the rounded mean of the grey image, for `ImageEnhance.Contrast`."""
     grey = luma(images)
     pixels = grey[0].numel()
     return (grey.sum((1, 2, 3), keepdim=True) + pixels // 2).div_(pixels, rounding_mode="floor").float()
 
 
 def _smooth(images: Tensor, _: Tensor) -> Tensor:
-    """For `ImageEnhance.Sharpness`: `ImageFilter.SMOOTH`, which leaves the border pixels as they are."""
+    """Smooth by `ImageFilter.SMOOTH`, which does not change the border pixels, for `ImageEnhance.Sharpness`."""
     smooth, levels = images.float(), images.short()
     rows = (levels[:, :, :-2] + levels[:, :, 1:-1]).add_(levels[:, :, 2:])
     box = (rows[..., :-2] + rows[..., 1:-1]).add_(rows[..., 2:])
@@ -123,7 +123,7 @@ def _smooth(images: Tensor, _: Tensor) -> Tensor:
     return smooth
 
 
-# ImageEnhance's degenerate images: images, arguments -> (b, 3 or 1, H or 1, W or 1) float32
+# ImageEnhance's degenerate images: (images, arguments) -> (b, 3 or 1, H or 1, W or 1) float32
 DEGENERATES: PerKernel = {
     Kernel.COLOR: lambda images, _: luma(images).float(),
     Kernel.CONTRAST: _mean_luma,
@@ -133,21 +133,21 @@ DEGENERATES: PerKernel = {
 
 
 def remap(images: Tensor, kernels: Ints, fixed: Tensor) -> Tensor:
-    """The operations of `TABLES`: images (b, 3, H, W) uint8, kernels (b,) on the host, ascending, and their
-    `fixed_tables` (b, 256) -> new images."""
+    """Apply operations of `TABLES` to images (b, 3, H, W) uint8. `kernels` (b,) on the host ascend; `fixed` (b, 256)
+    are their `fixed_tables`."""
     tables = _joined(TABLES, images, kernels, fixed[:, None].int()).clamp(0, 255).to(torch.uint8)
     return tables.expand(-1, 3, -1).gather(2, images.flatten(2).long()).view_as(images)
 
 
 def blend(images: Tensor, kernels: Ints, factors: Tensor) -> Tensor:
-    """The operations of `DEGENERATES`, as `remap`: `PIL.Image.blend(degenerate, image, factor)`. Factor 0 gives the
-    degenerate image, 1 the image, more exaggerates."""
+    """Apply operations of `DEGENERATES`, as `remap` does, by `PIL.Image.blend(degenerate, image, factor)`. Factor 0
+    gives the degenerate image, 1 the image, and a larger one exaggerates."""
     degenerate = _joined(DEGENERATES, images, kernels, factors)
     return _truncated(images.float().sub_(degenerate).mul_(factors.float().view(-1, 1, 1, 1)).add_(degenerate))
 
 
 def _joined(makers: PerKernel, images: Tensor, kernels: Ints, arguments: Tensor) -> Tensor:
-    """What each maker makes of the images of its kernel, in one tensor. Makers and kernels ascend."""
+    """Return in one tensor what each maker makes of the images of its kernel. Makers and kernels ascend."""
     runs = np.searchsorted(kernels, [(kernel, kernel + 1) for kernel in makers]).tolist()  # of rows: first, end
     made = [make(images[i:j], arguments[i:j]) for make, (i, j) in zip(makers.values(), runs, strict=True) if i < j]
     if len(made) == 1:  # always so on CPUs, which take large images one by one
@@ -157,17 +157,17 @@ def _joined(makers: PerKernel, images: Tensor, kernels: Ints, arguments: Tensor)
 
 
 def warp(images: Tensor, filters: Ints, maps: Tensor, fill: Sequence[int], along: int = -1) -> Tensor:
-    """`PIL.Image.transform(size, AFFINE, map, resample, fillcolor)` for images (b, 3, H, W) uint8, size kept.
+    """Warp images (b, 3, H, W) uint8 as `PIL.Image.transform(size, AFFINE, map, resample, fillcolor)`, size kept.
 
     Args:
         filters: (b,) on the host, ascending: BILINEAR, or BICUBIC, which is PIL's and samples 4 x 4 pixels.
         maps: (b, 2, 3), output px -> input px, float64 where the device has it.
-        fill: Red, green, blue, shown where the mapped centre of a pixel lies outside the image.
-        along: 0 (x) or 1 (y) where every map moves lines of pixels along this axis, and by whole pixels along the other
-            one: nothing is interpolated there, in half the time or a quarter, with the same result.
+        fill: Red, green and blue of pixels whose centre is mapped to a place outside the image.
+        along: 0 (x) or 1 (y) if every map moves lines of pixels along this axis, and by whole pixels along the other
+            one. To interpolate along one axis only has the same result and takes half the time or a quarter.
     """
     first, fraction, outside = _places(maps, *images.shape[2:])
-    # Floats that hold the differences of grey levels: quick ones on a CPU, small ones elsewhere.
+    # Both types hold differences of grey levels exactly. float32 is faster on a CPU, float16 smaller elsewhere.
     pixels = images.float() if images.device.type == "cpu" else images.half()
     framed = F.pad(pixels, (_FRAME,) * 4, mode="replicate")
     bilinear = int(np.searchsorted(filters, BICUBIC))
@@ -183,12 +183,12 @@ def warp(images: Tensor, filters: Ints, maps: Tensor, fill: Sequence[int], along
 
 
 def _places(maps: Tensor, height: int, width: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Where the centres of the output's pixels lie in the input.
+    """Compute to which places of the input the maps take the centres of the output's pixels.
 
     Returns:
-        (b, 3, H * W) the first of the 4 x 4 pixels around, as a position in an image with a frame; int64.
-        (b, 2, H * W) x and y, 0..1, from the pixel left above towards the next.
-        (b, H, W) which lie outside.
+        (b, 3, H * W) int64, the first of the 4 x 4 pixels around each place, as a position in an image with a frame.
+        (b, 2, H * W) x and y of the place, 0..1, from the nearest pixel to the upper left towards the next one.
+        (b, H, W) bool, whether the place is outside the image.
     """
     m = maps[..., None, None]
     columns, rows = (torch.arange(0.5, side, dtype=maps.dtype, device=maps.device) for side in (width, height))
@@ -198,7 +198,7 @@ def _places(maps: Tensor, height: int, width: int) -> tuple[Tensor, Tensor, Tens
         inside[:, axis].clamp_(0, side * (1 - torch.finfo(maps.dtype).eps / 2))  # the largest number below the side
     outside_x, outside_y = (inside != points).unbind(1)
     centred = inside.sub_(0.5)  # in places of pixels
-    corner = centred.floor()  # the pixel left above, from -1 on: in the frame there
+    corner = centred.floor()  # the nearest pixel to the upper left; -1 is in the frame
     left, top = corner.int().unbind(1)
     line = width + 2 * _FRAME
     first = top.mul_(line).add_(left).add_((_FRAME - 1) * (line + 1))
@@ -206,12 +206,12 @@ def _places(maps: Tensor, height: int, width: int) -> tuple[Tensor, Tensor, Tens
 
 
 def _interpolated(framed: Tensor, first: Tensor, fraction: Tensor, cubic: bool, along: int) -> Tensor:
-    """Grey levels (b, 3, H * W) at `_places` of the images in frames."""
+    """Interpolate the framed images at `_places`. Return grey levels (b, 3, H * W)."""
     reach = range(4) if cubic else range(1, 3)
     weights = _weights(fraction, cubic)
     weights_x, weights_y = ([weight[:, axis : axis + 1] for weight in weights] for axis in (0, 1))
     pixels, line = framed.flatten(2), framed.shape[3]
-    if framed.device.type == "cpu":  # a plane at a time, which its caches hold
+    if framed.device.type == "cpu":  # one plane at a time, which fits into its caches
         reach_x, reach_y = (range(1, 2) if along == other else reach for other in (1, 0))
         lines: Sequence[Tensor] = [
             _between([pixels[..., line * i + j :].gather(2, first) for j in reach_x], weights_x) for i in reach_y
@@ -225,9 +225,9 @@ def _interpolated(framed: Tensor, first: Tensor, fraction: Tensor, cubic: bool, 
 
 
 def _weights(fraction: Tensor, cubic: bool) -> Sequence[Tensor]:
-    """By what `_between` multiplies differences of pixels, at fractions 0..1 of the way between them."""
+    """Return the weights of `_between` for differences of pixels, at fractions 0..1 of the way between them."""
     if not cubic:
-        # The result is often a whole number, where a float32 just below would lose a level: keep the doubles.
+        # The result is often a whole number, and a float32 just below it would lose a level. So keep the doubles.
         return [fraction]
     t = fraction.float()
     rest = 1 - t
@@ -236,10 +236,10 @@ def _weights(fraction: Tensor, cubic: bool) -> Sequence[Tensor]:
 
 
 def _between(pixels: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
-    """One pixel as it is, or a value between two, or between the middle two of four: cubic convolution with a = -1,
-    which is PIL's for transforms.
+    """Interpolate between two pixels, or between the middle two of four by PIL's cubic convolution (a = -1). Return a
+    single pixel as it is.
 
-    By differences of pixels: where all are the same, so is the result, to the last bit.
+    The sums are of differences of pixels, so that equal pixels give exactly their value.
     """
     if len(pixels) == 1:
         return pixels[0]

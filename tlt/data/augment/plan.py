@@ -1,14 +1,14 @@
-"""The augmentation plan: everything random about a batch of training images, drawn before a pixel is read.
+"""Draws the augmentation plan, everything random about a batch of training images, before a pixel is decoded.
 
 `make_plan` is a pure function of (config, seed, epoch, index, image size), row by row: a sample's plan does not depend
 on the batch it is in. The backend executes `crop` and `interpolation` (decode, cut, resize to uint8), the device stage
-`warp`, the colour layers and `erase`; labels follow `affine`. Numbers mean what they mean in timm 1.0
+`warp`, the colour layers and `erase`. Labels follow `pixel_affine`. The numbers mean what they mean in timm 1.0
 (`create_transform(is_training=True)`, `RandomErasing`).
 
 The order is timm's: crop, flip, RandAugment on the resized crop, whose geometric operations are the warp.
 
-Legend: B samples, L colour layers, R erased boxes, (H, W) output size. Rows of affines: see `tlt.geometry`. Draws are
-uniform numbers in [0, 1).
+Legend: B samples, L colour layers, R erased boxes, (H, W) output size. `tlt.geometry` explains maps (B, 2, 3).
+Draws are uniform numbers in [0, 1).
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ BOX_DRAWS = 2 * TRIES + 2  # areas, aspect ratios, two coordinates
 
 
 class Stream(IntEnum):
-    """What the numbers of `counter.uniform` are used for."""
+    """Numbers the uses of `counter.uniform`."""
 
     CROP = 0
     FLIP = 1
@@ -55,10 +55,10 @@ class Stream(IntEnum):
 
 @dataclass(frozen=True)
 class AugmentConfig:
-    """Training augmentation, in the words of timm's flags.
+    """Holds the settings of training augmentation, with the names of timm's flags.
 
     Raises:
-        UserError: A value that this loader can't honour, naming its flag.
+        UserError: This loader can't do what a value says; names its flag.
     """
 
     size: tuple[int, int]  # (H, W) of the output in pixels
@@ -98,34 +98,34 @@ class AugmentConfig:
 
     @property
     def policy(self) -> RandAugmentPolicy | None:
-        """The parsed RandAugment policy, None where none applies."""
+        """Return the parsed RandAugment policy, or None."""
         return rand_augment.parse(self.auto_augment) if self.auto_augment else None
 
     @property
     def jitter(self) -> tuple[float, ...] | None:
-        """Strengths of (brightness, contrast, saturation) where colour jitter applies: not with RandAugment."""
+        """Return the strengths of (brightness, contrast, saturation), or None: RandAugment replaces colour jitter."""
         return self._strengths if any(self._strengths) and not self.auto_augment else None
 
     @property
     def fill(self) -> tuple[int, ...]:
-        """The colour (0..255) outside the image: the mean, rounded as in timm."""
+        """Return the colour (0..255) outside the image: the mean, rounded as in timm."""
         return tuple(min(255, round(255 * value)) for value in self.mean)
 
 
 @dataclass
 class Plan:
-    """What happens to each of B images. Host arrays; made where the image sizes are known, sent to the device stage."""
+    """Says what is done to each of B images, in arrays on the host, for the backend and the device stage."""
 
     size: tuple[int, int]  # (H, W) of the output
-    source: Ints  # (B, 2) width, height of the images in pixels
-    crop: Ints  # (B, 4) x, y, w, h in image pixels: what is cut out
+    image_sizes: Ints  # (B, 2) width, height of the encoded images in pixels
+    crop: Ints  # (B, 4) x, y, w, h of the window to cut out, in image pixels
     interpolation: Ints  # (B,) BILINEAR or BICUBIC: the antialiased resize of the crop to `size`
     warp: Floats  # (B, 2, 3) output px -> resized crop px
-    affine: Floats  # (B, 2, 3) output px -> image px: `warp`, then the crop
+    pixel_affine: Floats  # (B, 2, 3) output px -> image px: `warp`, then the crop
     warp_interpolation: Ints  # (B,) BILINEAR or BICUBIC
     op: Ints  # (B, L) rand_augment.Kernel of each colour layer, NONE where there is none
     argument: Floats  # (B, L)
-    before_warp: Bools  # (B, L) which layers precede it: what the warp shows outside the image keeps the fill's colour
+    before_warp: Bools  # (B, L) whether the layer precedes the warp, whose fill then keeps its colour
     erase: Ints  # (B, R, 4) top, left, h, w in output pixels; h = 0: no box
     erase_key: npt.NDArray[np.uint64]  # (B,) key of the noise in the boxes
 
@@ -133,13 +133,13 @@ class Plan:
         return len(self.crop)
 
     def normalised_affine(self) -> Floats:
-        """(B, 2, 3): `affine` from the unit square of the output to the unit square of the image."""
-        return geometry.normalise(self.affine, (self.source[:, 1], self.source[:, 0]), self.size)
+        """Return `pixel_affine` as maps (B, 2, 3) from the unit square of the output to that of the image."""
+        return geometry.normalise(self.pixel_affine, (self.image_sizes[:, 1], self.image_sizes[:, 0]), self.size)
 
     def visible(self) -> Floats:
-        """(B, 4) x0, y0, x1, y1: the crop as shares of the image. Output points mapped outside of it show the fill."""
+        """Return the crop as shares of the image, (B, 4) x0, y0, x1, y1. Outside of it the output shows the fill."""
         x, y, w, h = self.crop.T
-        width, height = self.source.T
+        width, height = self.image_sizes.T
         return np.stack([x / width, y / height, (x + w) / width, (y + h) / height], axis=1)
 
 
@@ -148,15 +148,15 @@ def make_plan(
 ) -> Plan:
     """Draw the plan of the images `indices` (B,); `widths` and `heights` are their sizes in pixels, numbers or (B,)."""
     indices = np.atleast_1d(np.asarray(indices, np.int64))
-    source = np.stack([np.broadcast_to(np.asarray(side, np.int64), len(indices)) for side in (widths, heights)], axis=1)
+    image_sizes = np.stack(np.broadcast_arrays(widths, heights, indices)[:2], axis=1).astype(np.int64)
     draw = partial(uniform, seed, epoch, indices)
     if config.no_aug:
         kind = "bilinear" if config.interpolation == "random" else config.interpolation  # as timm
         config = replace(config, hflip=0.0, vflip=0.0, auto_augment=None, color_jitter=None, reprob=0.0)
         config = replace(config, interpolation=kind)
-        crop = np.concatenate([np.zeros_like(source), source], axis=1)
+        crop = np.concatenate([np.zeros_like(image_sizes), image_sizes], axis=1)
     else:
-        crop = crop_windows(config.scale, config.ratio, draw(Stream.CROP, BOX_DRAWS), source)
+        crop = crop_windows(config.scale, config.ratio, draw(Stream.CROP, BOX_DRAWS), image_sizes)
     x, y, w, h = crop.T
     flip_draws = draw(Stream.FLIP, 4)  # left and right, top and bottom, filter of the resize, filter of the warp
     filters = np.array(INTERPOLATIONS[config.interpolation], np.int64)
@@ -167,11 +167,11 @@ def make_plan(
     erase_draws = draw(Stream.ERASE, 2 + config.recount * BOX_DRAWS)
     return Plan(
         size=config.size,
-        source=source,
+        image_sizes=image_sizes,
         crop=crop,
         interpolation=interpolation,
         warp=warp,
-        affine=geometry.compose(warp, geometry.crop(x, y, w, h, config.size[1], config.size[0])),
+        pixel_affine=geometry.compose(warp, geometry.crop(x, y, w, h, config.size[1], config.size[0])),
         warp_interpolation=warp_interpolation,
         op=np.where(colour, kernels, Kernel.NONE),
         argument=np.where(colour, values, 0.0),
@@ -182,12 +182,12 @@ def make_plan(
 
 
 def _layers(config: AugmentConfig, draw: Draw, count: int) -> tuple[Ints, Floats]:
-    """All operations in timm's order, colours and geometry: kernels and arguments (B, layers)."""
+    """Draw all operations in timm's order, colours and geometry. Return kernels and arguments (B, layers)."""
     if (policy := config.policy) is not None:
         return rand_augment.sample_layers(policy, draw(Stream.RAND_AUGMENT, policy.uniforms))
     if config.jitter is None:
         return np.zeros((count, 0), np.int64), np.zeros((count, 0))
-    # torchvision's ColorJitter without hue: three factors from U[max(0, 1 - v), 1 + v], in random order.
+    # As torchvision's ColorJitter without hue: three factors from U[max(0, 1 - v), 1 + v], in random order.
     strength, draws = np.array(config.jitter), draw(Stream.COLOR_JITTER, 6)
     low, high = np.maximum(0.0, 1.0 - strength), 1.0 + strength
     factors = low + (high - low) * draws[:, :3]
@@ -207,9 +207,9 @@ _MAPS: dict[int, Callable[[Floats, int, int], geometry.Affine]] = {
 
 
 def _warps(config: AugmentConfig, flip_draws: Floats, kernels: Ints, values: Floats) -> Floats:
-    """(B, 2, 3) output px -> resized crop px: the flips, then the geometric layers.
+    """Return maps (B, 2, 3) from output px to resized crop px, of the flips and then the geometric layers.
 
-    A later operation of the image is an earlier step of the map, which goes from output to source.
+    A later operation on the image is an earlier step of the map, because the map goes from output to input.
     """
     height, width = config.size
     flips = flip_draws < np.array([config.hflip, config.vflip])
@@ -224,10 +224,10 @@ def _warps(config: AugmentConfig, flip_draws: Floats, kernels: Ints, values: Flo
     return result
 
 
-def crop_windows(scale: Range, ratio: Range, draws: Floats, source: Ints) -> Ints:
-    """Random resized crops (B, 4) of x, y, w, h: of ten (area, log aspect) proposals the first that fits, else the
-    largest central window of an allowed ratio. `draws` (B, BOX_DRAWS); `source` (B, 2) widths and heights."""
-    size = source.astype(np.float64)
+def crop_windows(scale: Range, ratio: Range, draws: Floats, image_sizes: Ints) -> Ints:
+    """Choose random resized crops (B, 4) of x, y, w, h: the first that fits of ten (area, log aspect) proposals, else
+    the largest central window of an allowed ratio. `draws` (B, BOX_DRAWS); `image_sizes` (B, 2) width, height."""
+    size = image_sizes.astype(np.float64)
     proposals = _proposals(scale, ratio, draws, size[:, :1] * size[:, 1:])
     fits: Bools = np.all((proposals <= size[:, :, None]) & (proposals > 0), axis=1)
     (width, height), (low, high) = size.T, ratio
@@ -238,8 +238,8 @@ def crop_windows(scale: Range, ratio: Range, draws: Floats, source: Ints) -> Int
 
 
 def erased_boxes(size: tuple[int, int], probability: float, recount: int, draws: Floats) -> Ints:
-    """timm's RandomErasing: boxes (B, recount, 4) of top, left, h, w, each the first of ten proposals that fits; zeros
-    where there is none. `draws` (B, 2 + recount * BOX_DRAWS); `size` (H, W)."""
+    """Choose the boxes of timm's RandomErasing, (B, recount, 4) of top, left, h, w: each is the first that fits of ten
+    proposals, or zeros. `draws` (B, 2 + recount * BOX_DRAWS); `size` (H, W)."""
     number = _integers(draws[:, 1], np.full(len(draws), recount - 1.0)) + 1  # boxes that share the area
     of_boxes = draws[:, 2:].reshape(len(draws), recount, BOX_DRAWS)
     limits = np.array(size, np.float64)
@@ -251,7 +251,7 @@ def erased_boxes(size: tuple[int, int], probability: float, recount: int, draws:
 
 
 def _proposals(share: Range, ratio: Range, draws: Floats, area: Floats) -> Floats:
-    """Sides (..., 2, tries) of boxes: a share of the area, and a ratio of the first side to the second."""
+    """Return sides (..., 2, tries) of boxes with random shares of an area, and ratios of first to second side."""
     (small, large), (low, high) = share, ratio
     areas = (small + (large - small) * draws[..., :TRIES]) * area
     aspects = np.exp(math.log(low) + (math.log(high) - math.log(low)) * draws[..., TRIES : 2 * TRIES])
@@ -259,13 +259,12 @@ def _proposals(share: Range, ratio: Range, draws: Floats, area: Floats) -> Float
 
 
 def _first_that_fits(proposals: Floats, fits: Bools, draws: Floats, limits: Floats) -> Ints:
-    """The corner and the sides (..., 4) of the first of the proposals that fits into the limits (..., 2); anything
-    where none does."""
+    """Return corner and sides (..., 4) of the first proposal that fits into the limits (..., 2), else of any."""
     sides = np.take_along_axis(proposals, fits.argmax(-1)[..., None, None], axis=-1)[..., 0]
     corner = _integers(draws[..., 2 * TRIES :], limits - sides)
     return np.concatenate([corner, sides], axis=-1).astype(np.int64)
 
 
 def _integers(draws: Floats, largest: Floats) -> Floats:
-    """Uniform integers 0..largest, as floats."""
+    """Turn uniform draws into uniform integers 0..largest, as floats."""
     return np.minimum(np.floor(draws * (largest + 1)), largest)

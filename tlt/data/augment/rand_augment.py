@@ -1,7 +1,7 @@
-"""RandAugment (Cubuk et al. 2019, arXiv:1909.13719) in timm's dialect, as numbers: which operations, which arguments.
+"""Draws the operations of RandAugment (Cubuk et al. 2019, arXiv:1909.13719) and their arguments, as timm does.
 
 `parse` reads timm's strings (`rand-m9-mstd0.5-inc1`); `sample_layers` turns uniform numbers into operations for a whole
-batch. What the operations do to pixels is in `operations.py` (colours) and `plan.py` (geometry).
+batch. `operations.py` applies those that change colours to pixels; `plan.py` turns the others into maps.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Ints = npt.NDArray[np.int64]
 
 
 class Kernel(IntEnum):
-    """What the device stage can do. 0 is nothing; codes below ROTATE change colours, the others geometry."""
+    """Numbers the operations of the device stage. 0 is none; those below ROTATE change colours, the others geometry."""
 
     NONE = 0
     AUTO_CONTRAST = 1
@@ -46,9 +46,9 @@ class Kernel(IntEnum):
 
 
 class Op(NamedTuple):
-    """One of timm's operations: argument = clip(offset + sign * (level / 10 * scale), low, high).
+    """Says how timm computes an operation's argument: clip(offset + sign * (level / 10 * scale), low, high).
 
-    `sign` 0 draws +1 or -1; `whole` truncates the product to an integer first.
+    With `sign` 0 the sign is drawn; `whole` truncates the product in brackets to an integer.
     """
 
     kernel: Kernel
@@ -101,7 +101,7 @@ _WEIGHTS: dict[str, float] = {  # of `tweights`
 
 @dataclass(frozen=True)
 class RandAugmentPolicy:
-    """A parsed RandAugment string. Magnitudes count in tenths of the full strength (0..10, up to `magnitude_max`)."""
+    """Holds a parsed RandAugment string. Magnitudes are tenths of the full strength (0..10, up to `magnitude_max`)."""
 
     ops: tuple[str, ...] = _PLAIN
     layers: int = 2
@@ -113,17 +113,17 @@ class RandAugmentPolicy:
 
     @property
     def uniforms(self) -> int:
-        """Uniform numbers that `sample_layers` needs per sample."""
+        """Return how many uniform numbers `sample_layers` needs for each sample."""
         return 5 * self.layers + (self.layers if self.weights is None else len(self.ops))
 
 
 @lru_cache(maxsize=16)
 def parse(policy: str) -> RandAugmentPolicy:
-    """Read timm's RandAugment string, sections in any order: m (magnitude, 10), n (layers, 2), p (chance of a layer,
-    0.5), mstd (0; over 100: uniform), mmax (10), inc (0), tweights (rarer operations that change colours).
+    """Parse timm's RandAugment string, with sections in any order: m (magnitude, 10), n (layers, 2), p (chance of a
+    layer, 0.5), mstd (0; over 100: uniform), mmax (10), inc (0), tweights (rarer operations that change colours).
 
     Raises:
-        UserError: Another policy (original, v0, augmix, 3a), an unknown or repeated section, a number that isn't one.
+        UserError: It is another policy (original, v0, augmix, 3a), or a section is unknown, repeated or no number.
     """
     head, *sections = policy.split("-")
     if head != "rand":
@@ -161,8 +161,8 @@ def _reject(policy: str, reason: str) -> UserError:
 
 
 def arguments(ops: Ints, levels: Floats, sign_draw: Floats) -> Floats:
-    """The argument of each operation's kernel. `ops` are positions in `NAMES`, `levels` magnitudes of 0..10 or more,
-    `sign_draw` uniform: above 0.5 negates where timm negates at random. All arrays are of one shape."""
+    """Compute the argument of each operation. `ops` are positions in `NAMES`, `levels` magnitudes of 0..10 or more. A
+    uniform `sign_draw` above 0.5 negates if timm draws the sign. All arrays have one shape."""
     amount = levels / LEVELS * _SCALE[ops]
     amount = np.where(_WHOLE[ops], np.trunc(amount), amount)
     sign = np.where(_SIGN[ops] == 0, np.where(sign_draw > 0.5, -1.0, 1.0), _SIGN[ops])
@@ -170,9 +170,9 @@ def arguments(ops: Ints, levels: Floats, sign_draw: Floats) -> Floats:
 
 
 def sample_layers(policy: RandAugmentPolicy, draws: Floats) -> tuple[Ints, Floats]:
-    """Uniform numbers (B, policy.uniforms) -> `Kernel` codes (B, n), NONE for skipped layers, and arguments (B, n)."""
+    """Turn uniform numbers (B, policy.uniforms) into kernels (B, n), NONE for skipped layers, and arguments (B, n)."""
     n = policy.layers
-    # The fifth n of the draws are not used: leaving them out would give other augmentation to runs that go on.
+    # The fifth n of the draws are not used. Without them, resumed runs would get other augmentation.
     skip, radius, angle, sign, _, choice = np.split(draws, n * np.arange(1, 6), axis=1)
     if policy.weights is None:
         chosen = np.minimum((choice * len(policy.ops)).astype(np.int64), len(policy.ops) - 1)

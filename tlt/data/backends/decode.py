@@ -38,7 +38,7 @@ INTERPOLATIONS = ("nearest", "box", "bilinear", "hamming", "bicubic", "lanczos")
 _PIL_FILTERS = {name: Image.Resampling[name.upper()] for name in INTERPOLATIONS}
 TORCH_FILTERS = ("bilinear", "bicubic")
 
-Crop = tuple[int, int, int, int]  # x, y, width, height in source pixels
+Crop = tuple[int, int, int, int]  # x, y, width, height in image pixels
 Size = tuple[int, int]  # height, width
 
 

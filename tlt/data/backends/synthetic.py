@@ -35,7 +35,7 @@ def synthetic_folder(length: int, num_classes: int) -> SyntheticImages:
 
 
 class SyntheticBackend(Backend):
-    """Computes images of one size instead of decoding files. `size` is the source's (height, width)."""
+    """Computes images of one size instead of decoding files. `size` is that of the images, (height, width)."""
 
     def __init__(self, size: Size = (375, 500)) -> None:
         super().__init__()
@@ -80,6 +80,6 @@ class SyntheticLabels:
 
 
 def _ramp(start: int, extent: int, pixels: int, full: int) -> Tensor:
-    """Return (pixels,) uint8: 255 * source coordinate / source size, at the pixel centres of a resized window."""
+    """Return (pixels,) uint8: 255 * coordinate / side of the image, at the pixel centres of a resized window."""
     centres = start + (torch.arange(pixels) + 0.5) * (extent / pixels)
     return (centres * (255 / full) + 0.5).to(torch.uint8)
