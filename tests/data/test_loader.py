@@ -6,13 +6,14 @@ import multiprocessing
 import os
 import random
 import re
+import select
 import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -181,7 +182,7 @@ def test_fault_22_a_worker_that_dies_while_the_model_trains_is_noticed_where_the
         time.sleep(2)  # the workers wait until there is room in the pipe
         for worker in multiprocessing.active_children():
             worker.kill()
-            worker.join()
+            worker.join(LIMIT)
         step_is_complete = sum(range(10**6))  # here torch's handler would have raised
         began = time.monotonic()
         reported = refusal(batches)
@@ -208,10 +209,12 @@ def test_a_worker_takes_no_lock_that_it_could_leave_held_when_it_is_killed(monke
 
 def in_a_thread(function: Callable[[], Any]) -> Any:
     """What `function` returns in a thread that has ended."""
-    with ThreadPoolExecutor(1) as thread:
-        found = thread.submit(function).result()
+    results = list[Any]()
+    thread = threading.Thread(target=lambda: results.append(function()), daemon=True)
+    thread.start()
+    thread.join(LIMIT)
     time.sleep(0.2)  # what ends with that thread has ended
-    return found
+    return results.pop()
 
 
 def test_processes_live_longer_than_the_thread_that_began_them() -> None:
@@ -250,6 +253,8 @@ def test_no_worker_outlives_a_main_process_that_is_killed_even_one_that_hangs() 
             time.sleep(LIMIT)
         finally:
             os._exit(1)
+    os.close(writes)
+    assert select.select([reads], [], [], LIMIT)[0]
     workers = json.loads(os.read(reads, 999))
     os.kill(main, signal.SIGKILL)
     os.waitpid(main, 0)
