@@ -26,8 +26,9 @@ from tlt.data.batch import Batch
 from tlt.errors import UserError, in_range, one_of
 from tlt.label_map import FULL_AREA, Area
 from tlt.mixtoken import Box, mix_tokens
+from tlt.models.extension import Extension, extend
 from tlt.models.spatial import Size, feature_map
-from tlt.models.wrap import TOKEN_LABEL_MODELS, Extension, check_interface, extend
+from tlt.models.wrap import TOKEN_LABEL_MODELS, check_interface
 from tlt.targets import TokenPlaces, linear_weights, points_per_token, token_points
 from tlt.teacher import FeatureTeacher, TeacherScale, token_map
 

@@ -128,11 +128,15 @@ def test_a_failing_forward_pass_leaves_no_box_behind() -> None:
         ("test_vit", (63, 64), {}, "does not take images of 63 x 64 px"),
         ("test_vit", None, {"patch_drop_rate": 0.5}, "patch_drop_rate"),
         ("test_vit", None, {"num_classes": 0}, "it has no classes"),
+        ("test_vit", None, {}, "it is on the meta device"),
+        ("test_resnet", SIZE, {}, "it is on the meta device"),
     ],
 )
 def test_models_that_can_t_have_a_dense_head_say_why(name: str, size: Any, settings: Any, reason: str) -> None:
+    with torch.device("meta" if "meta" in reason else "cpu"):
+        model = timm.create_model(name, **settings)
     with pytest.raises(UserError, match=f"--model {name} .*{reason}"):
-        with_dense_head(timm.create_model(name, **settings), size)
+        with_dense_head(model, size)
 
 
 def test_models_that_can_t_be_mixed_train_without() -> None:

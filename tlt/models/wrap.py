@@ -9,7 +9,6 @@ Shapes: B images, maps of `h x w` tokens, N = h * w tokens, C channels, K classe
 
 from __future__ import annotations
 
-import functools
 import threading
 from collections.abc import Callable
 from functools import partial
@@ -21,15 +20,8 @@ from torch import Tensor, nn
 
 from tlt.errors import UserError, in_range
 from tlt.mixtoken import Box, mix_cells, mix_tokens
-from tlt.models.spatial import (
-    DownsamplingLayer,
-    Size,
-    TokenGrid,
-    downsampling_layers,
-    feature_map,
-    norm_after_pooling,
-    positions_of,
-)
+from tlt.models.extension import Extension, extend
+from tlt.models.spatial import Size, TokenGrid, downsampling_layers, feature_map, norm_after_pooling, positions_of
 from tlt.models.token_labeling import TokenLabelModel, new_head
 
 DENSE_LAYERS = ("aux_head", "aux_norm")
@@ -59,43 +51,6 @@ class TokenLayout(NamedTuple):
         centres = torch.arange(count, device=device) * self.cells.pitch[axis] + self.cells.first[axis]
         steps = (centres - self.positions.first[axis]) / self.positions.pitch[axis]
         return (steps + 0.5).floor().clamp(0, self.grid[axis] - 1)
-
-
-class Extension(nn.Module):
-    """A base class of methods that `extend` adds to a model; copies and pickles of the model keep them."""
-
-    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        return _blank, _parts_of(type(self)), self.__dict__
-
-
-def extend(model: nn.Module, extension: type[Extension], outermost: bool = False) -> None:
-    """Add an extension to a model in place, unless it has it already.
-
-    The model's class is replaced by a subclass of both. A wrapper module would change the names of all parameters: in
-    checkpoints, in timm's rules for weight decay and layer-wise rates, and for code that looks for layers.
-
-    Args:
-        outermost: Whether its methods come before those of earlier extensions; otherwise they come after.
-    """
-    plain, *before = _parts_of(type(model))
-    if extension not in before:
-        model.__class__ = _extended(plain, *([extension, *before] if outermost else [*before, extension]))
-
-
-def _parts_of(kind: type[nn.Module]) -> tuple[Any, ...]:
-    """Return a model's original class, and its extensions from the outermost on."""
-    return kind.__dict__.get("_parts", (kind,))
-
-
-@functools.cache
-def _extended(plain: Any, *extensions: Any) -> type[nn.Module]:
-    parts = {"_parts": (plain, *extensions)}
-    return type(plain.__name__, (*extensions, plain), {"__doc__": plain.__doc__, "__module__": __name__, **parts})
-
-
-def _blank(plain: Any, *extensions: Any) -> nn.Module:
-    kind = _extended(plain, *extensions) if extensions else plain
-    return kind.__new__(kind)
 
 
 class WithDenseHead(Extension):
@@ -199,7 +154,7 @@ def with_dense_head(model: Any, img_size: tuple[int, int] | None = None) -> Any:
     """Add a dense head and MixToken to a timm model in place. A model that has them is returned unchanged.
 
     Args:
-        model: Any timm model, on any device.
+        model: Any timm model, on any device that holds its weights.
         img_size: (H, W) in pixels of the training images (default: the model's own size).
 
     Returns:
@@ -207,18 +162,20 @@ def with_dense_head(model: Any, img_size: tuple[int, int] | None = None) -> Any:
         `mix_box` raise UserError.
 
     Raises:
-        UserError: The model has no classes or no spatial features, or does not take this size.
+        UserError: The model has no classes, weights or spatial features, or does not take this size.
     """
     if isinstance(model, TOKEN_LABEL_MODELS):
         return model
     check_interface(model, "num_classes", "forward_features", "forward_head")
-    if not model.num_classes:
-        raise UserError(f"{_name(model)} can't get a dense head: it has no classes")
-    if not isinstance(getattr(model, "patch_drop", None), nn.Identity | None):
-        raise UserError(f"{_name(model)} can't get a dense head: it drops patches in training (patch_drop_rate)")
     in_range("img_size", img_size or _own_size(model), 1, counts=(2,))
     size = _own_size(model) if img_size is None else (img_size[0], img_size[1])
     try:
+        if not model.num_classes:
+            raise UserError("it has no classes")
+        if any(parameter.is_meta for parameter in model.parameters()):
+            raise UserError("it is on the meta device, where it can't be tried; move it there afterwards")
+        if not isinstance(getattr(model, "patch_drop", None), nn.Identity | None):
+            raise UserError("it drops patches in training (patch_drop_rate)")
         layout = find_tokens(model, size)
     except UserError as error:
         raise UserError(f"{_name(model)} can't get a dense head: {error}") from error
@@ -252,8 +209,11 @@ def find_tokens(model: Any, size: Size, mix_point: MixPoint | None = None) -> To
     with downsampling_layers(model) as layers:
         features, output = _map_and_output(model, layer, _probe(model, 1, size))
     grid = features.shape[1], features.shape[2]
-    cells = mix_point.cells_of(output, layers, size) if mix_point else None
-    return TokenLayout(grid, positions_of(layers, grid, size), features.shape[3], cells)
+    positions, cells = positions_of(layers, grid, size), None
+    if mix_point and mix_point.layout != "NLC":
+        rows = mix_point.layout.index("H")
+        cells = positions_of(layers, (output.shape[rows], output.shape[rows + 1]), size)
+    return TokenLayout(grid, positions, features.shape[3], cells)
 
 
 @torch.no_grad()
@@ -327,13 +287,6 @@ class MixPoint:
         rows, cols = (tokens.of_cells(axis, x.shape[axis + 1], x.device) for axis in (0, 1))
         mixed = mix_cells(x, box, rows, cols)
         return mixed if self.layout == "NHWC" else mixed.permute(0, 3, 1, 2)
-
-    def cells_of(self, output: Tensor, layers: list[DownsamplingLayer], img_size: Size) -> TokenGrid | None:
-        """Return where the cells of this `output` lie in a network with these layers; None if they are the tokens."""
-        if self.layout == "NLC":
-            return None
-        rows = self.layout.index("H")
-        return positions_of(layers, (output.shape[rows], output.shape[rows + 1]), img_size)
 
 
 def _this_call() -> int:
