@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from volo.commands.sample import write_digits
-from volo.record.metrics import interval
+from volo.record.metrics import wilson_interval
 
 ROOT = Path(__file__).resolve().parents[1]
 OUTPUT = "demo_output"
@@ -157,7 +157,7 @@ class Demo:
         run(f"python validate.py {images} {flags} --results-file {file} --results-format json")
         row = json.loads((ROOT / file).read_text())[0]
         speed = float(self.summary(name)[-1]["images_per_second"])
-        low, high = interval(row["top1"] / 100, row["images"])
+        low, high = wilson_interval(row["top1"] / 100, row["images"])
         return {
             "experiment": name,
             "image": row["img_size"],
