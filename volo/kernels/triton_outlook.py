@@ -75,8 +75,8 @@ def _backward(grad: Tensor, v: Tensor, logits: Tensor, scale: float) -> tuple[Te
 def block_of(program: str, dtype: torch.dtype, head_dim: int) -> tuple[int, int]:
     """Return the number of cells (or windows) per program and its number of warps, for values of this dtype.
 
-    They are chosen so that registers don't spill (`volo.kernels.triton_offline`): each thread holds 16 bytes of a
-    pixel, or a program 8 windows of 16 x 16 products.
+    They are chosen so that registers don't spill: each thread holds 16 bytes of a pixel, or a program 8 windows of
+    16 x 16 products.
     """
     row = head_dim * dtype.itemsize  # bytes
     if program == "outlook_backward_logits":
