@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 from argparse import Namespace
-from typing import Any
 
 import torch
-from timm.optim import create_optimizer_v2, get_optimizer_info, list_optimizers
+from timm.optim import create_optimizer_v2, get_optimizer_info, list_optimizers, optimizer_kwargs
 from torch import nn
 from torch.optim import Optimizer
 
@@ -47,22 +46,15 @@ def create_optimizer(args: Namespace, model: nn.Module, device: torch.device | N
     """
     device = device or next(model.parameters()).device
     name = _check_optimizer(args, device)
-    flags = {"eps": args.opt_eps, "betas": args.opt_betas and tuple(args.opt_betas)}
-    options: dict[str, Any] = {setting: value for setting, value in flags.items() if value is not None}
-    if twice := options.keys() & args.opt_kwargs.keys():
+    options = optimizer_kwargs(args) | {"lr": args.lr_base if args.lr is None else args.lr}
+    if twice := {"eps", "betas"} & options.keys() & args.opt_kwargs.keys():
         raise UserError(f"--opt-kwargs {min(twice)}=... contradicts --opt-{min(twice)}: keep one of them")
+    if "betas" in options:
+        options["betas"] = tuple(options["betas"])
     if device.type in ("cuda", "cpu") and name in _FUSED:
         options["fused"] = True
     try:
-        return create_optimizer_v2(
-            model,
-            opt=args.opt,
-            lr=args.lr_base if args.lr is None else args.lr,
-            weight_decay=args.weight_decay,
-            momentum=args.momentum,
-            layer_decay=args.layer_decay,
-            **options | args.opt_kwargs,
-        )
+        return create_optimizer_v2(model, **options | args.opt_kwargs)
     except (ImportError, ValueError, TypeError, AssertionError, RuntimeError) as error:
         raise UserError(f"--opt {args.opt}: {' '.join(str(error).split())}") from error
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import math
 from argparse import Namespace
-from typing import Any
 
 import torch
-from timm.scheduler import WSDLRScheduler, create_scheduler_v2
+from timm.scheduler import WSDLRScheduler, create_scheduler_v2, scheduler_kwargs
 
 from tlt.errors import UserError
 
@@ -54,9 +53,12 @@ class LrSchedule:
         self._on_updates: bool = args.sched_on_updates
         # timm's schedulers write the learning rate into an optimizer, so they get one of their own.
         self._optimizer = torch.optim.SGD([torch.zeros(1)], lr=lr)
-        curve = _curve(args) | {"step_on_epochs": not self._on_updates, "updates_per_epoch": updates_per_epoch}
+        curve = scheduler_kwargs(args) | {"decay_milestones": sorted(args.decay_milestones)}
+        # As published, a new cosine cycle starts at decay_rate times the previous one; a tanh cycle starts as high.
+        curve |= {"cycle_decay": args.decay_rate if args.sched == "cosine" else 1.0}
         try:
-            self._scheduler, self.total_epochs = create_scheduler_v2(self._optimizer, **curve)
+            created = create_scheduler_v2(self._optimizer, **curve, updates_per_epoch=updates_per_epoch)
+            self._scheduler, self.total_epochs = created
         except ValueError as error:
             of = f"--epochs {args.epochs}, --warmup-epochs {args.warmup_epochs}, --decay-epochs {args.decay_epochs:g}"
             least = "the decay takes at least one epoch (or update: --sched-on-updates), at most all after the warm-up"
@@ -95,30 +97,3 @@ class LrSchedule:
         else:
             self._scheduler.step(update // self.updates_per_epoch)
         return float(self._optimizer.param_groups[0]["lr"])
-
-
-def _curve(args: Namespace) -> dict[str, Any]:
-    """Return timm's arguments for the curve."""
-    return {
-        "sched": args.sched,
-        "num_epochs": args.epochs,
-        "warmup_epochs": args.warmup_epochs,
-        "warmup_lr": args.warmup_lr,
-        "warmup_prefix": args.warmup_prefix,
-        "cooldown_epochs": args.cooldown_epochs,
-        "min_lr": args.min_lr,
-        "cycle_mul": args.lr_cycle_mul,
-        "cycle_limit": args.lr_cycle_limit,
-        "k_decay": args.lr_k_decay,
-        "noise": args.lr_noise,
-        "noise_pct": args.lr_noise_pct,
-        "noise_std": args.lr_noise_std,
-        "noise_seed": args.seed,
-        "decay_fn": args.lr_decay_fn,
-        "stable_timescale": args.lr_stable_timescale,
-        "decay_milestones": sorted(args.decay_milestones),
-        "decay_epochs": args.decay_epochs,
-        "decay_rate": args.decay_rate,
-        # As published, a new cosine cycle starts at decay_rate times the previous one; a tanh cycle starts as high.
-        "cycle_decay": args.decay_rate if args.sched == "cosine" else 1.0,
-    }
