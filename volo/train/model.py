@@ -40,9 +40,7 @@ _TF_BATCHNORM = {"momentum": 0.01, "eps": 1e-3}  # settings of --bn-tf
 
 
 def _channels(args: Namespace) -> int | None:
-    if args.input_size:
-        return int(args.input_size[0])
-    return getattr(args, "in_chans", None) or (getattr(args, "model_kwargs", None) or {}).get("in_chans")
+    return int(args.input_size[0]) if args.input_size else getattr(args, "in_chans", None)
 
 
 def build_model(args: Namespace, recorded: dict[str, Any] | None = None, weights: int = 0) -> TimmModel:

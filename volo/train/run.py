@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import math
 from argparse import Namespace
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -91,59 +90,6 @@ class Training:
     dense_score: DenseScore | None = None
 
 
-class DataSize(NamedTuple):
-    """The numbers of training images, of their classes, and of processes that see different images."""
-
-    images: int
-    classes: int
-    world_size: int
-
-
-def _num_classes(args: Namespace, data: DataSize) -> int | None:
-    if args.kd_only:
-        return args.num_classes if "logit" in args.kd_distill_type else 0  # only logits train heads
-    return args.num_classes if known_config(args.model).get("num_classes") == data.classes else data.classes
-
-
-def _batch_size(args: Namespace, data: DataSize) -> int:
-    """Return the largest power of two with which an epoch has at least _LEAST_UPDATES updates."""
-    share = data.images // (args.grad_accum_steps * data.world_size)
-    most = min(_LARGEST_BATCH, max(2, share // _LEAST_UPDATES), max(1, share))  # BatchNorm may need 2 images
-    return 1 << (most.bit_length() - 1)
-
-
-def _lr_base_scale(args: Namespace, data: DataSize) -> str:
-    # A rate in proportion to 8 images would be as small as 1e-5; Adam's noise grows with the square root.
-    fitted = "batch_size" in args.defaulted and args.batch_size < _LARGEST_BATCH
-    return "sqrt" if fitted and args.lr is None else args.lr_base_scale
-
-
-def _drop_last(args: Namespace, data: DataSize) -> bool:
-    size = args.batch_size
-    return "batch_size" in args.defaulted and size > 1 and data.images // data.world_size % size == 1
-
-
-def _model_ema_decay(args: Namespace, data: DataSize) -> float:
-    if not args.model_ema or args.model_ema_warmup:
-        return args.model_ema_decay
-    updates = args.epochs * math.ceil(data.images / (args.batch_size * args.grad_accum_steps * data.world_size))
-    return min(args.model_ema_decay, max(0.0, round(1 - _HORIZONS / updates, 6)))
-
-
-# How the data decide the flags of `FITTED` (volo/config/flags_train.py). The user's value comes first, then that of the
-# checkpoint that the run resumes, then these, in this order: each sees what the rows above it have decided.
-FROM_DATA: dict[str, Callable[[Namespace, DataSize], Any]] = {
-    "warmup_epochs": lambda args, data: min(20, args.epochs // 5),
-    "cooldown_epochs": lambda args, data: 10 if args.epochs >= 30 and args.sched in CYCLIC_SCHEDULES else 0,
-    "checkpoint_hist": lambda args, data: min(10, max(3, args.epochs // 10)),
-    "num_classes": _num_classes,
-    "batch_size": _batch_size,
-    "drop_last": _drop_last,
-    "lr_base_scale": _lr_base_scale,
-    "model_ema_decay": _model_ema_decay,
-}
-
-
 def resolve_args(
     args: TrainArgs, checkpoint: dict[str, Any], images: int, classes: int, world_size: int
 ) -> tuple[FrozenArgs, dict[str, int], list[str]]:
@@ -160,23 +106,49 @@ def resolve_args(
         UserError: `--drop-path-mode subset` would drop nothing from batches of the resulting size, or a flag doesn't
             accept the checkpoint's value.
     """
-    recorded, data = settings_from_checkpoint(checkpoint, args, world_size), DataSize(images, classes, world_size)
-    decided = TrainArgs(**vars(args))
-    decided.defaulted = args.defaulted
-    for name, from_data in FROM_DATA.items():
-        if name in args.defaulted:
-            setattr(decided, name, recorded[name] if name in recorded else from_data(decided, data))
-    check_drop_path(decided)
+    recorded = settings_from_checkpoint(checkpoint, args, world_size)
+    changed = fit_to_data(args, recorded, images, classes, world_size)
+    check_drop_path(decided := Namespace(**vars(args) | changed))
     steps, kept_batch = steps_to_keep(checkpoint, decided.batch_size, args.grad_accum_steps, world_size)
     batch = batch_record(decided.batch_size, steps, world_size, args.grad_accum_steps)
-    changed = {name: getattr(decided, name) for name in FROM_DATA if getattr(decided, name) != getattr(args, name)}
     source = f"defaults for {images} images of {classes} classes and {args.epochs} epochs"
     useless_average = _useless_average(decided, decided.epochs * math.ceil(images / batch["global"]))
     messages = _as_flags("as the run has begun" if recorded else source, changed), kept_batch, useless_average
     return FrozenArgs(args, **changed, grad_accum_steps=steps), batch, [line for line in messages if line]
 
 
-def _useless_average(args: TrainArgs, updates: int) -> str:
+def fit_to_data(
+    args: TrainArgs, recorded: dict[str, Any], images: int, classes: int, world_size: int
+) -> dict[str, Any]:
+    """Return new values for flags of `FITTED`, one row of this table each: a flag that the user has not set takes the
+    value that the resumed checkpoint has `recorded`, or else the row's, which follows from the data."""
+    decided: dict[str, Any] = {}
+
+    def row(name: str, from_data: Any) -> Any:
+        decided[name] = recorded.get(name, from_data) if name in args.defaulted else getattr(args, name)
+        return decided[name]
+
+    row("warmup_epochs", min(20, args.epochs // 5))
+    row("cooldown_epochs", 10 if args.epochs >= 30 and args.sched in CYCLIC_SCHEDULES else 0)
+    row("checkpoint_hist", min(10, max(3, args.epochs // 10)))
+    if args.kd_only:  # only logits train heads
+        row("num_classes", args.num_classes if "logit" in args.kd_distill_type else 0)
+    else:
+        row("num_classes", args.num_classes if classes == known_config(args.model).get("num_classes") else classes)
+    # The largest power of two with which an epoch has at least _LEAST_UPDATES updates.
+    share = images // (args.grad_accum_steps * world_size)
+    most = min(_LARGEST_BATCH, max(2, share // _LEAST_UPDATES), max(1, share))  # BatchNorm may need 2 images
+    size, fitted = row("batch_size", 1 << (most.bit_length() - 1)), "batch_size" in args.defaulted
+    row("drop_last", fitted and size > 1 and images // world_size % size == 1)
+    # A rate in proportion to 8 images would be as small as 1e-5; Adam's noise grows with the square root.
+    row("lr_base_scale", "sqrt" if fitted and size < _LARGEST_BATCH and args.lr is None else args.lr_base_scale)
+    updates = max(1, args.epochs) * math.ceil(images / (size * args.grad_accum_steps * world_size))
+    decay = min(args.model_ema_decay, max(0.0, round(1 - _HORIZONS / updates, 6)))
+    row("model_ema_decay", decay if args.model_ema and not args.model_ema_warmup else args.model_ema_decay)
+    return {name: value for name, value in decided.items() if value != getattr(args, name)}
+
+
+def _useless_average(args: Namespace, updates: int) -> str:
     """Return a warning if the moving average after `updates` is mostly the initial weights, else ""."""
     share = args.model_ema_decay**updates
     if not args.model_ema or args.model_ema_warmup or share <= _TOLD_SHARE:
