@@ -19,9 +19,12 @@ import timm
 import torch
 from torch import nn
 
+from tests.commands import interrupted_train
 from tests.config.test_remedies import foreign_flags
 from tests.conftest import LIMIT, wait_until, write_dataset
 from volo import cli
+from volo.checkpoint.saver import Saver
+from volo.train import loop
 
 ROOT = Path(__file__).resolve().parents[2]
 UPDATES = 5  # of an epoch, where a test says so
@@ -132,6 +135,38 @@ def described(tmp_path: Path) -> Described:
         return models[0].eval(), tmp_path / f"{name}.pth"
 
     return save
+
+
+@pytest.fixture
+def stop_at(monkeypatch: pytest.MonkeyPatch) -> Callable[[set[int]], None]:
+    """Return `stop_at(updates)`: runs of this test end after each of these updates, saved, as after Ctrl-C."""
+    for owner, name in ((Saver, "__enter__"), (Saver, "after_update"), (loop, "validate_epoch")):
+        monkeypatch.setattr(owner, name, getattr(owner, name))  # and restored after the test
+    return interrupted_train.stop_at
+
+
+@pytest.fixture
+def unpublished(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Published weights are random ones, and those of resnet14t can't be fetched."""
+    create = timm.create_model
+
+    def offline(name: str, pretrained: bool = False, **kwargs: Any) -> nn.Module:
+        if pretrained and name == "resnet14t":
+            raise OSError("no network")
+        return create(name, **kwargs)
+
+    monkeypatch.setattr(timm, "create_model", offline)
+
+
+def same_weights(*files: Path) -> dict[str, Any]:
+    """Check that two checkpoints hold the same weights, bit for bit, and return the first."""
+    one, two = (torch.load(file, weights_only=False) for file in files)
+    entries = [entry for entry in one if entry.startswith(("state_dict", "dense_head"))]
+    assert entries and {*entries} == {entry for entry in two if entry.startswith(("state_dict", "dense_head"))}
+    for entry in entries:
+        assert one[entry].keys() == two[entry].keys()
+        assert all(torch.equal(value, two[entry][name]) for name, value in one[entry].items()), entry
+    return one
 
 
 def launch(processes: int, flags: str, *more: str | Path, code: int = 0) -> str:

@@ -1,7 +1,7 @@
 """Token labels that are damaged, foreign or gone, as a user meets them: one line, exit code 2, nothing written lost.
 
-Other files cover in full a label that is missing in a tree (`test_train.py`), every way to damage an archive
-(`tests/labels/test_archive.py`) or a label file, and whose label it is (`tests/labels/test_store.py`).
+Other files cover in full every way to damage an archive (`tests/labels/test_archive.py`) or a label file, and whose
+label it is (`tests/labels/test_store.py`).
 """
 
 import json
@@ -66,16 +66,18 @@ def test_a_run_says_how_often_the_labels_name_the_class(train: Train, data: Path
     assert "warning: the token labels name the class of 0.0 % of 16 sampled images" in train(data, labels).out
 
 
-def test_images_without_labels(train: Train, data: Path, labels: Path, tmp_path: Path) -> None:
-    archive = tmp_path / "labels.tlt"
-    assert tlt_command(["pack", str(labels), str(archive), "--images", str(data)]) == 0
+@pytest.mark.parametrize("packed", [False, True], ids=["tree", "archive"])
+def test_fault_45_images_without_labels(train: Train, data: Path, labels: Path, tmp_path: Path, packed: bool) -> None:
+    given = tmp_path / "labels.tlt" if packed else labels
+    if packed:
+        assert tlt_command(["pack", str(labels), str(given), "--images", str(data)]) == 0
     shutil.copy(data / "train" / "red" / "red3.jpg", data / "train" / "red" / "new.jpg")
-    ended = train(data, archive)
+    ended = train(data, given)
     assert ended.refused("1 of 17 images have no label in") and "epoch 1 [" not in ended.out
     assert "red/new.jpg" in ended.err and "--bad-label skip" in ended.err
     for policy in ("skip", "uniform"):
-        ended = train(data, archive, f"--bad-label {policy}", run=policy)
+        ended = train(data, given, f"--bad-label {policy}", run=policy)
         assert ended.code == 0 and "first is red/new.jpg" in ended.out and f"--bad-label {policy}" in ended.out
     for image in list(data.glob("train/*/*.jpg")):  # another data set
         image.rename(image.with_name(f"other-{image.name}"))
-    assert train(data, archive, "--bad-label skip").refused("17 of 17 images have no label in")
+    assert train(data, given, "--bad-label skip").refused("17 of 17 images have no label in")

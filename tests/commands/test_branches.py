@@ -1,11 +1,11 @@
 """One trunk at a constant rate, several lengths: milestones, a run that stops early, branches with their own decay."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.commands import interrupted_train
 from tests.commands.conftest import QUICK, Call, Make, metrics
 from tests.commands.test_exact_resume import assert_same_state
 from tests.conftest import write_dataset
@@ -13,8 +13,6 @@ from tests.same_records import without_times
 from tlt.io.weights import peek_checkpoint
 from volo import cli
 from volo.checkpoint.resume import find_resume
-from volo.checkpoint.saver import Saver
-from volo.train import loop
 
 # Two updates an epoch; the warm-up is one epoch, the decay of N epochs takes the last two.
 FLAGS = f"{QUICK} --warmup-epochs 1 --lr 1e-3 --sched wsd --sched-on-updates --decay-epochs 2 --drop-path 0.2"
@@ -25,10 +23,8 @@ def files(run: Path) -> set[str]:
 
 
 def test_a_trunk_has_two_branches_that_end_as_runs_of_their_lengths(
-    call: Call, make_dataset: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    call: Call, make_dataset: Make, tmp_path: Path, stop_at: Callable[[set[int]], None]
 ) -> None:
-    for owner, name in ((Saver, "__enter__"), (Saver, "after_update"), (loop, "validate_epoch")):
-        monkeypatch.setattr(owner, name, getattr(owner, name))
     flags = f"{make_dataset()} {FLAGS} --model-ema --model-ema-decay 0.9 --output {tmp_path}"
     trunk, recipe = tmp_path / "trunk", f"{flags} --save-epochs 2 4 --checkpoint-hist 1 --experiment trunk"
     assert call("train", f"{flags} --epochs 4 --experiment whole").code == 0
@@ -37,7 +33,7 @@ def test_a_trunk_has_two_branches_that_end_as_runs_of_their_lengths(
     assert first.code == 0 and "--stop-epoch 2 of 8: --resume auto without it goes on" in first.out, first
     assert files(trunk) == {"last", "model_best", "checkpoint-1", "milestone-2"}
     assert ["eval_top1" in record for record in metrics(trunk, "epoch")] == [False, True]
-    interrupted_train.stop_at({7})
+    stop_at({7})
     assert call("train", f"{recipe} --epochs 8 --stop-epoch 4 --resume auto").code == 130
     assert call("train", f"{recipe} --epochs 8 --stop-epoch 4 --resume auto").code == 0
     again = call("train", f"{recipe} --epochs 8 --stop-epoch 4 --resume auto")
@@ -50,7 +46,7 @@ def test_a_trunk_has_two_branches_that_end_as_runs_of_their_lengths(
     # The shorter branch, interrupted where its decay begins and within it, ends as the run of four epochs.
     branch = f"{flags} --epochs 4 --experiment short"
     for update, spec in ((4, f"{trunk}/milestone-2.pth.tar"), (7, "auto")):
-        interrupted_train.stop_at({update + 1})
+        stop_at({update + 1})
         assert call("train", f"{branch} --resume {spec}").code == 130
     assert call("train", f"{branch} --resume auto").code == 0
     assert_same_state(tmp_path / "whole", tmp_path / "short")

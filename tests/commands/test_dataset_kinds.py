@@ -8,7 +8,7 @@ import pytest
 import timm
 import torch
 
-from tests.commands.conftest import QUICK, Call, Make, metrics
+from tests.commands.conftest import QUICK, Call, Make, metrics, same_weights
 from tests.data.sources.test_tfrecords import Features, write
 from tlt.tools.cli import main as tlt_command
 
@@ -34,48 +34,45 @@ def as_records(data: Path, out: Path) -> Path:
 def test_a_run_begun_on_a_folder_ends_in_the_same_bits_on_tfrecords(
     call: Call, data: Path, make_labels: Make, tmp_path: Path
 ) -> None:
-    folder = data
-    records = as_records(folder, tmp_path / "records")
-    flags = f"{QUICK} --lr 1e-3 --epochs 2 --token-label --token-label-data {make_labels(folder)} --output {tmp_path}"
+    records = as_records(data, tmp_path / "records")
+    flags = f"{QUICK} --lr 1e-3 --epochs 2 --token-label --token-label-data {make_labels(data)} --output {tmp_path}"
     runs = [tmp_path / name for name in ("whole", "both")]
     for run in runs:
-        assert call("train", f"{folder} {flags} --experiment {run.name}").code == 0
+        assert call("train", f"{data} {flags} --experiment {run.name}").code == 0
     (runs[1] / "last.pth.tar").unlink()
     first = runs[1] / "checkpoint-0.pth.tar"
     ended = call("train", f"{records} --dataset tfrecord {flags} --experiment both --resume {first}")
     assert ended.code == 0 and "1 epochs, 2 updates done" in ended.out, ended.err
-    one, two = (torch.load(run / "last.pth.tar", weights_only=True)["state_dict"] for run in runs)
-    assert all(torch.equal(one[name], two[name]) for name in one)
+    same_weights(*(run / "last.pth.tar" for run in runs))
     whole, both = ([each["loss"] for each in metrics(run)][-2:] for run in runs)
     assert whole == both and len(both) == 2
     accuracies = []
-    for data in (f"{folder}", f"{records} --dataset tfrecord"):
-        results = tmp_path / "results.json"
-        flags = f"-b 4 -j 0 --checkpoint {runs[1] / 'last.pth.tar'} --results-format json --results-file {results}"
-        assert call("validate", f"{data} {flags}").code == 0
-        row = json.loads(results.read_text())[0]
+    for images in (f"{data}", f"{records} --dataset tfrecord"):
+        ended = call("validate", f"{images} -b 4 -j 0 --checkpoint {runs[1] / 'last.pth.tar'}")
+        row = json.loads(ended.out.splitlines()[-1])
         accuracies.append((row["top1"], row["loss"], row["images"]))
     assert accuracies[0] == accuracies[1] and accuracies[0][2] == 8
 
 
 def test_a_data_set_of_the_hub_is_labelled_and_trained(call: Call, data: Path, tmp_path: Path) -> None:
     datasets = pytest.importorskip("datasets")
-    folder, parquet = data, tmp_path / "parquet"
-    names = sorted(path.name for path in (folder / "train").iterdir())
+    parquet = tmp_path / "parquet"
+    names = sorted(path.name for path in (data / "train").iterdir())
     features = datasets.Features({"image": datasets.Image(), "label": datasets.ClassLabel(names=names)})
     for split in ("train", "validation"):
-        files = sorted((folder / split).glob("*/*"))
+        files = sorted((data / split).glob("*/*"))
         images = [{"bytes": file.read_bytes(), "path": file.name} for file in files]
         rows = {"image": images, "label": [names.index(file.parent.name) for file in files]}
         (parquet / "data").mkdir(parents=True, exist_ok=True)
         datasets.Dataset.from_dict(rows, features).to_parquet(parquet / "data" / f"{split}-00000-of-00001.parquet")
     torch.save(timm.create_model("resnet10t", num_classes=4).state_dict(), tmp_path / "w.pth")
-    data, labels = f"{tmp_path / 'cache'} --dataset hfds/{parquet}", tmp_path / "labels"
+    images, labels = f"{tmp_path / 'cache'} --dataset hfds/{parquet}", tmp_path / "labels"
     model = f"--model resnet10t --num-classes 4 --img-size 64 -j 1 --checkpoint {tmp_path / 'w.pth'} --device cpu"
     ended = call("label", f"{tmp_path / 'cache'} {labels} --dataset hfds/{parquet} {model}")
     assert ended.code == 0, ended.err
-    train = f"{data} {QUICK} -j 2 --epochs 1 --token-label --token-label-data {labels} --output {tmp_path}"
-    ended = call("train", f"{train} --experiment run")
+    ended = call(
+        "train", f"{images} {QUICK} -j 2 --epochs 1 --token-label --token-label-data {labels} --output {tmp_path}"
+    )
     assert ended.code == 0 and "over 8 images" in ended.out, ended.err
     ended = call("train", f"--dataset hfds/{parquet} {QUICK} --epochs 1 --val-split nowhere --output {tmp_path}")
     assert ended.code == 2 and 'Unknown split "nowhere"' in ended.err
@@ -93,12 +90,12 @@ def test_shards_are_labelled_as_the_folder_that_was_packed(call: Call, data: Pat
 
 def test_weights_and_label_maps_are_the_same_whatever_decodes(call: Call, data: Path, tmp_path: Path) -> None:
     pytest.importorskip("nvidia.dali", reason="the extra dali")
-    weights, told, archives = [], set(), []
+    told, archives = set(), []
     for number, how in enumerate(("-j 1", "-j 2 --data-backend dali-cpu", "-j 0 --data-backend dali-cpu")):
         flags = f"{data} {QUICK} --epochs 1 --lr 1e-3 --output {tmp_path} --experiment {number} {how}"
         assert (ended := call("train", flags)).code == 0, ended.err
         last = tmp_path / str(number) / "last.pth.tar"
-        weights.append(torch.load(last, weights_only=True)["state_dict"])
+        same_weights(tmp_path / "0" / "last.pth.tar", last)
         checked = call("validate", f"{data} --checkpoint {last} {how}")
         assert checked.code == 0 and "over 8 images" in checked.out, checked.err
         told.add(checked.out.split(" over 8 images")[0])
@@ -106,4 +103,3 @@ def test_weights_and_label_maps_are_the_same_whatever_decodes(call: Call, data: 
         assert made.code == 0, made.err
         archives.append({path.name: path.read_bytes() for path in (tmp_path / f"labels{number}").glob("*.npy")})
     assert len(told) == 1 and len(archives[0]) == 7 and archives[0] == archives[1] == archives[2]
-    assert all(torch.equal(weights[0][name], other[name]) for other in weights[1:] for name in weights[0])

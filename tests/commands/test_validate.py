@@ -20,8 +20,8 @@ from volo.train.trained_model import choose_weights
 
 
 def _rows(call: Call, data: Path, checkpoint: Path, out: Path, flags: str = "") -> list[dict[str, Any]]:
-    ended = call("validate", f"{data} -b 4 -j 0 --checkpoint {checkpoint} --results-file {out} "
-                 f"--results-format json {flags}")  # fmt: skip
+    line = f"{data} -b 4 -j 0 --checkpoint {checkpoint}"
+    ended = call("validate", f"{line} --results-file {out} --results-format json {flags}")
     assert ended.code == 0, ended.err
     return json.loads(out.read_text())
 
