@@ -5,7 +5,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 from tests.commands.conftest import Running
 from tests.commands.conftest import nothing_left_running as nothing_left_running  # a fixture
@@ -42,7 +41,7 @@ def made_up(root: Path, flags: str = "", **files: str) -> Node:
 def test_a_made_up_machine_is_read(tmp_path: Path) -> None:
     node = made_up(tmp_path, "--data ROOT/data ROOT/data/image.sqsh --output ROOT/new/run --free-gb 0")
     assert node.problems == [] and node.memlock_gb is None and not (tmp_path / "new").exists()
-    assert node.equal["driver"] == "580.95.05" and node.equal["torch"] == torch.__version__
+    assert node.equal["driver"] == "580.95.05" and node.equal["GPUs"] == "none"
     assert node.equal["card mlx5_0:1"] == "ACTIVE at 400 Gb/s" and node.equal["card mlx5_0:2"] == "DOWN"
     assert node.equal[f"size of {tmp_path}/data"] == "2" and node.equal[f"size of {tmp_path}/data/image.sqsh"] == "5"
     disk = int(subprocess.check_output(["df", "--output=avail", "-B1", tmp_path], text=True).split()[1]) / 1e9
@@ -68,7 +67,7 @@ def test_what_a_node_lacks_is_told_with_its_remedy(what: str, tmp_path: Path) ->
 
 
 def test_a_node_that_differs_is_named() -> None:
-    each = [{"Python": "3.12", "card mlx5_0:1": "UP"}] * 2 + [{"Python": "3.12"}]
+    each = [{"driver": "580", "card mlx5_0:1": "UP"}] * 2 + [{"driver": "580"}]
     nodes = [Node(f"n{i}", [i], equal, 96, 500.0, None, 900.0) for i, equal in enumerate(each, 1)]
     (found,) = find_problems(nodes, None, None)
     assert found.startswith("card mlx5_0:1: UP on n1, n2; none on n3: look at it")
@@ -92,7 +91,7 @@ __file__ = "volo"  # a program, which imports no more than it needs
 import os, socket, sys, torch
 host = os.environ["PRETENDED"]
 socket.gethostname = lambda: host
-torch.__version__ = {"n1": "2.9.1", "n2": "2.8.0"}[host]
+torch.cuda.device_count, torch.cuda.get_device_name = lambda: int(host[1]), lambda number: "H100"
 from volo.cli import run
 sys.exit(run("preflight", sys.argv[1:]))
 """
@@ -107,9 +106,9 @@ def test_ranks_of_hosts_that_differ_end_with_one_code(tmp_path: Path) -> None:
     ]
     assert [run.end() for run in started] == [6, 6, 6], started[0].output
     assert not any("fit" in run.output for run in started[1:])
-    *_, one, two, _, software, data, slow, verdict = started[0].output.splitlines()
+    *_, one, two, _, gpus, data, slow, verdict = started[0].output.splitlines()
     assert one.split()[:2] == ["n1", "2"] and float(one.split()[-1]) > 0
     assert two.split()[:2] == ["n2", "1"] and two.split()[-1] == "-"  # a rank alone has nothing to reduce
-    assert software.startswith("torch: 2.9.1 on n1; 2.8.0 on n2: start all nodes from the same environment")
+    assert gpus.startswith("GPUs: 1 x H100 on n1; 2 x H100 on n2: look for a failed GPU")
     assert data.startswith(f"n1, n2: can't read {tmp_path}/none (No such file or directory): mount it there")
     assert slow.startswith("all ranks: the all-reduce reaches ") and verdict == "not fit: 3 problems"

@@ -65,7 +65,6 @@ class Launcher:
 
     processes: int
     program: Sequence[str]  # path of a Python file, then its flags
-    log_dir: str = ""
     master_addr: str = "127.0.0.1"  # address at which node 0's store listens
     master_port: int = 0  # 0 takes any free port
     nnodes: int = 1
@@ -101,7 +100,7 @@ class Launcher:
 
     def _start(self, restart: int) -> int:
         """Start the processes once, wait for them, and return one exit code."""
-        prefix = f"[{socket.gethostname()}:${{rank}}] " if self.log_dir or self.nnodes > 1 else None
+        prefix = f"[{socket.gethostname()}:${{rank}}] " if self.nnodes > 1 else None
         where = self.master_addr, self.master_port, self.node_rank, self.nnodes
         with tempfile.TemporaryDirectory(prefix="volo_launch_", ignore_cleanup_errors=True) as scratch:
             os.environ |= {"LAUNCH_PID": str(os.getpid()), "LAUNCH_RESTARTS": str(restart)}
@@ -115,7 +114,7 @@ class Launcher:
                 max_restarts=0,
                 monitor_interval=0.1,
             )
-            logs = DefaultLogsSpecs(self.log_dir or scratch, tee=Std.ALL if prefix else Std.NONE)
+            logs = DefaultLogsSpecs(scratch, tee=Std.ALL if prefix else Std.NONE)
             self._agent = LocalElasticAgent(spec, logs, exit_barrier_timeout=_END_S, log_line_prefix_template=prefix)
             result, self._agent = self._agent.run(), None
         if result.failures:

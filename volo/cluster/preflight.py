@@ -11,7 +11,6 @@ exit code: 0 if the machines are fit, 6 if not, 2 for a bad flag, 5 if a node do
 from __future__ import annotations
 
 import os
-import platform
 import re
 import shutil
 import socket
@@ -28,7 +27,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tlt import __version__
 from tlt.errors import UserError
 from tlt.io.files import regular_only
 from tlt.io.text import some_names, table
@@ -38,13 +36,12 @@ from volo.cluster.topology import read, read_machine
 GB = 1e9  # bytes
 _MEMLOCK_GB = 1.0  # training locks more than this; the usual default limits are far below
 _TIMES = 6  # timed all-reduces; the first one also connects the ranks
-_REMEDIES = {  # key: the first word of what differs between nodes
+_REMEDIES = {  # by the first word of what differs between nodes
     "driver": "have the driver updated there, or leave the node out",
     "GPUs": "look for a failed GPU (nvidia-smi, dmesg), or give the job whole nodes of one kind",
     "card": "look at it (ibstat), or leave the node out",
     "size": "copy it there again, or mount the same one",
 }
-_SOFTWARE = "start all nodes from the same environment or image"
 _MOUNT = "mount it there, and check its name and permissions"
 
 
@@ -103,7 +100,7 @@ def examine(args: Namespace, world: World) -> tuple[list[Node], float | None]:
 def look(args: Namespace, name: str, ranks: list[int], bandwidth: float | None, root: Path = Path("/")) -> Node:
     """Examine this node, on which `ranks` run; the kernel's files are read below `root`."""
     machine = read_machine(root)
-    equal = versions(root) | {f"card {port.name}": f"ACTIVE at {port.rate:g} Gb/s" for port in machine.ports}
+    equal = _driver_and_gpus(root) | {f"card {port.name}": f"ACTIVE at {port.rate:g} Gb/s" for port in machine.ports}
     equal |= {f"card {card}": state for card, _, state in (idle.partition(" is ") for idle in machine.idle_ports)}
     problems, free = [], None
     for path in args.data:
@@ -129,19 +126,12 @@ def look(args: Namespace, name: str, ranks: list[int], bandwidth: float | None, 
     return Node(name, ranks, equal, len(machine.allowed), shm, memlock, free, problems, bandwidth)
 
 
-def versions(root: Path) -> dict[str, str]:
-    """Return the software versions and GPUs, which must be equal on all nodes; "none" stands for what is missing."""
+def _driver_and_gpus(root: Path) -> dict[str, str]:
+    """Return the driver's version and the GPUs' models, which must be equal on all nodes; "none" if there are none."""
     driver = re.search(r"Kernel Module.*?\s(\d[\d.]+)\s", read(root / "proc/driver/nvidia/version"))
     models = Counter(torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count()))
-    return {
-        "project": __version__,
-        "Python": platform.python_version(),
-        "torch": torch.__version__,
-        "CUDA": torch.version.cuda or "none",
-        "NCCL": ".".join(map(str, torch.cuda.nccl.version())) if dist.is_nccl_available() else "none",
-        "driver": driver[1] if driver else "none",
-        "GPUs": ", ".join(f"{count} x {model}" for model, count in models.items()) or "none",
-    }
+    gpus = ", ".join(f"{count} x {model}" for model, count in models.items())
+    return {"driver": driver[1] if driver else "none", "GPUs": gpus or "none"}
 
 
 def _size(path: str) -> int:
@@ -186,7 +176,7 @@ def find_problems(nodes: Sequence[Node], overall: float | None, least: float | N
                 names.setdefault(node.equal.get(key, "none"), []).append(node.name)
         if len(names) > 1:
             differences = "; ".join(f"{value} on {some_names(same)}" for value, same in names.items())
-            yield f"{key}: {differences}: {_REMEDIES.get(kind, _SOFTWARE)}"
+            yield f"{key}: {differences}: {_REMEDIES[kind]}"
     for problem in dict.fromkeys(problem for node in nodes for problem in node.problems):
         yield f"{', '.join(node.name for node in nodes if problem in node.problems)}: {problem}"
     if overall is not None and least is not None and overall < least:

@@ -56,6 +56,8 @@ def described(env: Mapping[str, str]) -> dict[str, Any]:
         UserError: A variable is missing or out of range, or its address can't be reached from other nodes.
     """
     settings: dict[str, Any] = {}
+    if env.get("LOG_DIR"):
+        raise UserError("LOG_DIR is no longer read: torchrun --log-dir DIR --tee 3 writes a log of each process")
     for name, least in _LEAST.items():
         if text := env.get(name):
             if not text.isdecimal() or int(text) < least:
@@ -74,12 +76,6 @@ def described(env: Mapping[str, str]) -> dict[str, Any]:
         settings = {"master_port": 29500, **settings, "master_addr": _address(env.get("MASTER_ADDR", ""))}
     else:
         settings["master_port"] = 0  # any free port
-    if log_dir := env.get("LOG_DIR"):
-        try:
-            Path(log_dir).mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise UserError(f"LOG_DIR={log_dir}: {error.strerror}") from None
-        settings["log_dir"] = log_dir
     return settings
 
 

@@ -4,10 +4,8 @@
 #   PYTHON            default: python3 of the active environment, else of .venv beside the script
 #   MAX_RESTARTS      start all processes again, up to so many times, after one was lost (0; on one node only)
 #   SHUTDOWN_TIMEOUT  seconds that processes get to save and end after a signal (300; after another one failed: 30)
-#   LOG_DIR           what each process prints goes to LOG_DIR/volo-*/attempt_0/LOCAL_RANK/std{out,err}.log, too, a folder
-#                     for each start; console lines get a prefix, [HOST:RANK], which they always have on several nodes
 #   DRY_RUN=1         print what would be started, instead of starting it
-# Several nodes: start the script on each, all with the same N and flags, and
+# Several nodes: start the script on each, all with the same N and flags (lines then get a prefix, [HOST:RANK]), and
 #   NNODES            how many there are (1)
 #   NODE_RANK         this one's number, from 0; ranks are numbered in this order
 #   MASTER_ADDR       IP address of node 0 that the others reach it by
