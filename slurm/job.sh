@@ -51,39 +51,38 @@ on_nodes() {
   step "$@"
 }
 
-# PATHS...: set the array `container` to srun's flags. Containers get no name, because a requeued job would find a named one
-# as it was left.
-choose_container() {
+# PATHS...: print srun's flags, one a line, for a container that sees these paths; nothing without a container. It gets no
+# name, because a requeued job would find a named one as it was left.
+container_flags() {
   local mounts=$REPO:$REPO names path
-  container=()
   [ -n "$CONTAINER_IMAGE" ] || return 0
-  if [[ $CONTAINER_IMAGE = *.sqsh ]]; then
-    CONTAINER_IMAGE=$(realpath -m "$CONTAINER_IMAGE")
-    [ -r "$CONTAINER_IMAGE" ] || fail "CONTAINER_IMAGE=$CONTAINER_IMAGE cannot be read: see docker/ for how to make it"
-  fi
   for path in "$OUTPUT" "$LOGS" "$@"; do
     [ -z "$path" ] || mounts+=,$path:$path
   done
   # Otherwise an image's own values of these variables would take precedence.
   names=MASTER_ADDR,MASTER_PORT,REQUEUE_MARKER,PYTHON$(compgen -e | awk '/^(NCCL|UCX|GLOO|OMP)_/ { printf ",%s", $0 }')
-  container=(--container-image="$CONTAINER_IMAGE" --container-mounts="$mounts${CONTAINER_MOUNTS:+,$CONTAINER_MOUNTS}"
-    --container-workdir="$REPO" --container-env="$names")
+  printf -- '--container-%s\n' "image=$CONTAINER_IMAGE" "mounts=$mounts${CONTAINER_MOUNTS:+,$CONTAINER_MOUNTS}" \
+    "workdir=$REPO" "env=$names"
 }
 
 # FLAGS... of train.py: do the whole job, and exit.
 run_job() {
-  local data hang preflight=()
+  local data hang container preflight=()
   [ -n "$DATA" ] || fail "DATA is not set: DATA=/path/to/images sbatch ..."
   [ -r "$DATA" ] || fail "DATA=$DATA cannot be read on $(hostname)"
   [ -n "$PROCESSES" ] || fail "PROCESSES is not set, and Slurm gave this job no GPUs: sbatch --gpus-per-node=8, or PROCESSES=N"
   [ -z "$CONFIG" ] || [ -r "$CONFIG" ] || fail "no recipe $CONFIG: set CONFIG=FILE.yaml, or CONFIG= for none"
+  if [[ $CONTAINER_IMAGE = *.sqsh ]]; then
+    CONTAINER_IMAGE=$(realpath -m "$CONTAINER_IMAGE")
+    [ -r "$CONTAINER_IMAGE" ] || fail "CONTAINER_IMAGE=$CONTAINER_IMAGE cannot be read: see docker/ for how to make it"
+  fi
   # Absolute paths are valid on all nodes and in containers.
   DATA=$(realpath "$DATA") LABELS=${LABELS:+$(realpath -m "$LABELS")} FINETUNE=${FINETUNE:+$(realpath "$FINETUNE")}
   STAGE_TO=${STAGE_TO:+$(realpath -m "$STAGE_TO")}
   data=$DATA
   # The folder's name contains the date of DATA, so that newer data are staged again.
   [ -z "$STAGE_TO" ] || data=$STAGE_TO/$(basename "${DATA%%.tar*}")-$(stat -c %Y "$DATA")
-  choose_container "$data" "$LABELS" "${FINETUNE:+$(dirname "$FINETUNE")}"
+  mapfile -t container < <(container_flags "$data" "$LABELS" "${FINETUNE:+$(dirname "$FINETUNE")}")
   # Without an active environment take the one that `make` made in the checkout; in a container, the image's Python.
   if [ -z "${PYTHON:-}" ]; then
     PYTHON=python3

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Run a training, pass Slurm's warnings on to it, and requeue the job when the training asks for that. job.sh sets
-# REQUEUE_MARKER, sources this file and calls `fail`, `step` and `finish`. In batch scripts of your own:
+# Run a training, pass Slurm's warnings on to it, and requeue the job when the training asks for that. In batch scripts of
+# your own:
 #
 #     #SBATCH --signal=B:USR1@120      warn this script 120 s before the time limit
 #     #SBATCH --requeue
@@ -10,54 +10,50 @@
 # The script exits with the training's exit code, even after a requeue. When a signal has stopped the training and it has
 # saved, rank 0 writes the file REQUEUE_MARKER, which rank 0's node must see. That file decides about requeueing, because
 # the exit code of srun combines the codes of many processes.
+#
+# A script that sources this file, as job.sh does, may set REQUEUE_MARKER before, and calls `fail`, `step` and `finish`.
+# Variables that begin with _ are this file's own.
 REQUEUE_MARKER=${REQUEUE_MARKER:-$(mktemp)}
 export REQUEUE_MARKER
 # Remove what an earlier start has left, except the file that `goes_on` reads.
 rm -f "$REQUEUE_MARKER.state" # rank 0 writes "begun", then "done"
 : >"$REQUEUE_MARKER" || exit 2
 
-running='' # process id of the running step
-timer=''   # process id of what ends the step if the training has not begun
-warning='' # the newest signal that this script received
-warnings=0 # how many it received
-passed=0   # how many of them the running step knows of
+_signals='' # the signals that this script has received, in order, such as " USR1 TERM"
+_passed=''  # those of them that it has passed on to a step
+_running='' # process id of the running step
+_timer=''   # process id of what ends the step if the training has not begun
 
 fail() { echo "error: $*" >&2; exit 2; } # MESSAGE: exit because of the user's mistake
 
-warned() { # SIGNAL
-  warning=$1 warnings=$((warnings + 1))
-  pass_on
-}
-
-# Send the running step a signal that it doesn't know of yet. `step` does this too, for a signal that came while it started.
+# Send the newest signal to the running step, if it doesn't know of it.
 pass_on() {
-  [ -n "$running" ] && [ "$passed" != "$warnings" ] || return 0
-  passed=$warnings
-  echo "$warning from Slurm: passed on to the running step" >&2
-  kill -s "$warning" "$running" 2>/dev/null
+  [ -n "$_running" ] && [ "$_passed" != "$_signals" ] || return 0
+  _passed=$_signals
+  echo "${_signals##* } from Slurm: passed on to the running step" >&2
+  kill -s "${_signals##* }" "$_running" 2>/dev/null
   # A node that is still unpacking an image doesn't react, and the other nodes have nothing to save yet.
-  { sleep 25 && [ ! -s "$REQUEUE_MARKER.state" ] && kill -TERM "$running"; } &>/dev/null &
-  timer=$!
+  { sleep 25 && [ ! -s "$REQUEUE_MARKER.state" ] && kill -TERM "$_running"; } &>/dev/null &
+  _timer=$!
 }
-for signal in USR1 TERM INT; do
-  # shellcheck disable=SC2064 # expand the name now
-  trap "warned $signal" "$signal"
-done
+trap '_signals+=" USR1"; pass_on' USR1
+trap '_signals+=" TERM"; pass_on' TERM
+trap '_signals+=" INT"; pass_on' INT
 
 # COMMAND...: run it, wait for it, and return its exit code. A trapped signal ends `wait`, but not the command.
 step() {
-  local code seen=-1
-  [ -z "$warning" ] || return 143 # a signal came between two steps
+  local code seen=none
+  [ -z "$_signals" ] || return 143 # a signal came between two steps
   "$@" &
-  running=$!
-  pass_on
-  while [ "$seen" != "$warnings" ]; do
-    seen=$warnings
-    wait "$running"
+  _running=$!
+  pass_on # a signal that came in the meantime
+  while [ "$seen" != "$_signals" ]; do
+    seen=$_signals
+    wait "$_running"
     code=$?
   done
-  running=''
-  [ -z "$timer" ] || kill "$timer" 2>/dev/null
+  _running=''
+  [ -z "$_timer" ] || kill "$_timer" 2>/dev/null
   return "$code"
 }
 
@@ -69,7 +65,7 @@ to_be_requeued() {
   [[ -z $state || $state = *JobState=RUNNING* ]] || return 1
   [ ! -s "$REQUEUE_MARKER" ] || return 0
   # The training was stopped before it had anything to save. On preemption Slurm signals the steps, but not this script.
-  [[ $1 =~ ^(85|138|143)$ ]] && { [ "$warning" = USR1 ] || [[ $state =~ PreemptTime=[0-9] ]]; }
+  [[ $1 =~ ^(85|138|143)$ ]] && { [[ $_signals = *USR1 ]] || [[ $state =~ PreemptTime=[0-9] ]]; }
 }
 
 # Succeed unless the time limit has ended two starts in a row before any update was done.
@@ -79,7 +75,7 @@ goes_on() {
   [ ! -s "$REQUEUE_MARKER.last" ] || read -r before idle <"$REQUEUE_MARKER.last"
   if [ "${update:-${before:-0}}" = "${before:-0}" ]; then idle=$((idle + 1)); else idle=0; fi
   echo "${update:-${before:-0}} $idle" >"$REQUEUE_MARKER.last"
-  [ "$warning" != USR1 ] || [ "$idle" -lt 2 ]
+  [[ $_signals != *USR1 ]] || [ "$idle" -lt 2 ]
 }
 
 # CODE: exit with it; requeue the job first if the training was stopped by a signal.

@@ -219,7 +219,7 @@ def test_a_warning_before_the_training_has_begun_ends_the_step_and_requeues(
 
 def test_a_warning_while_a_step_starts_reaches_it(slurm: FakeSlurm) -> None:
     hook = slurm.folder / "hook"  # bash reads this first, and signals the job before it knows the step's process
-    sends = "[[ $BASH_COMMAND != running=*! ]] || kill -USR1 $$"
+    sends = "[[ $BASH_COMMAND != _running=*! ]] || kill -USR1 $$"
     hook.write_text(f"[[ $0 != *.sbatch ]] || {{ set -T; trap '{sends}' DEBUG; }}")
     ended = slurm.run("pretrain.sbatch", DO="exec /bin/sleep 5", BASH_ENV=str(hook))
     assert ended.code in (138, 143) and slurm.lines("asked") == ["requeue 12345"]  # 143: its shell was not yet ready
