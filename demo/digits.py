@@ -22,7 +22,6 @@ import shutil
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
 from pathlib import Path
 
 from volo.commands.sample import write_digits
@@ -85,39 +84,20 @@ def main() -> None:
     print(f"\n{seconds:.0f} s; images in {demo.digits}, a picture of the token labels in {demo.picture}")
 
 
-@dataclass(frozen=True)
 class Demo:
-    """The commands, with paths from the repository's root."""
+    """The commands, with paths from the repository's root.
 
-    backend: str  # "": the programs' default
-    shards: bool
-    folder: str
+    Args:
+        backend: A value of `--data-backend`, "" for the default of the programs.
+    """
 
-    @property
-    def output(self) -> str:
-        variant = "_".join(filter(None, [self.backend, "shards" * self.shards]))
-        return f"{self.folder}/{variant}" if variant else self.folder
-
-    @property
-    def digits(self) -> str:
-        return f"{self.output}/digits"
-
-    @property
-    def labels(self) -> str:
-        return f"{self.output}/labels.tlt"
-
-    @property
-    def picture(self) -> str:
-        return f"{self.output}/labels.png"
-
-    @property
-    def packed(self) -> str:
-        return f"{self.output}/packed"
-
-    @property
-    def decoding(self) -> str:
-        """Flags of every program that decodes images."""
-        return "-j 0" + (f" --data-backend {self.backend}" if self.backend else "")
+    def __init__(self, backend: str, shards: bool, folder: str) -> None:
+        variant = "_".join(filter(None, [backend, "shards" * shards]))
+        self.shards, self.output = shards, f"{folder}/{variant}" if variant else folder
+        self.digits, self.packed = f"{self.output}/digits", f"{self.output}/packed"
+        self.labels, self.picture = f"{self.output}/labels.tlt", f"{self.output}/labels.png"
+        # Flags of every program that decodes images.
+        self.decoding = "-j 0" + (f" --data-backend {backend}" if backend else "")
 
     def train(self, name: str) -> None:
         """Train an experiment, unless it is finished."""

@@ -26,7 +26,6 @@ def digits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleTy
     spec = importlib.util.spec_from_file_location("digits_demo", ROOT / "demo" / "digits.py")
     assert spec and spec.loader
     module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, spec.name, module)  # its dataclass looks itself up
     spec.loader.exec_module(module)
     monkeypatch.setattr(module, "ROOT", tmp_path)
     yield module
