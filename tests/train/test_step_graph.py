@@ -80,8 +80,8 @@ def test_graphs_compute_what_launched_steps_do(flags: str, resumed: bool, monkey
 
 def test_sizes_that_take_turns_keep_their_graphs_where_memory_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: torch.cuda.mem_get_info()[1])
-    captured, captures, replays = StepGraph._captured, count(), count()
-    monkeypatch.setattr(StepGraph, "_captured", lambda step: (next(captures), captured(step))[1])
+    capture, captures, replays = StepGraph._capture, count(), count()
+    monkeypatch.setattr(StepGraph, "_capture", lambda step: (next(captures), capture(step))[1])
     repeat = StepGraph._repeat
     monkeypatch.setattr(StepGraph, "_repeat", lambda step, last: (next(replays), repeat(step, last))[1])
     trained(SIZES, 2, 160)
@@ -97,7 +97,7 @@ def test_a_rank_of_nccl_repeats_its_exchange_of_gradients(fails: bool) -> None:
     try:
         run, training = small_run(LABELLED, 64)
         step = StepGraph(run, replace(training, model=distribute(training.model, CUDA)))
-        step.several_ranks, step._left = True, 11
+        step.several_ranks, step._warm_up = True, 11
         if fails:
             parameters = [*training.state.model.parameters()]
             parameters[len(parameters) // 2].register_hook(lambda grad: grad.cpu().to(grad))  # waits

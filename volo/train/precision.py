@@ -348,26 +348,27 @@ def check_convolutions(
     """
     if dtype is not torch.bfloat16 or device.type != "cpu":
         return []
-    names: dict[nn.Module, str] = {layer: name for name, layer in model.named_modules() if isinstance(layer, _ConvNd)}
-    distinct: dict[object, tuple[nn.Module, Tensor]] = {}  # a layer of each kind and shape, with a meta input
+    name_of: dict[nn.Module, str] = {layer: name for name, layer in model.named_modules() if isinstance(layer, _ConvNd)}
+    samples: dict[object, tuple[nn.Module, Tensor]] = {}  # a layer of each kind and input shape, with a meta input
 
     def note(layer: nn.Module, inputs: tuple[Tensor]) -> None:
-        if layer in names:
-            distinct.setdefault((*_kind(layer), inputs[0].shape, inputs[0].stride()), (layer, inputs[0]))
+        if layer in name_of:
+            samples.setdefault((*_kind(layer), inputs[0].shape, inputs[0].stride()), (layer, inputs[0]))
 
     with nn.modules.module.register_module_forward_pre_hook(note):
         run_on_meta(model, input_size)
-    wrong = [names[layer] for layer, x in distinct.values() if not _error(layer, x) <= _TOLERANCE]  # also if it is NaN
-    if not (layers := sorted({name for names in from_all(wrong) for name in names})):
+    wrong = [name_of[layer] for layer, x in samples.values() if not _error(layer, x) <= _TOLERANCE]  # also if it is NaN
+    wrong = sorted({name for of_rank in from_all(wrong) for name in of_rank})
+    if not wrong:
         return []
-    kinds, remedy = {_kind(model.get_submodule(name)) for name in layers}, "float32 computes them"
-    for layer in names:
+    kinds, remedy = {_kind(model.get_submodule(name)) for name in wrong}, "float32 computes them"
+    for layer in name_of:
         if _kind(layer) in kinds and type(layer).forward in _OWN_FORWARD:
             layer._conv_forward = partial(_in_float32, layer._conv_forward)  # type: ignore[assignment, arg-type]
         elif _kind(layer) in kinds:
             remedy = "use float32 (without --amp and --model-dtype), or another version of torch"
     return [
-        f"warning: torch {torch.__version__} computes {', '.join(layers)} and convolutions like it wrong in bfloat16 "
+        f"warning: torch {torch.__version__} computes {', '.join(wrong)} and convolutions like it wrong in bfloat16 "
         f"on this processor: {remedy}"
     ]
 

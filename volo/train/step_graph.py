@@ -89,13 +89,13 @@ def why_launched(run: Run, training: Training) -> str:
 
 
 @dataclass
-class _OfSize:
+class _SizeState:
     """The steps' state for one image size."""
 
-    full: int  # images of a full batch; batches of other sizes are launched
-    left: int  # updates to launch before the capture; -1 launches all
+    batch_size: int  # batches of another number of images are launched
+    warm_up: int  # updates to launch before the capture
     inputs: tuple[Batch, Drawn] | None = None  # tensors from which the graphs read a batch and its random numbers
-    # Key: whether the micro-batch is the last one of its update.
+    # Keys: whether the micro-batch is the last one of its update.
     graphs: dict[bool, tuple[torch.cuda.CUDAGraph, StepResult]] = field(default_factory=dict)
 
 
@@ -111,13 +111,15 @@ class StepGraph(Step):
         super().__init__(run, training)
         self._logger, self._watchdog = run.logger, run.guard.watchdog
         self._groups = self.state.optimizer.param_groups
-        self._kinds = (False, True) if run.args.grad_accum_steps > 1 else (True,)  # of micro-batches: is it the last?
-        self._left = _WARM_UP_OF_RANKS if self.several_ranks else WARM_UP  # updates to launch per size; -1 launches all
+        # A graph for each kind of micro-batch, by whether it is the last one of its update.
+        self._kinds = (False, True) if run.args.grad_accum_steps > 1 else (True,)
+        self._warm_up = _WARM_UP_OF_RANKS if self.several_ranks else WARM_UP  # updates to launch per image size
+        self._gave_up = False  # whether all steps are launched from now on
         sizes = training.loader.index_stream.sizes if run.args.train_img_sizes else None
-        self._full = {} if sizes is None else dict(zip(sizes.sizes, sizes.batch_sizes, strict=True))
+        self._batch_sizes = {} if sizes is None else dict(zip(sizes.sizes, sizes.batch_sizes, strict=True))
         self._batch_size = run.args.batch_size
-        self._sizes: dict[Size, _OfSize] = {}
-        self._now = _OfSize(0, 0)  # state for the image size of the current batch
+        self._sizes: dict[Size, _SizeState] = {}
+        self._now = _SizeState(0, 0)  # state for the image size of the current batch
         self._pool: Any = None  # one memory pool for all sizes: results are copied before another graph begins
         self.numbers = torch.zeros(1 + len(self._groups), device=run.world.device)
         if isinstance(self.model, DistributedDataParallel):  # it would measure, and wait for the GPU, once in 100 steps
@@ -127,14 +129,15 @@ class StepGraph(Step):
         for group in self._groups:  # graphs have float32 rates, so launched steps (after a resume) must have them, too
             group["lr"] = float(np.float32(group["lr"]))
         size = batch.images.shape[-2], batch.images.shape[-1]
-        new = _OfSize(self._full.get(size, self._batch_size), self._left)
+        new = _SizeState(self._batch_sizes.get(size, self._batch_size), self._warm_up)
         now = self._now = self._sizes.setdefault(size, new)
-        if batch.size != now.full or now.inputs is None:  # work outside the graphs' pool
+        full = batch.size == now.batch_size
+        if not full or now.inputs is None:  # work outside the graphs' pool
             self.release_memory()
-        if not now.graphs and batch.size == now.full and key.micro_batch == 0 and now.left == 0:
-            self._begin(batch, key)
+        if full and not now.graphs and key.micro_batch == 0 and now.warm_up == 0 and not self._gave_up:
+            self._capture_or_give_up(batch, key)
         if not now.graphs or now.inputs is None or _shapes(batch) != _shapes(now.inputs[0]):
-            now.left -= int(now.left > 0 and batch.key.last)
+            now.warm_up -= int(now.warm_up > 0 and batch.key.last)
             return super().__call__(batch, key)
         self.send(batch, self.criterion.draw(batch, key))
         key.seed_torch()
@@ -162,8 +165,8 @@ class StepGraph(Step):
         if self._now.inputs is None:
             mix = self.criterion.mix
             self._now.inputs = batch.clone(), _clone(drawn, batch if mix is not None and mix.cuts else None)
-        own, new = ([*one.tensors(), *_tensors(other)] for one, other in (self._now.inputs, (batch, drawn)))
-        for target, source in zip(own, new, strict=True):
+        targets, sources = ([*one.tensors(), *_tensors(draws)] for one, draws in (self._now.inputs, (batch, drawn)))
+        for target, source in zip(targets, sources, strict=True):
             target.copy_(source)
         numbers = torch.tensor([batch.size / batch.key.update_samples, *(group["lr"] for group in self._groups)])
         self.numbers.copy_(numbers.pin_memory(), non_blocking=True)
@@ -171,24 +174,22 @@ class StepGraph(Step):
     def _repeat(self, last: bool) -> StepResult:
         graph, (terms, norm, broken) = self._now.graphs[last]
         graph.replay()
-        own = terms.map(Tensor.clone)  # the next replay overwrites the graph's tensors
-        return StepResult(own) if norm is None or broken is None else StepResult(own, norm.clone(), broken.clone())
+        terms = terms.map(Tensor.clone)  # the next replay overwrites the graph's tensors
+        return StepResult(terms) if norm is None or broken is None else StepResult(terms, norm.clone(), broken.clone())
 
-    def _begin(self, batch: Batch, key: StepKey) -> None:
+    def _capture_or_give_up(self, batch: Batch, key: StepKey) -> None:
         """Capture the graphs. If that fails, or they compute something else, launch all steps from now on."""
         self._watchdog.enter_phase("capture")
-        failure = self._tried(batch, key) if self.inputs is None else self._captured()
+        failure = self._capture_and_compare(batch, key) if self.inputs is None else self._capture()
         if not max_over_ranks(bool(failure)):
             return
         self._clear()
-        self._left, self.precision.keeps_gradients = -1, False
-        for state in self._sizes.values():
-            state.left = -1
+        self._gave_up, self.precision.keeps_gradients = True, False
         for module in (self.model, self.state.model):
             forget_backward(module)
         self._logger.line(f"warning: steps are launched, no CUDA graph of them: {failure or 'on another rank'}")
 
-    def _tried(self, batch: Batch, key: StepKey) -> str:
+    def _capture_and_compare(self, batch: Batch, key: StepKey) -> str:
         """Do one update with this batch twice from the same state, launched and as a graph, and then restore the state.
         Return how the results differ beyond rounding, or why there is no graph; "" if all is well.
 
@@ -200,7 +201,7 @@ class StepGraph(Step):
         before = [value.cpu() for value in self._changed()]
         launched, weights = self._outcome(lambda last: self.compute(batch, drawn, share, last), key)
         self._go_back(before)
-        failure = self._captured()
+        failure = self._capture()
         if max_over_ranks(bool(failure)):
             return failure or "on another rank"
         repeated, weights_again = self._outcome(self._repeat, key)
@@ -213,7 +214,7 @@ class StepGraph(Step):
         numbers = f"losses and norms {repeated.tolist()} for {launched.tolist()}"
         return f"it computes something else than the launched step: {numbers}, weights {off:.3g} off by {change:.3g}"
 
-    def _captured(self) -> str:
+    def _capture(self) -> str:
         """Capture a graph for each kind of micro-batch. Return why that failed, or ""."""
         assert self.inputs is not None
         device, stream = self.numbers.get_device(), torch.cuda.current_stream()
