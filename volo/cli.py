@@ -8,49 +8,46 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
-from importlib import import_module
 from typing import NamedTuple
 
 from tlt import __version__
 from tlt.errors import UserError
 from volo.cluster.stopping import STOP
 from volo.commands.console import run_program
+from volo.config import flags_programs as flags
+from volo.config.args import TRAIN
 from volo.config.flag_table import SCRIPTS, Program, nearest
 
 
 class Command(NamedTuple):
-    """Where a program's flags and its module with `run(args)` are found. Both are imported only when they are used."""
+    """A program's name, flags and checks, and its module with `run(args)`, which is imported only when it runs."""
 
-    flags: str
+    program: Program
     module: str
 
-    @property
-    def program(self) -> Program:
-        """The program's name, flags and checks."""
-        module, _, name = self.flags.partition(":")
-        return getattr(import_module(module), name)
 
-
-_OTHERS = "volo.config.flags_programs"
 COMMANDS = {
-    "train": Command("volo.config.args:TRAIN", "volo.commands.train"),
-    "validate": Command(f"{_OTHERS}:VALIDATE", "volo.commands.validate"),
-    "label": Command(f"{_OTHERS}:GENERATE_LABEL", "volo.commands.generate_label"),
-    "predict": Command(f"{_OTHERS}:PREDICT", "volo.commands.predict"),
-    "export": Command(f"{_OTHERS}:EXPORT", "volo.commands.export"),
-    "push": Command(f"{_OTHERS}:PUSH", "volo.commands.hub"),
-    "report": Command(f"{_OTHERS}:REPORT", "volo.commands.report"),
-    "attention": Command(f"{_OTHERS}:ATTENTION", "volo.commands.attention"),
-    "sample": Command(f"{_OTHERS}:SAMPLE", "volo.commands.sample"),
-    "launch": Command(f"{_OTHERS}:LAUNCH", "volo.commands.launch"),
-    "slurm": Command(f"{_OTHERS}:SLURM", "volo.commands.slurm"),
-    "preflight": Command(f"{_OTHERS}:PREFLIGHT", "volo.cluster.preflight"),
+    command.program.name: command
+    for command in (
+        Command(TRAIN, "volo.commands.train"),
+        Command(flags.VALIDATE, "volo.commands.validate"),
+        Command(flags.GENERATE_LABEL, "volo.commands.generate_label"),
+        Command(flags.PREDICT, "volo.commands.predict"),
+        Command(flags.EXPORT, "volo.commands.export"),
+        Command(flags.PUSH, "volo.commands.hub"),
+        Command(flags.REPORT, "volo.commands.report"),
+        Command(flags.ATTENTION, "volo.commands.attention"),
+        Command(flags.SAMPLE, "volo.commands.sample"),
+        Command(flags.LAUNCH, "volo.commands.launch"),
+        Command(flags.SLURM, "volo.commands.slurm"),
+        Command(flags.PREFLIGHT, "volo.cluster.preflight"),
+    )
 }
 
 
 def main() -> int:
     """Run `volo COMMAND [flags]` and return its exit code."""
-    name, *flags = sys.argv[1:] or ["--help"]
+    name, *words = sys.argv[1:] or ["--help"]
     if name in ("-h", "--help"):
         lines = ["usage: volo COMMAND [flags]      volo COMMAND --help      volo --version\n"]
         for name, command in COMMANDS.items():
@@ -66,17 +63,17 @@ def main() -> int:
         hint = f"did you mean {near}?" if near else f"there are {', '.join(COMMANDS)}"
         print(f"error: volo {name}: no such command, {hint} (see volo --help)", file=sys.stderr)
         return UserError.exit_code
-    return run(name, flags)
+    return run(name, words)
 
 
-def run(name: str, flags: Sequence[str] | None = None) -> int:
+def run(name: str, words: Sequence[str] | None = None) -> int:
     """Run a program and return its exit code.
 
     Args:
         name: A key of `COMMANDS`.
-        flags: Words of the command line after the program's name; None takes them from sys.argv.
+        words: Those of the command line after the program's name; None takes them from sys.argv.
     """
     command = COMMANDS[name]
     # Training handles signals from its very start.
     with STOP.handled() if name == "train" else nullcontext():
-        return run_program(command.program.parse, command.module, flags)
+        return run_program(command.program.parse, command.module, words)

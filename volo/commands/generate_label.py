@@ -141,14 +141,13 @@ def make_labels(
     Raises:
         UserError: A logit is NaN or infinite, or the disk is full.
     """
-    size, wanted = trained.args.batch_size, set(pending)
+    args, size, wanted = trained.args, trained.args.batch_size, set(pending)
     starts = sorted({row // size * size for row in pending})[world.rank :: world.size]
     rows = [row for start in starts for row in range(start, min(start + size, len(folder)))]
     # Each rank loads its own rows, as whole images squashed to the annotator's input size. Indices count within `rows`.
     whole = trained.settings | {"crop_pct": 1.0, "crop_mode": "squash"}
-    args = Namespace(**vars(trained.args) | {"workers": min(trained.args.workers, len(rows))})
-    loader = validation_loader(args, folder.select(rows), size, whole, World(0, 0, 1, world.device))
-    loader.skips = SkipCounter(len(folder), args.max_bad_images)
+    alone, skips = World(0, 0, 1, world.device), SkipCounter(len(folder), args.max_bad_images)
+    loader = validation_loader(args, folder.select(rows), size, whole, alone, skips=skips)
     progress = Progress("labelling", len(pending)) if world.is_primary else None
     for batch in loader:
         values, ids, log_sum_exp = (tensor.cpu().numpy() for tensor in annotator(batch.images))
@@ -166,36 +165,36 @@ def make_labels(
         if progress is not None:  # assumes that the other ranks have done as much
             progress.step(min(batch.size * world.size, len(pending) - progress.done))
     wait_for_hosts()
-    skips = from_all(loader.skips.reasons)
+    skipped = from_all(skips.reasons)
     if progress is not None:
         progress.step(len(pending) - progress.done)
         progress.close()
-        finish(args, folder, writer, wanted, skips)
+        finish(args, folder, writer, wanted, skipped)
 
 
 def finish(
-    args: Namespace, folder: ImageSource, writer: ArchiveWriter, pending: set[int], skips: list[dict[str, str]]
+    args: Namespace, folder: ImageSource, writer: ArchiveWriter, pending: set[int], skipped: list[dict[str, str]]
 ) -> None:
     """Finish the archive, and print what it contains and how well it agrees with the class folders.
 
     Args:
-        skips: For each rank, the images that could not be read: path and reason.
+        skipped: For each rank, the images that could not be read: path and reason.
 
     Raises:
         UserError: More images are unreadable than `--max-bad-images` allows, or all are; or the disk is full.
     """
     counter = SkipCounter(len(folder), args.max_bad_images)
-    counter.record(Skipped(*item) for of_rank in skips for item in of_rank.items())
+    counter.record(Skipped(*item) for of_rank in skipped for item in of_rank.items())
     if len(counter.reasons) == len(folder):
         raise UserError(f"not one of {len(folder)} images in {printable(folder.root)} can be read: check them")
     say(counter.take_lines())
-    skipped = sorted(row for row in pending if folder.path(row) in counter.reasons)
-    for row in skipped:
+    absent = sorted(row for row in pending if folder.path(row) in counter.reasons)
+    for row in absent:
         writer.write_absent(row)
-    agreement = writer.finish([folder.paths[row] for row in skipped], None if args.transfer else folder.classes)
+    agreement = writer.finish([folder.paths[row] for row in absent], None if args.transfer else folder.classes)
     info = writer.info
     print(
-        f"{len(pending) - len(skipped)} label maps of {info.k} classes on {info.grid[0]} x {info.grid[1]} cells "
+        f"{len(pending) - len(absent)} label maps of {info.k} classes on {info.grid[0]} x {info.grid[1]} cells "
         f"made in {args.token_label_root}, for {len(folder)} images",
         flush=True,
     )

@@ -24,6 +24,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from tlt.data.batch import SkipCounter
 from tlt.data.loader import EvalLoader
 from tlt.data.sources.folder import FolderListing, ImageFolder
 from tlt.errors import UserError, require
@@ -73,10 +74,8 @@ def run(args: Namespace) -> int:
     precision = place(trained, world)
     # Load them as validation does, but let any number of them be unreadable.
     count = len(inputs.paths)
-    wanted = {"max_bad_images": count, "workers": min(args.workers, -(-count // args.batch_size))}
-    folder = ImageFolder("", inputs.paths, np.zeros(count, np.int64), [])
-    flags = Namespace(**vars(args) | wanted)
-    loader = validation_loader(flags, folder, args.batch_size, trained.settings, world)
+    folder, skips = ImageFolder("", inputs.paths, np.zeros(count, np.int64), []), SkipCounter(count, limit=count)
+    loader = validation_loader(args, folder, args.batch_size, trained.settings, world, skips=skips)
     read, rows = predict(args, trained, loader, precision, inputs.names, names)
     print(f"{len(read)} images predicted, {len(loader.skips.reasons)} could not be read", flush=True)
     report(args, [inputs.paths[index] for index in read], names, rows)

@@ -278,8 +278,13 @@ def validation_loader(
     settings: Mapping[str, Any],
     world: World,
     labels: LabelReader | None = None,
+    skips: SkipCounter | None = None,
 ) -> EvalLoader:
-    """Return the loader of this rank's validation batches, with label maps if `labels` is given."""
+    """Return the loader of this rank's validation batches, with label maps if `labels` is given.
+
+    Args:
+        skips: Counts unreadable images. None allows as many of them as `--max-bad-images` does.
+    """
     # The decoder does not scale here: validation resizes whole images, with the same filters in all backends.
     backend = create_backend(args.data_backend, args.max_pixels, args.workers, world.device)
     return EvalLoader(
@@ -287,8 +292,8 @@ def validation_loader(
         batch_size,
         EvalStage(settings["mean"], settings["std"]).to(world.device),
         device=world.device,
-        workers=args.workers,
-        skips=SkipCounter(len(folder), args.max_bad_images),
+        workers=min(args.workers, math.ceil(len(folder) / batch_size)),  # none of them is without a batch
+        skips=skips or SkipCounter(len(folder), args.max_bad_images),
         **_loading(args, world),
         world_size=world.data_size,
         rank=world.data_rank,
