@@ -1,4 +1,4 @@
-"""The house: which room may import which, and how large rooms and functions get. Read from the syntax trees."""
+"""Which folder may import which, and how large folders and functions get. Read from the syntax trees."""
 
 import ast
 from collections.abc import Iterator

@@ -14,7 +14,7 @@ from types import ModuleType
 class UserError(Exception):
     """Bad input. The message is one line that names the file or flag and how to fix it.
 
-    Programs print it without a traceback and exit with `exit_code` (see `volo.commands.console.run_program`).
+    Programs print it without a traceback and exit with `exit_code` (see `volo.commands.console`).
     """
 
     exit_code = 2

@@ -43,6 +43,18 @@ class LossTerms(NamedTuple):
         return LossTerms(change(self.total), change(self.cls), change(self.dense), teachers)
 
 
+# Fields of the loss for which train.py has flags of the same names.
+SETTINGS = (
+    "smoothing",
+    "cls_weight",
+    "dense_weight",
+    "ground_truth",
+    "gt_weight_agree",
+    "gt_weight_disagree",
+    "uncovered",
+)
+
+
 @dataclass(frozen=True)
 class TokenLabelLoss(TokenPlaces):
     """The class loss plus the dense loss on token labels. `TokenLabelLoss.of(model, img_size)` makes one for a model.

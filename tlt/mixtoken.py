@@ -4,6 +4,9 @@ A box is `(row0, col0, row1, col1)`, half-open, in tokens of the final grid: fou
 (4,) on any device. The partner of sample i is sample B - 1 - i. The caller owns the random generator. All operations
 compare the box with `arange`, so a new box is only new data: it causes no new graph under `torch.compile` and no
 synchronisation with the device that holds the box.
+
+Token targets stay as they are: `TokenLabelModel.apply_heads` puts every token's logits back to its own sample. The
+class target is mixed by the share of the box (`tlt.loss.TokenLabelLoss`).
 """
 
 from __future__ import annotations

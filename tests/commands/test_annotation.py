@@ -67,7 +67,7 @@ def test_it_is_recorded_and_no_part_of_the_model(train: Callable[..., Ended], we
     teacher = f"--token-label-teacher resnet10t --token-label-teacher-checkpoint {weights}"
     ended = train(f"{teacher} --model-ema --epochs 2 --experiment whole")
     assert ended.code == 0, ended.err
-    assert "teacher resnet10t: 4.92 M parameters" in ended.out
+    assert "annotator resnet10t: 4.92 M parameters" in ended.out
     checkpoint = torch.load(tmp_path / "whole" / "last.pth.tar", weights_only=False)
     assert checkpoint["model_config"]["labels"]["teacher"] == "resnet10t"
     assert checkpoint["args"]["token_label_teacher"] == "resnet10t"

@@ -47,8 +47,9 @@ class IndexStream:
 
     With `sizes` the schedule gives the image size of each update. If its batch sizes differ, permutations follow each
     other without end, and an epoch has as many updates as one permutation takes on average. All images are equally
-    frequent, but one epoch may have an image twice: in the k-th permutation that an epoch reads, counted from 0 (it
-    may have begun in the epoch before), its number is raised by `k * repeats * length`.
+    frequent, but one epoch may have an image twice. So that both have their own augmentation, `k * repeats * length` is
+    added to the numbers of the k-th permutation that an epoch reads, counted from 0 (the 0-th may have begun in the
+    epoch before). With 3 images: 2 (left from the epoch before), then 1 + 3, 0 + 3, 2 + 3.
 
     Args:
         global_batch: Images per update; with `sizes`, the mean over the updates.

@@ -14,6 +14,7 @@ class Names(Sequence[str]):
     changes their reference counts, and so makes every data worker copy their memory pages.
 
     It equals any sequence of the same names.
+
     Args:
         names: Names without NUL; a NUL would split a name in two.
 

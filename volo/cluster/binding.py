@@ -1,4 +1,5 @@
-"""Bind each rank to the CPUs, the memory and the network card nearest its GPU, before torch is imported.
+"""Bind each rank to the CPUs, the memory and the network card nearest its GPU, before torch is imported. Its GPU is
+the one that `volo.cluster.distributed.choose_device` will choose.
 
 This implements the flag `--bind`, which docs/binding.md explains. Settings of the user, the launcher or NCCL's
 configuration file stay as they are. What can't be bound is left alone, and a line says why.

@@ -202,7 +202,7 @@ def _join(world: World, launch: Launch, own_gpu: bool, timeout_s: float, join_s:
 
 
 def _connect_all(store: dist.Store, world: World, timeout_s: float) -> None:
-    # Agreements between hosts, for example whether to stop, use gloo, so that they wait for no GPU.
+    # What the ranks agree on, for example whether to stop, goes over gloo, from CPU to CPU: it waits for no GPU.
     backend, limit = "cpu:gloo,cuda:nccl" if world.device.type == "cuda" else "gloo", timedelta(seconds=_MESH_S)
     dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.size, timeout=limit)
     wait_for_hosts()

@@ -220,7 +220,7 @@ def load_teachers(
 
         online = load_online_annotator(run.args, model, settings, images.class_names, run.world)
         size = sum(p.numel() for p in online.annotator.model.parameters())
-        run.logger.line(f"teacher {online.name}: {size / 1e6:.2f} M parameters")
+        run.logger.line(f"annotator {online.name}: {size / 1e6:.2f} M parameters")
     if run.args.kd_model_name:
         from volo.train.distillation import load_distillation
 

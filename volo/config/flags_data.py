@@ -138,7 +138,7 @@ TOKEN_LABELS = Group(
         "--token-label-data",
         t.DIR,
         "",
-        "label maps: a tree DIR/CLASS/IMAGE.pt (volo label) or an archive (tlt pack)",
+        "label maps: a tree DIR/CLASS/IMAGE.pt, an archive (volo label, tlt pack) or shards (tlt pack-images)",
         needs="--token-label",
         excludes=("token_label_teacher",),
     ),

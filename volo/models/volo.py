@@ -29,7 +29,7 @@ from volo.kernels import outlook_attention
 torch.fx.wrap("attention")
 torch.fx.wrap("outlook_attention")
 
-CLASS_BLOCKS = 2
+CLASS_BLOCKS = 2  # blocks of class attention at the end, in all variants
 POOLING = 2  # factor of the downsampling between the outlooker stage and the transformer stages
 
 
@@ -46,7 +46,7 @@ class Variant:
     patch_size: int  # pixels per cell of the outlooker stage; a final token covers twice as many
     img_size: int  # default image size in pixels
     crop_pct: float
-    params: float  # millions, with 1000 classes
+    params: float  # millions, with 1000 classes, to 0.01
 
 
 # fmt: off

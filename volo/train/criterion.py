@@ -23,7 +23,7 @@ from tlt.api import StepKey, draw_box
 from tlt.data.augment.operations import to_device
 from tlt.data.batch import Batch
 from tlt.errors import UserError
-from tlt.loss import LossTerms, TokenLabelLoss
+from tlt.loss import SETTINGS, LossTerms, TokenLabelLoss
 from tlt.mix import MixRatios, Mixup
 from tlt.models.wrap import TOKEN_LABEL_MODELS
 from tlt.targets import Targets
@@ -33,11 +33,6 @@ from volo.train.precision import autocast
 if TYPE_CHECKING:
     from volo.train.online_annotator import OnlineAnnotator
 
-# Settings of the loss that have flags of the same name.
-_SETTINGS = (
-    *("smoothing", "uncovered", "ground_truth", "gt_weight_agree", "gt_weight_disagree"),
-    *("cls_weight", "dense_weight"),
-)
 _MIXUP_STREAM = 0x57EB  # another random stream of a step, besides those of `tlt.api`
 
 
@@ -200,7 +195,7 @@ def make_criterion(
         image_size,
         other_sizes(args),
         dense=model.dense_head and args.token_label_size != 1,
-        **{name: getattr(args, name) for name in _SETTINGS},
+        **{name: getattr(args, name) for name in SETTINGS},
         mix_token=not args.no_mix_token,
         mix=_mixup(args, model.num_classes),
         published_sum="target-sum" in (args.compat or ()),
