@@ -25,7 +25,7 @@ from torch.utils.data import Dataset, get_worker_info
 from tlt import geometry
 from tlt.data.augment.counter import uniform
 from tlt.data.augment.plan import BICUBIC, BILINEAR, AugmentConfig, Plan, make_plan
-from tlt.data.backends.decode import INTERPOLATIONS, Backend, Encoded, PilBackend, Request, Size, TorchvisionBackend
+from tlt.data.backends.decode import RESIZE_FILTERS, Backend, Encoded, PilBackend, Request, Size, TorchvisionBackend
 from tlt.data.batch import Batch, BatchKey, Skipped
 from tlt.data.sources.image_file import BadImage
 from tlt.data.sources.source import ImageSource
@@ -191,9 +191,19 @@ class TrainDataset(BatchDataset):
         labels, faults = self._read_labels(image_indices, plan.image_sizes.tolist())
         if labels is not None and self.label_view is not None:
             labels, affine, visible = self.label_view(plan, labels)
-        classes = torch.from_numpy(self.classes[image_indices])
-        details = labels, skipped, faults, plan, key, len(self.source.class_names)
-        return Batch(images, classes, torch.tensor(image_indices), affine, visible, *details)
+        return Batch(
+            images,
+            classes=torch.from_numpy(self.classes[image_indices]),
+            indices=torch.tensor(image_indices),
+            affine=affine,
+            visible=visible,
+            labels=labels,
+            skipped=skipped,
+            bad_labels=faults,
+            plan=plan,
+            key=key,
+            num_classes=len(self.source.class_names),
+        )
 
     def _decode(
         self, config: AugmentConfig, epoch: int, opened: Sequence[tuple[int, Encoded]], rows: Sequence[int]
@@ -236,7 +246,7 @@ class EvalDataset(BatchDataset):
         crop_pct: Output size / resized size. Above 1 the resized image is padded (black; with `fill` for "border").
         crop_mode: "center" resizes the shorter side to size / crop_pct and crops the centre, "squash" resizes both
             sides to it, "border" resizes the longer side to it and pads.
-        interpolation: A name of `tlt.data.backends.decode.INTERPOLATIONS`.
+        interpolation: One of `tlt.data.backends.decode.RESIZE_FILTERS`.
         fill: Colour 0..255 of the padding of "border"; timm uses the mean.
         backend: The decoder; None takes Pillow's, which gives exactly timm's pixels.
         labels: Token labels of the same images, in their order.
@@ -258,7 +268,7 @@ class EvalDataset(BatchDataset):
     ) -> None:
         super().__init__(images, backend or PilBackend(), labels)
         one_of("crop mode", crop_mode, CROP_MODES)
-        one_of("interpolation", interpolation, tuple(INTERPOLATIONS))
+        one_of("interpolation", interpolation, RESIZE_FILTERS)
         in_range("--crop-pct", crop_pct, 1e-6)
         self.size = size
         self.crop_pct = crop_pct

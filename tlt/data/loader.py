@@ -229,7 +229,6 @@ class Workers:
             batch_size=None,
             sampler=self._sampler,
             num_workers=self.workers,
-            collate_fn=_no_collate,
             pin_memory=self.pin_memory,
             # torch checks whether its workers are alive only after its whole timeout: see `_next`.
             timeout=min(self.timeout or _LOOK_S, _LOOK_S) if self.workers else 0,
@@ -332,7 +331,7 @@ def _from_one_thread(batches: Iterator[Batch], dataset: BatchDataset, timeout: f
         free.release()
         thread.join(_JOIN_S)
 
-    at_exit = weakref.finalize(stop, end)  # runs at the program's end at the latest
+    end_once = weakref.finalize(thread, end)  # the program's end calls it if nothing else has
     thread.start()
     try:
         while True:
@@ -347,7 +346,7 @@ def _from_one_thread(batches: Iterator[Batch], dataset: BatchDataset, timeout: f
             free.release()
             yield batch
     finally:
-        at_exit()
+        end_once()
 
 
 def _death_error(processes: list[BaseProcess]) -> WorkerDied:
@@ -378,13 +377,9 @@ def _kill(processes: list[BaseProcess], owner: int) -> None:
         process.kill()
 
 
-def _no_collate(batch: Any) -> Any:
-    return batch
-
-
 def _begin_worker(worker: int) -> None:
     """Ignore the signals that Ctrl-C, Slurm and torchrun send to all processes of a job: the main process handles them.
-    A worker ends by its queue, by SIGKILL, or with the main process."""
+    A worker ends when its queue says so, by SIGKILL, or with the main process."""
     for name in ("SIGINT", "SIGTERM", "SIGUSR1", "SIGHUP"):
         if hasattr(signal, name):  # Windows has only the first two
             signal.signal(getattr(signal, name), signal.SIG_IGN)

@@ -9,7 +9,7 @@ from typing import Any
 
 from timm.data import ImageNetInfo
 
-from tlt.data.backends.decode import INTERPOLATIONS
+from tlt.data.backends.decode import RESIZE_FILTERS
 from tlt.data.dataset import CROP_MODES
 from tlt.errors import UserError
 
@@ -84,7 +84,7 @@ _CHECKS = {
     "crop_pct": lambda v: _positive(v) and 0.1 <= v <= 10,
     "mean": _channels,
     "std": lambda v: _channels(v) and all(map(_positive, v)),
-    "interpolation": lambda v: v in INTERPOLATIONS,
+    "interpolation": lambda v: v in RESIZE_FILTERS,
     "crop_mode": lambda v: v in CROP_MODES,
     "class_names": lambda v: isinstance(v, (list, tuple)) and all(isinstance(n, str) for n in v),
     "labels": lambda v: isinstance(v, (dict, str)),

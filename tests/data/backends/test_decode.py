@@ -17,7 +17,7 @@ from PIL import Image
 
 from tests.data.conftest import encoded, picture, refuses
 from tlt.data.backends import create_backend, decode
-from tlt.data.backends.decode import INTERPOLATIONS, Crop, Encoded, PilBackend, Request, Size, TorchvisionBackend
+from tlt.data.backends.decode import RESIZE_FILTERS, Crop, Encoded, PilBackend, Request, Size, TorchvisionBackend
 from tlt.data.sources.image_file import BadImage, image_extensions, read_size
 from tlt.errors import UserError
 from volo.cluster.distributed import World
@@ -33,7 +33,7 @@ def saved(image: Image.Image, path: Path, **options: Any) -> str:
     return str(path)
 
 
-@pytest.mark.parametrize("filter_name", INTERPOLATIONS)
+@pytest.mark.parametrize("filter_name", RESIZE_FILTERS)
 @pytest.mark.parametrize("name", BACKENDS)
 def test_crop_and_resize_within_a_grey_level_of_pillow(name: str, filter_name: str) -> None:
     backend, data = create_backend(name), bytearray(encoded(picture(), quality=90))

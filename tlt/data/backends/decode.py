@@ -34,8 +34,8 @@ from tlt.data.sources.image_file import (
 _CMYK = ("CMYK", "YCCK")  # simplejpeg converts these to RGB with errors of one grey level
 DCT_SCALING_PIXELS = 8_000_000  # smaller JPEGs take as long to decode and resize scaled as whole
 
-INTERPOLATIONS = ("nearest", "box", "bilinear", "hamming", "bicubic", "lanczos")
-_PIL_FILTERS = {name: Image.Resampling[name.upper()] for name in INTERPOLATIONS}
+RESIZE_FILTERS = ("nearest", "box", "bilinear", "hamming", "bicubic", "lanczos")
+_PIL_FILTERS = {name: Image.Resampling[name.upper()] for name in RESIZE_FILTERS}
 TORCH_FILTERS = ("bilinear", "bicubic")
 
 Crop = tuple[int, int, int, int]  # x, y, width, height in image pixels
