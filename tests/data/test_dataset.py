@@ -14,7 +14,7 @@ import torch
 from PIL import Image
 from timm.data import create_transform
 
-from tests.data.conftest import encoded, picture
+from tests.data.conftest import JPEG, JPEGS, encoded, picture, without
 from tlt import geometry
 from tlt.data.augment.plan import AugmentConfig
 from tlt.data.backends import create_backend
@@ -131,16 +131,6 @@ def backend(request: pytest.FixtureRequest) -> Backend:
     return create_backend(request.param)
 
 
-def jpeg(image: Image.Image | None = None, **options: Any) -> bytes:
-    return encoded(image or picture(), "JPEG", quality=90, **options)
-
-
-def turned() -> Image.Exif:
-    exif = Image.Exif()
-    exif[274] = 6  # a quarter turn
-    return exif
-
-
 def animated(kind: str, **options: Any) -> bytes:
     frames = [picture(), picture().transpose(Image.Transpose.ROTATE_180)]
     return encoded(frames[0], kind, save_all=True, append_images=frames[1:], **options)
@@ -150,32 +140,17 @@ def sixteen_bits() -> Image.Image:
     return Image.fromarray(np.linspace(0, 65535, 96 * 72).reshape(72, 96).astype(np.uint16))
 
 
-def without(data: bytes, marker: int) -> bytes:
-    """A JPEG without a segment."""
-    start = data.index(bytes([0xFF, marker]))
-    return data[:start] + data[start + 2 + int.from_bytes(data[start + 2 : start + 4], "big") :]
-
-
 def transparent() -> Image.Image:
     image = picture().convert("RGBA")
     image.putalpha(Image.linear_gradient("L").resize((96, 72)))
     return image
 
 
-CMYK = jpeg(picture().convert("CMYK"))
-
 # What Pillow's convert("RGB") shows, and so do all.
 SHOWN = {
-    "plain.jpg": jpeg(),
-    "cmyk.jpg": CMYK,
-    "cmyk_without_adobe.jpg": without(CMYK, 0xEE),
-    "gray.jpg": jpeg(picture().convert("L")),
-    "progressive.jpg": jpeg(progressive=True),
-    "turned.jpg": jpeg(exif=turned()),
-    "ends_early.jpg": jpeg()[: len(jpeg()) // 2] + b"\xff\xd9",  # libjpeg warns and goes on
-    "more_behind_its_end.jpg": jpeg() + b"more",
-    "1x1.jpg": jpeg(picture(1, 1)),
-    "1x20000.jpg": jpeg(picture(1, 20000)),
+    **{f"{name}.jpg": content for name, content in JPEGS.items()},
+    "1x1.jpg": encoded(picture(1, 1)),
+    "1x20000.jpg": encoded(picture(1, 20000)),
     "16_bits_gray.png": encoded(sixteen_bits(), "PNG"),
     "alpha.png": encoded(transparent(), "PNG"),
     "palette.png": encoded(picture().quantize(32), "PNG", transparency=1),
@@ -183,20 +158,20 @@ SHOWN = {
     "animated.webp": animated("WEBP", lossless=True),
     "16_bits_gray.tiff": encoded(sixteen_bits(), "TIFF"),
     "a_png.jpg": encoded(picture(), "PNG"),
-    "a_jpeg.png": jpeg(),
-    "dots.a.b.png.jpg": jpeg(),
-    "Bär 熊 🐻.jpg": jpeg(),
-    os.fsdecode(b"latin1 \xe4.jpg"): jpeg(),
-    "line\nbreak.jpg": jpeg(),
-    "%s[1]{0}.jpg": jpeg(),
+    "a_jpeg.png": JPEG,
+    "dots.a.b.png.jpg": JPEG,
+    "Bär 熊 🐻.jpg": JPEG,
+    os.fsdecode(b"latin1 \xe4.jpg"): JPEG,
+    "line\nbreak.jpg": JPEG,
+    "%s[1]{0}.jpg": JPEG,
 }
 # And why these can't be shown.
 BAD = {
     "empty.jpg": (b"", "empty file"),
     "text.jpg": (b"<html>404 not found</html>" * 9, "no image format"),
-    "truncated.jpg": (jpeg()[: len(jpeg()) // 2], "truncated|can't be decoded"),
-    "without_its_end.jpg": (jpeg()[:-2], "truncated"),
-    "without_a_scan.jpg": (without(jpeg(), 0xDA), "cannot load|broken|can't be decoded"),
+    "truncated.jpg": (JPEG[: len(JPEG) // 2], "truncated|can't be decoded"),
+    "without_its_end.jpg": (JPEG[:-2], "truncated"),
+    "without_a_scan.jpg": (without(JPEG, 0xDA), "cannot load|broken|can't be decoded"),
     "truncated.png": (encoded(picture(), "PNG")[:-5000], "truncated"),
     "only_a_start.jpg": (b"\xff\xd8\xff", "no image format|broken|could not"),
     "float.tiff": (encoded(picture().convert("F"), "TIFF"), "floating-point numbers.*convert it to 8 or 16 bits"),
@@ -240,7 +215,7 @@ def test_an_image_that_would_be_vast_when_resized_is_left_out(backend: Backend, 
     """1 x 20000 pixels are made 256 x 5,120,000 for the centre of 224, which takes gigabytes."""
     (tmp_path / "class").mkdir()
     (tmp_path / "class/huge.jpg").write_bytes(SHOWN["1x20000.jpg"])
-    (tmp_path / "class/whole.jpg").write_bytes(jpeg(picture(90, 30)))
+    (tmp_path / "class/whole.jpg").write_bytes(encoded(picture(90, 30)))
     batch = loaded(EvalDataset(scan_folder(tmp_path), (224, 224), backend=backend), 0, 1)
     assert batch.indices.tolist() == [1]
     assert "256 x 5120000 pixels are more than --max-pixels 50000000" in batch.skipped[0].reason

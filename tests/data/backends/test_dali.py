@@ -10,8 +10,8 @@ import pytest
 import torch
 from PIL import Image
 
+from tests.data.conftest import SOUND_JPEGS, picture
 from tests.data.conftest import encoded as file_of
-from tests.data.conftest import picture
 from tlt.data.backends import create_backend, dali
 from tlt.data.backends.dali import DaliBackend, is_sound
 from tlt.data.backends.decode import Backend, Encoded, PilBackend, Request, TorchvisionBackend
@@ -20,11 +20,6 @@ from tlt.errors import UserError
 pytest.importorskip("nvidia.dali", reason="the extra dali")
 
 CROPS = [(0, 0, 96, 72), (31, 21, 50, 41), (5, 3, 7, 60), (40, 30, 1, 1), (0, 0, 96, 1), (95, 71, 1, 1)]
-JPEGS: list[dict[str, object]] = [
-    *({"subsampling": 0}, {"subsampling": 1}, {"subsampling": 2}, {"progressive": True}),
-    *({"restart_marker_blocks": 3}, {"keep_rgb": True, "subsampling": 0}),
-    {"exif": b"Exif\0\0MM\0*\0\0\0\x08\0\x01\x01\x12\0\x03\0\0\0\x01\0\x06\0\0\0\0\0\0"},  # a quarter turn
-]
 
 
 def encoded(image: Image.Image, kind: str = "JPEG", **options: object) -> Encoded:
@@ -52,7 +47,8 @@ MAKERS = pytest.mark.parametrize("make", [DaliBackend, graph])
 
 @MAKERS
 def test_decoded_windows_are_pillows(make: Callable[[], DaliBackend]) -> None:
-    for image in (encoded(picture().convert("L")), *(encoded(picture(), **options) for options in JPEGS)):
+    for content in SOUND_JPEGS.values():
+        image = Encoded("x", bytearray(content), 96, 72)
         assert is_sound(image)
         for x, y, width, height in CROPS:
             request = Request(image, (x, y, width, height), (height, width), "bilinear")

@@ -15,7 +15,7 @@ import pytest
 import torch
 from PIL import Image
 
-from tests.data.conftest import encoded, picture, refuses
+from tests.data.conftest import JPEGS, encoded, picture, refuses
 from tlt.data.backends import create_backend, decode
 from tlt.data.backends.decode import RESIZE_FILTERS, Crop, Encoded, PilBackend, Request, Size, TorchvisionBackend
 from tlt.data.sources.image_file import BadImage, image_extensions, read_size
@@ -47,21 +47,6 @@ def test_crop_and_resize_within_a_grey_level_of_pillow(name: str, filter_name: s
     together = np.concatenate(off)
     assert together.max() <= (0 if name == "pil" else 5 if filter_name == "bicubic" else 1)
     assert (together > 1).mean() < 1e-3
-
-
-JPEG = encoded(picture())
-JPEGS = {
-    **{f"subsampling {kind}": encoded(picture(), subsampling=kind, quality=93) for kind in range(3)},
-    "progressive": encoded(picture(), progressive=True),
-    "restarts": encoded(picture(), restart_marker_blocks=2),
-    "RGB": encoded(picture(), keep_rgb=True),
-    "L": encoded(picture().convert("L")),
-    "CMYK": encoded(picture().convert("CMYK")),
-    "turned": encoded(picture(), exif=b"Exif\0\0II*\0\x08\0\0\0\1\0\x12\1\3\0\1\0\0\0\6\0\0\0\0\0\0\0"),
-    "trailing": JPEG + bytes(9),
-    "damaged": JPEG[:1500] + b"\xff\xd3" + JPEG[1502:],  # a marker out of place: libjpeg warns and goes on
-    "damaged scan": JPEG[:2500] + b"\x12\x34\x56\x78" + JPEG[2504:],
-}
 
 
 @pytest.mark.parametrize("without", [False, True], ids=["", "without simplejpeg"])

@@ -8,13 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from PIL import Image
 from timm.data import create_transform
 from torch import nn
-from torch.multiprocessing import start_processes
 
-from tests.conftest import wait_until
 from tests.data.exactness.conftest import BROKEN, IMAGES, SETTINGS, WAYS, Way, check_levels, parsed
 from tlt.data.loader import EvalLoader
 from tlt.data.sources.source import ImageSource
@@ -90,35 +87,21 @@ def classifier() -> nn.Module:
     return nn.Sequential(nn.AdaptiveAvgPool2d(4), nn.Flatten(), nn.Linear(48, 4))
 
 
-def evaluations(rank: int, ranks: int, root: Path, out: Path) -> None:
-    """What a rank finds."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.FileStore(str(out / "store"), ranks), rank=rank, world_size=ranks)
-    world = World(rank, rank, ranks, CPU)
-    found = []
-    for batch_size in (64, 3):
-        args = parsed(root, "pil", Way())
-        images = train_data.open_images(args.data_dir, "train")
-        loader = validation_loader(args, images, batch_size, settings(0.96), world)
-        found.append(evaluate(classifier(), loader, Precision(CPU, None), world))
-    torch.save([vars(each) for each in found], out / f"{rank}.pt")
-    dist.destroy_process_group()
+def evaluated(loader: EvalLoader) -> Evaluation:
+    return evaluate(classifier(), loader, Precision(CPU, None), World(0, 0, 1, CPU))
 
 
-def test_accuracy_is_over_every_readable_image(data: Path, tmp_path: Path, ranks: int = 4) -> None:
-    running = start_processes(evaluations, (ranks, data, tmp_path), ranks, join=False, daemon=True, start_method="fork")
-    wait_until(lambda: running.join(1))
+def test_accuracy_is_over_every_readable_image(data: Path) -> None:
+    (loader, _), *_ = loaders(data, "pil", Way(), 3, 0.96)
+    evaluation = evaluated(loader)
     with torch.inference_mode():
         images = expected(data, 0.96)
         logits = classifier().eval()(torch.from_numpy(np.stack([*images.values()])))
     classes = torch.tensor([int(name[1]) for name in images])
-    top1 = 100 * (logits.argmax(1) == classes).float().mean()
-    loss = nn.functional.cross_entropy(logits, classes)
-    for rank in range(ranks):
-        for found in torch.load(tmp_path / f"{rank}.pt"):
-            assert (found["images"], found["unreadable"]) == (READABLE, len(BROKEN))
-            assert found["top1"] == pytest.approx(float(top1)) and found["loss"] == pytest.approx(float(loss), abs=2e-4)
-            assert "over 26 of 28 images, 2 unreadable images left out" in str(Evaluation(**found))
+    assert (evaluation.images, evaluation.unreadable) == (READABLE, len(BROKEN))
+    assert evaluation.top1 == pytest.approx(100 * float((logits.argmax(1) == classes).float().mean()))
+    assert evaluation.loss == pytest.approx(float(nn.functional.cross_entropy(logits, classes)), abs=2e-4)
+    assert "over 26 of 28 images, 2 unreadable images left out" in str(evaluation)
 
 
 @pytest.fixture
@@ -136,9 +119,9 @@ def few(tmp_path: Path) -> Path:
 def test_an_image_that_can_be_read_the_second_time_is_counted_then(few: Path) -> None:
     """As when storage fails for a moment: no epoch counts more images than there are."""
     loader, _ = next(loaders(few, "pil", Way(), 3, 1.0))
-    first = evaluate(classifier(), loader, Precision(CPU, None), World(0, 0, 1, CPU))
+    first = evaluated(loader)
     Image.new("RGB", (40, 40)).save(few / "train" / "c0" / "1.png")
-    second = evaluate(classifier(), loader, Precision(CPU, None), World(0, 0, 1, CPU))
+    second = evaluated(loader)
     assert [(each.images, each.unreadable) for each in (first, second)] == [(6, 2), (7, 1)]
 
 
@@ -152,4 +135,4 @@ def test_a_pass_that_ends_early_gives_no_accuracy(few: Path, monkeypatch: pytest
     batches = list(loader._workers.run(loader._keys()))[:-1]
     monkeypatch.setattr(loader._workers, "run", lambda keys: iter(batches))
     with pytest.raises(UserError, match="validation saw 6 images of 8"):
-        evaluate(classifier(), loader, Precision(CPU, None), World(0, 0, 1, CPU))
+        evaluated(loader)
