@@ -118,6 +118,7 @@ class Comparison:
     whole: Tensor  # (B, N) bool, tokens that show only image, all of it inside the area of the map
     ramp: Tensor  # (B, N) bool, those of them between the centres of the outer cells, beyond which these continue
     cover: Tensor  # (B, N) share of the token's pixels that show image inside the area of the map
+    weight: Tensor  # (B, N) this share as the targets state it
     judged: Tensor  # (B,) bool, images whose pixels could be read
     shown: Shown
 
@@ -127,8 +128,8 @@ class Comparison:
         return (pixels[..., 0] * torch.tensor(self.shown.size[::-1])).norm(dim=-1)[self.ramp]
 
 
-def compare(shown: Shown, tokens: Tensor, grid: Size, cells: Size, area: Tensor) -> Comparison:
-    """Compare what is shown, whole pixels per token, with targets (B, N, C) of maps over `area` (B, 4)."""
+def compare(shown: Shown, tokens: Tensor, weight: Tensor, grid: Size, cells: Size, area: Tensor) -> Comparison:
+    """Compare what is shown, whole pixels per token, with targets (B, N, C) and weights (B, N) of maps over `area`."""
     by_ramp, by_cell = (named - shown.places(grid_points(grid)) for named in read_targets(tokens, cells, area))
     half = (area[:, 2:] - area[:, :2]) / torch.tensor([cells[1], cells[0]]) / 2
     inner = torch.cat([area[:, :2] + half, area[:, 2:] - half], 1)
@@ -139,7 +140,7 @@ def compare(shown: Shown, tokens: Tensor, grid: Size, cells: Size, area: Tensor)
     corners = [shown.places(grid_points(grid, (x, y))) for x in (0.0, 1.0) for y in (0.0, 1.0)]
     whole, ramp = (torch.stack([_inside(corner, box) for corner in corners]).all(0) for box in (area, inner))
     whole &= (cover == 1) & judged[:, None]
-    return Comparison(by_ramp, by_cell, whole, ramp & whole, cover, judged, shown)
+    return Comparison(by_ramp, by_cell, whole, ramp & whole, cover, weight, judged, shown)
 
 
 def _inside(places: Tensor, area: Tensor, margin: float = 1e-3) -> Tensor:
