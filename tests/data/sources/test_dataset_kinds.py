@@ -102,23 +102,14 @@ def hub(tmp_path: Path) -> Path:
     features = datasets.Features({"label": datasets.ClassLabel(names=["cat", "b/dog", "eel"]), **columns})
     loose = tmp_path / "loose.jpg"
     loose.write_bytes(jpeg(99))
-    for split, count in (("train", 7), ("test", 4)):
+    for split, count in (("train", 7), ("test", 4), ("validation", 3)):
         images = [{"bytes": jpeg(number), "path": f"{number}.jpg"} for number in range(count)]
         images[1] = {"bytes": None, "path": str(loose)}
         images[2] = {"bytes": b"no image", "path": None}
-        rows = {"img": images, "label": [number % 3 for number in range(count)], "text": ["x"] * count}
+        labels = [0, None, None] if split == "validation" else [number % 3 for number in range(count)]
+        rows = {"img": images, "label": labels, "text": ["x"] * count}
         datasets.Dataset.from_dict(rows, features).to_parquet(folder / f"{split}-00000.parquet")
     return folder
-
-
-def test_rows_without_a_label_are_told(tmp_path: Path) -> None:
-    datasets = pytest.importorskip("datasets")
-    (tmp_path / "hub").mkdir()
-    features = datasets.Features({"img": datasets.Image(), "label": datasets.ClassLabel(names=["cat", "dog"])})
-    rows = {"img": [{"bytes": jpeg(0), "path": None}] * 3, "label": [1, None, None]}
-    datasets.Dataset.from_dict(rows, features).to_parquet(tmp_path / "hub" / "train-00000.parquet")
-    with refuses("split train: 2 of 3 images have no label: take a labelled split, or filter the data set"):
-        open_images(str(tmp_path / "cache"), "train", f"hfds/{tmp_path / 'hub'}")
 
 
 def test_hub_data_sets_are_timms(hub: Path, tmp_path: Path) -> None:
@@ -139,10 +130,12 @@ def test_hub_data_sets_are_timms(hub: Path, tmp_path: Path) -> None:
 def test_hub_faults_are_one_line(hub: Path, tmp_path: Path) -> None:
     datasets = pytest.importorskip("datasets")
     cache = str(tmp_path / "cache")
-    with pytest.raises(UserError, match=r'split validation, can.t be loaded: Unknown split "validation".*--split'):
-        open_images(cache, "validation", f"hfds/{hub}")
+    with pytest.raises(UserError, match=r'split nowhere, can.t be loaded: Unknown split "nowhere".*--split'):
+        open_images(cache, "nowhere", f"hfds/{hub}")
     with pytest.raises(UserError, match="hfds//nowhere.* can't be loaded: .*--split"):
         open_images(cache, "train", "hfds//nowhere")
+    with refuses("split validation: 2 of 3 images have no label: take a labelled split, or filter the data set"):
+        open_images(cache, "validation", f"hfds/{hub}")
     plain = tmp_path / "plain"
     plain.mkdir()
     datasets.Dataset.from_dict({"a": [1], "label": [0]}).to_parquet(plain / "train.parquet")
