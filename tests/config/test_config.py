@@ -12,9 +12,13 @@ from volo.cli import COMMANDS
 from volo.config.args import TRAIN, load_yaml
 
 
-def read(tmp_path: Path, text: str) -> dict[str, object]:
+def recipe(tmp_path: Path, text: str = "", **values: object) -> str:
     path = tmp_path / "recipe.yaml"
-    path.write_text(text)
+    path.write_text(text or yaml.safe_dump(values))
+    return str(path)
+
+
+def read(path: str | Path) -> dict[str, object]:
     return load_yaml(str(path), TRAIN.parser())
 
 
@@ -43,7 +47,7 @@ def read(tmp_path: Path, text: str) -> dict[str, object]:
 def test_values_have_the_type_they_have_on_the_command_line(
     tmp_path: Path, text: str, expected: dict[str, object]
 ) -> None:
-    values = read(tmp_path, text)
+    values = read(recipe(tmp_path, text))
     assert values == expected
     assert [type(value) for value in values.values()] == [type(value) for value in expected.values()]
 
@@ -63,7 +67,7 @@ def test_values_have_the_type_they_have_on_the_command_line(
         ("model_kwargs: [1]", "no mapping"),
         ("epochs: 3\nepochs: 4", "'epochs' stands there twice"),
         ("min_lr: 3\nmin-lr: 4", "min_lr stands there twice"),
-        ("", "holds nothing where KEY: VALUE lines are expected"),
+        ("---", "holds nothing where KEY: VALUE lines are expected"),
         ("epochs: 3\n  lr: [", "line 2"),
         ("model_kwargs: &a {x: 1}\ndata_dir: *a", "line 2, column 11"),
     ],
@@ -73,7 +77,7 @@ def test_fault_54_55_56_57_refused_in_one_line_that_names_the_file(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError) as caught:
-        read(tmp_path, text)
+        read(recipe(tmp_path, text))
     assert message in str(caught.value) and "recipe.yaml" in str(caught.value)
     assert "\n" not in str(caught.value)
     assert not (tmp_path / "hacked").exists()
@@ -83,16 +87,10 @@ def test_unreadable_files_are_named(tmp_path: Path) -> None:
     (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00\x81")
     for name, message in (("missing.yaml", "No such file"), (".", "directory"), ("binary.yaml", "binary.yaml")):
         with pytest.raises(UserError, match=message):
-            load_yaml(str(tmp_path / name), TRAIN.parser())
+            read(tmp_path / name)
 
 
 LABELLED: dict[str, object] = {"token_label": True, "token_label_data": "l"}
-
-
-def recipe(tmp_path: Path, **values: object) -> str:
-    path = tmp_path / "recipe.yaml"
-    path.write_text(yaml.safe_dump(values))
-    return str(path)
 
 
 def test_command_line_wins_over_recipe_and_recipe_over_defaults(tmp_path: Path) -> None:
@@ -152,7 +150,7 @@ def test_every_path_knows_the_home_folder_and_what_no_file_is_called(
                     row.type(text)
     for flags in ("pack a b --images=~/a", "pack-images a b --labels=~/a", "show a b --output=~/a"):
         assert "/home/me/a" in vars(parser().parse_args(flags.split())).values(), flags
-    known = read(tmp_path, "finetune: ~/w.pth\noutput: ~/runs\nmodel: local-dir:~/m")
+    known = read(recipe(tmp_path, finetune="~/w.pth", output="~/runs", model="local-dir:~/m"))
     assert known == {"finetune": "/home/me/w.pth", "output": "/home/me/runs", "model": "local-dir:/home/me/m"}
     for more in (["--experiment", "x" * 300], [f"--finetune={'x' * 300}"], ["--output", "a/" + "é" * 200]):
         with pytest.raises(UserError, match="no name of a file"):

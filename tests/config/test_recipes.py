@@ -8,7 +8,7 @@ from typing import NamedTuple
 import pytest
 import timm
 
-from volo.config.args import TRAIN
+from volo.config.args import TRAIN, TrainArgs
 from volo.config.flag_rules import teachers_of
 from volo.train.schedule import LrSchedule, resolve_lr
 
@@ -76,13 +76,20 @@ OF_OTHERS = {
 }
 
 
-def header_command(name: str) -> tuple[int, list[str], str]:
-    """GPUs, arguments of train.py and text of the header of configs/NAME.yaml."""
+@pytest.fixture(autouse=True)
+def in_a_checkout(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+
+
+def header_command(name: str, *more: str) -> tuple[int, TrainArgs, str]:
+    """GPUs, arguments of train.py (with `more` flags) and text of the header of configs/NAME.yaml."""
     lines = (ROOT / "configs" / f"{name}.yaml").read_text().splitlines()
     header = "\n".join(line[1:].strip() for line in lines if line.startswith("#"))
     match = re.search(r"\./distributed_train\.sh (\d+) ((?:.*\\\n)*.*)", header)
-    assert match is not None
-    return int(match[1]), shlex.split(match[2].replace("\\\n", " ")), header
+    assert match is not None and "Source:" in header
+    args = TRAIN.parse([*shlex.split(match[2].replace("\\\n", " ")), *more])
+    assert args.notes == [] and args.config == f"configs/{name}.yaml"
+    return int(match[1]), args, header
 
 
 def test_every_recipe_is_in_the_tables() -> None:
@@ -91,13 +98,10 @@ def test_every_recipe_is_in_the_tables() -> None:
 
 
 @pytest.mark.parametrize("name", OF_OTHERS)
-def test_the_headers_command_gives_the_run_of_another_system(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(ROOT)
+def test_the_headers_command_gives_the_run_of_another_system(name: str) -> None:
     expected = OF_OTHERS[name]
-    gpus, argv, header = header_command(name)
-    args = TRAIN.parse(argv)
-    assert args.notes == [] and args.config == f"configs/{name}.yaml"
-    assert expected.told in header and "Top-1:" in header and "Source:" in header
+    gpus, args, header = header_command(name)
+    assert expected.told in header and "Top-1:" in header
     global_batch = expected.nodes * gpus * args.batch_size * args.grad_accum_steps
     lr, _ = resolve_lr(args, global_batch)
     assert (global_batch, args.opt, lr) == (expected.batch, expected.opt, expected.rate)
@@ -112,31 +116,24 @@ def test_the_headers_command_gives_the_run_of_another_system(name: str, monkeypa
     assert sorted(rates[expected.epochs // 2 :], reverse=True) == rates[expected.epochs // 2 :]
 
 
-def test_few_images_are_fine_tuned_by_the_headers_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(ROOT)
-    gpus, argv, header = header_command("finetune_small")
-    args = TRAIN.parse(argv)
-    assert gpus == 1 and args.notes == [] and args.config == "configs/finetune_small.yaml"
+def test_few_images_are_fine_tuned_by_the_headers_command() -> None:
+    gpus, args, header = header_command("finetune_small")
+    assert gpus == 1 and "Hardware:" in header
     assert (args.batch_size, args.finetune, args.val_fraction, args.token_label) == (16, "/path/to/weights", 0.1, False)
     assert resolve_lr(args, 16)[0] == 5e-4
     schedule = LrSchedule(args, 5e-4, updates_per_epoch=4)
     assert schedule.total_epochs == 60 and 4.8e-4 < max(schedule(t) for t in range(240)) <= 5e-4
     assert schedule(1) != schedule(2), "the rate changes at every update"
-    assert "Hardware:" in header and "Source:" in header
 
 
 @pytest.mark.parametrize("name", [*FROM_SCRATCH, *FINE_TUNED])
-def test_the_headers_command_gives_the_published_run(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(ROOT)
+def test_the_headers_command_gives_the_published_run(name: str) -> None:
     expected = {**FROM_SCRATCH, **FINE_TUNED}[name]
-    gpus, argv, header = header_command(name)
-    args = TRAIN.parse(argv)
-    assert args.notes == [] and args.config == f"configs/{name}.yaml"
+    gpus, args, header = header_command(name)
     assert (args.model, args.img_size, args.batch_size, args.drop_path) == expected[:3] + (expected.drop_path,)
     assert args.token_label_size == expected.size // 16
     assert args.token_label and args.token_label_data and args.amp and args.opt == "adamw"
-    assert f"Top-1:    {expected.top1}" in header and "Hardware:" in header and "Source:" in header
-
+    assert f"Top-1:    {expected.top1}" in header and "Hardware:" in header
     global_batch = gpus * args.batch_size
     lr, _ = resolve_lr(args, global_batch)
     scratch = name in FROM_SCRATCH
@@ -147,35 +144,27 @@ def test_the_headers_command_gives_the_published_run(name: str, monkeypatch: pyt
     schedule = LrSchedule(args, lr, updates_per_epoch=1)
     assert schedule.total_epochs == expected.epochs
     assert max(schedule(t) for t in range(args.warmup_epochs, expected.epochs)) <= lr
+    if scratch:
+        lv_vit = name.startswith("lvvit")
+        settings = (args.model_ema, args.dense_weight, args.warmup_epochs)
+        assert settings == ((True, 1.0, 5) if lv_vit else (False, 0.5, 20))
+        assert args.aa == ("rand-n3-m9-mstd0.5-inc1" if name == "lvvit_l_224" else "rand-m9-mstd0.5-inc1")
 
 
-def test_a_trunk_and_its_branches_have_one_rate_until_the_first_decay(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(ROOT)
-    _, argv, header = header_command("volo_d1_224_wsd")
+def test_a_trunk_and_its_branches_have_one_rate_until_the_first_decay() -> None:
+    _, args, header = header_command("volo_d1_224_wsd")
     branches = [shlex.split(line) for line in re.findall(r"^--experiment .*", header, re.MULTILINE)]
-    trunk, *others = (LrSchedule(TRAIN.parse([*argv, *more]), 1.0, 2) for more in [[], *branches])
-    for branch, epochs in zip(others, TRAIN.parse(argv).save_epochs, strict=True):
+    trunk, *others = (LrSchedule(header_command("volo_d1_224_wsd", *more)[1], 1.0, 2) for more in [[], *branches])
+    for branch, epochs in zip(others, args.save_epochs, strict=True):
         assert branch.decay_begins == 2 * epochs and f"milestone-{epochs}.pth.tar" in header
         assert [branch(t) for t in range(2 * epochs)] == [trunk(t) for t in range(2 * epochs)]
         assert branch.total_epochs == epochs * 5 / 4 and branch(2 * branch.total_epochs - 1) < 0.03
 
 
-def test_a_student_has_two_unlike_teachers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(ROOT)
-    gpus, argv, header = header_command("vit_s16_224_two_teachers")
-    args = TRAIN.parse(argv)
-    assert args.notes == [] and gpus * args.batch_size == 1024 and resolve_lr(args, 1024)[0] == 1e-3
-    assert header.count("not run at this size") == 1 and "Source:" in header
+def test_a_student_has_two_unlike_teachers() -> None:
+    gpus, args, header = header_command("vit_s16_224_two_teachers")
+    assert gpus * args.batch_size == 1024 and resolve_lr(args, 1024)[0] == 1e-3
+    assert header.count("not run at this size") == 1
     teachers = teachers_of(args)
     assert all(timm.is_model(name) for name in teachers.kd_model_name)
     assert list(zip(teachers.kd_distill_type, teachers.kd_loss_weight, strict=True)) == [("token", 1.0), ("logit", 0.5)]
-
-
-def test_lv_vit_differs_from_the_defaults_as_published() -> None:
-    for name in FROM_SCRATCH:
-        args = TRAIN.parse(["-c", str(ROOT / "configs" / f"{name}.yaml"), "/data", "--token-label-data", "/labels"])
-        lv_vit = name.startswith("lvvit")
-        assert args.warmup_epochs == (5 if lv_vit else 20)
-        assert args.dense_weight == (1.0 if lv_vit else 0.5)
-        assert args.model_ema is lv_vit
-        assert args.aa == ("rand-n3-m9-mstd0.5-inc1" if name == "lvvit_l_224" else "rand-m9-mstd0.5-inc1")

@@ -1,8 +1,8 @@
 """What a run says about itself: whole lines of strict JSON, whatever happens to it, and one warning of slow data."""
 
 import errno
-import multiprocessing
 import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +10,6 @@ import pytest
 import torch
 from matplotlib.figure import Figure
 
-from tests.conftest import LIMIT
 from tests.record.tracked import report
 from tlt.data.batch import Skipped
 from tlt.errors import NonFiniteError
@@ -90,23 +89,18 @@ def test_the_end_of_a_run_is_noted(error: BaseException | None, code: int, why: 
     assert (event["kind"], event["exit_code"], event["reason"]) == ("end", code, why)
 
 
-def _write_many(file: Path, number: int) -> None:
-    lines = LineFile(file)
-    for count in range(200):
-        lines.append(strict_json({"process": number, "count": count, "text": "x" * 3000}))
+def test_writers_do_not_tear_each_others_lines(tmp_path: Path) -> None:
+    def write(writer: int) -> None:  # as a process does, which opens the file for itself
+        lines = LineFile(tmp_path / EVENTS)
+        for count in range(200):
+            lines.append(strict_json({"writer": writer, "count": count, "text": "x" * 3000}))
 
-
-def test_processes_do_not_tear_each_others_lines(tmp_path: Path) -> None:
-    context = multiprocessing.get_context("fork")
-    processes = [context.Process(target=_write_many, args=(tmp_path / EVENTS, n)) for n in range(3)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(LIMIT)
+    with ThreadPoolExecutor(3) as writers:
+        list(writers.map(write, range(3)))
     records, damaged = read_json_lines(tmp_path / EVENTS)
     assert damaged == 0
-    for number in range(3):
-        assert [r["count"] for r in records if r["process"] == number] == list(range(200))
+    for writer in range(3):
+        assert [r["count"] for r in records if r["writer"] == writer] == list(range(200))
 
 
 def test_lines_wait_while_the_disk_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,11 +5,9 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 from argparse import Namespace
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime, tzinfo
 from pathlib import Path
@@ -188,34 +186,17 @@ __file__ = "volo"  # a program, which imports no more than it needs
 import os, sys, time
 from pathlib import Path
 from volo.record.run_directory import RunLock
-with RunLock(Path(sys.argv[1]), print) as lock:
-    lock.acquire()
-    if os.fork() == 0:  # as a data worker, which may outlive its parent
-        time.sleep(1)
-        os._exit(0)
-    print("held", flush=True)
+for _ in range(2):
+    with RunLock(Path(sys.argv[1]), print) as lock:
+        lock.acquire()
+        if os.fork() == 0:  # as a data worker, which may outlive its parent
+            time.sleep(1)
+            os._exit(0)
+        print("held", flush=True)
+        sys.stdin.readline()
+    print("released", flush=True)
     sys.stdin.readline()
-print("released", flush=True)
-sys.stdin.read()
 """
-
-
-@pytest.fixture
-def holder(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
-    """A process that holds the lock of `tmp_path` until it reads a line."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", HOLD, str(tmp_path)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )
-    assert process.stdout is not None and process.stdin is not None
-    assert process.stdout.readline() == "held\n"
-    yield process
-    process.stdin.close()
-    process.kill()
-    process.wait()
 
 
 def is_free(directory: Path) -> bool:
@@ -228,33 +209,34 @@ def is_free(directory: Path) -> bool:
     return True
 
 
-def test_fault_19_a_second_job_is_kept_out_until_the_first_gives_the_lock_back(
-    tmp_path: Path, holder: subprocess.Popen[str]
+def test_fault_19_a_second_job_is_kept_out_until_the_first_ends_or_is_killed_though_its_data_worker_lives(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(UserError, match="is in use by another job: end that job first, or name another --experiment"):
-        RunLock(tmp_path, print).acquire()
-    start = {"pid": 12, "host": "node7", "time": "today"}
-    (tmp_path / "run.json").write_text(json.dumps([start]))
-    with pytest.raises(UserError, match="is in use by process 12 on node7 .since today.: end"):
-        RunLock(tmp_path, print).acquire()
-    assert holder.stdin is not None and holder.stdout is not None
-    holder.stdin.write("\n")
-    holder.stdin.flush()
-    assert holder.stdout.readline() == "released\n"
-    assert is_free(tmp_path)
-
-
-def test_fault_19_a_killed_job_leaves_no_lock_though_its_data_worker_lives(
-    tmp_path: Path, holder: subprocess.Popen[str]
-) -> None:
-    holder.send_signal(signal.SIGKILL)
-    holder.wait()
-    assert is_free(tmp_path)
+    command, environment = [sys.executable, "-c", HOLD, str(tmp_path)], {**os.environ, "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(command, stdin=-1, stdout=-1, text=True, bufsize=1, env=environment) as holder:
+        assert holder.stdin is not None and holder.stdout is not None
+        assert holder.stdout.readline() == "held\n"
+        with monkeypatch.context() as patch:
+            patch.setattr(run_directory, "_WAIT", 0.1)
+            with pytest.raises(UserError, match="is in use by another job: end that job first, or name another --exp"):
+                RunLock(tmp_path, print).acquire()
+            (tmp_path / "run.json").write_text(json.dumps([{"pid": 12, "host": "node7", "time": "today"}]))
+            with pytest.raises(UserError, match="is in use by process 12 on node7 .since today.: end"):
+                RunLock(tmp_path, print).acquire()
+        holder.stdin.write("\n")
+        assert holder.stdout.readline() == "released\n"
+        assert is_free(tmp_path)
+        holder.stdin.write("\n")
+        assert holder.stdout.readline() == "held\n"
+        holder.kill()
+        holder.wait()
+        assert is_free(tmp_path)
 
 
 def test_fault_62_a_directory_that_was_removed_is_made_anew_and_held_unless_it_has_another_owner(
-    tmp_path: Path,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(run_directory, "_WAIT", 0.1)
     (directory := tmp_path / "run").mkdir()
     warnings: list[str] = []
     with RunLock(directory, warnings.append) as lock, RunLock(directory, print) as other:
