@@ -78,7 +78,7 @@ def bind_process(args: Namespace) -> list[str]:
     added, left_out = variables(plan, local_rank, os.environ)
     os.environ.update(added)
     failures = apply(share)
-    on_cpu = args.device == "cpu" or not any(gpu.shown for gpu in machine.gpus)
+    on_cpu = args.device == "cpu" or not any(gpu.usable for gpu in machine.gpus)
     if args.bind == "auto" and launch.size == 1 and on_cpu and not (left_out or failures):
         return []
     title = f"{socket.gethostname()} (--bind {args.bind})"
@@ -165,11 +165,11 @@ def choose_ports(gpus: Sequence[Gpu], ports: Sequence[Port]) -> tuple[list[Port]
     equally near. All are of one network, because NCCL can't mix InfiniBand and Ethernet. The other ports are for
     storage, or for the machine's own traffic. The result is empty if no port is both near a GPU and among the fastest.
     """
-    steps = [[max(distance(gpu, port), _BRIDGE) for port in ports] for gpu in gpus]
-    near = [port for i, port in enumerate(ports) if any(far[i] == min(far) < _FAR for far in steps)]
+    distances = [[max(distance(gpu, port), _BRIDGE) for port in ports] for gpu in gpus]
+    near = [port for i, port in enumerate(ports) if any(of_gpu[i] == min(of_gpu) < _FAR for of_gpu in distances)]
     fastest = [port for port in near if all(port.rate >= other.rate for other in ports)]
     layers = Counter(port.layer for port in fastest)
-    usable = [port for port in fastest if port.layer == max(layers, key=lambda it: (layers[it], it))]
+    usable = [port for port in fastest if port.layer == max(layers, key=lambda layer: (layers[layer], layer))]
     nearest: dict[str, Port] = {}
     for gpu in gpus if usable else ():
         taken = Counter(port.name for port in nearest.values())  # among equally near ports, take the one fewer GPUs use

@@ -173,7 +173,7 @@ def _join(world: World, launch: Launch, own_gpu: bool, timeout_s: float, join_s:
     until = time.monotonic() + (_MESH_S if "LAUNCH_PID" in os.environ else join_s)
     by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # the agent made its store before this process
     if world.rank == 0 and not by_agent:
-        store: dist.Store = serve(address, launch.port, others=not launch.one_machine)
+        store: dist.Store = serve(address, launch.port, other_machines=not launch.one_machine)
     else:
         store = connect(address, launch.port, min(until, time.monotonic() + _GONE_S) if by_agent else until, "rank")
     store = start_of(store, launch_id() or "", restarts())
@@ -216,12 +216,12 @@ def start_of(store: dist.Store, name: str, restart: int) -> dist.PrefixStore:
     return dist.PrefixStore(f"{name}/{restart}", store)
 
 
-def serve(address: str, port: int, others: bool = False) -> dist.TCPStore:
+def serve(address: str, port: int, other_machines: bool = False) -> dist.TCPStore:
     """Return torch's key-value store, in which ranks meet. It listens only at this address, while torch's own listens
     at all addresses; port 0 takes a free port.
 
     Args:
-        others: Whether other machines must reach the store. If the address is loopback, as Debian resolves a machine's
+        other_machines: Whether they must reach the store. If the address is loopback, as Debian resolves a machine's
             own name, the store then listens at all addresses.
 
     Raises:
@@ -229,7 +229,7 @@ def serve(address: str, port: int, others: bool = False) -> dist.TCPStore:
     """
     try:
         host = str(socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)[0][4][0])
-        if others and ipaddress.ip_address(host).is_loopback:
+        if other_machines and ipaddress.ip_address(host).is_loopback:
             host = "::" if ":" in host else "0.0.0.0"
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         listener = socket.create_server((host, port), family=family, backlog=_BACKLOG)

@@ -89,8 +89,8 @@ class Launcher:
         try:
             code, restart = self._start(0), 1
             while restart <= self.max_restarts and code not in FINAL and not self._signal:
-                of = f"restart {restart} of {self.max_restarts}"
-                print(f"a process ended with code {code}: {of}", file=sys.stderr, flush=True)
+                message = f"a process ended with code {code}: restart {restart} of {self.max_restarts}"
+                print(message, file=sys.stderr, flush=True)
                 code, restart = self._start(restart), restart + 1
         except KeyboardInterrupt:  # a signal came before there were processes
             code = 128 + self._signal

@@ -17,9 +17,10 @@ from tlt.errors import UserError
 
 _TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 _PER_NODE = "SLURM_STEP_TASKS_PER_NODE"
-_OTHERS = (
+_SLURM = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_NUM_TASKS", _PER_NODE)
+_OTHER_LAUNCHERS = (
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE"),
-    ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_NUM_TASKS", _PER_NODE),
+    _SLURM,
     ("PMI_RANK", "MPI_LOCALRANKID", "PMI_SIZE", "MPI_LOCALNRANKS"),  # MPICH and Intel MPI
     ("PMI_RANK", "PMI_LOCAL_RANK", "PMI_SIZE", "PMI_LOCAL_SIZE"),  # Cray MPICH
     tuple(f"MV2_COMM_WORLD_{name}" for name in ("RANK", "LOCAL_RANK", "SIZE", "LOCAL_SIZE")),  # MVAPICH
@@ -53,7 +54,7 @@ def launch_of(env: Mapping[str, str], local_rank_flag: int = 0) -> Launch:
     Raises:
         UserError: The value of a variable is not a whole number.
     """
-    numbers, *rows = (_numbers(env, names) for names in (_TORCHRUN, *_OTHERS))
+    numbers, *rows = (_numbers(env, names) for names in (_TORCHRUN, *_OTHER_LAUNCHERS))
     # If several launchers are nested, the one with the most ranks counts.
     rows = sorted((row for row in rows if "rank" in row and row.get("size", 1) > 1), key=lambda row: -row["size"])
     numbers = numbers or (rows[0] if rows else {})
@@ -66,7 +67,7 @@ def launch_of(env: Mapping[str, str], local_rank_flag: int = 0) -> Launch:
     elsewhere = not _is_loopback(address) or ("KUBERNETES_SERVICE_HOST" in env and "local_rank" not in numbers)
     local_size = numbers.get("local_size", None if elsewhere and size > 1 else size)
     local_rank = numbers.get("local_rank", local_rank_flag or (rank if local_size == size else 0))
-    by_slurm = size > 1 and _numbers(env, _OTHERS[1]).items() >= {("rank", rank), ("size", size)}
+    by_slurm = size > 1 and _numbers(env, _SLURM).items() >= {("rank", rank), ("size", size)}
     if by_slurm and address is None and local_size != size:  # take the first host of, e.g., "node[01-04],gpu7"
         hosts = re.match(r"([^,\[]|\[[^\]]*\])+", env.get("SLURM_STEP_NODELIST", ""))
         address = re.sub(r"\[(\w+)[^\]]*\]", r"\1", hosts[0]) if hosts else None

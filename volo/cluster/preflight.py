@@ -92,12 +92,12 @@ def examine(args: Namespace, world: World) -> tuple[list[Node], float | None]:
     if 1 < len(ranks) < world.size:
         group: Any = dist.new_group(ranks, timedelta(seconds=args.timeout), use_local_synchronization=True)
         inside = all_reduce_bandwidth(world.device, group)
-    nodes = from_all(asdict(look(args, places[world.rank], ranks, inside)) if world.rank == ranks[0] else None)
+    nodes = from_all(asdict(examine_node(args, places[world.rank], ranks, inside)) if world.rank == ranks[0] else None)
     overall = from_primary(all_reduce_bandwidth(world.device)) if world.size > 1 else None
     return [Node(**node) for node in nodes if node is not None], overall
 
 
-def look(args: Namespace, name: str, ranks: list[int], bandwidth: float | None, root: Path = Path("/")) -> Node:
+def examine_node(args: Namespace, name: str, ranks: list[int], bandwidth: float | None, root: Path = Path("/")) -> Node:
     """Examine this node, on which `ranks` run; the kernel's files are read below `root`."""
     machine = read_machine(root)
     equal = _driver_and_gpus(root) | {f"card {port.name}": f"ACTIVE at {port.rate:g} Gb/s" for port in machine.ports}

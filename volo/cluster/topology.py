@@ -37,7 +37,7 @@ class Gpu(Device):
     """An NVIDIA GPU."""
 
     uuid: str = ""  # empty if the driver doesn't report it
-    shown: bool = True  # whether this process may use it; a container or job may get only some of the machine's GPUs
+    usable: bool = True  # whether this process may use it; a container or job may get only some of the machine's GPUs
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ def visible_gpus(gpus: Iterable[Gpu], env: Mapping[str, str]) -> tuple[list[Gpu]
 
     `CUDA_VISIBLE_DEVICES` is read as CUDA reads it: numbers or prefixes of UUIDs, up to the first that doesn't exist.
     """
-    usable = [gpu for gpu in gpus if gpu.shown]
+    usable = [gpu for gpu in gpus if gpu.usable]
     setting = env.get("CUDA_VISIBLE_DEVICES")
     if not usable:
         return [], "no NVIDIA GPU in /sys"
