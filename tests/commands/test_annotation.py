@@ -82,20 +82,6 @@ def test_it_is_recorded_and_no_part_of_the_model(train: Callable[..., Ended], we
     same_weights(*(tmp_path / run / "last.pth.tar" for run in ("whole", "again")))
 
 
-@pytest.mark.usefixtures("unpublished")
-def test_mistakes_are_one_line(train: Callable[..., Ended], weights: Path, tmp_path: Path) -> None:
-    torch.save(timm.create_model("mobilenetv3_small_050", num_classes=4).state_dict(), tmp_path / "m")
-    file = "--token-label-teacher-checkpoint"
-    for flags, message in (
-        ("resnet10x", "--token-label-teacher resnet10x: --model resnet10x: timm knows no such model; did you mean"),
-        ("resnet18", "--token-label-teacher resnet18 has 1000 classes, --model volo_test has 4"),
-        (f"resnet10t {file} no.pth", "no.pth"),
-        (f"resnet18 {file} {weights}", "--token-label-teacher resnet18: "),
-        (f"mobilenetv3_small_050 {file} {tmp_path / 'm'}", "can't annotate: the mean of"),
-    ):
-        assert (ended := train(f"--token-label-teacher {flags}")).refused(message), ended
-
-
 def test_it_sees_the_images_before_they_are_mixed() -> None:
     seen: list[Tensor] = []
 

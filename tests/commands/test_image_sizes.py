@@ -86,27 +86,6 @@ def test_tokens_get_the_labels_of_what_they_show_at_every_size_of_an_epoch(model
     assert seen == {(64, 64), (80, 80), (96, 96)} and list(trained.state_dict()) == names
 
 
-@pytest.mark.parametrize(
-    ("flags", "told"),
-    [
-        ("--model volo_test --train-img-sizes 4 32", "does not run on images of 3 x 4 x 4 (--train-img-sizes, "),
-        ("--model test_vit --drop-path 0 --val-img-size 8", "3 x 8 x 8 (--train-img-sizes, --val-img-size)"),
-        ("--model mixer_s32_224 --img-size 224 --train-img-sizes 192 224", "does not run on images of 3 x 192 x 192"),
-        ("--train-img-sizes 32 48 --train-batch-sizes 4", "1 batch sizes (--train-batch-sizes) for 2 image sizes"),
-        ("--train-img-sizes 32 48 --train-batch-sizes auto 4", "--train-img-sizes 32 48: invalid literal for int()"),
-        ("--train-img-sizes 32 48 --train-size-probs 0 0", "choice_weights must have a positive sum"),
-        ("--train-img-sizes 32 --train-size-schedule progressive", "requires at least two choices"),
-        ("--train-size-schedule progressive", "has no effect without --train-img-sizes"),
-        ("--train-img-sizes 32 48 --train-size-random-mix 0.2", "without --train-size-schedule progressive"),
-    ],
-)
-def test_what_does_not_fit_is_refused_before_anything_starts(
-    call: Call, make_dataset: Make, tmp_path: Path, flags: str, told: str
-) -> None:
-    ended = call("train", f"{QUICK} {make_dataset(train=8, validation=4)} --output {tmp_path} {flags}")
-    assert ended.code == 2 and told in ended.err and ended.err.count("\n") == 1, ended.err
-
-
 def test_a_teacher_sees_its_own_size_and_speaks_of_the_places_of_tokens_at_every_size(described: Described) -> None:
     _, path = described("test_vit", img_size=[160, 160])
     flags = f"--model volo_test {SIZES} --train-batch-sizes auto -j 0 -b 2 --data-backend synthetic --num-classes 6"

@@ -229,38 +229,6 @@ def test_fault_24_broken_images_are_named_counted_and_limited(call: Call, data: 
     assert stopped.code == 2 and "--max-bad-images 0" in stopped.err
 
 
-BAD = [
-    ("--model volo_d9 --train-split nowhere", "timm knows no such model; did you mean volo_d"),  # before a long search
-    ("--token-label --model levit_128s --img-size 224", "dense head"),
-    ("--token-label --model densenet121 --img-size 64", "--no-mix-token"),
-    ("--num-classes 3", "4 class folders"),
-    ("-b 64", "64"),
-    ("--amp --amp-dtype float16", "bfloat16"),
-    ("--device cuda:99", "--device"),
-    ("--finetune nowhere.pth", "nowhere.pth"),
-    ("--val-split nowhere", "nowhere"),
-    ("--start-epoch 9", "--start-epoch 9"),
-    ("--model cs3darknet_s --pretrained", "published weights can't be fetched"),  # there are none
-    ("--model-kwargs bogus=1", "bogus"),
-    ("--model-kwargs num_heads=(3,4,4,4)", "32 channels can't be divided among 3 heads"),
-    ("--model-kwargs features_only=True", "FeatureGetterNet is no classifier"),
-    ("--model test_resnet --model-kwargs in_chans=5", "images of 5 channels: they have 3 (RGB), or 1"),
-    ("--model test_resnet --model-kwargs drop_path_rate=2", "does not run on images of 3 x 32 x 32"),
-    ("--model test_vit --img-size 8", "does not run on images of 3 x 8 x 8 (--img-size)"),
-    ("--model convit_tiny --grad-checkpointing", "--grad-checkpointing: --model convit_tiny can't"),
-    ("--num-classes 100000000000", "--num-classes"),
-    ("--local-rank 3", "--local-rank 3"),
-    ("--model vit_tiny_patch16_224 --model-kwargs depth=1 --freeze-bn", "has no BatchNorm layer: remove --freeze-bn"),
-    ("--output /dev/null/run", "--output /dev/null/run"),
-]
-
-
-@pytest.mark.parametrize(("flags", "named"), BAD, ids=[flags for flags, _ in BAD])
-def test_bad_input_is_one_line_with_exit_code_2(call: Call, data: Path, tmp_path: Path, flags: str, named: str) -> None:
-    ended = call("train", f"{data} {QUICK} --epochs 1 --output {tmp_path} --dry-run {flags}")
-    assert ended.refused(named), ended
-
-
 def test_joining_is_watched_and_the_model_is_looked_up_by_rank_0_first(
     call: Call, data: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

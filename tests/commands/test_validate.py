@@ -116,23 +116,6 @@ def test_real_labels_count_any_of_the_first_five() -> None:
 
 
 @pytest.mark.parametrize(
-    ("flags", "named"),
-    [
-        ("--checkpoint nowhere.pth", "nowhere.pth"),
-        ("--split nowhere", "(--split)"),
-        ("--results-file /dev/null/a.csv", "--results-file /dev/null"),
-        ("--model volo_d1", "volo_d1"),
-        ("--class-map nowhere.txt", "nowhere.txt"),
-        ("--real-labels nowhere.json", "nowhere.json"),
-    ],
-)
-def test_bad_input_is_one_line_with_exit_code_2(call: Call, trained_run: TrainedRun, flags: str, named: str) -> None:
-    data, run = trained_run
-    ended = call("validate", f"{data} -j 0 --checkpoint {run / 'last.pth.tar'} {flags}")
-    assert ended.refused(named), ended
-
-
-@pytest.mark.parametrize(
     "config",
     [{"kwargs": {"num_heads": 0}}, {"kwargs": {"act_layer": "foo"}}, {"interpolation": "foo"}, {"mean": [0.5, 0.5]}],
 )
