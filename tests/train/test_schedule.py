@@ -1,10 +1,11 @@
 """The learning rate is one pure function of the update number."""
 
 import math
+from argparse import Namespace
 
 import pytest
 import torch
-from timm.scheduler import CosineLRScheduler, MultiStepLRScheduler, PolyLRScheduler, StepLRScheduler, TanhLRScheduler
+from timm.scheduler import create_scheduler
 
 from tests.train.small_run import arguments
 from volo.train.schedule import LrSchedule, resolve_lr
@@ -28,29 +29,15 @@ def test_published_310_epochs() -> None:
     assert schedule(10 * 7) == pytest.approx(8.005e-4) and schedule(150 * 7) == pytest.approx(8.05e-4)
 
 
-def timm_rates(line: str, peak: float, steps: int) -> list[float]:
-    """The same flags through timm's classes, stepped one after the other as timm's own loop does."""
-    args = arguments(line)
+def timm_rates(args: Namespace, peak: float, steps: int) -> list[float]:
+    """The same flags through timm's factory, stepped one after the other as timm's own loop does."""
     optimizer = torch.optim.SGD([torch.zeros(1)], lr=peak)
-    warmup = {"warmup_t": args.warmup_epochs, "warmup_lr_init": args.warmup_lr, "warmup_prefix": args.warmup_prefix}
-    cycle = {"cycle_mul": args.lr_cycle_mul, "cycle_limit": args.lr_cycle_limit}
-    if args.lr_noise:
-        noise = [share * args.epochs for share in args.lr_noise]
-        cycle |= {"noise_range_t": noise, "noise_pct": args.lr_noise_pct, "noise_std": args.lr_noise_std}
-        cycle |= {"noise_seed": args.seed}
-    scheduler = {
-        "cosine": lambda: CosineLRScheduler(
-            optimizer, args.epochs, args.min_lr, cycle_decay=args.decay_rate, k_decay=args.lr_k_decay, **cycle, **warmup
-        ),
-        "tanh": lambda: TanhLRScheduler(optimizer, args.epochs, lr_min=args.min_lr, **cycle, **warmup),
-        "poly": lambda: PolyLRScheduler(optimizer, args.epochs, args.decay_rate, args.min_lr, **cycle, **warmup),
-        "step": lambda: StepLRScheduler(optimizer, args.decay_epochs, args.decay_rate, **warmup),
-        "constant": lambda: StepLRScheduler(optimizer, 1, 1.0, **warmup),
-        "multistep": lambda: MultiStepLRScheduler(optimizer, [3, 9], args.decay_rate, **warmup),
-    }[args.sched]()
+    args.lr_cycle_decay = args.decay_rate if args.sched == "cosine" else 1.0  # as published
+    args.decay_milestones = sorted(args.decay_milestones)
+    scheduler, _ = create_scheduler(args, optimizer, updates_per_epoch=2)
     rates = []
     for step in range(steps):
-        scheduler.step(step)
+        (scheduler.step_update if args.sched_on_updates else scheduler.step)(step)
         rates.append(optimizer.param_groups[0]["lr"])
     return rates
 
@@ -66,14 +53,17 @@ def timm_rates(line: str, peak: float, steps: int) -> list[float]:
         ("--sched step --epochs 12 --decay-epochs 2.5 --decay-rate 0.9 --warmup-epochs 2", 12),
         ("--sched constant --epochs 12 --warmup-epochs 3", 12),
         ("--sched multistep --epochs 12 --decay-milestones 9 3 --warmup-epochs 1", 12),
+        ("--epochs 30 --sched-on-updates", 40),
         ("--epochs 30 --lr-noise 0.2 0.9 --lr-noise-pct 0.3 --lr-noise-std 0.5 --seed 1", 40),
     ],
 )
 def test_curves_are_timms(line: str, epochs: int) -> None:
-    schedule = LrSchedule(arguments(line), 3e-3, updates_per_epoch=2)
+    schedule = LrSchedule(args := arguments(line), 3e-3, updates_per_epoch=2)
     assert schedule.total_epochs == epochs
-    expected = timm_rates(line, 3e-3, epochs)
-    assert [schedule(2 * epoch + epoch % 2) for epoch in range(epochs)] == pytest.approx(expected, rel=1e-12)
+    on_updates = args.sched_on_updates
+    expected = timm_rates(args, 3e-3, schedule.total_updates if on_updates else epochs)
+    updates = range(schedule.total_updates) if on_updates else [2 * epoch + epoch % 2 for epoch in range(epochs)]
+    assert [schedule(update) for update in updates] == pytest.approx(expected, rel=1e-12)
 
 
 def written_out(t: float, warmup: float, decay: float, end: float, timescale: float, fall: str) -> float:
@@ -108,16 +98,6 @@ def test_a_stable_phase(line: str, epochs: int, curve: tuple[float, float, float
 def test_a_run_that_stops_has_the_same_schedule() -> None:
     whole, part = (LrSchedule(arguments(f"--sched wsd {more}"), 1.0, 2) for more in ("", "--stop-epoch 200"))
     assert part.total_updates == 400 and all(part(update) == whole(update) for update in range(whole.total_updates))
-
-
-def test_step_by_update() -> None:
-    schedule = LrSchedule(arguments("--sched-on-updates"), 1.6e-3, updates_per_epoch=7)
-    assert schedule.total_epochs == 310
-    # The same curve with every length in updates.
-    rates = [schedule(update) for update in range(schedule.total_updates)]
-    assert rates[70] == pytest.approx(8.005e-4) and rates[71] > rates[70]
-    assert rates[1050] == pytest.approx(8.05e-4) and rates[1051] < rates[1050]
-    assert set(rates[2100:]) == {1e-5}
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 """A step that a CUDA graph repeats computes what the launched step does, from other numbers in every step."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache
 from itertools import count
@@ -19,7 +19,6 @@ from tests.train.small_step import LABELLED, small_run, train, weights
 from tlt.api import StepKey
 from volo.cluster.shard import distribute
 from volo.train import step_graph
-from volo.train.criterion import Drawn, TokenLabelCriterion
 from volo.train.loop import set_train_mode
 from volo.train.optim import set_lr
 from volo.train.precision import Precision
@@ -200,30 +199,6 @@ def of_two_updates(flags: str, device: StandIn) -> list[list[str]]:
 def test_no_number_changes_from_update_to_update_in_a_graph(flags: str, stand_in: StandIn) -> None:
     first, second = of_two_updates(flags, stand_in)
     assert len(first) > 100 and first == second
-
-
-@pytest.mark.skipif(ON_A_GPU, reason="its graphs can't be read")
-@pytest.mark.parametrize("kept", ["lr", "box", "share"])
-def test_a_number_that_changes_is_seen(kept: str, stand_in: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
-    numbers, loss_of, compute = count(1), TokenLabelCriterion.loss_of, StepGraph.compute
-
-    @contextmanager
-    def rates(step: StepGraph) -> Iterator[None]:
-        for group in step.state.optimizer.param_groups:
-            group["capturable"] = True
-        yield
-
-    if kept == "lr":
-        monkeypatch.setattr(StepGraph, "rates_on_device", rates)
-    elif kept == "box":
-        boxed = lambda self, model, batch, drawn: loss_of(self, model, batch, Drawn(None, (0, 0, 1, next(numbers))))  # noqa: E731
-        monkeypatch.setattr(TokenLabelCriterion, "loss_of", boxed)
-    else:
-        monkeypatch.setattr(
-            StepGraph, "compute", lambda step, *given: compute(step, *given[:2], 0.1 * next(numbers), True)
-        )
-    first, second = of_two_updates(LABELLED, stand_in)
-    assert first != second
 
 
 @pytest.mark.parametrize(
