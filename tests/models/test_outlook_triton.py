@@ -33,7 +33,7 @@ def test_in_the_interpreter() -> None:
     files = [__file__, str(Path(__file__).with_name("test_outlook_kernels.py"))]
     chosen = "triton and not huge_logits_make"  # which takes long, and GPUs show
     command = [sys.executable, "-m", "pytest", "-q", "-n0", "-p", "no:cacheprovider", "-k", chosen, *files]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
     print(done.stdout)
     assert done.returncode == 0, done.stdout
     assert " passed" in done.stdout
