@@ -126,6 +126,7 @@ def test_a_failing_forward_pass_leaves_no_box_behind() -> None:
         ("levit_128s", None, {}, "16 tokens, it doesn't say which patch each shows"),
         ("crossvit_9_240", None, {}, "they are list, neither a map nor tokens"),
         ("test_vit", (63, 64), {}, "does not take images of 63 x 64 px"),
+        ("mvitv2_tiny", (256, 256), {}, "does not take images of 256 x 256 px"),
         ("test_vit", None, {"patch_drop_rate": 0.5}, "patch_drop_rate"),
         ("test_vit", None, {"num_classes": 0}, "it has no classes"),
         ("test_vit", None, {}, "it is on the meta device"),

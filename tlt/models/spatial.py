@@ -195,11 +195,10 @@ def positions_of(layers: list[DownsamplingLayer], grid: Size, img_size: Size) ->
 
 def _along(layers: list[DownsamplingLayer], axis: int, size: int, image: int) -> tuple[float, float]:
     """Return (pitch, centre of the first token) along an axis, in pixels."""
-    resizings = {layer.size[axis]: [layer] for layer in layers if layer.resizes}
-    layers = [layer for layer in layers if layer.source[axis] > layer.size[axis] and not layer.resizes]
+    layers = [layer for layer in layers if layer.resizes or layer.source[axis] > layer.size[axis]]
     pitch, first = 1.0, 0.5  # in cells of the map of `size`
     while size < image:
-        if makers := _makers(layers, axis, size) or resizings.pop(size, []):
+        if makers := _makers(layers, axis, size):
             stride, source = makers[0].stride[axis], makers[0].source[axis]
             start = sum(layer.first[axis] for layer in makers) / len(makers)
             # Use each layer once. Otherwise a map that is padded and then shrunk to its old size would loop for ever.
@@ -217,8 +216,9 @@ def _along(layers: list[DownsamplingLayer], axis: int, size: int, image: int) ->
 
 def _makers(layers: list[DownsamplingLayer], axis: int, size: int) -> list[DownsamplingLayer]:
     """Return the parallel layers whose output of `size` cells carries the image: all but attention, from the smallest
-    source, and if some of these average, only they."""
+    source, and if some of these average, only they. An interpolation counts only if no other layer makes this map."""
     makers = [layer for layer in layers if layer.size[axis] == size]
+    makers = [layer for layer in makers if not layer.resizes] or makers[-1:]
     makers = [layer for layer in makers if not layer.attends] or makers
     source = min((layer.source[axis] for layer in makers), default=0)
     makers = [layer for layer in makers if layer.source[axis] == source]

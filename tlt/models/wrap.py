@@ -224,7 +224,7 @@ def _last_map(model: Any, images: Tensor) -> Tensor:
     size = images.shape[-2], images.shape[-1]
     try:
         return feature_map(model, model.forward_features(images), size)
-    except (AssertionError, RuntimeError, ValueError) as error:  # timm's and torch's layers raise these for sizes
+    except (AssertionError, IndexError, RuntimeError, ValueError) as error:  # what layers raise for other sizes
         reason = str(error).split("\n")[0]
         raise UserError(f"{_name(model)} does not take images of {size[0]} x {size[1]} px: {reason}") from error
     finally:
