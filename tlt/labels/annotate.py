@@ -145,11 +145,11 @@ def check_dense(model: nn.Module, images: Tensor, name: str = "the annotator") -
 
 def _features(model: nn.Module, images: Tensor) -> tuple[Tensor, bool]:
     """Return the model's last features (B, h, w, channels), and whether a timm model has them as tokens."""
-    kind = type(model).__name__
-    if isinstance(model, TOKEN_LABEL_MODELS) and not model.dense_head:
-        raise UserError(f"{kind} can't annotate: its dense head is switched off; call set_dense_head(True)")
+    kind, size = type(model).__name__, (images.shape[-2], images.shape[-1])
     if isinstance(model, TOKEN_LABEL_MODELS):
-        return feature_map(model, model.forward_features(images), (images.shape[-2], images.shape[-1])), True
+        if not model.dense_head:
+            raise UserError(f"{kind} can't annotate: its dense head is switched off; call set_dense_head(True)")
+        return feature_map(model, model.forward_features(images), size), True
     if not hasattr(model, "forward_features") or not hasattr(model, "forward_head"):
         raise UserError(f"{kind} has no forward_features and forward_head; {_SUGGESTION}")
     features = cast(Callable[[Tensor], Any], model.forward_features)(images)
@@ -157,7 +157,7 @@ def _features(model: nn.Module, images: Tensor) -> tuple[Tensor, bool]:
     if as_tokens and pool != "avg":
         raise UserError(f"{kind} can't annotate: its global pooling is {pool!r} and no average; {_SUGGESTION}")
     try:
-        return feature_map(model, features, (images.shape[-2], images.shape[-1])), as_tokens
+        return feature_map(model, features, size), as_tokens
     except UserError as error:
         raise UserError(f"{error}, so it can't annotate; {_SUGGESTION}") from error
 

@@ -59,13 +59,13 @@ class ShardReader:
 
     def __init__(self, root: str, names: Names) -> None:
         self.root, self._names = root, names
-        if not os.path.isfile(os.path.join(root, f"{LABELS}.json")):
+        table = os.path.join(root, f"{LABELS}.json")
+        if not os.path.isfile(table):
             raise UserError(
                 f"token labels {printable(root)}: these are shards without labels: pack them with "
                 "`tlt pack-images --labels LABELS`"
             )
         self.table = RecordImages(os.path.join(root, LABELS))
-        table = os.path.join(root, f"{LABELS}.json")
         with blamed_on(table):
             self.info = LabelInfo.from_json(self.table.about["info"], table)
             self._identity = str(self.table.about["identity"]).encode(errors="surrogateescape")

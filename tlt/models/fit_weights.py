@@ -66,14 +66,16 @@ def fit_state_dict(model: nn.Module, state: dict[str, Tensor], source_size: tupl
         source_size: (H, W) in pixels at which the weights were trained, if known. Only a position embedding (1, N, C)
             of a grid that is not square needs it.
     """
-    expected, target, sized = clean_state_dict(model), unwrap(model), False
-    changes = dropped_heads = _drop_heads(model, expected, state)
-    changes = changes | _adapt_input(model, expected, _changed(state, changes))
+    expected, target = clean_state_dict(model), unwrap(model)
+    dropped_heads = _drop_heads(model, expected, state)
+    changes = dropped_heads | _adapt_input(model, expected, _changed(state, dropped_heads))
     weights = _changed(state, changes)
+    has_own_sizes = bool((getattr(target, "pretrained_cfg", None) or {}).get("fixed_input_size"))
+    is_sized_by_timm = has_own_sizes and not isinstance(target, TokenLabelModel)
     if isinstance(target, TokenLabelModel):
         adapted, names = adapt_state_dict(target, weights, source_grid(target, weights, source_size))
         changes |= {n: (adapted[n], f"{_shape(weights[n])} -> {_shape(adapted[n])}") for n in names}
-    elif sized := bool((getattr(target, "pretrained_cfg", None) or {}).get("fixed_input_size")):
+    elif is_sized_by_timm:
         changes |= _resize_as_timm(target, expected, weights, source_size)
     for name, value in _changed(state, changes).items():
         if name not in expected:
@@ -86,7 +88,7 @@ def fit_state_dict(model: nn.Module, state: dict[str, Tensor], source_size: tupl
     heads = tuple(f"{layer}." for layer in head_names(model)) if dropped_heads else ()
     ends = tuple(f"{layer}." for layer in head_names(model) + input_names(model))
     changeable, replaced = ({n for n in [*expected, *state] if n.startswith(starts)} for starts in (ends, heads))
-    bound = [n for n in dropped if n in expected and n not in changeable] if sized else []
+    bound = [n for n in dropped if n in expected and n not in changeable] if is_sized_by_timm else []
     return Fit(weights, kept, resized, dropped, missing, notes, changeable, replaced, bound)
 
 
