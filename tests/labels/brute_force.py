@@ -48,11 +48,11 @@ def brute_force(
         """Those of the n x n points of every token that count."""
         return [
             [
-                found
+                logits
                 for i, j in np.ndindex(n, n)
                 for u in [x0 + (col + (j + 0.5) / n) / grid[1] * (x1 - x0)]
                 for v in [y0 + (row + (i + 0.5) / n) / grid[0] * (y1 - y0)]
-                if (found := point(b, maps, u, v)) is not None
+                if (logits := point(b, maps, u, v)) is not None
             ]
             for row, col in np.ndindex(*grid)
         ]

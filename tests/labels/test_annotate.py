@@ -65,8 +65,8 @@ def test_behind_an_average_and_a_norm_a_position_is_what_the_head_says_of_it_alo
     model, images = shaken(name, **AVERAGING[name]), torch.randn(2, 3, 64, 96)
     with torch.no_grad():
         features, tokens = _features(model, images)
-        inputs = (each.reshape(-1, 1, 1, features.shape[-1]) for each in (features, torch.zeros(features.shape[-1])))
-        alone, constant = (_head(model, each, tokens) for each in inputs)
+        inputs = (x.reshape(-1, 1, 1, features.shape[-1]) for x in (features, torch.zeros(features.shape[-1])))
+        alone, constant = (_head(model, x, tokens) for x in inputs)
     alone, dense = alone - constant, dense_logits(model, images).flatten(0, 2) - constant
     factor = (dense * alone).sum(-1, keepdim=True) / alone.square().sum(-1, keepdim=True)
     assert (factor > 0).all() and (factor - 1).abs().max() > 1e-3

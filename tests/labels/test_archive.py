@@ -46,9 +46,9 @@ def archive(tmp_path: Path) -> Path:
 
 def check_maps(store: LabelStore, marks: Sequence[int]) -> None:
     for index, mark in enumerate(marks):
-        found = store.read(index)
-        np.testing.assert_array_equal(found.values, label_map(mark).values)
-        np.testing.assert_array_equal(found.ids, label_map(mark).ids)
+        stored = store.read(index)
+        np.testing.assert_array_equal(stored.values, label_map(mark).values)
+        np.testing.assert_array_equal(stored.ids, label_map(mark).ids)
 
 
 def test_numpy_alone_reads_it(archive: Path) -> None:
@@ -150,8 +150,8 @@ def test_no_file_of_the_users_is_replaced(archive: Path, tmp_path: Path, overwri
     assert mine.read_bytes() == b"of the user"
     (archive / "notes.txt").write_text("kept")
     if not overwrite:
-        for info, names, said in ((replace(INFO, k=3), NAMES, "k 2, this"), (INFO, NAMES[:8], "records 9, this")):
-            with pytest.raises(UserError, match=f"was made with {said}.*choose another OUT, or --overwrite"):
+        for info, names, difference in ((replace(INFO, k=3), NAMES, "k 2, this"), (INFO, NAMES[:8], "records 9, this")):
+            with pytest.raises(UserError, match=f"was made with {difference}.*choose another OUT, or --overwrite"):
                 ArchiveWriter(archive, info, names)
     writer = ArchiveWriter(archive, INFO, NAMES, overwrite)
     with pytest.raises(UserError, match="another command is writing into it; wait until it ends"):

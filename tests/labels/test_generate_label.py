@@ -199,10 +199,10 @@ def test_many_classes_are_exact_in_bounded_memory(monkeypatch: pytest.MonkeyPatc
     model, images, sizes = timm.create_model("resnet10t", num_classes=70_000).eval(), torch.randn(3, 3, 64, 96), []
     real = annotate._annotation
     monkeypatch.setattr(annotate, "_annotation", lambda dense, k: (sizes.append(dense.numel()), real(dense, k))[1])
-    found = Annotator(model, 5)(images)
+    annotation = Annotator(model, 5)(images)
     assert sizes == [2 * 3 * 70_000] * 3  # one image at a time, although a batch of 3
     with torch.no_grad():
         features, fc = model.forward_features(images).double(), model.fc.double()
         dense = (fc(features.permute(0, 2, 3, 1))).permute(0, 3, 1, 2)
-    np.testing.assert_array_equal(found.ids, dense.argsort(1, descending=True)[:, :5])
-    np.testing.assert_allclose(found.log_sum_exp, dense.logsumexp(1), atol=2e-3)
+    np.testing.assert_array_equal(annotation.ids, dense.argsort(1, descending=True)[:, :5])
+    np.testing.assert_allclose(annotation.log_sum_exp, dense.logsumexp(1), atol=2e-3)

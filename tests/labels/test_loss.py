@@ -45,9 +45,9 @@ def test_golden(entry: str, box: tuple[int, int, int, int] | Tensor) -> None:
     total = loss((cls, aux), Targets(target[:, :, 1], sparse, target[:, :, 0], (14, 14)), box).total
     total.backward()
     assert cls.grad is not None and aux.grad is not None
-    found = {"value": total.detach(), "grad_cls": cls.grad[:, ::37], "grad_aux": aux.grad[:, ::13, ::37]}
+    results = {"value": total.detach(), "grad_cls": cls.grad[:, ::37], "grad_aux": aux.grad[:, ::13, ::37]}
     with np.load(GOLDEN) as golden:
-        for name, value in found.items():
+        for name, value in results.items():
             expected = golden[f"loss/{entry}/{name}"]
             assert np.abs(value.numpy() - expected).max() <= 1e-5 * np.abs(expected).max(), name
 
@@ -97,11 +97,11 @@ def written_out(
     return cls_loss, dense_loss
 
 
-def assert_equal(found: LossTerms, expected: tuple[Tensor, Tensor], loss: TokenLabelLoss, *logits: Tensor) -> None:
-    torch.testing.assert_close((found.cls, found.dense), expected, rtol=1e-12, atol=0)
+def assert_equal(terms: LossTerms, expected: tuple[Tensor, Tensor], loss: TokenLabelLoss, *logits: Tensor) -> None:
+    torch.testing.assert_close((terms.cls, terms.dense), expected, rtol=1e-12, atol=0)
     total = loss.cls_weight * expected[0] + loss.dense_weight * expected[1]
-    torch.testing.assert_close(found.total, total, rtol=1e-12, atol=0)
-    grads = [torch.autograd.grad(each, logits) for each in (found.total, total)]
+    torch.testing.assert_close(terms.total, total, rtol=1e-12, atol=0)
+    grads = [torch.autograd.grad(loss_total, logits) for loss_total in (terms.total, total)]
     torch.testing.assert_close(*grads, rtol=1e-10, atol=1e-14)
 
 
@@ -141,8 +141,8 @@ def test_labels_are_mixed_as_the_images_are_and_mixtoken_mixes_the_mixtures(sett
     for batch, seed in ((4, 0), (5, 1), (5, 2)):
         cls, aux, targets = small_case(batch=batch)
         ratios, stays = draw(Mixup(**settings, num_classes=CLASSES), batch, seed)
-        found = BLENDED((cls, aux), targets, BOX, ratios)
-        assert_equal(found, written_out(cls, aux, targets, BLENDED, SHARE, stays), BLENDED, cls, aux)
+        terms = BLENDED((cls, aux), targets, BOX, ratios)
+        assert_equal(terms, written_out(cls, aux, targets, BLENDED, SHARE, stays), BLENDED, cls, aux)
 
 
 def test_without_a_dense_head_there_is_the_class_loss_alone_and_mixtoken_still_mixes_it() -> None:
@@ -175,8 +175,8 @@ def test_groups_of_images_change_nothing_and_only_the_gradient_is_large(monkeypa
     cls, aux, targets = small_case()
     expected = torch.autograd.grad(PLAIN((cls, aux), targets).total, (cls, aux))
     monkeypatch.setattr(chunks, "_CPU_NUMBERS", 1)
-    found = torch.autograd.grad(PLAIN((cls, aux), targets).total, (cls, aux))
-    torch.testing.assert_close(found, expected, rtol=1e-13, atol=1e-16)
+    gradients = torch.autograd.grad(PLAIN((cls, aux), targets).total, (cls, aux))
+    torch.testing.assert_close(gradients, expected, rtol=1e-13, atol=1e-16)
     targets = make_targets(*raw_case(), GRID, 200, SMOOTHING)  # 48 entries a token
     cls, aux = torch.randn(4, 200).requires_grad_(), torch.randn(4, 6, 200).requires_grad_()
     with Sizes() as sizes:
@@ -199,9 +199,9 @@ def test_targets_and_loss_compile_in_one_graph_for_all_boxes() -> None:
     cls, aux, _ = small_case()
     for seed, box in enumerate([BOX, (0, 0, 2, 3), (1, 1, 1, 1)]):
         arguments = (raw_case(seed), cls, aux, torch.tensor(box))
-        found, expected = compiled(*arguments), loss_from_maps(*arguments)
-        torch.testing.assert_close(tuple(found), tuple(expected), rtol=1e-12, atol=0)
-        grads = [torch.autograd.grad(loss.total, (cls, aux)) for loss in (found, expected)]
+        terms, expected = compiled(*arguments), loss_from_maps(*arguments)
+        torch.testing.assert_close(tuple(terms), tuple(expected), rtol=1e-12, atol=0)
+        grads = [torch.autograd.grad(loss.total, (cls, aux)) for loss in (terms, expected)]
         torch.testing.assert_close(*grads, rtol=1e-10, atol=1e-14)
     assert counter.frame_count == 1
     torch.compiler.reset()

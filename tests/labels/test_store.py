@@ -54,10 +54,10 @@ def marks(store: LabelStore) -> list[float]:
 def test_a_published_tree_is_read_as_it_was_written_also_in_a_worker(tree: Path) -> None:
     store = pickle.loads(pickle.dumps(open_labels(tree, NAMES, num_classes=2)))
     assert (len(store), store.shape, store.warnings, marks(store)) == (3, SHAPE, [], [0, 1, 2])
-    found, expected = store.read(1), published(1)
-    assert (found.values.dtype, found.ids.dtype, found.area) == (np.float16, np.int32, FULL_AREA)
-    np.testing.assert_array_equal(found.values, expected[0].numpy())
-    np.testing.assert_array_equal(found.ids, expected[1].int().numpy())
+    stored, expected = store.read(1), published(1)
+    assert (stored.values.dtype, stored.ids.dtype, stored.area) == (np.float16, np.int32, FULL_AREA)
+    np.testing.assert_array_equal(stored.values, expected[0].numpy())
+    np.testing.assert_array_equal(stored.ids, expected[1].int().numpy())
 
 
 def test_a_tree_is_known_by_what_its_files_hold(tree: Path, tmp_path: Path) -> None:
@@ -172,8 +172,8 @@ def test_fault_45_46_missing_and_odd_maps_stop_or_are_replaced(
     assert "1 of 3 images have no label" in store.warnings[0]
     assert store.read(1, 8, 8).values[0, 0, 0] == 1 and store.take_faults() == []
     for index in (0, 2):
-        found = store.read(index, 8, 8)
-        assert found.shape == SHAPE and found.area == area and not found.values.any()
+        replaced = store.read(index, 8, 8)
+        assert replaced.shape == SHAPE and replaced.area == area and not replaced.values.any()
     ((image, reason),) = store.take_faults()
     assert image == "c0/0.jpg" and "shape" in reason and store.take_faults() == []
 

@@ -49,15 +49,15 @@ def test_every_number_equals_the_loop(cells: Size, grid: Size, k: int, uncovered
     expected = brute_force(*case, grid, CLASSES, SMOOTHING, uncovered, window)
     counts = expected.weight.mean(1).tolist()
     assert counts[2] == 0 and (0 < counts[0] < 1 if uncovered == "ignore" else counts[0] == 1)
-    for given, tolerance in ((case, 1e-12), (single(case), 1e-5)):
-        found = make_targets(*given, grid, CLASSES, SMOOTHING, uncovered=uncovered, window=window)
-        assert found.tokens is not None and found.cls.dtype == given[1].dtype and found.window == window
-        for ids, excess in zip(found.tokens.ids.flatten(0, 1), found.tokens.excess.flatten(0, 1), strict=True):
+    for inputs, tolerance in ((case, 1e-12), (single(case), 1e-5)):
+        targets = make_targets(*inputs, grid, CLASSES, SMOOTHING, uncovered=uncovered, window=window)
+        assert targets.tokens is not None and targets.cls.dtype == inputs[1].dtype and targets.window == window
+        for ids, excess in zip(targets.tokens.ids.flatten(0, 1), targets.tokens.excess.flatten(0, 1), strict=True):
             named = ids[excess != 0].tolist()
             assert len(named) == len(set(named))  # the loss's gradient depends on it on CUDA
-        torch.testing.assert_close(found.cls.double(), expected.cls, rtol=tolerance, atol=0)
-        torch.testing.assert_close(found.tokens.dense(CLASSES).double(), expected.tokens, rtol=tolerance, atol=0)
-        torch.testing.assert_close(found.tokens.weight.double(), expected.weight, rtol=0, atol=1e-7)
+        torch.testing.assert_close(targets.cls.double(), expected.cls, rtol=tolerance, atol=0)
+        torch.testing.assert_close(targets.tokens.dense(CLASSES).double(), expected.tokens, rtol=tolerance, atol=0)
+        torch.testing.assert_close(targets.tokens.weight.double(), expected.weight, rtol=0, atol=1e-7)
 
 
 @pytest.mark.parametrize(("cells", "grid", "k"), [((5, 7), (3, 4), 3), ((4, 3), (2, 5), CLASSES), ((1, 1), (3, 2), 1)])
@@ -71,12 +71,13 @@ def test_the_best_classes_are_those_of_the_loop(cells: Size, grid: Size, k: int)
     expected = brute_force(*case, grid, CLASSES, smoothing=0)
     tokens = make_targets(*single(case), grid, CLASSES, smoothing=0).tokens
     assert tokens is not None
-    for said in range(CLASSES):
-        right, counts = is_best(tokens, torch.full((4, 1), said), CLASSES)
+    for predicted in range(CLASSES):
+        right, counts = is_best(tokens, torch.full((4, 1), predicted), CLASSES)
         for b, n in np.ndindex(*counts.shape):
             label = expected.tokens[b, n]
             covered = bool(expected.weight[b, n] > 0 and label.max() > label.min() + 1e-9)
-            assert counts[b, n] == covered and right[b, n] == (covered and label[said] >= label.max() - 1e-9), (b, n)
+            best = covered and label[predicted] >= label.max() - 1e-9
+            assert counts[b, n] == covered and right[b, n] == best, (b, n)
     assert counts[:3].any() and not counts[3].any()
 
 
@@ -84,11 +85,11 @@ def test_the_best_classes_are_those_of_the_loop(cells: Size, grid: Size, k: int)
 def test_the_largest_half_precision_logits_do_not_overflow(value: float) -> None:
     ids = np.array([0, 1], np.int32).reshape(2, 1, 1)
     labels = LabelBatch.stack([LabelMap(np.array([value, 3], np.float16).reshape(2, 1, 1), ids)])
-    found = make_targets(labels, WHOLE, torch.tensor([FULL_AREA]), torch.tensor([0]), (1, 1), 4, 0.0)
-    assert found.tokens is not None
+    targets = make_targets(labels, WHOLE, torch.tensor([FULL_AREA]), torch.tensor([0]), (1, 1), 4, 0.0)
+    assert targets.tokens is not None
     expected = [1.0, 0, 0, 0] if value > 0 else [0, math.exp(3) / (math.exp(3) + 2)] + [1 / (math.exp(3) + 2)] * 2
-    assert found.tokens.dense(4)[0, 0].tolist() == pytest.approx(expected)
-    assert found.cls[0].tolist() == pytest.approx(expected)
+    assert targets.tokens.dense(4)[0, 0].tolist() == pytest.approx(expected)
+    assert targets.cls[0].tolist() == pytest.approx(expected)
 
 
 def test_without_maps_and_with_one_label_per_crop() -> None:
@@ -100,9 +101,9 @@ def test_without_maps_and_with_one_label_per_crop() -> None:
     assert plain.tokens is not None and (plain.tokens.weight == 1).all()
     torch.testing.assert_close(plain.tokens.dense(CLASSES), expected[:, None].expand(-1, 6, -1))
     torch.testing.assert_close((plain.cls, plain.truth), (expected, expected))
-    for given in (None, labels):
-        crop_only = make_targets(given, *arguments, dense=False)
-        assert crop_only.tokens is None and torch.equal(crop_only.cls, make_targets(given, *arguments).cls)
+    for maps in (None, labels):
+        crop_only = make_targets(maps, *arguments, dense=False)
+        assert crop_only.tokens is None and torch.equal(crop_only.cls, make_targets(maps, *arguments).cls)
     with pytest.raises(UserError, match="--uncovered zero: choose from ignore, uniform"):
         make_targets(labels, *arguments, uncovered="zero")
 
@@ -124,9 +125,9 @@ def test_no_tensor_has_a_number_for_every_token_and_class_and_large_ids_are_exac
     labels, *geometry = random_case(0, batch=2)
     many = LabelBatch(labels.values, labels.ids * 1111, labels.area)
     with Sizes() as sizes:
-        found = make_targets(many, *geometry, (3, 4), 10_000)
+        targets = make_targets(many, *geometry, (3, 4), 10_000)
     expected = make_targets(labels, *geometry, (3, 4), CLASSES)
-    assert (found.cls.argmax(-1) == expected.cls.argmax(-1) * 1111).all()  # ids above 2,048 are exact
+    assert (targets.cls.argmax(-1) == expected.cls.argmax(-1) * 1111).all()  # ids above 2,048 are exact
     assert 0 < max(sizes.made.values()) <= 2 * 10_001  # the crops' labels; 12 tokens would be 240,000
 
 
@@ -143,6 +144,6 @@ def test_cuda_agrees_with_the_cpu_repeats_itself_and_does_not_synchronise() -> N
         torch.cuda.set_sync_debug_mode("default")
     assert first.tokens is not None and second.tokens is not None and expected.tokens is not None
     assert torch.equal(first.tokens.excess, second.tokens.excess) and torch.equal(first.cls, second.cls)
-    found = first.tokens.dense(CLASSES).cpu()
-    torch.testing.assert_close(found, expected.tokens.dense(CLASSES), rtol=0, atol=1e-5)
+    dense = first.tokens.dense(CLASSES).cpu()
+    torch.testing.assert_close(dense, expected.tokens.dense(CLASSES), rtol=0, atol=1e-5)
     torch.testing.assert_close(first.cls.cpu(), expected.cls, rtol=0, atol=1e-5)

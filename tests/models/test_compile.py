@@ -6,12 +6,17 @@ import torch
 
 from tlt.models import fast_ops
 from tlt.models.fast_ops import linear
+from tlt.models.wrap import with_dense_head
 from volo.kernels import outlook_attention
 
-SMALLER = {"volo_test": {"layers": (1, 1, 0, 0)}, "lvvit_test": {"depth": 1}}
+SMALLER = {
+    "volo_test": {"img_size": 64, "layers": (1, 1, 0, 0)},
+    "lvvit_test": {"img_size": 64, "depth": 1},
+    "test_resnet": {},
+}
 BOXES = [(1, 1, 3, 3), (0, 0, 2, 4), (0, 0, 0, 0)]
 ONEDNN = {"tlt.onednn_linear.default"} if torch.backends.mkldnn.is_available() else set()
-EXPECTED = {"volo_test": {"volo.outlook_windows.default", *ONEDNN}, "lvvit_test": ONEDNN}
+EXPECTED = {"volo_test": {"volo.outlook_windows.default", *ONEDNN}, "lvvit_test": ONEDNN, "test_resnet": set()}
 
 
 @pytest.fixture(autouse=True)
@@ -30,10 +35,10 @@ def own(module):
     return {name for name in names if "onednn" in name or "outlook" in name}
 
 
-@pytest.mark.parametrize(("name", "as_tensor"), [("volo_test", False), ("lvvit_test", True)])
+@pytest.mark.parametrize(("name", "as_tensor"), [("volo_test", False), ("lvvit_test", True), ("test_resnet", True)])
 def test_training_compiles_once_for_all_boxes(name, as_tensor, make_images):
     torch.manual_seed(0)
-    model = timm.create_model(name, img_size=64, num_classes=5, **SMALLER[name])
+    model = with_dense_head(timm.create_model(name, num_classes=5, **SMALLER[name]), (64, 64))
     from torch._dynamo.testing import CompileCounterWithBackend  # takes a second
 
     counter = CompileCounterWithBackend("aot_eager" if as_tensor else "eager")
@@ -61,12 +66,12 @@ class Products(torch.nn.Module):
 
 
 def test_what_is_exported_has_no_operator_of_ours_though_it_was_compiled_before(make_images):
-    given, found = [make_images(3, size, size, c).movedim(1, -1) for size, c in ((4, 32), (2, 162))], []
-    compiled = torch.compile(Products(), backend=lambda module, _: found.append(own(module)) or module.forward)
+    inputs, operators = [make_images(3, size, size, c).movedim(1, -1) for size, c in ((4, 32), (2, 162))], []
+    compiled = torch.compile(Products(), backend=lambda module, _: operators.append(own(module)) or module.forward)
     for strict in (False, True):
-        compiled(*(x[strict:] for x in given))  # another number of images is compiled anew
-        assert own(torch.export.export(Products(), tuple(given), strict=strict).graph_module) == set()
-    assert found == [EXPECTED["volo_test"]] * 2
+        compiled(*(x[strict:] for x in inputs))  # another number of images is compiled anew
+        assert own(torch.export.export(Products(), tuple(inputs), strict=strict).graph_module) == set()
+    assert operators == [EXPECTED["volo_test"]] * 2
 
 
 def test_transformations_that_are_compiled_equal_plain_ones(make_images):

@@ -96,8 +96,8 @@ def test_masks_are_timms_and_subsets_have_the_same_mean_of_outputs_and_gradients
 
     subsets = [torch.tensor(kept) for kept in itertools.combinations(range(BATCH), KEPT)]
     pairs = list(itertools.product(subsets, repeat=2))
-    found = weighted_mean((1 / len(pairs), output_and_gradients(block, x, *pair)) for pair in pairs)
-    torch.testing.assert_close(found, weighted_mean(all_masks()), rtol=1e-12, atol=1e-13)
+    mean = weighted_mean((1 / len(pairs), output_and_gradients(block, x, *pair)) for pair in pairs)
+    torch.testing.assert_close(mean, weighted_mean(all_masks()), rtol=1e-12, atol=1e-13)
 
 
 @pytest.mark.gpu
@@ -112,10 +112,10 @@ def test_a_subset_is_taken_and_put_back_bit_for_bit_as_by_index_add(dtype: torch
 
     results = []
     for run in (plain, lambda x: add_branch(x, lambda rows: (rows @ weight).tanh(), drawn, 2.0)):
-        given = x.clone().requires_grad_()
-        (out := run(given)).square().sum().backward()
-        assert given.grad is not None
-        results.append((out, given.grad))
+        leaf = x.clone().requires_grad_()
+        (out := run(leaf)).square().sum().backward()
+        assert leaf.grad is not None
+        results.append((out, leaf.grad))
     assert all(map(torch.equal, *results))
 
 
@@ -125,11 +125,11 @@ def test_what_is_drawn_for_two_branches_is_independent_and_equally_likely(mode: 
     x, shares, counts, passes = torch.zeros(4, 1), [WHOLE // 2] * 2, Counter(), 3600
     for _ in range(passes):
         drawn = draw_masks(torch.tensor(shares)[:, None], x) if mode == "mask" else draw_subsets(shares, x)
-        counts[tuple(tuple(each.tolist() if mode == "mask" else sorted(each.tolist())) for each in drawn)] += 1
+        counts[tuple(tuple(branch.tolist() if mode == "mask" else sorted(branch.tolist())) for branch in drawn)] += 1
     cells = (2**4 if mode == "mask" else comb(4, 2)) ** 2
     assert len(counts) == cells
     if mode == "mask":
-        assert {value for pair in counts for each in pair for value in each} == {0.0, 2.0}
+        assert {value for pair in counts for branch in pair for value in branch} == {0.0, 2.0}
     expected = passes / cells
     chi_square = sum((count - expected) ** 2 / expected for count in counts.values())
     assert chi_square < {"mask": 331, "subset": 67}[mode]  # 255 and 35 degrees of freedom: 1 in 1000
@@ -226,8 +226,8 @@ class Around(nn.Module):
         super().__init__()
         self.inner = inner
 
-    def forward(self, *given: Any) -> Tensor:
-        return self.inner(*given)
+    def forward(self, *inputs: Any) -> Tensor:
+        return self.inner(*inputs)
 
 
 @pytest.mark.parametrize("mode", ["mask", "subset"])

@@ -16,10 +16,10 @@ TOLERANCE = 1e-4
 def test_logits(key, fill, make_images, deviation):
     """At the model's size or another; test_interface.py shows that other ways to a size are this one."""
     _, name, sizes = key.split("/")
-    built, *_, shown = map(int, sizes.split("-") * 2)
+    built, *_, size = map(int, sizes.split("-") * 2)
     model = fill(timm.create_model(name, img_size=built)).eval()
     with torch.no_grad():
-        assert deviation(model(make_images(2, shown)), GOLDEN[key]) < TOLERANCE
+        assert deviation(model(make_images(2, size)), GOLDEN[key]) < TOLERANCE
 
 
 @pytest.mark.parametrize("name", ["volo_d1", "lvvit_t"])

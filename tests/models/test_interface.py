@@ -56,10 +56,10 @@ def test_dropout_acts_in_training_only(name, rate, make_images):
     for module in model.modules():
         if isinstance(module, torch.nn.BatchNorm2d):
             module.eval()
-    seen = []
-    model.named_blocks()[0][1].attn.register_forward_hook(lambda layer, given, output: seen.append(output))
+    outputs = []
+    model.named_blocks()[0][1].attn.register_forward_hook(lambda layer, inputs, output: outputs.append(output))
     assert not torch.equal(model(x), model(x))
-    assert torch.equal(*seen) == (rate == "drop_path_rate" or (rate, name) == ("drop_rate", "volo_test"))
+    assert torch.equal(*outputs) == (rate == "drop_path_rate" or (rate, name) == ("drop_rate", "volo_test"))
 
 
 def test_dense_head_off(name, make_images):
@@ -180,7 +180,7 @@ def test_intermediates_by_index(name, make_images):
     torch.testing.assert_close(final, model.forward_features(x))
     assert len(maps) == len(model.feature_info)
     pairs = model.forward_intermediates(x, intermediates_only=True, return_prefix_tokens=True)
-    assert {isinstance(each, tuple) for each in pairs} == {hasattr(model, "num_prefix_tokens")}  # as DPTs expect it
+    assert {isinstance(pair, tuple) for pair in pairs} == {hasattr(model, "num_prefix_tokens")}  # as DPTs expect it
     early, some = model.forward_intermediates(x, indices=[0], stop_early=True)
     torch.testing.assert_close(some[0], maps[0])
     assert early.shape != final.shape or not torch.allclose(early, final)

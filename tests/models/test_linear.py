@@ -113,15 +113,15 @@ def test_what_others_did_to_a_layer_is_done(change: str, monkeypatch: pytest.Mon
     """After it was compiled, too."""
     layer, x, seen = nn.Linear(4, 3), torch.ones(2, 4, requires_grad=True), list[nn.Module]()
     called = [Wrapped(layer), torch.compile(Wrapped(layer).forward, backend="eager")]
-    for each in called:
-        each(x).sum().backward()
+    for call in called:
+        call(x).sum().backward()
     removable = CHANGES[change](layer, seen.append, monkeypatch)
     try:
-        for each in called:
+        for call in called:
             seen.clear()
-            found = each(x)
-            found.sum().backward()
-            assert seen.count(layer) == 1 and torch.equal(found, F.linear(x, layer.weight, layer.bias))
+            out = call(x)
+            out.sum().backward()
+            assert seen.count(layer) == 1 and torch.equal(out, F.linear(x, layer.weight, layer.bias))
     finally:
         if isinstance(removable, RemovableHandle):
             removable.remove()

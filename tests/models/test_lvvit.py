@@ -30,12 +30,6 @@ def test_every_published_weight_has_a_tag_with_its_size_shape_and_parameters(nam
         assert model.pretrained_cfg["url"] == WEIGHTS[name, size]
 
 
-def test_a_model_without_weights_at_the_size_of_the_table_has_that_size():
-    with torch.device("meta"):
-        model = timm.create_model("lvvit_l")
-    assert model.img_size == (224, 224) == model.pretrained_cfg["input_size"][1:]
-
-
 def test_stochastic_depth_rises_linearly_from_zero():
     model = timm.create_model("lvvit_test", drop_path_rate=0.2)
     assert [block.drop_path for block in model.blocks] == [0.0, 0.1, 0.2]

@@ -99,17 +99,17 @@ def dot_as_a_gpu_rounds(builder, dot, a, b, total, precision, *more):
 @pytest.mark.parametrize(("height", "width"), [(4, 6), (5, 3), (1, 1)])
 def test_a_kernel_equals_timms(kernel, height, width):
     dtype, tolerance = (torch.float32, 4e-6) if kernel == "triton" else (torch.float64, 1e-12)
-    given = tensors(height, width, dtype)
-    for ours, theirs in zip(results(by_kernel(kernel), *given), in_float64(*given), strict=True):
+    inputs = tensors(height, width, dtype)
+    for ours, theirs in zip(results(by_kernel(kernel), *inputs), in_float64(*inputs), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_a_kernel_is_as_accurate_as_timms_in_each_type(kernel, dtype):
-    given = tensors(7, 8, dtype)
+    inputs = tensors(7, 8, dtype)
     limit = 0.9 if kernel == "windows" and dtype is not torch.float32 else 2  # timm's rounds logits and weights
-    found, plain = (results(function, *given) for function in (by_kernel(kernel), by_timm))
-    for ours, theirs, truth in zip(found, plain, in_float64(*given), strict=True):
+    fused, plain = (results(function, *inputs) for function in (by_kernel(kernel), by_timm))
+    for ours, theirs, truth in zip(fused, plain, in_float64(*inputs), strict=True):
         assert (ours - truth).norm() <= limit * (theirs - truth).norm()
 
 
@@ -150,8 +150,8 @@ def test_autocast_gives_its_type_and_float32_gradients(kernel):
     with torch.autocast(torch.get_default_device().type, torch.bfloat16):
         out = layer(x)
         out.float().square().sum().backward()
-        given = tensors(2, 2, torch.float32, batch=1)[:2]
-        assert outlook_attention(*given, kernel=kernel).dtype == out.dtype == torch.bfloat16
+        inputs = tensors(2, 2, torch.float32, batch=1)[:2]
+        assert outlook_attention(*inputs, kernel=kernel).dtype == out.dtype == torch.bfloat16
     assert layer.attn.weight.grad.dtype == torch.float32 and layer.attn.weight.grad.any()
     assert (out - truth).norm() <= 0.02 * truth.norm()
 
@@ -178,11 +178,11 @@ def test_forward_mode_is_right_or_refused():
 
 
 def test_groups_of_images_change_nothing_and_gradients_are_finite_differences(monkeypatch):
-    given = tensors(5, 8, batch=5)
-    expected = results(by_kernel("windows"), *given)
+    inputs = tensors(5, 8, batch=5)
+    expected = results(by_kernel("windows"), *inputs)
     for numbers in (1, 2 * 3 * 4 * 9 * HEADS * DEPTH):  # one image at a time; two, two and one
         monkeypatch.setattr(tlt.io.chunks, "_CPU_NUMBERS", numbers)
-        for ours, theirs in zip(results(by_kernel("windows"), *given), expected, strict=True):
+        for ours, theirs in zip(results(by_kernel("windows"), *inputs), expected, strict=True):
             torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
     v, logits, _ = tensors(2, 3, batch=1)
     assert gradcheck(by_kernel("windows"), (v.requires_grad_(), logits.requires_grad_()))

@@ -50,10 +50,10 @@ def test_logits_of_places_outside_the_image_may_be_huge(height: int, device: str
         outside[:, -1, :, :, 6:] = True
     rows[..., 0] = -1e4  # far below the row's largest
     rows[outside] = torch.where(torch.arange(9) % 2 == 0, 1e9, -1e9).to(device)  # about as large as they may be
-    found = results(by_kernel("triton"), v, logits, grad)
-    for ours, exact in zip(found, in_float64(v, logits, grad), strict=True):
+    fused = results(by_kernel("triton"), v, logits, grad)
+    for ours, exact in zip(fused, in_float64(v, logits, grad), strict=True):
         torch.testing.assert_close(ours, exact, rtol=0, atol=2e-6 * float(exact.abs().max()))
-    assert found[2].unflatten(-1, (-1, 9, 9))[outside].eq(0).all()
+    assert fused[2].unflatten(-1, (-1, 9, 9))[outside].eq(0).all()
 
 
 @on_each
@@ -138,9 +138,9 @@ def stage(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
 @pytest.mark.gpu(stand_in=False)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_whole_stage_on_a_gpu_repeats_bit_for_bit(dtype: torch.dtype) -> None:
-    given = stage(dtype)
-    first = results(by_kernel("auto"), *given)
-    for ours, exact in zip(first, results(by_kernel("reference"), *(x.double() for x in given)), strict=True):
+    inputs = stage(dtype)
+    first = results(by_kernel("auto"), *inputs)
+    for ours, exact in zip(first, results(by_kernel("reference"), *(x.double() for x in inputs)), strict=True):
         assert (ours - exact).abs().max() <= {torch.float32: 2e-6, torch.bfloat16: 2**-7}[dtype] * exact.abs().max()
     for _ in range(3):
-        assert all(torch.equal(a, b) for a, b in zip(results(by_kernel("triton"), *given), first, strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(results(by_kernel("triton"), *inputs), first, strict=True))

@@ -41,12 +41,12 @@ def without_choices(model: Any) -> Any:
 def middle_of_what_is_seen(cell: Tensor, images: Tensor) -> list[float]:
     """(down, across) the middle of the pixels of `images` that the number `cell` depends on; it must see no border."""
     (gradient,) = torch.autograd.grad(cell, images)
-    found = []
+    middle = []
     for axis in (0, 1):
         lines = (gradient[0].abs().sum(0) > 0).any(1 - axis).nonzero()
         assert lines.min() > 0 and lines.max() < images.shape[2 + axis] - 1
-        found.append((int(lines.min()) + int(lines.max()) + 1) / 2)
-    return found
+        middle.append((int(lines.min()) + int(lines.max()) + 1) / 2)
+    return middle
 
 
 CASES = [("volo_test", 70), ("lvvit_test", 70), ("regnety_002", 646), ("resnet18", 550)]
@@ -72,8 +72,8 @@ def test_a_token_lies_in_the_middle_of_what_it_sees(name: str, size: int) -> Non
         cell = cells[token[0] * scale : (token[0] + 1) * scale, token[1] * scale : (token[1] + 1) * scale].sum()
     else:
         cell = feature_map(seen, seen.forward_features(images), shape)[0, token[0], token[1], 0]
-    found = middle_of_what_is_seen(cell, images)
-    assert found == [positions.first[axis] + token[axis] * positions.pitch[axis] for axis in (0, 1)]
+    middle = middle_of_what_is_seen(cell, images)
+    assert middle == [positions.first[axis] + token[axis] * positions.pitch[axis] for axis in (0, 1)]
 
 
 class Through(nn.Module):
@@ -144,9 +144,9 @@ def test_a_token_lies_where_networks_that_pad_inside_put_it(
 def test_a_map_that_is_padded_and_made_small_again_is_not_gone_through_for_ever() -> None:
     halves = [nn.Conv2d(3, 3, 3, 2, 1) for _ in range(2)]
     layers = nn.Sequential(halves[0], nn.ZeroPad2d((0, 1, 0, 1)), nn.Conv2d(3, 3, 2), halves[1])
-    with downsampling_layers(layers) as found:
+    with downsampling_layers(layers) as downsampling:
         grid = layers(torch.zeros(1, 3, 64, 64)).shape[2:]
-    positions = positions_of(found, (grid[0], grid[1]), (64, 64))
+    positions = positions_of(downsampling, (grid[0], grid[1]), (64, 64))
     # The second convolution sees half a cell of 2 px to the right.
     assert (positions.pitch, positions.first) == ((4.0, 4.0), (1.5, 1.5))
 
@@ -166,13 +166,13 @@ def test_positions_are_the_middle_of_what_a_token_sees(seed: int) -> None:
     layers = _random_layers(draw).double()
     size = draw.randint(90, 130), draw.randint(90, 130)
     images = torch.randn(1, 3, *size, dtype=torch.float64, requires_grad=True)
-    with downsampling_layers(layers) as shrinking:
+    with downsampling_layers(layers) as downsampling:
         output = layers(images)
     grid = output.shape[2], output.shape[3]
-    positions = positions_of(shrinking, grid, size)
+    positions = positions_of(downsampling, grid, size)
     token = grid[0] // 2, grid[1] // 2
-    found = middle_of_what_is_seen(output[0, :, token[0], token[1]].sum(), images)
-    assert found == [positions.first[axis] + token[axis] * positions.pitch[axis] for axis in (0, 1)]
+    middle = middle_of_what_is_seen(output[0, :, token[0], token[1]].sum(), images)
+    assert middle == [positions.first[axis] + token[axis] * positions.pitch[axis] for axis in (0, 1)]
     assert not layers[0]._forward_hooks
 
 
@@ -183,9 +183,9 @@ def test_shares_of_mixed_images_are_those_of_the_pixels_of_a_token() -> None:
     fine = pixels[:, 0].repeat_interleave(60, 1).repeat_interleave(60, 2)  # (2, 1200, 1800)
     edges = [np.clip(np.linspace(low, high, 4) * side, 0, side).round().astype(int)
              for low, high, side in ((0.05, 1.2, 1200), (-0.1, 0.8, 1800))]  # fmt: skip
-    for token, found in enumerate(ratios.of_tokens((3, 3), window, pixels).unbind(1)):
+    for token, share in enumerate(ratios.of_tokens((3, 3), window, pixels).unbind(1)):
         row, col = divmod(token, 3)
         (top, bottom), (left, right) = edges[0][row : row + 2], edges[1][col : col + 2]
-        torch.testing.assert_close(found, fine[:, top:bottom, left:right].mean((1, 2)), rtol=0, atol=1e-3)
+        torch.testing.assert_close(share, fine[:, top:bottom, left:right].mean((1, 2)), rtol=0, atol=1e-3)
     whole = ratios.of_tokens((4, 5), FULL_AREA, pixels)
     torch.testing.assert_close(whole, nn.functional.adaptive_avg_pool2d(pixels, (4, 5)).flatten(1))

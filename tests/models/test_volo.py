@@ -28,7 +28,7 @@ def test_a_variant_is_its_row_with_the_names_and_shapes_of_timms_weights(name):
     assert len(list(model.named_blocks())) == blocks and model.pretrained_cfg["crop_pct"] == row.crop_pct
     millions = sum(p.numel() for p in model.parameters()) / 1e6
     assert round(millions, 2) == row.params
-    assert model.token_grid((row.img_size,) * 2) == model.token_grid()
+    assert model.img_size == (row.img_size,) * 2 == model.pretrained_cfg["input_size"][1:]
     if name in VARIANTS:
         cells = f"{str(row.layers)[1:-1]} | {row.dims[0]}/{row.dims[1]} | {row.heads[0]}/{row.heads[1]}"
     else:
