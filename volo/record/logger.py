@@ -54,11 +54,11 @@ class Logger:
         self.trackers: Trackers | None = None  # None unless trackers are used
         self._arithmetic: Arithmetic | None = None
         self._position: dict[str, int] = {}  # current epoch and update once they are known; part of every event
-        self._work: Sequence[float] = (0,)  # before each update of the run, and at its end
+        self._work: Sequence[float] = (0,)  # amount of work done before each update of the run, and at its end
         self._bar: tqdm | None = None
         self._bar_text = ""  # text beside the bar: loss and speed of the last interval, even of the previous epoch
         self._lines = LineFile()  # log.txt; it keeps lines in memory until `open`
-        self._seconds, self._waited, self._done = (0.0, 0.0, 0.0)  # totals since this start; the last of `_work`
+        self._seconds, self._waited, self._work_done = (0.0, 0.0, 0.0)  # totals since this start
         self._advised = False
 
     def open(self, records: RunRecords, work: Sequence[float], arithmetic: Arithmetic | None = None) -> None:
@@ -158,8 +158,8 @@ class Logger:
             return
         self._seconds += interval.seconds
         self._waited += interval.wait_seconds
-        self._done += self._work[interval.update] - self._work[interval.update - interval.updates]
-        remaining = (self._work[-1] - self._work[interval.update]) * self._seconds / max(self._done, 1)
+        self._work_done += self._work[interval.update] - self._work[interval.update - interval.updates]
+        remaining = (self._work[-1] - self._work[interval.update]) * self._seconds / max(self._work_done, 1)
         per_device = interval.images_per_second / self.world.size
         wait_share = interval.wait_seconds / max(interval.seconds, 1e-9)
         skipped = f" | skipped steps {interval.skipped_steps}" if interval.skipped_steps else ""

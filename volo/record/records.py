@@ -141,6 +141,7 @@ class RunRecords:
         self.path = path
         self._metrics = LineFile(path / METRICS)
         self._started: dict[str, bytes] = {}  # contents of the files that `record_start` wrote
+        self._settings: dict[str, Any] = {}
         with os_errors_as(lambda error: f"--output {path}: cannot create the run directory ({error.strerror})"):
             path.mkdir(parents=True, exist_ok=True)
 
@@ -165,9 +166,9 @@ class RunRecords:
             "fitted": list(getattr(args, "defaulted", ())),  # settings determined by the data or a checkpoint
         }
         starts = [*starts, start] if isinstance(starts, list) else [start]
-        settings = yaml.safe_dump(settings_of(args), sort_keys=True)
-        self._started = {"args.yaml": settings.encode(), "run.json": json.dumps(starts, indent=1).encode() + b"\n"}
-        self._started |= files or {}
+        self._settings = settings_of(args)
+        settings, log = yaml.safe_dump(self._settings, sort_keys=True), json.dumps(starts, indent=1) + "\n"
+        self._started = {"args.yaml": settings.encode(), "run.json": log.encode(), **(files or {})}
         for name, content in self._started.items():
             write_whole(self.path / name, content)
 
@@ -247,7 +248,7 @@ class RunRecords:
 
     def _loss_text(self) -> str:
         """Return the label of the loss axis: a weighted sum, if the loss consists of the two losses of token labels."""
-        settings = yaml.safe_load(self._started.get("args.yaml", b"{}"))
+        settings = self._settings
         if not settings.get("token_label") or settings["token_label_size"] == 1 or settings["kd_model_name"]:
             return "loss"
         weights = {"class": settings["cls_weight"], "dense": settings["dense_weight"]}
