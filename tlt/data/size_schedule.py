@@ -75,7 +75,10 @@ class SizeSchedule:
         return float(np.mean([self.weights_of(epoch) @ self.batch_sizes for epoch in range(self.epochs or 1)]))
 
     def choices(self, seed: int, epoch: int, updates: int) -> npt.NDArray[np.int64]:
-        """Return (updates,) indices into `sizes`, one for each update."""
+        """Return (updates,) indices into `sizes`, one for each update.
+
+        Places at equal distances in [0, 1), in random order, fall into the sizes' shares of this interval.
+        """
         hashed = keys(seed, epoch, _SIZES, np.arange(updates + 1))
         places = np.empty(updates)
         places[np.argsort(hashed[1:], kind="stable")] = (np.arange(updates) + hashed[0] * 2.0**-64) / updates

@@ -12,6 +12,7 @@ from PIL import Image
 from timm.data import create_transform
 from torch import nn
 
+from tests.data.conftest import encoded, write
 from tests.data.exactness.conftest import BROKEN, IMAGES, SETTINGS, WAYS, Way, check_levels, parsed
 from tlt.data.loader import EvalLoader
 from tlt.data.sources.source import ImageSource
@@ -107,20 +108,15 @@ def test_accuracy_is_over_every_readable_image(data: Path) -> None:
 @pytest.fixture
 def few(tmp_path: Path) -> Path:
     """Eight images, of which the second and the sixth can't be read."""
-    for number in range(8):
-        path = tmp_path / "few" / "train" / "c0" / f"{number}.png"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        Image.new("RGB", (40, 40), (number, 0, 0)).save(path)
-        if number % 4 == 1:
-            path.write_bytes(b"")
-    return tmp_path / "few"
+    images = {number: encoded(Image.new("RGB", (40, 40), (number, 0, 0))) for number in range(8)} | {1: b"", 5: b""}
+    return write(tmp_path / "few", {f"train/c0/{number}.jpg": image for number, image in images.items()})
 
 
 def test_an_image_that_can_be_read_the_second_time_is_counted_then(few: Path) -> None:
     """As when storage fails for a moment: no epoch counts more images than there are."""
     loader, _ = next(loaders(few, "pil", Way(), 3, 1.0))
     first = evaluated(loader)
-    Image.new("RGB", (40, 40)).save(few / "train" / "c0" / "1.png")
+    Image.new("RGB", (40, 40)).save(few / "train" / "c0" / "1.jpg")
     second = evaluated(loader)
     assert [(each.images, each.unreadable) for each in (first, second)] == [(6, 2), (7, 1)]
 

@@ -1,6 +1,5 @@
 """Which class of an imposed list a class is: by its name, whatever that looks like. Lists that don't fit."""
 
-import csv
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +13,12 @@ from tlt.data.sources.folder import read_class_map
 from tlt.labels.label_info import LabelInfo
 from tlt.labels.store import open_labels
 from tlt.labels.tree import write_map
-from tlt.tools.pack_images import pack_images
 from volo.train.data import listed_images
 
 TORCHVISION = sorted(map(str, range(12)))  # 0, 1, 10, 11, 2, ...
 
 
-@pytest.mark.parametrize("kind", ["folders", "csv", "shards", "packed"])
+@pytest.mark.parametrize("kind", ["folders", "shards"])
 @pytest.mark.parametrize(
     ("own", "imposed", "by"),
     [
@@ -48,18 +46,12 @@ def test_names_that_look_like_numbers_are_names_where_the_list_has_them(
         tar(split / "0.tar", files | {f"{name}/x{name}.cls": str(numbers[name]).encode() for name in names})
     else:
         write(split, files)
-    with (tmp_path / "table.csv").open("w", newline="") as table:
-        rows = [["path", "class"], *([f"train/{path}", path.split("/")[0]] for path in files)]
-        csv.writer(table).writerows(rows)
-    if kind == "packed":
-        pack_images(str(tmp_path), str(tmp_path / "out"))
-    data, dataset = str(tmp_path / "out" if kind == "packed" else tmp_path), "csv/table.csv" * (kind == "csv")
-    assert (open_images(data, "train", dataset).class_names == names) or kind == "shards"
+    assert (open_images(str(tmp_path), "train").class_names == names) or kind == "shards"
     if by == "nothing":
         with refuses("classes that are not in the class list"):
-            open_images(data, "train", dataset, imposed)
+            open_images(str(tmp_path), "train", class_names=imposed)
         return
-    images = open_images(data, "train", dataset, imposed)
+    images = open_images(str(tmp_path), "train", class_names=imposed)
     given = {path.split("/")[-2]: imposed[row] for path, row in zip(images.paths, images.classes, strict=True)}
     assert given == {name: name if by == "name" else imposed[int(name)] for name in names}
     assert {*images.folder_names} == {*given.values()} and images.class_names == imposed

@@ -113,8 +113,8 @@ class FolderListing:
         real, parent = map(os.path.realpath, (path, os.path.dirname(path)))
         if any(os.path.commonpath([real, folder]) == real for folder in (self._real_root, parent)):
             return True
-        around = {real, *map(str, PurePath(real).parents)} & {self._real_root, *self._linked}
-        if any(not _HIDDEN.search(real[len(folder) :]) for folder in around):
+        read_above = {real, *map(str, PurePath(real).parents)} & {self._real_root, *self._linked}
+        if any(not _HIDDEN.search(real[len(folder) :]) for folder in read_above):  # hidden folders are not read
             return True
         self._linked.add(real)
         return False
@@ -140,16 +140,16 @@ class ImageFolder(ImageSource):
 
 
 def scan_folder(
-    root: str | os.PathLike[str], on_progress: ProgressCallback | None = None, in_classes: bool = True
+    root: str | os.PathLike[str], on_progress: ProgressCallback | None = None, classes: bool = True
 ) -> ImageFolder:
     """Find all images under `root`, a folder of class folders, at any depth. All folders found are classes, in natural
-    order, even without images. Without `in_classes` images may lie anywhere, and all have one class.
+    order, even without images. Without `classes` images may lie anywhere, and all have one class.
 
     Raises:
         UserError: A folder is missing or unreadable, there are no images, or two class folders have one name.
     """
-    listing = FolderListing(root, on_progress, in_classes)
-    if not in_classes:
+    listing = FolderListing(root, on_progress, classes)
+    if not classes:
         same = np.zeros(len(listing.names), np.int64)
         return ImageFolder(listing.root, Names(listing.names), same, ["unlabelled"], [], listing.warnings)
     where, folders = printable(listing.root), dict[str, str]()
@@ -161,18 +161,18 @@ def scan_folder(
                 f"{printable(folder)}; the folder's own name is the class, so give each its own"
             )
     names = natural_sorted(folders)
-    index = {name: number for number, name in enumerate(names)}
+    numbers = {name: number for number, name in enumerate(names)}
     if not listing.names:
         notes = "".join(f"; {line}" for line in listing.warnings)
         raise UserError(
             f"no images in the class folders of {where} (expected {where}/CLASS/IMAGE.jpg or another format that "
             f"Pillow reads){notes}{other_kinds(listing.root)}"
         )
-    classes = np.array([index[os.path.basename(folder)] for folder in listing.leaves], np.int64)[listing.leaf]
+    image_classes = np.array([numbers[os.path.basename(folder)] for folder in listing.leaves], np.int64)[listing.leaf]
     warnings = [*listing.warnings]
-    if empty := [names[number] for number in np.flatnonzero(np.bincount(classes, minlength=len(names)) == 0)]:
+    if empty := [names[number] for number in np.flatnonzero(np.bincount(image_classes, minlength=len(names)) == 0)]:
         warnings.append(f"{where}: {len(empty)} classes without images keep their number: {some_names(empty)}")
-    return ImageFolder(listing.root, Names(listing.names), classes, names, list(folders), warnings)
+    return ImageFolder(listing.root, Names(listing.names), image_classes, names, list(folders), warnings)
 
 
 def open_csv(name: str, data: str, split: str, _on_progress: object) -> ImageFolder:
@@ -200,8 +200,9 @@ def open_csv(name: str, data: str, split: str, _on_progress: object) -> ImageFol
         what = f"{len(gone)} images that are not there ({some_names(gone)})" if gone else "an image more than once"
         raise UserError(f"{csv_name} names {what}: paths count from {printable(data)}")
     class_names = natural_sorted({row["class"] for row in rows})
-    number = {name: row for row, name in enumerate(class_names)}
-    return ImageFolder(data, Names(paths), np.array([number[row["class"]] for row in used]), class_names, class_names)
+    numbers = {name: number for number, name in enumerate(class_names)}
+    image_classes = np.array([numbers[row["class"]] for row in used])
+    return ImageFolder(data, Names(paths), image_classes, class_names, class_names)
 
 
 def _rows(file: str) -> list[dict[str, str]]:

@@ -209,8 +209,8 @@ class RecordImages(ImageSource):
             files = {name: length for name, length in description["files"]}
             sound = content["format"] == FORMAT and self.rows.dtype == ROW and self.rows.ndim == 1
             sound = sound and content["crc32"] == _crc(self.rows, block.data, description)
-            most = {"file": len(files), "class": len(description["class_names"]), "name_end": len(block) + 1}
-            sound = sound and all(self.rows[key].max() < count for key, count in most.items())
+            ends = {"file": len(files), "class": len(description["class_names"]), "name_end": len(block) + 1}
+            sound = sound and all(self.rows[key].max() < end for key, end in ends.items())
             steps = (self.rows[key] for key in ("offset", "length", "class"))
             sound = sound and all((step >= 0).all() for step in (*steps, np.diff(self.rows["name_end"], prepend=0)))
             texts = [*files, *description["class_names"], *description["folder_names"], *description["warnings"]]
