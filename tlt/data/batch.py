@@ -11,18 +11,15 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from tlt.data.augment.counter import keys
+from tlt.data.augment.counter import Ints, keys
 from tlt.data.augment.plan import Plan
 from tlt.data.size_schedule import SizeSchedule
 from tlt.errors import UserError, in_range
 from tlt.io.text import printable
 from tlt.label_map import LabelBatch
-
-Ints = npt.NDArray[np.int64]
 
 _SHUFFLE = 0x5F0FF1E  # id of the permutation's random stream; it differs from those of the augmentation
 
@@ -216,6 +213,9 @@ class BatchKey:
     size: tuple[int, int] | None = None  # (H, W) of the output; None takes the data set's size
 
 
+_SMALL = ("classes", "indices", "affine", "visible")  # tensors of a batch with a few numbers for each image
+
+
 @dataclass
 class Batch:
     """A micro-batch of B images. Evaluation skips unreadable images, so B may be smaller than the key's batch.
@@ -290,6 +290,3 @@ class Batch:
     def __setstate__(self, state: dict[str, Any]) -> None:
         arrays = {name: part for name, part in state.items() if isinstance(part, np.ndarray)}
         self.__dict__ = state | {name: torch.from_numpy(part) for name, part in arrays.items()}
-
-
-_SMALL = ("classes", "indices", "affine", "visible")

@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
-import numpy.typing as npt
 from timm.data import ScheduledBatchSampler
 
-from tlt.data.augment.counter import keys
+from tlt.data.augment.counter import Floats, Ints, keys
 from tlt.errors import UserError
 
 _SIZES = 0x517E5  # id of this random stream; it differs from those of permutations and augmentation
@@ -61,9 +60,9 @@ class SizeSchedule:
         except ValueError as error:
             raise UserError(f"--train-img-sizes {' '.join(str(h) for h, _ in self.sizes)}: {error}") from error
 
-    def weights_of(self, epoch: int) -> npt.NDArray[np.float64]:
+    def weights_of(self, epoch: int) -> Floats:
         """Return the share of each size in the updates of an epoch."""
-        shares: npt.NDArray[np.float64] = self._timm.choice_weights_for_epoch(epoch).numpy().copy()
+        shares: Floats = self._timm.choice_weights_for_epoch(epoch).numpy().copy()
         if self.epochs is not None and epoch >= self.epochs - max(1, round(_AT_LAST * self.epochs)):
             last = np.flatnonzero(self._timm.choice_weights.numpy())[-1]
             shares[:], shares[last] = 0, 1
@@ -74,7 +73,7 @@ class SizeSchedule:
         """Mean number of images per micro-batch and rank over the updates of the schedule."""
         return float(np.mean([self.weights_of(epoch) @ self.batch_sizes for epoch in range(self.epochs or 1)]))
 
-    def choices(self, seed: int, epoch: int, updates: int) -> npt.NDArray[np.int64]:
+    def choices(self, seed: int, epoch: int, updates: int) -> Ints:
         """Return (updates,) indices into `sizes`, one for each update.
 
         Places at equal distances in [0, 1), in random order, fall into the sizes' shares of this interval.

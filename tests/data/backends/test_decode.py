@@ -92,6 +92,7 @@ def png(kind: bytes, begins: bytes, length: int) -> bytes:
 GRAY = {
     **{f"PGM to {most}": pgm(most) for most in (1020, 4080, 16320, 65535)},
     **{f"TIFF of {how}": tiff(*how) for how in ((8, True), (12, False), (16, False), (16, True))},
+    "PNG of 16 bits": encoded(Image.fromarray((LEVELS * 257).astype(np.uint16)[None]), "PNG"),
     **{f"PNG with {kind!r}": png(kind, begins, 3 * 2**20) for kind, begins in PNG_TEXTS.items()},
 }
 

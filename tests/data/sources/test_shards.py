@@ -141,7 +141,7 @@ def test_damaged_headers_are_refused_whatever_they_lead_to(tmp_path: Path) -> No
             damaged[124:136], damaged[156], damaged[148:156] = size, kind, b" " * 8
             damaged[148:156] = b"%06o\0 " % sum(damaged[:512])
             (tmp_path / "x.tar").write_bytes(damaged)
-            with refuses(""):
+            with refuses("x.tar"):
                 scan_tar(str(tmp_path / "x.tar"))
 
 

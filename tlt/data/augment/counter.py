@@ -14,6 +14,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+Ints = npt.NDArray[np.int64]
+Bools = npt.NDArray[np.bool_]
+Floats = npt.NDArray[np.float64]
+
 
 def _signed(word: int) -> int:
     """Return the lower 64 bits of an integer of any sign and size, as a signed integer."""
@@ -64,7 +68,7 @@ def key(seed: int, *words: int) -> int:
     return int(keys(seed, *words)[0])
 
 
-def uniform(seed: int, epoch: int, indices: npt.ArrayLike, stream: int, k: int) -> npt.NDArray[np.float64]:
+def uniform(seed: int, epoch: int, indices: npt.ArrayLike, stream: int, k: int) -> Floats:
     """Return (B, k) float64 in [0, 1) of 53 bits each, a function of (seed, epoch, index, stream) alone.
 
     Each use has a `stream` of its own: two streams of one sample are independent.

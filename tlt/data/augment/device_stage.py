@@ -20,17 +20,13 @@ import torch
 from torch import Tensor, nn
 
 from tlt import geometry
-from tlt.data.augment.counter import normal_noise
+from tlt.data.augment.counter import Bools, Floats, Ints, normal_noise
 from tlt.data.augment.operations import DEGENERATES, TABLES, blend, fixed_tables, luma, remap, to_device, warp
 from tlt.data.augment.plan import AugmentConfig, Plan
 from tlt.data.augment.rand_augment import Kernel
 from tlt.errors import in_range
 from tlt.io.chunks import image_chunks
 from tlt.models.layers import Constants
-
-Ints = npt.NDArray[np.int64]
-Bools = npt.NDArray[np.bool_]
-Floats = npt.NDArray[np.float64]
 
 _GPU_NUMBERS = 2**24  # of scratch: a batch of 256 images of 224 px then takes few launches
 

@@ -17,11 +17,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tlt.data.augment.counter import Floats, Ints
 from tlt.data.augment.plan import BICUBIC
 from tlt.data.augment.rand_augment import Kernel
 
-Ints = npt.NDArray[np.int64]
-Floats = npt.NDArray[np.float64]
 PerKernel = Mapping[Kernel, Callable[[Tensor, Tensor], Tensor]]
 
 _FRAME = 2  # pixels around an image that bicubic sampling can reach

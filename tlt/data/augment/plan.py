@@ -24,13 +24,10 @@ import numpy.typing as npt
 
 from tlt import geometry
 from tlt.data.augment import rand_augment
-from tlt.data.augment.counter import keys, uniform
+from tlt.data.augment.counter import Bools, Floats, Ints, keys, uniform
 from tlt.data.augment.rand_augment import Kernel, RandAugmentPolicy
 from tlt.errors import UserError, in_range, one_of
 
-Floats = npt.NDArray[np.float64]
-Ints = npt.NDArray[np.int64]
-Bools = npt.NDArray[np.bool_]
 Range = tuple[float, float]
 Draw = Callable[[int, int], Floats]  # (stream, k) -> uniform numbers (B, k)
 

@@ -14,14 +14,11 @@ from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
+from tlt.data.augment.counter import Floats, Ints
 from tlt.errors import UserError
 
 LEVELS = 10.0  # timm's magnitudes run from 0 to 10 unless `mmax` raises the bound
-
-Floats = npt.NDArray[np.float64]
-Ints = npt.NDArray[np.int64]
 
 
 class Kernel(IntEnum):
