@@ -24,7 +24,7 @@ from torch.utils.data import Dataset, get_worker_info
 
 from tlt import geometry
 from tlt.data.augment.counter import uniform
-from tlt.data.augment.plan import BICUBIC, BILINEAR, AugmentConfig, Plan, make_plan
+from tlt.data.augment.plan import BICUBIC, BILINEAR, AugmentConfig, Plan, Stream, make_plan
 from tlt.data.backends.decode import RESIZE_FILTERS, Backend, Encoded, PilBackend, Request, Size, TorchvisionBackend
 from tlt.data.batch import Batch, BatchKey, Skipped
 from tlt.data.sources.image_file import BadImage
@@ -39,7 +39,6 @@ LESS_MEMORY = (
     "room (docker --shm-size)"
 )
 CROP_MODES = ("center", "squash", "border")
-_REPLACEMENT_STREAM = 64  # id of a random stream; it differs from those in tlt.data.augment.plan.Stream
 _FILTERS = {BILINEAR: "bilinear", BICUBIC: "bicubic"}
 # Parts of torch's messages when memory, shared memory or file descriptors have run out.
 _NO_MEMORY = re.compile("allocate memory|allocate shared memory|No space left on device|[Tt]oo many open files|ancdata")
@@ -217,7 +216,7 @@ class TrainDataset(BatchDataset):
 
     def replacement(self, epoch: int, index: int, attempt: int) -> int:
         """Return the image that replaces `index` in an epoch after `attempt` (0, 1, ...) other replacements failed."""
-        draws = uniform(self.seed, epoch, [index], _REPLACEMENT_STREAM, MAX_ATTEMPTS)
+        draws = uniform(self.seed, epoch, [index], Stream.REPLACEMENT, MAX_ATTEMPTS)
         return int(draws[0, attempt] * len(self))
 
     def _readable(self, epoch: int, index: int, skipped: list[Skipped]) -> Iterator[tuple[int, Encoded]]:

@@ -48,6 +48,7 @@ class Stream(IntEnum):
     COLOR_JITTER = 3
     ERASE = 4
     ERASE_NOISE = 5
+    REPLACEMENT = 64  # an image in place of one that can't be read
 
 
 @dataclass(frozen=True)
