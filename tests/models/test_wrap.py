@@ -140,6 +140,14 @@ def test_models_that_can_t_have_a_dense_head_say_why(name: str, size: Any, setti
         with_dense_head(model, size)
 
 
+def test_the_default_device_of_torch_is_not_that_of_the_model() -> None:
+    model, batch = plain("test_vit4"), images()
+    with torch.device("meta"):
+        check_dense(model, batch)
+        with_dense_head(model, SIZE).check_mix_token()
+    assert {tensor.device.type for tensor in model.state_dict().values()} == {"cpu"}
+
+
 def test_models_that_can_t_be_mixed_train_without() -> None:
     model, size = with_dense_head(timm.create_model("densenet121", num_classes=CLASSES), (64, 64)), (64, 64)
     for attempt in (model.check_mix_token, lambda: model(images(2, size), mix_box=(0, 0, 1, 1))):

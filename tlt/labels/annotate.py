@@ -125,7 +125,8 @@ def check_dense(model: nn.Module, images: Tensor, name: str = "the annotator") -
             features, tokens = _features(model, images)
             # Small features may use only the nearly linear range of a nonlinear head, and small images may give a map
             # of one position. So we also try large features of both signs on a 3 x 3 map.
-            probe = torch.randn((2, 3, 3, features.shape[-1]), generator=torch.Generator().manual_seed(0)).to(features)
+            generator = torch.Generator("cpu").manual_seed(0)
+            probe = torch.randn((2, 3, 3, features.shape[-1]), generator=generator, device="cpu").to(features)
             pairs = [
                 (model(images), _classify(model, features, tokens)),
                 (_head(model, 10 * probe, tokens), _classify(model, 10 * probe, tokens)),

@@ -182,8 +182,8 @@ def with_dense_head(model: Any, img_size: tuple[int, int] | None = None) -> Any:
     extend(model, WithDenseHead)
     model._layout_by_size = {size: layout}
     model.aux_head = new_head(model, layout.channels)
-    model.aux_norm = nn.LayerNorm(layout.channels) if norm_after_pooling(model) is not None else nn.Identity()
-    model.aux_norm.to(model.aux_head.weight)
+    like: Any = {"device": model.aux_head.weight.device, "dtype": model.aux_head.weight.dtype}
+    model.aux_norm = nn.Identity() if norm_after_pooling(model) is None else nn.LayerNorm(layout.channels, **like)
     model.set_dense_head(True)
     model.mix_point, model.mix_refusal = None, ""
     try:
@@ -236,7 +236,7 @@ def _probe(model: Any, batch: int, size: tuple[int, int]) -> Tensor:
     """Return noise (batch, channels, H, W) for a trial run of the model; the same on every rank."""
     config = getattr(model, "pretrained_cfg", None) or {}
     channels = getattr(model, "in_chans", config.get("input_size", (3,))[0])
-    images = torch.randn(batch, channels, *size, generator=torch.Generator().manual_seed(0))
+    images = torch.randn(batch, channels, *size, generator=torch.Generator("cpu").manual_seed(0), device="cpu")
     return images.to(next(model.parameters()))
 
 
