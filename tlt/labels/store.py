@@ -102,13 +102,12 @@ def open_labels(
             warnings.append(f"the area {area} overrides {reader.info.area}, which {root} records")
     warnings += _check_missing(reader, packed, bad_label)
     info = reader.info or _info_of_first_map(reader, len(names), num_classes, bad_label)
-    if label_tail != "zero" and not (info.log_sum_exp and num_classes):
-        lacks = "does not say how many classes there are: give --num-classes"
-        raise UserError(
-            f"--label-tail {label_tail}: {root} "
-            + (lacks if info.log_sum_exp else "has no log-sum-exp: make an archive with `volo label`")
-        )
-    return LabelStore(reader, packed, info, area or info.area, num_classes, bad_label, label_tail != "zero", warnings)
+    exact_tail = label_tail == "exact"
+    if exact_tail and not info.log_sum_exp:
+        raise UserError(f"--label-tail exact: {root} has no log-sum-exp: make an archive with `volo label`")
+    if exact_tail and not num_classes:
+        raise UserError(f"--label-tail exact: {root} does not say how many classes there are: give --num-classes")
+    return LabelStore(reader, packed, info, area or info.area, num_classes, bad_label, exact_tail, warnings)
 
 
 @dataclass
