@@ -187,12 +187,13 @@ def eval_settings(args: Namespace, model: TimmModel, recorded: dict[str, Any] | 
 
     Flags override the checkpoint's values, which override the model's, so that training and validation agree.
     """
-    known = {"crop_pct", "mean", "std", "interpolation", "crop_mode"}
-    flags = {k: v for k, v in vars(args).items() if v not in (None, "")}
-    settings = {k: v for k, v in (recorded or {}).items() if k in known and v not in (None, "")}
+    settings: dict[str, Any] = {}
+    for source in (recorded or {}, vars(args)):
+        names = ("crop_pct", "mean", "std", "interpolation", "crop_mode")
+        settings |= {name: source[name] for name in names if source.get(name) not in (None, "")}
     size = image_size_of(args) or getattr(model, "img_size", None)
-    flags |= {"in_chans": None, "img_size": None, "input_size": None if size is None else (3, *size)}
-    resolved: dict[str, Any] = resolve_data_config(settings | flags, model=model, use_test_size=False)
+    settings["input_size"] = None if size is None else (3, *size)
+    resolved: dict[str, Any] = resolve_data_config(settings, model=model, use_test_size=False)
     channels = _channels(args) or getattr(model, "in_chans", resolved["input_size"][0])
     resolved["input_size"] = (channels, *resolved["input_size"][1:])
     if channels == 1:  # one mean for grey images, which the loader's stages make
