@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from tests.train.small_run import arguments
-from tlt.data.batch import IndexStream
 from tlt.errors import UserError
 from volo.cluster.distributed import World
 from volo.commands.run_start import outcome, surprises
@@ -211,15 +210,3 @@ def test_fault_13_the_global_batch_is_kept_or_the_change_is_told(
     kept, message = steps_to_keep({"batch": batch_record(*before, before[1])}, *now)
     assert kept == steps
     assert message is None if told is None else told in str(message)
-
-
-def test_fault_13_the_images_of_every_update_are_the_same() -> None:
-    """Four processes, and two with twice the accumulation steps: the union over the ranks, update by update."""
-
-    def updates(world_size: int, micro_batches: int) -> list[list[int]]:
-        ranks = [IndexStream(43, 8, 3, world_size, rank, micro_batches).epoch(1) for rank in range(world_size)]
-        return [
-            sorted(int(i) for parts in update for i in np.concatenate(parts)) for update in zip(*ranks, strict=True)
-        ]
-
-    assert updates(4, 1)[:5] == updates(2, 2)[:5]
