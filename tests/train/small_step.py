@@ -1,6 +1,6 @@
 """Steps of a small run on a GPU or its stand-in, without files and records."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from itertools import count
 from types import SimpleNamespace
@@ -64,8 +64,4 @@ def train(run: Any, training: Training, step: Step, epochs: int = 1) -> list[flo
 
 
 def weights(*models: Any) -> list[torch.Tensor]:
-    return [value.cpu() for model in models for value in _values(model)]
-
-
-def _values(model: Any) -> Iterable[torch.Tensor]:
-    return [] if model is None else model.state_dict().values()
+    return [value.cpu() for model in models if model is not None for value in model.state_dict().values()]

@@ -186,16 +186,16 @@ def backward(precision: Precision, called: nn.Module, x: Tensor, share: float = 
     precision.backward(loss * share)
 
 
-def norms(model: nn.Module) -> list[nn.Module]:
-    return [module for module in model.modules() if isinstance(module, (nn.LayerNorm, _BatchNorm))]
-
-
 @pytest.mark.parametrize("name", ["volo_test", "test_resnet"])
 def test_norms_are_shared_and_the_rest_is_bfloat16(name: str) -> None:
+    def of_norms(model: nn.Module) -> set[int]:
+        norms = [module for module in model.modules() if isinstance(module, (nn.LayerNorm, _BatchNorm))]
+        return {id(tensor) for norm in norms for tensor in norm.state_dict(keep_vars=True).values()}
+
     master = build(name)
     working = WorkingCopy(master).module
-    shared = {id(t) for norm in norms(master) for t in norm.state_dict(keep_vars=True).values()}
-    assert {id(t) for norm in norms(working) for t in norm.state_dict(keep_vars=True).values()} == shared
+    shared = of_norms(master)
+    assert of_norms(working) == shared
     for (name, own), (same, cast) in zip(master.named_parameters(), working.named_parameters(), strict=True):
         assert own.dtype is torch.float32 and name == same
         assert id(cast) in shared or torch.equal(cast, own.bfloat16()), name

@@ -232,7 +232,7 @@ def size_schedule(args: Namespace, full: tuple[int, int]) -> SizeSchedule | None
     if batches == ["auto"]:  # about the same number of pixels in each batch
         fitting = [args.batch_size * math.prod(full) // math.prod(size) for size in sizes]
         batches = [max(1, batch // 8 * 8 or batch) for batch in fitting]
-    epochs = max(1, args.epochs) if args.train_size_schedule == "progressive" else None
+    epochs = args.epochs if args.train_size_schedule == "progressive" else None
     window = args.train_size_schedule_spread, args.train_size_random_mix
     return SizeSchedule(sizes, batches, args.train_size_probs, epochs, *window)
 

@@ -142,7 +142,7 @@ def fit_to_data(
     row("drop_last", fitted and size > 1 and images // world_size % size == 1)
     # A rate in proportion to 8 images would be as small as 1e-5; Adam's noise grows with the square root.
     row("lr_base_scale", "sqrt" if fitted and size < _LARGEST_BATCH and args.lr is None else args.lr_base_scale)
-    updates = max(1, args.epochs) * math.ceil(images / (size * args.grad_accum_steps * world_size))
+    updates = args.epochs * math.ceil(images / (size * args.grad_accum_steps * world_size))
     decay = min(args.model_ema_decay, max(0.0, round(1 - _HORIZONS / updates, 6)))
     row("model_ema_decay", decay if args.model_ema and not args.model_ema_warmup else args.model_ema_decay)
     return {name: value for name, value in decided.items() if value != getattr(args, name)}
