@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -22,6 +23,8 @@ from torch import nn
 from tests.commands import interrupted_train
 from tests.config.test_remedies import foreign_flags
 from tests.conftest import LIMIT, wait_until, write_dataset
+from tests.train.small_run import tensors
+from tlt.io.weights import read_checkpoint
 from volo import cli
 from volo.checkpoint.saver import Saver
 from volo.train import loop
@@ -303,6 +306,14 @@ def start(flags: str, *more: str | Path, processes: int = 1, **env: str) -> Runn
     if processes > 1:
         program = [str(ROOT / "distributed_train.sh"), str(processes)]
     return Running([*program, *map(str, more), *flags.split()], **env)
+
+
+def digest(run: Path) -> str:
+    """SHA-256 of weights, moving average and optimizer in a run's newest checkpoint."""
+    checkpoint = read_checkpoint(run / "last.pth.tar")
+    values = tensors([checkpoint.get(entry) for entry in ("state_dict", "state_dict_ema", "optimizer")])
+    assert len(values) > 40
+    return hashlib.sha256(b"".join(value.numpy().tobytes() for value in values)).hexdigest()
 
 
 def metrics(run: Path, event: str = "train") -> list[dict[str, Any]]:

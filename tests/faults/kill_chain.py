@@ -10,7 +10,6 @@ moving average and the records of one that was never stopped. The last line prin
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import random
 import time
@@ -18,14 +17,11 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from shutil import rmtree
-from typing import Any
 
-import torch
-
+from tests.commands.conftest import digest
 from tests.conftest import LIMIT, wait_until
 from tests.faults.lives import Life, start_forks
 from tests.same_records import without_times
-from tlt.io.weights import read_checkpoint
 from volo.checkpoint.checkpoint import STAGED
 from volo.checkpoint.resume import find_resume
 from volo.record.records import read_json_lines
@@ -163,25 +159,6 @@ class Chain:
 def staged(run: Path) -> set[str]:
     """Unfinished files."""
     return {file.name for file in run.glob(f"{STAGED}*")}
-
-
-def digest(run: Path) -> str:
-    """SHA-256 of weights, moving average and optimizer in a run's newest checkpoint."""
-    checkpoint = read_checkpoint(run / "last.pth.tar")
-    content = hashlib.sha256()
-    for key in ("state_dict", "state_dict_ema", "optimizer"):
-        found = list(_tensors(checkpoint[key]))
-        assert len(found) > 20, key
-        for tensor in found:
-            content.update(tensor.numpy().tobytes())
-    return content.hexdigest()
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    for inner in value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ():
-        yield from _tensors(inner)
 
 
 def _reported(run: Path) -> int:

@@ -20,8 +20,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.commands.conftest import Call, metrics, start
-from tests.faults.kill_chain import digest
+from tests.commands.conftest import Call, digest, metrics, start
 from tlt.api import Loader
 from tlt.io.weights import read_checkpoint
 from tlt.tools.pack_images import pack_images

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.commands.conftest import QUICK, ROOT, Running, start, storage
-from tests.commands.launch.test_preemption import sha256
+from tests.commands.conftest import QUICK, ROOT, Running, digest, start, storage
 from tests.hosts.conftest import Host, ip, launch
 
 pytestmark = pytest.mark.hosts
@@ -39,7 +38,7 @@ def test_two_hosts_that_have_ipv6_alone_end_in_the_weights_of_one(
     runs = launch(hosts, f"{flags} two", data, processes=2, **where)
     check_ends(runs, 0)
     assert start(f"{flags} one", data, processes=4).end() == 0
-    assert sha256(tmp_path / "two") == sha256(tmp_path / "one")
+    assert digest(tmp_path / "two") == digest(tmp_path / "one")
     # Ranks are numbered as NODE_RANK says: rank 0, which speaks, is on the first host.
     assert "[host0:0] done: 10 updates" in runs[0].output and "done:" not in runs[1].output
 
@@ -85,7 +84,7 @@ def test_a_signal_to_one_host_stops_both_at_the_same_step(hosts: list[Host], dat
     runs = launch(hosts, f"{flags} cut --resume auto", data)
     check_ends(runs, 0)
     assert start(f"{flags} whole", data, processes=2).end() == 0
-    assert sha256(tmp_path / "cut") == sha256(tmp_path / "whole")
+    assert digest(tmp_path / "cut") == digest(tmp_path / "whole")
 
 
 @pytest.mark.parametrize(

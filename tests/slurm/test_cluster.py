@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.commands.conftest import held
-from tests.commands.launch.test_preemption import sha256
+from tests.commands.conftest import digest, held
 from tests.slurm.conftest import FLAGS, Cluster
 
 pytestmark = pytest.mark.slurm
@@ -27,7 +26,7 @@ def check_resumed(cluster: Cluster, experiment: str) -> None:
     """It went on once, from what it had saved, and has ended in the weights of the run that nobody disturbed."""
     (path,) = [event["path"] for event in events(cluster, experiment, "resume") if event["path"]]
     assert str(path).endswith("last.pth.tar")
-    assert sha256(cluster.runs / experiment) == sha256(cluster.runs / "whole")
+    assert digest(cluster.runs / experiment) == digest(cluster.runs / "whole")
 
 
 def test_two_nodes_train_together_though_their_names_resolve_to_loopback(cluster: Cluster, whole: Whole) -> None:
@@ -101,7 +100,7 @@ def test_the_job_of_a_dead_node_goes_on_on_the_spare_one(
         ended = cluster.ended(job)
         assert (ended["Restarts"], ended["NodeList"]) == ("1", "node[1,3]")
         assert [event["hosts"] for event in events(cluster, "moved", "start")][1] == {"node1": 1, "node3": 1}
-        assert sha256(cluster.runs / "moved") == sha256(cluster.runs / "whole")
+        assert digest(cluster.runs / "moved") == digest(cluster.runs / "whole")
     finally:
         cluster.revive("node2")
 
