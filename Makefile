@@ -70,7 +70,7 @@ test-faults: $(VENV)/.installed-test
 test-slurm:
 	@tests/slurm/packages.sh
 	$(MAKE) $(VENV)/.installed-test
-	$(BIN)/python -m pytest -m "slurm or hosts" $(TEST_ARGS); code=$$?; tests/slurm/cluster.sh down; exit $$code
+	$(BIN)/python -m pytest -m "slurm or hosts" $(TEST_ARGS)
 
 test-docker: $(VENV)/.installed-test
 	@for tool in buildah debootstrap; do command -v $$tool >/dev/null || missing="$$missing $$tool"; done; \

@@ -69,7 +69,7 @@ def test_a_pulled_cable_ends_both_hosts_which_name_each_other(hosts: list[Host],
     slowly = storage(tmp_path, "time.sleep(0.3)")  # so that it happens within an epoch
     runs = launch(hosts, f"{FLAGS} --epochs 9999 --output {tmp_path} --experiment run", data, **slowly)
     runs[0].read_until("epoch 2 [1/5]")
-    ip(f"link set {hosts[1].cable} down")
+    hosts[1].cable("down")
     check_ends(runs, 5)
     for rank, run in enumerate(runs):
         assert f"[rank {rank}] hung: no progress for " in run.output and "in train_epoch" in run.output

@@ -1,4 +1,4 @@
-"""A real Slurm cluster of three nodes on this machine, where root and Debian's packages are."""
+"""A real Slurm cluster on this machine, where root and Debian's packages are: a controller and node1 to node3."""
 
 from __future__ import annotations
 
@@ -13,17 +13,55 @@ from shutil import which
 import pytest
 
 from tests.commands.conftest import QUICK, ROOT, storage
-from tests.conftest import wait_until, write_dataset
+from tests.conftest import LIMIT, wait_until, write_dataset
+from tests.hosts.conftest import Host, network
 
-_SCRIPT = str(Path(__file__).with_name("cluster.sh"))
 FLAGS = f"{QUICK} -b 4 --epochs 3 --lr 1e-3"  # 40 images: 5 updates an epoch on two ranks
 ENDS = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED")
+_SBIN = {**os.environ, "PATH": f"{os.environ['PATH']}:/usr/sbin:/sbin"}
+_CONFIGURATION = """
+ClusterName=test
+SlurmctldHost=ctl({controller})
+SlurmctldPort=26817
+SlurmdPort=26818
+SlurmUser=root
+SlurmdUser=root
+AuthType=auth/munge
+CredType=cred/munge
+# A requeued job waits until the old start's credentials have expired: 2 minutes, also if less than 5 s are asked for.
+AuthInfo=socket={folder}/munge.sock,cred_expire=5
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/%n
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/slurmd.%n.pid
+SlurmctldLogFile={folder}/slurmctld.log
+SlurmdLogFile={folder}/slurmd.%n.log
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core
+MpiDefault=none
+MailProg=/bin/true
+ReturnToService=2
+SlurmdParameters=config_overrides
+SlurmdTimeout=30
+MessageTimeout=10
+KillWait=15
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+SchedulerParameters=sched_interval=2,batch_sched_delay=1
+NodeName=DEFAULT RealMemory=4000 State=UNKNOWN
+{nodes}
+PartitionName=low Nodes=ALL Default=YES State=UP PriorityTier=1 PreemptMode=REQUEUE GraceTime=60
+PartitionName=high Nodes=ALL State=UP PriorityTier=10 PreemptMode=OFF
+"""
 
 
 class Cluster:
     """The cluster that runs, and what was submitted to it; all that jobs write goes to `scratch`."""
 
-    def __init__(self, scratch: Path) -> None:
+    def __init__(self, scratch: Path, folder: Path, controller: Host, *nodes: Host) -> None:
+        self.folder, self.controller, self.nodes = folder, controller, {node.name: node for node in nodes}
         self.scratch, self.runs, self.data = scratch, scratch / "runs", write_dataset(scratch / "data", train=40)
         self.env = {
             "DATA": str(self.data),
@@ -35,12 +73,40 @@ class Cluster:
             "PYTHON": sys.executable,
             **storage(scratch, "pass"),
             "OMP_NUM_THREADS": "1",
+            "SLURM_CONF": str(folder / "slurm.conf"),
         }
+        for host in (controller, *nodes):
+            others = [f"{other.address} {other.name}" for other in (controller, *nodes) if other is not host]
+            host.names.write_text("\n".join([host.names.read_text(), *others, ""]))
+        kinds = [
+            f"NodeName={node.name} NodeAddr={node.address} CPUs={5 - node.number}" for node in nodes
+        ]  # unlike ones
+        text = _CONFIGURATION.format(folder=folder, controller=controller.address, nodes="\n".join(kinds))
+        (folder / "slurm.conf").write_text(text)
+        (folder / "munge.key").write_bytes(os.urandom(128))
+        (folder / "munge.key").chmod(0o600)
+        folder.chmod(0o755)
+        files = [f"--{kind}-file={folder}/munge.{kind}" for kind in ("key", "pid", "log", "seed")]
+        self._begin(controller, "munged", "--force", f"--socket={folder}/munge.sock", *files)
+        self._begin(controller, "slurmctld", "-i")
+        for name in self.nodes:
+            self.revive(name)
+
+    def _begin(self, host: Host, *command: str) -> None:
+        """Start a daemon there. It keeps no output of this process open."""
+        with (self.folder / f"{host.name}.out").open("a") as out:
+            subprocess.run(
+                host.inside(*command), env=_SBIN | self.env, stdout=out, stderr=out, check=True, timeout=LIMIT
+            )
 
     def run(self, *command: str, **env: str) -> str:
         """Run a program of Slurm, and return what it prints."""
         ended = subprocess.run(
-            [_SCRIPT, "run", *command], env={**os.environ, **self.env, **env}, cwd=ROOT, text=True, capture_output=True
+            ["nsenter", f"--net=/run/netns/{self.controller.namespace}", *command],
+            env={**os.environ, **self.env, **env},
+            cwd=ROOT,
+            text=True,
+            capture_output=True,
         )
         assert ended.returncode == 0, ended.stderr
         return ended.stdout.strip()
@@ -80,10 +146,15 @@ class Cluster:
         return "\n".join(f"== {file.name}\n{file.read_text()}" for file in files if file.exists())
 
     def kill(self, node: str) -> None:
-        subprocess.run([_SCRIPT, "kill", node], check=True)
+        """As a power cut: nothing is sent any more, then all of its processes are gone."""
+        self.nodes[node].cable("down")
+        self.nodes[node].kill()
 
     def revive(self, node: str) -> None:
-        subprocess.run([_SCRIPT, "revive", node], check=True)
+        """Start a node, and wait until jobs can use it."""
+        self.nodes[node].cable("up")
+        (self.folder / node).mkdir(exist_ok=True)
+        self._begin(self.nodes[node], "slurmd", "-N", node)
         state = ("sinfo", "-h", "-n", node, "-p", "low", "-o", "%t")
         wait_until(lambda: self.run(*state) == "idle", lambda: self.run("sinfo", "-N"))
 
@@ -94,11 +165,8 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     if os.geteuid() != 0 or which("slurmctld", path=f"{os.environ['PATH']}:/usr/sbin") is None:
         pytest.skip("needs root and Debian's packages of Slurm: `make test-slurm` installs them")
     scratch = tmp_path_factory.mktemp("slurm")
-    try:
-        subprocess.run([_SCRIPT, "up", str(scratch / "cluster")], check=True)
-        yield Cluster(scratch)
-    finally:
-        subprocess.run([_SCRIPT, "down"], check=True)
+    with network(["ctl", "node1", "node2", "node3"], scratch / "cluster") as hosts:
+        yield Cluster(scratch, scratch / "cluster", *hosts)
 
 
 @pytest.fixture(scope="session")

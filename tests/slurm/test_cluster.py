@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.commands.conftest import digest, held
+from tests.hosts.conftest import NET
 from tests.slurm.conftest import FLAGS, Cluster
 
 pytestmark = pytest.mark.slurm
@@ -34,10 +35,10 @@ def test_two_nodes_train_together_though_their_names_resolve_to_loopback(cluster
     assert start["world_size"] == 2 and start["hosts"] == {"node1": 1, "node2": 1}
     job, _ = whole
     log = cluster.log(job)
-    assert "rank 0 is at 10.87.3.11, port 200" in log
+    assert f"rank 0 is at {NET}.11, port 200" in log
     assert f"== {job}-node1.log" in log and f"== {job}-node2.log" in log
     hosts = cluster.run("srun", "-w", "node3", "getent", "ahostsv4", "node3")
-    assert "127.0.1.1" in hosts and "10.87.3." not in hosts
+    assert "127.0.1.1" in hosts and NET not in hosts
 
 
 def test_ranks_of_srun_alone_find_each_other_and_tell_a_mistake_once(cluster: Cluster, tmp_path: Path) -> None:
