@@ -173,7 +173,7 @@ def test_fault_01_leftovers_are_never_read_and_removed_at_start(tmp_path: Path) 
     save(CheckpointDir(tmp_path), state, 1.0)
     for name in (".staged-1-last.pth.tar", "tmp.pth.tar", "recovery-9-9.pth.tar", "superseded-checkpoint-9.pth.tar"):
         save_checkpoint(tmp_path / name, state.state_dict() | {"epoch": 9, "update": 99})
-    found = find_resume("auto", tmp_path)
-    assert found.path == tmp_path / "last.pth.tar" and found.messages == []
+    resume = find_resume("auto", tmp_path)
+    assert resume.path == tmp_path / "last.pth.tar" and resume.messages == []
     CheckpointDir(tmp_path)
     assert ".staged-1-last.pth.tar" not in names(tmp_path)

@@ -23,9 +23,9 @@ from volo.checkpoint.resume import DATA_KEY, check_same_data, find_resume, finge
 
 def test_fault_03_auto_takes_the_newest_by_number_or_says_that_there_is_none(tmp_path: Path) -> None:
     for directory in (tmp_path, tmp_path / "none"):
-        found = find_resume("auto", directory)
-        assert found.path is None and found.checkpoint == {}
-        assert found.messages == [f"no checkpoint to resume in {directory}: a fresh start"]
+        resume = find_resume("auto", directory)
+        assert resume.path is None and resume.checkpoint == {}
+        assert resume.messages == [f"no checkpoint to resume in {directory}: a fresh start"]
     for epoch in (9, 10, 2):  # neither order of names nor of times is that of epochs
         state = build(epoch=epoch, update=4 * epoch)
         save_checkpoint(tmp_path / f"checkpoint-{epoch - 1}.pth.tar", state.state_dict())
@@ -106,10 +106,10 @@ def test_fault_12_a_run_that_is_ranked_by_something_else_compares_like_with_like
         train(state)
         state.scores[state.epoch - 1] = scores
         save(files, state)
-    again, found = build(seed=1), find_resume("auto", tmp_path)
-    again.load(found.checkpoint, found.path)  # type: ignore[arg-type]
+    again, resume = build(seed=1), find_resume("auto", tmp_path)
+    again.load(resume.checkpoint, resume.path)  # type: ignore[arg-type]
     files = CheckpointDir(tmp_path, ranked_by=after)
-    files.restore(again, found.path)  # type: ignore[arg-type]
+    files.restore(again, resume.path)  # type: ignore[arg-type]
     if best is not None:
         assert epoch_of(tmp_path / "model_best.pth.tar") == best
     train(again)
@@ -124,10 +124,10 @@ def test_resuming_into_another_directory(tmp_path: Path) -> None:
     three_epochs(tmp_path / "old")
     before = names(tmp_path / "old")
     state = build()
-    found = find_resume(str(tmp_path / "old/last.pth.tar"), tmp_path / "new")
-    state.load(found.checkpoint, found.path)  # type: ignore[arg-type]
+    resume = find_resume(str(tmp_path / "old/last.pth.tar"), tmp_path / "new")
+    state.load(resume.checkpoint, resume.path)  # type: ignore[arg-type]
     files = CheckpointDir(tmp_path / "new")
-    assert files.restore(state, found.path) == []  # type: ignore[arg-type]
+    assert files.restore(state, resume.path) == []  # type: ignore[arg-type]
     train(state)
     save(files, state, 1.5)
     assert names(tmp_path / "new") == {"last.pth.tar", "model_best.pth.tar", "checkpoint-3.pth.tar"}

@@ -19,7 +19,7 @@ from volo.checkpoint.saver import SavePolicy, Saver, host_copy
 from volo.checkpoint.state import TrainState
 
 
-class Told:
+class RememberingLogger:
     """A logger that remembers."""
 
     def __init__(self) -> None:
@@ -63,9 +63,9 @@ def world(monkeypatch: pytest.MonkeyPatch) -> World:
     return World(monkeypatch)
 
 
-def saver_of(state: TrainState, directory: Path, **policy: Any) -> tuple[Saver, Told]:
-    told = Told()
-    return Saver(state, CheckpointDir(directory, keep=2), told, SavePolicy(**policy)), told  # type: ignore[arg-type]
+def saver_of(state: TrainState, directory: Path, **policy: Any) -> tuple[Saver, RememberingLogger]:
+    logger = RememberingLogger()
+    return Saver(state, CheckpointDir(directory, keep=2), logger, SavePolicy(**policy)), logger  # type: ignore[arg-type]
 
 
 def an_epoch(saver: Saver, top1: float) -> RankedCheckpoint | None:
@@ -84,7 +84,7 @@ def ended(saver: Saver) -> None:
 @pytest.mark.parametrize("synchronous", [False, True])
 def test_training_goes_on_and_the_file_holds_what_was(tmp_path: Path, world: World, synchronous: bool) -> None:
     state = build()
-    saver, told = saver_of(state, tmp_path, synchronous=synchronous)
+    saver, logger = saver_of(state, tmp_path, synchronous=synchronous)
     if not synchronous:
         world.open.clear()
     assert an_epoch(saver, 50.0) == (50.0, 0, "checkpoint-0.pth.tar")
@@ -96,7 +96,7 @@ def test_training_goes_on_and_the_file_holds_what_was(tmp_path: Path, world: Wor
     written = read_checkpoint(tmp_path / "last.pth.tar")
     assert all(map(torch.equal, tensors(expected), tensors(written))) and written["update"] == 4
     assert not torch.equal(written["state_dict"]["0.weight"], state.model.state_dict()["0.weight"])
-    assert [(kind, fields["update"]) for kind, fields in told.events] == [("checkpoint", 4)]
+    assert [(kind, fields["update"]) for kind, fields in logger.events] == [("checkpoint", 4)]
 
 
 def test_the_copy_keeps_strides_and_types() -> None:
@@ -110,25 +110,25 @@ def test_the_copy_keeps_strides_and_types() -> None:
 
 def test_intervals_by_updates_and_minutes_and_a_save_that_is_still_under_way(tmp_path: Path, world: World) -> None:
     state = build(updates_per_epoch=100)
-    saver, told = saver_of(state, tmp_path, every_updates=3, every_minutes=2.0, check_interval=2)
+    saver, logger = saver_of(state, tmp_path, every_updates=3, every_minutes=2.0, check_interval=2)
     for update, now in ((1, 0), (3, 0), (4, 119), (5, 190), (6, 190), (7, 308), (8, 309), (10, 311)):
         state.update, world.now = update, now
         saver.after_update()
         if saver._writing is not None:
             ended(saver)
     # 3 and 6 by count; the clock is looked at after even updates, and runs from the save before.
-    saved = [(fields["update"], fields["reason"]) for _, fields in told.events]
+    saved = [(fields["update"], fields["reason"]) for _, fields in logger.events]
     assert saved == [(3, "--recovery-interval"), (6, "--recovery-interval"), (10, "--checkpoint-minutes")]
 
     world.open.clear()
     for state.update in (12, 15):
         saver.after_update()
-    assert told.events[-1][0] == "checkpoint-skipped" and "update 15 is not saved" in told.lines[-1]
+    assert logger.events[-1][0] == "checkpoint-skipped" and "update 15 is not saved" in logger.lines[-1]
     world.open.set()
     saver.save_now("SIGTERM")  # waits for that of update 12
     assert read_checkpoint(tmp_path / "last.pth.tar")["update"] == 15
     saver.save_now("again")
-    assert [fields["update"] for kind, fields in told.events if kind == "checkpoint"] == [3, 6, 10, 12, 15]
+    assert [fields["update"] for kind, fields in logger.events if kind == "checkpoint"] == [3, 6, 10, 12, 15]
 
 
 @pytest.mark.parametrize(("code", "synchronous"), [(errno.ENOSPC, False), (errno.ESTALE, True)])
@@ -136,7 +136,7 @@ def test_fault_14_a_failed_save_is_told_borne_and_tried_again(
     tmp_path: Path, world: World, code: int, synchronous: bool
 ) -> None:
     state = build()
-    saver, told = saver_of(state, tmp_path, synchronous=synchronous)
+    saver, logger = saver_of(state, tmp_path, synchronous=synchronous)
     an_epoch(saver, 50.0)
     saver.finish()
     before, kept = names(tmp_path), (tmp_path / "last.pth.tar").read_bytes()
@@ -145,8 +145,8 @@ def test_fault_14_a_failed_save_is_told_borne_and_tried_again(
     expected = payload_of(state)
     if not synchronous:
         ended(saver)
-    assert f"cannot write {tmp_path}/last.pth.tar: {os.strerror(code)}; it needs 0.0 MiB, " in told.lines[-1]
-    assert told.events[-1][0] == "checkpoint-failed"
+    assert f"cannot write {tmp_path}/last.pth.tar: {os.strerror(code)}; it needs 0.0 MiB, " in logger.lines[-1]
+    assert logger.events[-1][0] == "checkpoint-failed"
     assert names(tmp_path) == before and (tmp_path / "last.pth.tar").read_bytes() == kept
     train(state)
     for seconds, writes in ((0, 2), (30, 3), (59, 3), (1, 4)):  # the second pause is longer
@@ -156,19 +156,19 @@ def test_fault_14_a_failed_save_is_told_borne_and_tried_again(
         if saver._writing is not None:
             ended(saver)
         assert world.writes == writes
-    assert told.events[-1][0] == "checkpoint" and told.events[-1][1]["attempts"] == 3
+    assert logger.events[-1][0] == "checkpoint" and logger.events[-1][1]["attempts"] == 3
     assert all(map(torch.equal, tensors(expected), tensors(read_checkpoint(tmp_path / "last.pth.tar"))))
     assert read_checkpoint(tmp_path / "model_best.pth.tar")["epoch"] == 1
 
 
 def test_fault_14_a_save_that_failed_gives_way_to_the_next_and_is_not_ranked(tmp_path: Path, world: World) -> None:
     state = build()
-    saver, told = saver_of(state, tmp_path)
+    saver, logger = saver_of(state, tmp_path)
     for metric, world.error in ((50.0, None), (99.0, errno.ENOSPC), (60.0, None)):
         an_epoch(saver, metric)
         ended(saver)
     assert {n for n in names(tmp_path) if "-" in n} == {"checkpoint-0.pth.tar", "checkpoint-2.pth.tar"}
-    assert "epoch 2 could not be saved and is not among the kept checkpoints" in told.lines[-1]
+    assert "epoch 2 could not be saved and is not among the kept checkpoints" in logger.lines[-1]
     again, _, messages = resumed(tmp_path)
     assert same(again, state) and messages == []
 
@@ -185,7 +185,7 @@ def test_fault_14_too_many_failed_saves_end_the_run_with_exit_code_4(tmp_path: P
 
 
 def test_fault_14_the_last_save_is_tried_again_and_then_fails_the_run(tmp_path: Path, world: World) -> None:
-    saver, told = saver_of(build(), tmp_path)
+    saver, logger = saver_of(build(), tmp_path)
 
     def sleep(seconds: float) -> None:
         world.slept.append(seconds)
@@ -194,7 +194,7 @@ def test_fault_14_the_last_save_is_tried_again_and_then_fails_the_run(tmp_path: 
     world.sleep, world.error = sleep, errno.EIO
     with saver:
         an_epoch(saver, 1.0)
-    assert world.slept == [1.0, 5.0] and told.events[-1][0] == "checkpoint"
+    assert world.slept == [1.0, 5.0] and logger.events[-1][0] == "checkpoint"
     world.error = errno.EIO
     with pytest.raises(NotWrittenError, match="Input/output error"), saver:
         an_epoch(saver, 1.0)
@@ -205,13 +205,13 @@ def test_fault_14_the_last_save_is_tried_again_and_then_fails_the_run(tmp_path: 
 def test_fault_14_what_a_signal_saves_is_tried_again_for_as_long_and_says_nothing_of_training(
     tmp_path: Path, world: World, most: int
 ) -> None:
-    saver, told = saver_of(build(), tmp_path, max_failed=most)
+    saver, logger = saver_of(build(), tmp_path, max_failed=most)
     assert an_epoch(saver, 1.0) is not None
     train(saver.state)
     world.error, world.sleep = errno.ENOSPC, lambda seconds: setattr(world, "error", None)
     saver.save_now("SIGTERM")
     assert read_checkpoint(tmp_path / "last.pth.tar")["update"] == 8 == saver.saved_at[1]
-    assert "the next attempt is in 1 s" in told.lines[-2] and "training" not in told.lines[-2]
+    assert "the next attempt is in 1 s" in logger.lines[-2] and "training" not in logger.lines[-2]
     train(saver.state)
     world.error, world.sleep = errno.ENOSPC, world.slept.append
     with pytest.raises(NotWrittenError, match="No space"):
@@ -221,15 +221,15 @@ def test_fault_14_what_a_signal_saves_is_tried_again_for_as_long_and_says_nothin
 
 def test_other_ranks_only_take_part_and_not_where_rank_0_has_it_on_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     """A signal right after an epoch: rank 0 saves nothing more, and others that began to would wait for it for ever."""
-    state, told, collected = build(), Told(), list[int]()
+    state, logger, collected = build(), RememberingLogger(), list[int]()
     state.sums = lambda: {"calls": collected.append(1)}  # type: ignore[func-returns-value]
     policy, longer = SavePolicy(every_updates=4), list[int]()
-    saver = Saver(state, None, told, policy, on_save=lambda: longer.append(1))  # type: ignore[arg-type]
+    saver = Saver(state, None, logger, policy, on_save=lambda: longer.append(1))  # type: ignore[arg-type]
     with saver:
         assert an_epoch(saver, 1.0) is None
         saver.after_update()
         saver.save_now("SIGTERM")
-        assert len(collected) == 3 and told.events == []
+        assert len(collected) == 3 and logger.events == []
         monkeypatch.setattr(module, "from_primary", lambda own: False)
         saver.save_now("SIGTERM")
     assert len(collected) == 3 and len(longer) == 4  # a hang is looked for later while a save lasts

@@ -88,22 +88,22 @@ def test_the_site_has_a_heading_for_every_flag_of_every_program() -> None:
 def test_flags_that_timm_has_alone_are_told_of_on_the_page_and_where_they_are_given(tmp_path: Path) -> None:
     page, known = (ROOT / "docs" / "parity.md").read_text(), names_of(TRAIN.parser().flags.values())
     assert not TIMM_FLAGS.keys() & known, "what is here now is no longer told of as missing"
-    for flags, told in ROWS.items():
+    for flags, reason in ROWS.items():
         names = ", ".join(f"`{name}`" for name in flags.split())
-        assert f"\n| {names} | " + re.sub("--[a-z-]+", r"`\g<0>`", told) + " |\n" in page
-        assert set(re.findall("--[a-z-]+", told)) <= known
-    for name, told in TIMM_FLAGS.items():
+        assert f"\n| {names} | " + re.sub("--[a-z-]+", r"`\g<0>`", reason) + " |\n" in page
+        assert set(re.findall("--[a-z-]+", reason)) <= known
+    for name, reason in TIMM_FLAGS.items():
         recipe = tmp_path / "recipe.yaml"
         recipe.write_text(f"{name[2:].replace('-', '_')}: 1\n")
         for line in ([name, "1"], [f"{name}=1"], [name.replace("-", "_").replace("__", "--", 1)], ["-c", str(recipe)]):
-            with pytest.raises(UserError, match=re.escape(f" (timm): {told}")):
+            with pytest.raises(UserError, match=re.escape(f" (timm): {reason}")):
                 TRAIN.parse(["/data", *line])
 
 
 def blocks(language: str) -> Iterator[tuple[str, str]]:
     for page in PAGES:
-        for found in re.finditer(rf"^```{language}\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL):
-            yield page.name, found[1]
+        for match in re.finditer(rf"^```{language}\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL):
+            yield page.name, match[1]
 
 
 def commands() -> Iterator[tuple[str, list[str]]]:
@@ -119,16 +119,16 @@ def commands() -> Iterator[tuple[str, list[str]]]:
 
 def program_of(words: list[str]) -> tuple[str, list[str]] | None:
     """The program of a command, as `flags_of` names it, and what follows; None: no program of ours."""
-    for at, word in enumerate(words):
-        name, rest = word.rpartition("/")[2], words[at + 1 :]
+    for position, word in enumerate(words):
+        name, following = word.rpartition("/")[2], words[position + 1 :]
         if name in SCRIPTS:
-            return SCRIPTS[name], rest
-        if name == "volo" and rest[:1] == ["launch"] and rest[2:3] and rest[2] in COMMANDS:
-            return rest[2], rest[3:]
-        if name in ("volo", "tlt") and rest:
-            return f"tlt {rest[0]}" if name == "tlt" else rest[0], rest[1:]
-        if name == "benchmark.py" and rest:
-            return f"benchmark {rest[0]}", rest[1:]
+            return SCRIPTS[name], following
+        if name == "volo" and following[:1] == ["launch"] and following[2:3] and following[2] in COMMANDS:
+            return following[2], following[3:]
+        if name in ("volo", "tlt") and following:
+            return f"tlt {following[0]}" if name == "tlt" else following[0], following[1:]
+        if name == "benchmark.py" and following:
+            return f"benchmark {following[0]}", following[1:]
     return None
 
 
@@ -140,11 +140,11 @@ def test_commands_name_programs_and_flags_that_exist() -> None:
         if "-m" in words[:6] and words[0].startswith("python"):
             module = words[words.index("-m") + 1]
             wrong += [] if find_spec(module) else [f"{page}: no module {module}"]
-        if (found := program_of(words)) is None:
+        if (called := program_of(words)) is None:
             continue
-        program, rest = found
+        program, following = called
         known = flags_of(program) if program.split()[0] in (*COMMANDS, "tlt", "benchmark") else set[str]()
-        given = {word.partition("=")[0] for word in rest if re.match(r"--[a-z]|-[a-zA-Z]+$", word)}
+        given = {word.partition("=")[0] for word in following if re.match(r"--[a-z]|-[a-zA-Z]+$", word)}
         wrong += [f"{page}: {program} {flag}" for flag in given - known]
         checked += len(given)
     assert not wrong and checked > 100
@@ -152,12 +152,12 @@ def test_commands_name_programs_and_flags_that_exist() -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_lines_of_code_blocks_fit_a_page_and_comments_stand_above(page: Path) -> None:
-    for found in re.finditer(
+    for block in re.finditer(
         r"^( *)```(\w*)\n(.*?)^\1```|(?:^ {4,}\S[^\n]*\n)+", page.read_text(), re.MULTILINE | re.DOTALL
     ):
-        for line in (found[3] or found[0]).splitlines():
+        for line in (block[3] or block[0]).splitlines():
             assert len(line) <= 80, line
-            shape = found[2] == "python" and re.search(r"  # [([].*[)\]]$", line)
+            shape = block[2] == "python" and re.search(r"  # [([].*[)\]]$", line)
             assert shape or not re.search(r"\S\s+# ", line), f"{line}: on a line of its own above"
 
 

@@ -154,6 +154,6 @@ def _fit(
     heads, expected = tuple(f"{h}." for h in head_names(model)), clean_state_dict(model)
     backbone = {n: v.numel() for n, v in expected.items() if not n.startswith(heads)}
     share = sum(count for n, count in backbone.items() if n in fit.weights) / max(sum(backbone.values()), 1)
-    entry = weights_entry(checkpoint, use_ema, path, expected)
-    lists, prefix = (fit.resized, fit.kept, fit.dropped, fit.missing), prefix_of(model, checkpoint, use_ema, path)
-    return fit, FinetuneReport(str(path), entry, *lists, share, fit.notes, prefix)
+    entry, prefix = weights_entry(checkpoint, use_ema, path, expected), prefix_of(model, checkpoint, use_ema, path)
+    fates = fit.resized, fit.kept, fit.dropped, fit.missing
+    return fit, FinetuneReport(str(path), entry, *fates, share, fit.notes, prefix)

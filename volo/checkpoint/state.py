@@ -112,7 +112,8 @@ class TrainState:
         epoch, update, scores, progress, statistics = _position(checkpoint, self.updates_per_epoch, path)
 
         load_clean(self.model, weights)
-        prefixes = {prefix_of(self.model, checkpoint, ema, path) for ema in (False, *[True] * (averages is not None))}
+        loaded = [False] if averages is None else [False, True]
+        prefixes = {prefix_of(self.model, checkpoint, use_ema, path) for use_ema in loaded}
         messages = [f"weights: names without their {prefix}" for prefix in sorted(prefixes) if prefix]
         messages += self._load_ema(averages if averages is not None else weights, has_ema)
         if resumable and load_optimizer:

@@ -219,8 +219,11 @@ def _mapping(path: str) -> tuple[dict[Any, Any], dict[Any, list[str]]]:
     if not isinstance(content, dict):
         content_type = "nothing" if content is None else f"a {type(content).__name__}"
         raise UserError(f"--config {path}: holds {content_type} where KEY: VALUE lines are expected")
-    items = {key.value: each.value if isinstance(each, yaml.SequenceNode) else [each] for key, each in pairs}
-    return content, {key: [item.value for item in each if item.id == "scalar"] for key, each in items.items()}
+    texts = {}
+    for key, value in pairs:
+        items = value.value if isinstance(value, yaml.SequenceNode) else [value]
+        texts[key.value] = [item.value for item in items if item.id == "scalar"]
+    return content, texts
 
 
 def _convert(row: Flag, value: Any, parser: FlagParser, written: Sequence[str] = ()) -> Any:

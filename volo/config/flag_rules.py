@@ -19,7 +19,8 @@ def _check_pixels(args: Namespace) -> None:
     """Raise UserError for contradictions between flags about pixels, in every program that reads images."""
     if not {len(args.mean or [0]), len(args.std or [0])} <= {1, 3}:
         raise UserError("--mean and --std take one number, or three (red, green, blue)")
-    if args.input_size and args.input_size[0] not in ((args.in_chans or 3,) if "in_chans" in args else (1, 3)):
+    channels = (args.in_chans or 3,) if "in_chans" in args else (1, 3)
+    if args.input_size and args.input_size[0] not in channels:
         raise UserError(
             f"--input-size {' '.join(map(str, args.input_size))}: images are read as RGB, the first number must be 3, "
             "or of a grey model (volo train --in-chans 1) 1"

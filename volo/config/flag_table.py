@@ -97,7 +97,7 @@ class Flag:
         """Name in the namespace and in YAML files: the first long name with underscores."""
         return self.renamed or self.label.lstrip("-").replace("-", "_")
 
-    def shown(self, value: Any) -> str:
+    def as_typed(self, value: Any) -> str:
         """Return the flag with this value as it is written on a command line."""
         if self.switch:
             return self.label
@@ -105,7 +105,7 @@ class Flag:
 
 
 def flag(names: str, type: ValueType, default: Any, help: str, needs: Needs = (), **fields: Any) -> Flag:
-    """Return a flag that takes a value; spaces separate its `names`."""
+    """Return a flag that takes a value; spaces separate its `names`, and `needs` may be texts (see `_all_of`)."""
     return Flag(tuple(names.split()), type, default, help, needs=_all_of(needs), **fields)
 
 
@@ -134,17 +134,17 @@ def check_flags(args: Namespace, flags: Mapping[str, Flag]) -> list[str]:
         if row.required and row not in changed:
             raise UserError(f"{row.names[0]} {getattr(row.type, 'metavar', 'VALUE')} is missing: {row.required}")
     for row in changed:
-        text = row.shown(getattr(args, row.dest))
+        text = row.as_typed(getattr(args, row.dest))
         if row.refused:
             raise UserError(f"{text}: {row.refused}")
         for other in changed:
             if other.dest in row.excludes:
-                other_text = other.shown(getattr(args, other.dest))
-                raise UserError(f"{text} and {other_text} set the same: keep one of them")
+                excluded = other.as_typed(getattr(args, other.dest))
+                raise UserError(f"{text} and {excluded} set the same: keep one of them")
     for row in changed:
         for need in row.needs:
             if not need.met(args):
-                raise UserError(f"{row.shown(getattr(args, row.dest))} has no effect without {need.of}")
+                raise UserError(f"{row.as_typed(getattr(args, row.dest))} has no effect without {need.of}")
     notes = []
     for row in changed:
         value = getattr(args, row.dest)
@@ -154,7 +154,7 @@ def check_flags(args: Namespace, flags: Mapping[str, Flag]) -> list[str]:
                 file = single_checkpoint(folder, row.label)
                 places[number] = str(file)
                 setattr(args, row.dest, places if places is value else places[0])
-                notes.append(f"{row.shown(folder)}: {file.name}")
+                notes.append(f"{row.as_typed(folder)}: {file.name}")
     return notes
 
 
@@ -299,8 +299,8 @@ def _default_text(row: Flag) -> str:
 def nearest(name: str, known: Iterable[str]) -> str | None:
     """Return the known name most similar to `name`, else the shortest that contains all its words, else None."""
     plain = {other: other.lstrip("-").replace("_", "-") for other in known}
-    asked = name.lstrip("-").replace("_", "-")
-    close = difflib.get_close_matches(asked, list(plain.values()), n=1, cutoff=0.8)
+    words = name.lstrip("-").replace("_", "-")
+    close = difflib.get_close_matches(words, list(plain.values()), n=1, cutoff=0.8)
     fitting = [other for other, text in plain.items() if text in close]
-    fitting += sorted((o for o, text in plain.items() if {*asked.split("-")} <= {*text.split("-")}), key=len)
+    fitting += sorted((o for o, text in plain.items() if {*words.split("-")} <= {*text.split("-")}), key=len)
     return next(iter(fitting), None)

@@ -63,7 +63,6 @@ _NO_TORCHSCRIPT = (
     switch("--legacy-jit", "refused: use --torchcompile", refused=NO_TORCHSCRIPT),
 )
 
-
 _VALIDATE = (
     Group(
         "Data",

@@ -28,4 +28,4 @@ ROWS = {
     "--device-modules": "missing: --device takes torch's own",
     "--wandb-resume-id": "not needed: --resume finds it",
 }
-TIMM_FLAGS = {flag: told for flags, told in ROWS.items() for flag in flags.split()}
+TIMM_FLAGS = {flag: reason for flags, reason in ROWS.items() for flag in flags.split()}
