@@ -210,8 +210,7 @@ def read_examples(
     Raises:
         BadImage: A source image can't be read.
     """
-    scale, shift = (torch.tensor(tuple(v), device=batch.images.device).view(-1, 1, 1) for v in (std, mean))
-    pixels = ((batch.images * scale + shift) * 255).round().clamp(0, 255).byte().permute(0, 2, 3, 1).cpu().numpy()
+    pixels = pixels_of(batch.images, mean, std)
     corners = geometry.apply(batch.affine.double().cpu().numpy(), [[0, 0], [1, 0], [1, 1], [0, 1]])
     labels = None if batch.labels is None or targets is None else batch.labels.to("cpu")
     examples = []
@@ -227,6 +226,13 @@ def read_examples(
             tokens, target = _token_cells(targets, row), (int(class_id), float(probability))
         examples.append(Example(name, source, size, corners[row] * size, pixels[row], label, area, tokens, target))
     return examples
+
+
+def pixels_of(images: torch.Tensor, mean: Sequence[float], std: Sequence[float]) -> Pixels:
+    """Return the uint8 pixels (B, H, W, 3) of normalised images (B, 3, H, W), or of grey ones (B, 1, H, W)."""
+    scale, shift = (torch.tensor(tuple(values), device=images.device).view(-1, 1, 1) for values in (std, mean))
+    levels = ((images * scale + shift) * 255).round().clamp(0, 255).byte()
+    return levels.expand(-1, 3, -1, -1).permute(0, 2, 3, 1).cpu().numpy()
 
 
 def _source(dataset: TrainDataset, index: int) -> tuple[Pixels, tuple[int, int]]:

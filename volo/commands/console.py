@@ -64,6 +64,11 @@ def say(lines: Iterable[str], on_this_rank: bool = True) -> None:
         print(line, flush=True)
 
 
+def warn(lines: Iterable[str], on_this_rank: bool = True) -> None:
+    """Print each line as a warning and flush it."""
+    say((f"warning: {line}" for line in lines), on_this_rank)
+
+
 class _Output:
     """A standard stream whose failures don't end the program. Text that can't be written (full disk, lost terminal) is
     dropped, with one warning on stderr. Only a closed reader (`| head`) is an error. Control characters are escaped.

@@ -36,7 +36,7 @@ from tlt.labels.archive_writer import ArchiveWriter
 from tlt.labels.label_info import LabelInfo, agreement_text
 from volo.checkpoint.model_config import class_names
 from volo.cluster.distributed import JOIN_S, World, from_all, from_primary, primary_first, wait_for_hosts
-from volo.commands.console import say
+from volo.commands.console import say, warn
 from volo.commands.inference import load, place, run_on_ranks
 from volo.train.compilation import check_scope, feature_compiler
 from volo.train.data import validation_loader
@@ -53,7 +53,8 @@ def run(args: Namespace) -> int:
 def label_folder(args: Namespace, world: World) -> None:
     """Build everything, label the images and finish the archive."""
     folder = open_images(args.data, args.split, args.dataset, allow_root=True)
-    say([*args.notes, *(f"warning: {warning}" for warning in folder.warnings)], world.is_primary)
+    say(args.notes, world.is_primary)
+    warn(folder.warnings, world.is_primary)
     trained = load(args, on_this_rank=world.is_primary)
     check(trained, folder)
     annotator = prepare_annotator(trained, world)

@@ -34,11 +34,11 @@ from tlt.io.text import printable, table
 from tlt.labels.annotate import labelled_area
 from tlt.models.folding import fold_batchnorm
 from tlt.models.spatial import feature_map
-from tlt.tools.drawing import Cells, check_format, drawable, save_figure, shorten
+from tlt.tools.drawing import Cells, check_format, drawable, pixels_of, save_figure, shorten
 from volo.checkpoint.checkpoint import explained, install
 from volo.checkpoint.model_config import class_names
 from volo.commands.attention import TOP, View, answers_page
-from volo.commands.console import say
+from volo.commands.console import say, warn
 from volo.commands.inference import load, place, world_of_one
 from volo.record.run_directory import check_writable
 from volo.train.data import validation_loader
@@ -65,7 +65,7 @@ def run(args: Namespace) -> int:
     """Predict all images, and write or print the results."""
     say(args.notes)
     inputs = find_images(args.paths)
-    say(f"warning: {line}" for line in inputs.warnings)
+    warn(inputs.warnings)
     check_outputs(args, inputs)
     world, trained = world_of_one(args), load(args, dense=bool(args.token_maps))
     check_model(args, trained)
@@ -195,7 +195,7 @@ def predict(
 def tell_unreadable(loader: EvalLoader) -> int:
     """Print which images were left out since the last call, and return how many."""
     lines = loader.skips.take_lines()
-    say(f"warning: {line}" for line in lines)
+    warn(lines)
     return len(lines)
 
 
@@ -254,9 +254,7 @@ def draw_token_maps(
     height, width = settings["input_size"][1:]
     area, grid = labelled_area(model, (height, width)), model.token_grid((height, width))
     box = (area[0] * width, area[1] * height, area[2] * width, area[3] * height)
-    std, mean = (torch.tensor(settings[name]).view(-1, 1, 1) for name in ("std", "mean"))
-    pictures = (images.cpu() * std + mean).expand(-1, 3, -1, -1)  # grey images become RGB
-    pixels = pictures.mul(255).round().clamp(0, 255).byte().permute(0, 2, 3, 1).numpy()
+    pixels = pixels_of(images, settings["mean"], settings["std"])
     best = (answer[name][:, :TOP].tolist() for name in ("class_id", "probability"))
     for row, (file, ids, probabilities) in enumerate(zip(files, *best, strict=True)):
         classes, probability = (answer[name][row].view(grid) for name in TOKEN_CLASSES)

@@ -34,7 +34,7 @@ from tlt.models.spatial import feature_map
 from tlt.models.wrap import find_tokens
 from tlt.targets import linear_weights
 from volo.cluster.distributed import World, max_over_ranks, sum_over_ranks
-from volo.commands.console import say
+from volo.commands.console import say, warn
 from volo.train.data import validation_loader
 from volo.train.precision import Precision
 from volo.train.trained_model import TrainedModel
@@ -79,7 +79,7 @@ def features_of(
             features = run(batch.images)
         read += batch.size
         yield features.float(), batch
-    say(f"warning: {line}" for line in loader.skips.take_lines())
+    warn(loader.skips.take_lines())
     if not max_over_ranks(read):
         where = printable(loader.dataset.root)
         raise UserError(f"{flag}: not one of {len(loader.dataset)} images in {where} can be read")

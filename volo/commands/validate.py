@@ -35,7 +35,7 @@ from tlt.io.files import os_errors_as, read_bytes
 from tlt.models.folding import fold_batchnorm
 from tlt.models.layers import Constants
 from volo.cluster.distributed import World, primary_first
-from volo.commands.console import say
+from volo.commands.console import say, warn
 from volo.commands.inference import load, place, run_on_ranks
 from volo.commands.segment import features_of, segmentation_row
 from volo.config.checkpoint_files import checkpoints_in
@@ -116,12 +116,12 @@ def evaluate_checkpoint(args: Namespace, path: Path | None, world: World) -> dic
     if args.knn:
         return knn_row(trained, folder, precision, world)
     score = DenseScore(args, "--token-label-data", model, settings, folder, world) if args.token_label_data else None
-    say([f"warning: {line}" for line in score.warnings] if score else [], world.is_primary)
+    warn(score.warnings if score else [], world.is_primary)
     loader = validation_loader(args, folder, args.batch_size, settings, world, score.labels if score else None)
     real = RealLabels(args.real_labels, loader.dataset, world) if args.real_labels else None
     watch = watcher(args, loader, world, real)
     result = evaluate(compile_model(trained.model, args), loader, precision, world, watch, dense=score)
-    say(f"warning: {line}" for line in loader.skips.take_lines() + loader.bad_labels.take_lines())
+    warn(loader.skips.take_lines() + loader.bad_labels.take_lines())
     say([str(result)], world.is_primary)
     row = {
         "model": args.model,
@@ -158,7 +158,7 @@ def open_folder(args: Namespace, recorded_names: list[str] | None, outputs: int,
     if args.num_samples is not None and args.num_samples < len(folder):
         folder = folder.select(np.linspace(0, len(folder) - 1, args.num_samples).round().astype(int))
     beyond = [] if args.knn else check_num_classes(folder, outputs)
-    say([f"warning: {warning}" for warning in folder.warnings + beyond], world.is_primary)
+    warn(folder.warnings + beyond, world.is_primary)
     return folder
 
 
