@@ -16,8 +16,8 @@ from PIL import Image
 from tests.commands.conftest import ROOT, Call
 from tlt.errors import install_command
 from tlt.tools import cli as tlt_cli
-from volo.config.args import TRAIN
-from volo.config.flags_programs import GENERATE_LABEL, PREDICT, VALIDATE
+from volo.cli import COMMANDS
+from volo.config.flag_table import SCRIPTS
 
 
 @pytest.fixture
@@ -34,15 +34,13 @@ def digits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleTy
 def understood(command: str) -> object:
     """The program's view of a command."""
     program, *words = shlex.split(command.removeprefix("python "))
-    if program == "-m" and words[0] == "volo":
-        return PREDICT.parse(words[2:])
-    if program == "-m":
+    if program == "-m" and words[0] == "tlt":
         return tlt_cli.parser().parse_args(words[1:])
+    if program == "-m":
+        program, words = words[1], words[2:]
     if program == "./distributed_train.sh":
         program, words = "train.py", words[1:]
-    return {"train.py": TRAIN.parse, "generate_label.py": GENERATE_LABEL.parse, "validate.py": VALIDATE.parse}[program](
-        words
-    )
+    return COMMANDS[{script: name for name, script in SCRIPTS.items()}.get(program, program)].program.parse(words)
 
 
 @pytest.mark.parametrize(
