@@ -1,17 +1,13 @@
 """Weights and images by the rule of the golden file: a function of the state-dict names, nothing to ship."""
 
 import zlib
-from collections.abc import Callable
 
 import numpy as np
-import pytest
 import torch
 from torch import Tensor, nn
 
 import tlt  # noqa: F401  registers LV-ViT
 import volo  # noqa: F401  registers VOLO
-
-torch.set_num_threads(1)
 
 
 def filled_value(name: str, shape: tuple[int, ...]) -> np.ndarray:
@@ -33,32 +29,19 @@ def filled_value(name: str, shape: tuple[int, ...]) -> np.ndarray:
     return noise.astype(np.float32)
 
 
-@pytest.fixture(scope="session")
-def fill() -> Callable[[nn.Module], nn.Module]:
-    def fill_model(model: nn.Module) -> nn.Module:
-        state = {k: torch.from_numpy(filled_value(k, tuple(v.shape))) for k, v in model.state_dict().items()}
-        model.load_state_dict(state)
-        return model
-
-    return fill_model
+def fill(model: nn.Module) -> nn.Module:
+    state = {k: torch.from_numpy(filled_value(k, tuple(v.shape))) for k, v in model.state_dict().items()}
+    model.load_state_dict(state)
+    return model
 
 
-@pytest.fixture(scope="session")
-def make_images() -> Callable[..., Tensor]:
-    def images(count: int, height: int, width: int | None = None, channels: int = 3) -> Tensor:
-        shape = (count, channels, height, width or height)
-        return torch.from_numpy(np.random.RandomState(1234).standard_normal(shape).astype(np.float32))
-
-    return images
+def make_images(count: int, height: int, width: int | None = None, channels: int = 3) -> Tensor:
+    shape = (count, channels, height, width or height)
+    return torch.from_numpy(np.random.RandomState(1234).standard_normal(shape).astype(np.float32))
 
 
-@pytest.fixture(scope="session")
-def deviation() -> Callable[..., float]:
-    """Largest difference, relative to the largest absolute value of what is expected."""
-
-    def relative(value: Tensor | np.ndarray, expected: Tensor | np.ndarray) -> float:
-        value, expected = (torch.as_tensor(t).detach().double() for t in (value, expected))
-        assert value.shape == expected.shape
-        return ((value - expected).abs().max() / expected.abs().max()).item()
-
-    return relative
+def deviation(value: Tensor | np.ndarray, expected: Tensor | np.ndarray) -> float:
+    """Return the largest difference, relative to the largest absolute value of what is expected."""
+    value, expected = (torch.as_tensor(t).detach().double() for t in (value, expected))
+    assert value.shape == expected.shape
+    return ((value - expected).abs().max() / expected.abs().max()).item()

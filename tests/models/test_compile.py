@@ -4,6 +4,7 @@ import pytest
 import timm
 import torch
 
+from tests.models.conftest import make_images
 from tlt.models import fast_ops
 from tlt.models.fast_ops import linear
 from tlt.models.wrap import with_dense_head
@@ -36,7 +37,7 @@ def own(module):
 
 
 @pytest.mark.parametrize(("name", "as_tensor"), [("volo_test", False), ("lvvit_test", True), ("test_resnet", True)])
-def test_training_compiles_once_for_all_boxes(name, as_tensor, make_images):
+def test_training_compiles_once_for_all_boxes(name, as_tensor):
     torch.manual_seed(0)
     model = with_dense_head(timm.create_model(name, num_classes=5, **SMALLER[name]), (64, 64))
     from torch._dynamo.testing import CompileCounterWithBackend  # takes a second
@@ -65,7 +66,7 @@ class Products(torch.nn.Module):
         return linear(self.layer, outlook_attention(v, logits))
 
 
-def test_what_is_exported_has_no_operator_of_ours_though_it_was_compiled_before(make_images):
+def test_what_is_exported_has_no_operator_of_ours_though_it_was_compiled_before():
     inputs, operators = [make_images(3, size, size, c).movedim(1, -1) for size, c in ((4, 32), (2, 162))], []
     compiled = torch.compile(Products(), backend=lambda module, _: operators.append(own(module)) or module.forward)
     for strict in (False, True):
@@ -74,7 +75,7 @@ def test_what_is_exported_has_no_operator_of_ours_though_it_was_compiled_before(
     assert operators == [EXPECTED["volo_test"]] * 2
 
 
-def test_transformations_that_are_compiled_equal_plain_ones(make_images):
+def test_transformations_that_are_compiled_equal_plain_ones():
     v, logits = (make_images(2, size, size, c).movedim(1, -1) for size, c in ((4, 32), (2, 162)))
 
     def attend(v):

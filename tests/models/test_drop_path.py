@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils.flop_counter import FlopCounterMode
 
+from tests.models.conftest import make_images
 from tlt.data.augment.device_stage import DeviceStage, EvalStage
 from tlt.data.augment.plan import AugmentConfig
 from tlt.errors import UserError
@@ -154,7 +155,7 @@ def test_the_number_kept_is_the_nearest_and_at_least_one() -> None:
 
 @pytest.mark.parametrize(("mode", "checkpointing"), [("mask", False), ("subset", True)])
 def test_a_step_of_d5_s_depth_draws_for_each_of_its_72_branches_apart(
-    mode: str, checkpointing: bool, make_images: Callable[..., Tensor], monkeypatch: pytest.MonkeyPatch
+    mode: str, checkpointing: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = timm.create_model("volo_test", img_size=32, layers=(12, 12, 20, 4), drop_path_rate=0.75).train()
     model.set_drop_path_mode(mode)
@@ -173,9 +174,7 @@ def test_a_step_of_d5_s_depth_draws_for_each_of_its_72_branches_apart(
 
 
 @pytest.mark.parametrize(("name", "mode"), [("volo_test", "mask"), ("lvvit_test", "subset")])
-def test_checkpointing_recomputes_what_was_drawn_and_evaluation_drops_nothing(
-    name: str, mode: str, make_images: Callable[..., Tensor]
-) -> None:
+def test_checkpointing_recomputes_what_was_drawn_and_evaluation_drops_nothing(name: str, mode: str) -> None:
     model, x = model_of(name, mode=mode), make_images(5, 64)
 
     def run(seed: int, checkpointing: bool) -> list[Tensor]:

@@ -5,11 +5,12 @@ import timm
 import torch
 from torch import nn
 
+from tests.models.conftest import fill, make_images
 from tlt.models.folding import fold_batchnorm
 
 
 @pytest.mark.parametrize("name", ["volo_test", "lvvit_test"])
-def test_a_model_in_training_is_refused_and_one_is_folded_once(name, fill, make_images):
+def test_a_model_in_training_is_refused_and_one_is_folded_once(name):
     model, x = fill(timm.create_model(name)), make_images(2, 72, 40)
     with pytest.raises(ValueError, match="eval"):
         fold_batchnorm(model)

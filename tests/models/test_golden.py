@@ -7,13 +7,15 @@ import pytest
 import timm
 import torch
 
+from tests.models.conftest import deviation, fill, make_images
+
 with np.load(Path(__file__).parents[1] / "golden" / "upstream.npz") as file:
     GOLDEN = dict(file)
 TOLERANCE = 1e-4
 
 
 @pytest.mark.parametrize("key", [key for key in GOLDEN if key.startswith(("eval/", "finetune/"))])
-def test_logits(key, fill, make_images, deviation):
+def test_logits(key):
     """At the model's size or another; test_interface.py shows that other ways to a size are this one."""
     _, name, sizes = key.split("/")
     built, *_, size = map(int, sizes.split("-") * 2)
@@ -23,7 +25,7 @@ def test_logits(key, fill, make_images, deviation):
 
 
 @pytest.mark.parametrize("name", ["volo_d1", "lvvit_t"])
-def test_training_forward_with_mixtoken(name, fill, make_images, deviation):
+def test_training_forward_with_mixtoken(name):
     prefix, size = f"train/{name}/224", 224
     model = fill(timm.create_model(name, img_size=size)).train()
     box = torch.from_numpy(GOLDEN[f"{prefix}/box"])

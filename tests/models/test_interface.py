@@ -6,6 +6,7 @@ import torch
 from timm.models.volo import VOLO as TimmVOLO
 from timm.optim import create_optimizer_v2
 
+from tests.models.conftest import fill, make_images
 from tlt.errors import UserError
 from tlt.models import TokenLabelModel, adapt_state_dict, fast_ops, resize_pos_embed
 from tlt.models.layers import SelfAttention
@@ -26,7 +27,7 @@ def name(request):
 
 
 @pytest.mark.parametrize("training", [False, True])
-def test_output_contract(name, training, make_images):
+def test_output_contract(name, training):
     model, x = build(name).train(training), make_images(3, 64)
     cls, tokens = model(x, dense=True)
     assert cls.shape == (3, CLASSES) and tokens.shape == (3, 16, CLASSES)
@@ -39,7 +40,7 @@ def test_output_contract(name, training, make_images):
     assert isinstance(model, TokenLabelModel) and model.head_hidden_size == model.num_features
 
 
-def test_a_box_mixes_an_empty_one_does_not_and_a_full_one_swaps_the_class_token_alone(name, make_images):
+def test_a_box_mixes_an_empty_one_does_not_and_a_full_one_swaps_the_class_token_alone(name):
     model, x = build(name), make_images(4, 64, 96)
     plain, mixed = model(x, dense=True), model(x, dense=True, mix_box=(1, 0, 3, 2))
     torch.testing.assert_close(model(x, dense=True, mix_box=(2, 2, 2, 4)), plain)
@@ -49,7 +50,7 @@ def test_a_box_mixes_an_empty_one_does_not_and_a_full_one_swaps_the_class_token_
 
 
 @pytest.mark.parametrize("rate", ["drop_rate", "attn_drop_rate", "drop_path_rate"])
-def test_dropout_acts_in_training_only(name, rate, make_images):
+def test_dropout_acts_in_training_only(name, rate):
     model, x = build(name, **{rate: 0.5}), make_images(4, 64)
     torch.testing.assert_close(model(x), build(name)(x), rtol=0, atol=0)
     model.train()
@@ -62,7 +63,7 @@ def test_dropout_acts_in_training_only(name, rate, make_images):
     assert torch.equal(*outputs) == (rate == "drop_path_rate" or (rate, name) == ("drop_rate", "volo_test"))
 
 
-def test_dense_head_off(name, make_images):
+def test_dense_head_off(name):
     model, x = build(name), make_images(2, 64)
     cls, _ = model(x, dense=True)
     model.set_dense_head(False)
@@ -80,7 +81,7 @@ def test_dense_head_off(name, make_images):
     assert not off.dense_head and not off.aux_head.weight.requires_grad
 
 
-def test_reset_classifier_replaces_both_heads(name, make_images):
+def test_reset_classifier_replaces_both_heads(name):
     model, x = build(name), make_images(2, 64)
     model.reset_classifier(3, global_pool="avg")
     assert model.get_classifier() is model.head and model.head.out_features == model.aux_head.out_features == 3
@@ -96,7 +97,7 @@ def test_reset_classifier_replaces_both_heads(name, make_images):
         model.reset_classifier(5, "max")
 
 
-def test_other_sizes_run_load_and_set_alike(name, make_images):
+def test_other_sizes_run_load_and_set_alike(name):
     source, x = build(name), make_images(2, 96, 48)
     at_run_time = source(x)
     target = build(name, img_size=(96, 48))
@@ -124,7 +125,7 @@ def test_token_grids_that_are_not_square():
     assert adapt_state_dict(turned, model.state_dict(), source_grid=(6, 3))[1] == ["pos_embed"]
 
 
-def test_features_only(make_images):
+def test_features_only():
     shape, lvvit = (80, 48), timm.create_model("lvvit_test", features_only=True, out_indices=(0, 1), img_size=64)
     assert [m.shape for m in lvvit(make_images(2, 64, 32))] == [(2, 64, 4, 2)] * 2
     assert not [key for key in lvvit.state_dict() if "blocks.2" in key]
@@ -139,7 +140,7 @@ def test_features_only(make_images):
     assert first(make_images(1, 64))[0].shape == (1, 32, 8, 8)
 
 
-def test_intermediates_equal_timms(fill, make_images):
+def test_intermediates_equal_timms():
     like = {"layers": (1, 1, 1, 1), "embed_dims": (32, 64, 64, 64), "num_heads": (2, 4, 4, 4), "stem_hidden_dim": 16}
     theirs = TimmVOLO(**like, mlp_ratio=2.0, patch_size=8, img_size=64, num_classes=CLASSES)
     ours, theirs = fill(build("volo_test")), fill(theirs).eval()
@@ -159,7 +160,7 @@ def test_device_type_and_channels_of_the_factory(name):
     assert {(p.device.type, p.dtype) for p in model.parameters()} == {("meta", torch.bfloat16)}
 
 
-def test_functional_transformations(name, make_images, monkeypatch):
+def test_functional_transformations(name, monkeypatch):
     monkeypatch.setattr(fast_ops, "MKL_IS_SLOW", True)
     model = build(name).double()
     model.set_dense_head(False)  # whose maximum has corners
@@ -174,7 +175,7 @@ def test_functional_transformations(name, make_images, monkeypatch):
     torch.testing.assert_close(gradients, expected.grad)
 
 
-def test_intermediates_by_index(name, make_images):
+def test_intermediates_by_index(name):
     model, x = build(name), make_images(2, 64, 32)
     final, maps = model.forward_intermediates(x)
     torch.testing.assert_close(final, model.forward_features(x))

@@ -9,6 +9,7 @@ from timm.layers import DropPath
 from timm.models.volo import VOLO as TimmVOLO
 
 from tests.commands.conftest import ROOT
+from tests.models.conftest import deviation, fill, make_images
 from tlt.errors import UserError
 from tlt.models.layers import ResidualBlock
 from tlt.models.lvvit import VARIANTS as LVVITS
@@ -61,7 +62,7 @@ def test_a_tag_of_another_size_builds_a_model_of_that_size():
 
 
 @pytest.mark.parametrize("training", [False, True])
-def test_forward_and_gradients_equal_timms(training, fill, make_images, deviation):
+def test_forward_and_gradients_equal_timms(training):
     like = {"layers": (1, 1, 1, 1), "embed_dims": (32, 64, 64, 64), "num_heads": (2, 4, 4, 4), "stem_hidden_dim": 16}
     theirs = TimmVOLO(**like, mlp_ratio=2.0, patch_size=8, img_size=64, num_classes=50)
     ours, theirs = (fill(m).train(training) for m in (timm.create_model("volo_test", num_classes=50), theirs))
@@ -81,7 +82,7 @@ def test_forward_and_gradients_equal_timms(training, fill, make_images, deviatio
 
 
 @pytest.mark.parametrize(("side", "grid"), [(224, 14), (230, 14), (239, 15), (384, 24), (16, 1), (33, 2)])
-def test_grid_is_what_the_convolutions_leave(side, grid, make_images):
+def test_grid_is_what_the_convolutions_leave(side, grid):
     model = timm.create_model("volo_test", img_size=side, num_classes=3).eval()
     assert model.token_grid() == (grid, grid) == tuple(model.pos_embed.shape[1:3])
     with torch.no_grad():
