@@ -193,14 +193,16 @@ def _load_teacher(
     args: Namespace, name: str, kind: str, settings: dict[str, Any], world: World, logger: Logger
 ) -> tuple[FeatureTeacher, str]:
     """Return a teacher for images of this input_size, and the checksum of its weights."""
-    channels, height, width = settings["input_size"]
-    model = _load(name, (height, width), channels)
+    path = name if name.endswith(ENDINGS) and not timm.is_model(name) else None
+    trained = load_frozen(None if path else name, path, settings["input_size"], dense=False)
+    model = trained.model
+    model.pretrained_cfg = model.pretrained_cfg | {key: trained.settings[key] for key in ("mean", "std")}
     digest, model = checksum(model), place_model(model, args, world)
     dtype = None if compute_dtype(args, world.device) is None else torch.bfloat16
     for line in check_convolutions(model, settings["input_size"], dtype, world.device):
         logger.line(line)
     pixels = settings["mean"], settings["std"]
-    teacher = FeatureTeacher(model, (height, width), *pixels, dtype, feature_compiler(model, args))
+    teacher = FeatureTeacher(model, settings["input_size"][1:], *pixels, dtype, feature_compiler(model, args))
     teacher(torch.zeros(2, *settings["input_size"], device=world.device), kind)
     if kind == "token":
         _ = teacher.tokens  # raises here, where the teacher is blamed and not the student
@@ -212,15 +214,6 @@ def _names_in_records(models: Sequence[str]) -> list[str]:
     paths = [Path(name) for name in models]
     names = [path.absolute().parent.name if path.name in (LAST, BEST) else path.name for path in paths]
     return names if len({*names}) == len(names) else [f"{number}-{name}" for number, name in enumerate(names, 1)]
-
-
-def _load(name: str, size: tuple[int, int], channels: int) -> TimmModel:
-    path = name if name.endswith(ENDINGS) and not timm.is_model(name) else None
-    trained = load_frozen(None if path else name, path, size, dense=False)
-    if trained.settings["input_size"][0] != channels:
-        raise UserError(f"it takes images of {trained.settings['input_size'][0]} channels, the student of {channels}")
-    trained.model.pretrained_cfg = trained.model.pretrained_cfg | {k: trained.settings[k] for k in ("mean", "std")}
-    return trained.model
 
 
 def checksum(model: nn.Module) -> str:

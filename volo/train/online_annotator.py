@@ -85,11 +85,8 @@ def load_online_annotator(
     name, path = args.token_label_teacher, args.token_label_teacher_checkpoint
     size, flag = settings["input_size"], f"--token-label-teacher {name}"
     try:
-        img_size = (size[1], size[2])
-        trained = load_frozen(name, path or None, img_size, args.train_img_sizes, num_classes=student.num_classes)
-        sizes = [img_size, *other_sizes(trained.args)]
-        if (channels := trained.settings["input_size"][0]) != size[0]:
-            raise UserError(f"it takes images of {channels} channels, the student of {size[0]}")
+        trained = load_frozen(name, path or None, size, args.train_img_sizes, num_classes=student.num_classes)
+        sizes = [(size[1], size[2]), *other_sizes(trained.args)]
         model = place_model(trained.model.requires_grad_(False), args, world)
         for image_size in sizes:
             check_dense(model, torch.randn(2, size[0], *image_size, device=world.device), f"--model {name}")

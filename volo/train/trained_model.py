@@ -54,7 +54,7 @@ def load_model(
 def load_frozen(
     model: str | None,
     path: str | None,
-    img_size: tuple[int, int],
+    input_size: tuple[int, int, int],
     other_sizes: Sequence[int] | None = None,
     **options: Any,
 ) -> TrainedModel:
@@ -63,14 +63,21 @@ def load_frozen(
     Args:
         model: What `--model` would name; None takes it from the checkpoint.
         path: Path of the checkpoint; None takes the published weights.
-        img_size: (H, W) of its images.
+        input_size: (channels, H, W) of the run's images.
         other_sizes: Sides of further images, as of `--train-img-sizes`.
         options: Further arguments of `load_model`.
+
+    Raises:
+        UserError: As in `load_model`; or the network takes images of another number of channels.
     """
-    args = Namespace(model=model, pretrained=path is None, img_size=img_size, input_size=None, model_kwargs={})
+    channels, *img_size = input_size
+    args = Namespace(model=model, pretrained=path is None, img_size=tuple(img_size), input_size=None, model_kwargs={})
     args.num_classes, args.gp, args.train_img_sizes = None, None, other_sizes
     args.use_ema, args.no_use_ema = False, False
-    return load_model(args, path, **options)
+    trained = load_model(args, path, **options)
+    if (own_channels := trained.settings["input_size"][0]) != channels:
+        raise UserError(f"it takes images of {own_channels} channels, the student of {channels}")
+    return trained
 
 
 def _load(args: Namespace, path: str | Path | None, dense: bool | None, num_classes: int | None) -> TrainedModel:
