@@ -111,7 +111,7 @@ def call(capsys: pytest.CaptureFixture[str]) -> Call:
         except SystemExit as end:  # argparse
             code = end.code if isinstance(end.code, int) else 1
         ended = Ended(code, *capsys.readouterr())
-        assert code != 2 or not foreign_flags(program, ended.err), ended.err
+        assert code != 2 or not foreign_flags({program}, ended.err), ended.err
         return ended
 
     return call
