@@ -9,7 +9,6 @@ import pytest
 import torch
 from PIL import Image
 
-from tlt.data.backends.synthetic import synthetic_folder
 from tlt.data.dataset import LabelReader
 from tlt.data.sources.source import ImageSource
 from tlt.tools import cli as tlt_cli
@@ -53,16 +52,12 @@ def parsed(data: Path, backend: str, way: Way) -> Namespace:
     flags = f"--model volo_test --num-classes 4 --seed {SEED} --token-label --data-backend {backend} -j {way.workers}"
     flags += f" -b {GLOBAL_BATCH // (way.ranks * way.micro_batches)} --grad-accum-steps {way.micro_batches}"
     labels = data / "labels" if way.kind == "folder" else data
-    folder = [] if backend == "synthetic" else [str(data)]
-    return TRAIN.parse([*folder, *flags.split(), "--token-label-data", str(labels)])
+    return TRAIN.parse([str(data), *flags.split(), "--token-label-data", str(labels)])
 
 
 def opened(args: Namespace) -> tuple[ImageSource, LabelReader | None]:
     """Training images and their labels."""
-    if args.data_backend == "synthetic":
-        images: ImageSource = synthetic_folder(IMAGES, 4)
-    else:
-        images = train_data.open_images(args.data_dir, "train", args.dataset)
+    images = train_data.open_images(args.data_dir, "train", args.dataset)
     return images, train_data.open_labels(args, images, 4)[0]
 
 

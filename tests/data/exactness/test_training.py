@@ -5,7 +5,6 @@ knows no loader; pixels are also compared bit for bit with those of one rank wit
 import functools
 from argparse import Namespace
 from dataclasses import fields
-from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -16,10 +15,8 @@ from PIL import Image
 from tests.data.exactness import conftest as made
 from tests.data.exactness.conftest import Way, opened, parsed
 from tlt.data.augment.plan import Plan, make_plan
-from tlt.data.backends.synthetic import SyntheticImages, SyntheticLabels
 from tlt.data.batch import Batch, IndexStream
 from tlt.data.dataset import TrainDataset
-from tlt.data.sources.source import ImageSource
 from volo.cluster.distributed import World
 from volo.train import data as train_data
 
@@ -38,61 +35,37 @@ CASES = [
     ("pil", Way(ranks=4, kind="shards", start=2)),
     ("dali-cpu", Way(ranks=4, workers=2)),
     ("dali-cpu", Way(kind="shards")),
-    ("synthetic", Way(ranks=2, workers=1, start=1)),
 ]
 
 
-class Expected:
+@functools.cache
+def expected(data: Path) -> Rows:
     """What the epoch is, found without a loader: all that doesn't depend on the backend, and Pillow's pixels."""
-
-    def __init__(self, args: Namespace, images: ImageSource, root: Path) -> None:
-        self.images, self.root = images, root
-        self.config = train_data.augment_config(args, made.SETTINGS)
-        self.computed = isinstance(images, SyntheticImages)
-        self.indices = self._order(TrainDataset(images, self.config, made.SEED))
-        sizes = [(500, 375) if self.computed else self._image(index).size for index in self.indices]
-        self.plan = make_plan(self.config, made.SEED, EPOCH, self.indices, *np.array(sizes).T)
-
-    def _order(self, dataset: TrainDataset) -> list[int]:
-        """The images of the epoch, others in the broken ones' places."""
-        order = []
-        for updates in IndexStream(made.IMAGES, made.GLOBAL_BATCH, made.SEED).epoch(EPOCH):
-            for first in updates[0].tolist():
-                candidates = [first, *(dataset.replacement(EPOCH, first, attempt) for attempt in range(9))]
-                order.append(next(index for index in candidates if self.images.paths[index] not in made.BROKEN))
-        return order
-
-    def _image(self, index: int) -> Image.Image:
-        return Image.open(self.root / "train" / self.images.paths[index]).convert("RGB")
-
-    @cached_property
-    def rows(self) -> Rows:
-        """What is the same with every backend."""
-        names = [self.images.paths[index] for index in self.indices]
-        if self.computed:
-            maps = [SyntheticLabels(self.images).read(index) for index in self.indices]
-            values, ids = [m.values for m in maps], [m.ids for m in maps]
-        else:
-            values, ids = zip(*(torch.load((self.root / "labels" / n).with_suffix(".pt")) for n in names), strict=True)
-        return _plan_rows(self.plan) | {
-            "index": np.array(self.indices),
-            "class": np.array([int(name.partition("/")[0].strip("clas_")) for name in names]),
-            "values": np.stack([np.asarray(each, np.float32) for each in values]),
-            "ids": np.stack([np.asarray(each, np.int64) for each in ids]),
-            "area": np.tile(np.float32([0, 0, 1, 1]), (len(names), 1)),
-            "affine": self.plan.normalised_affine().astype(np.float32),
-            "visible": self.plan.visible().astype(np.float32),
-        }
-
-    @cached_property
-    def pixels(self) -> np.ndarray:
-        """(n, 3, H, W) uint8: cut out and resized by Pillow."""
-        cut = []
-        for index, (x, y, w, h), kind in zip(
-            self.indices, self.plan.crop.tolist(), self.plan.interpolation.tolist(), strict=True
-        ):
-            cut.append(np.asarray(self._image(index).crop((x, y, x + w, y + h)).resize((32, 32), kind)))
-        return np.stack(cut).transpose(0, 3, 1, 2)
+    args = parsed(data, "pil", Way())
+    images, config = opened(args)[0], train_data.augment_config(args, made.SETTINGS)
+    dataset, indices = TrainDataset(images, config, made.SEED), list[int]()
+    for updates in IndexStream(made.IMAGES, made.GLOBAL_BATCH, made.SEED).epoch(EPOCH):
+        for first in updates[0].tolist():  # others are in the broken ones' places
+            candidates = [first, *(dataset.replacement(EPOCH, first, attempt) for attempt in range(9))]
+            indices.append(next(index for index in candidates if images.paths[index] not in made.BROKEN))
+    names = [images.paths[index] for index in indices]
+    pictures = [Image.open(data / "train" / name).convert("RGB") for name in names]
+    plan = make_plan(config, made.SEED, EPOCH, indices, *np.array([picture.size for picture in pictures]).T)
+    values, ids = zip(*(torch.load((data / "labels" / name).with_suffix(".pt")) for name in names), strict=True)
+    resized = [
+        np.asarray(picture.crop((x, y, x + w, y + h)).resize((32, 32), kind))
+        for picture, (x, y, w, h), kind in zip(pictures, plan.crop.tolist(), plan.interpolation.tolist(), strict=True)
+    ]
+    return _plan_rows(plan) | {
+        "index": np.array(indices),
+        "class": np.array([int(name[1]) for name in names]),
+        "values": np.stack([np.asarray(each, np.float32) for each in values]),
+        "ids": np.stack([np.asarray(each, np.int64) for each in ids]),
+        "area": np.tile(np.float32([0, 0, 1, 1]), (len(names), 1)),
+        "affine": plan.normalised_affine().astype(np.float32),
+        "visible": plan.visible().astype(np.float32),
+        "pixels": np.stack(resized).transpose(0, 3, 1, 2),
+    }
 
 
 def _plan_rows(plan: Plan) -> Rows:
@@ -119,11 +92,8 @@ def _rows(batch: Batch) -> Rows:
     assert batch.labels is not None and batch.plan is not None
     tensors = {"index": batch.indices, "class": batch.classes, "affine": batch.affine, "visible": batch.visible}
     tensors |= {"values": batch.labels.values, "ids": batch.labels.ids, "area": batch.labels.area}
-    return (
-        _plan_rows(batch.plan)
-        | {"pixels": batch.images.numpy()}
-        | {name: tensor.numpy() for name, tensor in tensors.items()}
-    )
+    tensors |= {"pixels": batch.images}
+    return _plan_rows(batch.plan) | {name: tensor.numpy() for name, tensor in tensors.items()}
 
 
 def epoch_of(data: Path, backend: str, way: Way) -> Rows:
@@ -142,12 +112,6 @@ def _interleaved(ranks: tuple[Rows, ...]) -> Rows:
 
 
 @functools.cache
-def expected(data: Path, computed: bool) -> Expected:
-    args = parsed(data, "synthetic" if computed else "pil", Way())
-    return Expected(args, opened(args)[0], data)
-
-
-@functools.cache
 def alone(data: Path, backend: str) -> Rows:
     """The epoch as one rank without workers makes it."""
     return epoch_of(data, backend, Way())
@@ -155,12 +119,11 @@ def alone(data: Path, backend: str) -> Rows:
 
 @pytest.mark.parametrize(("backend", "way"), CASES, **made.WAYS)
 def test_global_batches_are_the_same(backend: str, way: Way, data: Path, root: Path) -> None:
-    found, truth = epoch_of(root, backend, way), expected(data, backend == "synthetic")
+    found, truth = epoch_of(root, backend, way), expected(data)
     images = made.IMAGES - way.start * made.GLOBAL_BATCH
-    assert len(found["index"]) == images
-    for name in ("index", "class", *_plan_rows(truth.plan), "affine", "visible", "values", "ids", "area"):
-        assert np.array_equal(found[name], truth.rows[name][-images:]), name
+    assert found.keys() == truth.keys() and len(found["index"]) == images
+    for name in found.keys() - {"pixels"}:
+        assert np.array_equal(found[name], truth[name][-images:]), name
     by_itself = alone(data, "torchvision" if backend == "dali-cpu" else backend)["pixels"]  # bit for bit
     assert np.array_equal(found["pixels"], by_itself[-images:])
-    if not truth.computed:
-        made.check_levels(abs(found["pixels"].astype(int) - truth.pixels[-images:]), backend)
+    made.check_levels(abs(found["pixels"].astype(int) - truth["pixels"][-images:]), backend)
