@@ -114,8 +114,8 @@ def test_synthetic_images_show_their_place_and_class() -> None:
     batch = loaded(dataset, *range(20))
     grid = (np.stack(np.meshgrid(np.arange(24), np.arange(24)), -1).reshape(-1, 2) + 0.5) / 24
     points = geometry.apply(batch.affine.double().numpy(), grid)
-    shown = batch.images[:, :2].flatten(2).transpose(1, 2).numpy() / 255
-    assert abs(points - shown).max() < 0.01
+    positions = batch.images[:, :2].flatten(2).transpose(1, 2).numpy() / 255
+    assert abs(points - positions).max() < 0.01
     assert len(set(batch.images[:, 2, 0, 0].tolist())) > 8
     assert batch.labels is not None and (batch.labels.ids[:, 0].flatten(1) == batch.classes[:, None]).all()
     assert all((torch.sort(ids, 0)[0].diff(dim=0) != 0).all() for ids in batch.labels.ids)  # no class twice
@@ -188,10 +188,10 @@ def test_fault_24_25_38_39_40_validation_shows_what_pillow_does_and_names_others
 ) -> None:
     batch = loaded(EvalDataset(odd, (32, 32), interpolation="bilinear", backend=backend), *range(len(odd)))
     names = [os.path.basename(odd.paths[index]) for index in batch.indices.tolist()]
-    shown = dict(zip(names, batch.images, strict=True))
-    assert set(shown) == set(SHOWN)
+    image_of = dict(zip(names, batch.images, strict=True))
+    assert set(image_of) == set(SHOWN)
     transform = create_transform((3, 32, 32), interpolation="bilinear", crop_pct=0.875, normalize=False)
-    for name, image in shown.items():
+    for name, image in image_of.items():
         if "20000" in name:
             continue  # timm resizes it as a whole: 4 GB at 224 pixels
         with Image.open(io.BytesIO(SHOWN[name])) as opened:

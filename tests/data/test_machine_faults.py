@@ -79,9 +79,9 @@ def test_what_passes_costs_no_image(images: ImageFolder, storage: Storage, code:
     training = TrainDataset(images, CONFIG, 3)
     expected = training[ALL]
     met = storage(code, "2.png", 3)
-    found = training[ALL]
-    assert isinstance(found, Batch) and isinstance(expected, Batch)
-    assert len(met) == 3 and not found.skipped and torch.equal(found.images, expected.images)
+    batch = training[ALL]
+    assert isinstance(batch, Batch) and isinstance(expected, Batch)
+    assert len(met) == 3 and not batch.skipped and torch.equal(batch.images, expected.images)
 
 
 @pytest.mark.parametrize("workers", [0, 1])

@@ -35,9 +35,9 @@ def test_an_epoch_has_each_size_as_often_as_timm_draws_it_and_the_last_ones_the_
         shares = of_timm.choice_weights_for_epoch(epoch).numpy()
         if sizes.epochs and epoch >= EPOCHS - 2:
             shares = np.array([0, 0, 1])
-        found = sizes.choices(7, epoch, updates)
-        assert np.abs(np.bincount(found, minlength=3) - updates * shares).max() < 1 + 1e-9
-        assert set(found) <= set(np.flatnonzero(shares))
+        choices = sizes.choices(7, epoch, updates)
+        assert np.abs(np.bincount(choices, minlength=3) - updates * shares).max() < 1 + 1e-9
+        assert set(choices) <= set(np.flatnonzero(shares))
     assert not np.array_equal(sizes.choices(7, 10, updates), sizes.choices(8, 10, updates))
     assert (np.diff(sizes.choices(7, 10, updates)) < 0).any()  # not one size after the other
 

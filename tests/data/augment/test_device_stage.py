@@ -230,8 +230,8 @@ def test_cuda_gives_the_cpus_images_without_waiting_for_the_host():
     stage(on_gpu, plan)
     torch.cuda.set_sync_debug_mode("error")
     try:
-        found = stage(on_gpu, plan)
+        augmented = stage(on_gpu, plan)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    difference = abs(found.cpu() - run(config, images)) * 255 * min(STD)
+    difference = abs(augmented.cpu() - run(config, images)) * 255 * min(STD)
     assert (difference > 1.01).float().mean() < 2e-3

@@ -70,8 +70,8 @@ def test_cuda_mixes_as_the_cpu_without_waiting_for_the_host(number: int, mode: s
     mixup.draw(on_device, np.random.default_rng(0))
     torch.cuda.set_sync_debug_mode("error")
     try:
-        found = mixup.draw(on_device, np.random.default_rng(1)).blend_images(on_device)
+        mixed_images = mixup.draw(on_device, np.random.default_rng(1)).blend_images(on_device)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     expected = mixup.draw(images, np.random.default_rng(1)).blend_images(images)
-    torch.testing.assert_close(found.cpu(), expected, rtol=0, atol=1e-6)
+    torch.testing.assert_close(mixed_images.cpu(), expected, rtol=0, atol=1e-6)

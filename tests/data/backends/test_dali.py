@@ -26,7 +26,7 @@ def encoded(image: Image.Image, kind: str = "JPEG", **options: object) -> Encode
     return Encoded("x", bytearray(file_of(image, kind, **options)), *image.size)
 
 
-def shown(
+def decoded_images(
     backend: Backend, requests: Sequence[Request], size: tuple[int, int], fill: Sequence[int] = (0, 0, 0)
 ) -> torch.Tensor:
     decoded = backend.decode_batch(requests, size, fill)
@@ -52,8 +52,8 @@ def test_decoded_windows_are_pillows(make: Callable[[], DaliBackend]) -> None:
         assert is_sound(image)
         for x, y, width, height in CROPS:
             request = Request(image, (x, y, width, height), (height, width), "bilinear")
-            theirs = shown(PilBackend(), [request], request.size)
-            assert torch.equal(shown(make(), [request], request.size), theirs)
+            theirs = decoded_images(PilBackend(), [request], request.size)
+            assert torch.equal(decoded_images(make(), [request], request.size), theirs)
 
 
 @MAKERS
@@ -67,8 +67,8 @@ def test_a_batch_of_everything_in_its_order(make: Callable[[], DaliBackend]) -> 
         kind = ("bilinear", "bicubic", "lanczos")[row % 3]
         requests.append(Request(image, None, (30 + 3 * row, 50 - 4 * row), kind, -5 + 3 * row, row))
     assert [is_sound(request.encoded) for request in requests] == [True, False, True, False, True, True, False]
-    ours = shown(make(), requests, (40, 36), (9, 80, 200))
-    theirs = shown(TorchvisionBackend(), requests, (40, 36), (9, 80, 200))
+    ours = decoded_images(make(), requests, (40, 36), (9, 80, 200))
+    theirs = decoded_images(TorchvisionBackend(), requests, (40, 36), (9, 80, 200))
     if make is DaliBackend:
         assert torch.equal(ours, theirs)
     assert ((ours - theirs).abs() > 1).float().mean() < 0.03 and (ours - theirs).abs().max() < 25
@@ -76,7 +76,7 @@ def test_a_batch_of_everything_in_its_order(make: Callable[[], DaliBackend]) -> 
     outside = (theirs == fill).all(1, keepdim=True)
     assert outside[0].any() and torch.equal(ours * outside, theirs * outside)
     for row, request in enumerate(requests):
-        assert torch.equal(shown(make(), [request], (40, 36), (9, 80, 200))[0], ours[row])
+        assert torch.equal(decoded_images(make(), [request], (40, 36), (9, 80, 200))[0], ours[row])
 
 
 def named(count: int) -> list[Request]:
@@ -105,11 +105,11 @@ def test_an_image_that_only_the_host_decodes_costs_no_other(monkeypatch: pytest.
         return SimpleNamespace(run=run)
 
     requests = named(8)
-    whole = shown(DaliBackend(), requests, (20, 24))
+    whole = decoded_images(DaliBackend(), requests, (20, 24))
     monkeypatch.setattr(dali, "_pipeline", functools.lru_cache(2)(failing))
-    ours = shown(DaliBackend(), requests, (20, 24))
+    ours = decoded_images(DaliBackend(), requests, (20, 24))
     assert runs == [8] + 8 * [1]
-    assert torch.equal(ours[5], shown(TorchvisionBackend(), requests[5:6], (20, 24))[0])
+    assert torch.equal(ours[5], decoded_images(TorchvisionBackend(), requests[5:6], (20, 24))[0])
     others = [row for row in range(8) if row != 5]
     assert torch.equal(ours[others], whole[others])
     names |= {b"%04d" % number for number in range(8)}

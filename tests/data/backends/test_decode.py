@@ -54,9 +54,9 @@ def test_crop_and_resize_within_a_grey_level_of_pillow(name: str, filter_name: s
 def test_every_pixel_of_a_jpeg_is_pillows(kind: str, without: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if without:
         monkeypatch.setattr(decode, "simplejpeg", None)
-    found = TorchvisionBackend().decode(Encoded("x", bytearray(JPEGS[kind]), 96, 72), None, (72, 96), "bilinear")
+    ours = TorchvisionBackend().decode(Encoded("x", bytearray(JPEGS[kind]), 96, 72), None, (72, 96), "bilinear")
     with Image.open(io.BytesIO(JPEGS[kind])) as image:
-        assert np.array_equal(found.permute(1, 2, 0), image.convert("RGB"))
+        assert np.array_equal(ours.permute(1, 2, 0), image.convert("RGB"))
 
 
 PNG_TEXTS = {b"zTXt": b"k\0\0", b"iTXt": b"k\0\1\0\0\0", b"iCCP": b"k\0\0"}
@@ -101,8 +101,8 @@ GRAY = {
 @pytest.mark.parametrize("kind", GRAY)
 def test_gray_levels_are_those_of_the_file(kind: str, name: str) -> None:
     backend = create_backend(name)
-    found = backend.decode(backend.open("x", bytearray(GRAY[kind])), None, (1, 6), "bilinear")
-    assert found[0, 0].tolist() == LEVELS.tolist() and (found == found[:1]).all()
+    levels = backend.decode(backend.open("x", bytearray(GRAY[kind])), None, (1, 6), "bilinear")
+    assert levels[0, 0].tolist() == LEVELS.tolist() and (levels == levels[:1]).all()
 
 
 @pytest.mark.parametrize("bits", [8, 16])

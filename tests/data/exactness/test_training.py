@@ -119,11 +119,11 @@ def alone(data: Path, backend: str) -> Rows:
 
 @pytest.mark.parametrize(("backend", "way"), CASES, **made.WAYS)
 def test_global_batches_are_the_same(backend: str, way: Way, data: Path, root: Path) -> None:
-    found, truth = epoch_of(root, backend, way), expected(data)
+    epoch, truth = epoch_of(root, backend, way), expected(data)
     images = made.IMAGES - way.start * made.GLOBAL_BATCH
-    assert found.keys() == truth.keys() and len(found["index"]) == images
-    for name in found.keys() - {"pixels"}:
-        assert np.array_equal(found[name], truth[name][-images:]), name
+    assert epoch.keys() == truth.keys() and len(epoch["index"]) == images
+    for name in epoch.keys() - {"pixels"}:
+        assert np.array_equal(epoch[name], truth[name][-images:]), name
     by_itself = alone(data, "torchvision" if backend == "dali-cpu" else backend)["pixels"]  # bit for bit
-    assert np.array_equal(found["pixels"], by_itself[-images:])
-    made.check_levels(abs(found["pixels"].astype(int) - truth["pixels"][-images:]), backend)
+    assert np.array_equal(epoch["pixels"], by_itself[-images:])
+    made.check_levels(abs(epoch["pixels"].astype(int) - truth["pixels"][-images:]), backend)

@@ -52,9 +52,9 @@ def test_names_that_look_like_numbers_are_names_where_the_list_has_them(
             open_images(str(tmp_path), "train", class_names=imposed)
         return
     images = open_images(str(tmp_path), "train", class_names=imposed)
-    given = {path.split("/")[-2]: imposed[row] for path, row in zip(images.paths, images.classes, strict=True)}
-    assert given == {name: name if by == "name" else imposed[int(name)] for name in names}
-    assert {*images.folder_names} == {*given.values()} and images.class_names == imposed
+    class_of = {path.split("/")[-2]: imposed[row] for path, row in zip(images.paths, images.classes, strict=True)}
+    assert class_of == {name: name if by == "name" else imposed[int(name)] for name in names}
+    assert {*images.folder_names} == {*class_of.values()} and images.class_names == imposed
 
 
 CAFE, DECOMPOSED = "caf\u00e9", "cafe\u0301"
@@ -62,7 +62,7 @@ LIKE = "names that look the same differ in their Unicode form"
 
 
 @pytest.mark.parametrize(
-    ("own", "imposed", "told"),
+    ("own", "imposed", "line"),
     [
         (["n01440764", "n0144"], "n01440764 tench, Tinca\nn0144 goldfish", "the list holds 'n01440764 tench, T"),
         (["cat", "dog"], "0,cat\n1,dog", ": cat, dog; the list holds 0,cat, 1,dog$"),
@@ -72,10 +72,10 @@ LIKE = "names that look the same differ in their Unicode form"
         (["\u1112\u1161\u11ab"], "\ud55c", LIKE),  # Hangul
     ],
 )
-def test_a_list_that_does_not_fit_says_what_it_holds(tmp_path: Path, own: list[str], imposed: str, told: str) -> None:
+def test_a_list_that_does_not_fit_says_what_it_holds(tmp_path: Path, own: list[str], imposed: str, line: str) -> None:
     write(tmp_path / "train", {f"{name}/x.jpg": jpeg(0) for name in own})
     (tmp_path / "map.txt").write_text(imposed, "utf-8")
-    with refuses(told):
+    with refuses(line):
         open_images(str(tmp_path), "train", class_names=read_class_map(tmp_path / "map.txt"))
     (tmp_path / "map.txt").write_text("\n".join([*own, "more"]), "utf-8-sig")
     listed = read_class_map(tmp_path / "map.txt")

@@ -39,10 +39,10 @@ def tree(tmp_path: Path) -> Path:
 def test_what_a_search_finds_is_reported_after_3_seconds_and_every_10(monkeypatch: pytest.MonkeyPatch) -> None:
     now, reported, alive = [0.0], list[str](), list[int]()
     monkeypatch.setattr("tlt.io.jobs.time.monotonic", lambda: now[0])
-    found = SearchProgress(reported.append, lambda: alive.append(1))
+    progress = SearchProgress(reported.append, lambda: alive.append(1))
     for second in range(30):
         now[0] = second
-        found("listing data", 100 * second)
+        progress("listing data", 100 * second)
     assert reported == [f"listing data: {100 * second} found in {second} s" for second in (3, 13, 23)]
     assert len(alive) == 30
 
@@ -190,8 +190,8 @@ def test_files_of_other_kinds_are_told_the_flag_that_reads_them(tmp_path: Path, 
     for data in (tmp_path / "data", *([file] if name else [])):
         with pytest.raises(UserError) as caught:
             open_images(str(data), "train", allow_root=program == "validate")
-        told = "unpack archives first, and name another kind of data set by --dataset" in str(caught.value)
-        assert told == (name != "")
+        hint_given = "unpack archives first, and name another kind of data set by --dataset" in str(caught.value)
+        assert hint_given == (name != "")
 
 
 def test_fault_34_35_class_map_and_numbers_of_classes(tree: Path, tmp_path: Path) -> None:
@@ -205,8 +205,8 @@ def test_fault_34_35_class_map_and_numbers_of_classes(tree: Path, tmp_path: Path
     folder = scan_folder(tree)
     with pytest.raises(UserError, match=r"--num-classes 2, but .* has 3 class folders: give 3"):
         class_folders.check_num_classes(folder, 2)
-    (told,) = [*class_folders.check_num_classes(folder, 3), *class_folders.check_num_classes(folder, 4)]
-    assert "--num-classes 4" in told
+    (warning,) = [*class_folders.check_num_classes(folder, 3), *class_folders.check_num_classes(folder, 4)]
+    assert "--num-classes 4" in warning
 
 
 def test_fault_28_37_bad_trees_are_one_line(tree: Path) -> None:

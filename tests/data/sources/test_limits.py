@@ -87,9 +87,9 @@ def test_a_vast_file_is_not_read(backend: Backend, tmp_path: Path) -> None:
     sparse(tmp_path / "train" / "c" / "2.webp", 100_000_000, head=red("WEBP", 50))
     (tmp_path / "train" / "c" / "3.jpg").write_bytes(red("JPEG", 50))
     images = open_images(str(tmp_path), "train")
-    shown = EvalDataset(images, (16, 16), backend=backend)[BatchKey(0, (0, 1, 2, 3))]
-    assert isinstance(shown, Batch) and shown.indices.tolist() == [3]
-    for skipped, size in zip(shown.skipped, (SPARSE, SPARSE, 100_000_000), strict=True):
+    batch = EvalDataset(images, (16, 16), backend=backend)[BatchKey(0, (0, 1, 2, 3))]
+    assert isinstance(batch, Batch) and batch.indices.tolist() == [3]
+    for skipped, size in zip(batch.skipped, (SPARSE, SPARSE, 100_000_000), strict=True):
         assert skipped.reason == f"{size} bytes are more than an image of --max-pixels 1000000 takes"
 
 

@@ -225,8 +225,8 @@ def test_a_table_is_made_once_by_whoever_comes_first(data: Path, monkeypatch: py
     for process in running:
         process.join(LIMIT)
         process.kill()
-    found = {path.read_text() for path in data.glob("*.paths")}
-    assert (data / "written").read_text() == "x" and found == {"\n".join(opened(data / "val").paths)}
+    listings = {path.read_text() for path in data.glob("*.paths")}
+    assert (data / "written").read_text() == "x" and listings == {"\n".join(opened(data / "val").paths)}
     assert [process.exitcode for process in running] == [0, 0, 0]
 
 

@@ -94,8 +94,8 @@ def test_images_are_those_that_dali_reads(data: Path) -> None:
     ours = open_images(str(data), "train", "tfrecord")
     # Classes of ours are numbered in the natural order of their names: n2, n10, n300.
     number = {1: 1, 2: 0, 3: 2}
-    found = {bytes(ours.read(i)): int(ours.classes[i]) for i in range(len(ours))}
-    assert found == {image: number[label] for image, label in expected} and len(found) == len(expected) == 9
+    class_of = {bytes(ours.read(i)): int(ours.classes[i]) for i in range(len(ours))}
+    assert class_of == {image: number[label] for image, label in expected} and len(class_of) == len(expected) == 9
 
 
 def test_split_may_be_in_the_files_names_and_classes_without_names_keep_their_numbers(tmp_path: Path) -> None:
