@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.commands.conftest import ROOT
+
 SUITES = {(3, 11): "bookworm", (3, 13): "trixie"}  # of Debian, by their Python: that of the mounted packages
 PACKAGES = "ca-certificates,python3,python3-pip,python-is-python3"
 SITE = Path("/opt/base/site")  # where the packages of this Python are mounted

@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.commands.conftest import ROOT
 from tests.conftest import LIMIT
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture

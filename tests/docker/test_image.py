@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.docker.conftest import LINKED, ROOT, Buildah
+from tests.commands.conftest import ROOT
+from tests.docker.conftest import LINKED, Buildah
 
 pytestmark = pytest.mark.docker
 USER = 10001
