@@ -87,8 +87,8 @@ def build(root: Path, machine: str, *more: str) -> Path:
                     write(root, f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list", listed(core))
         elif what == "gpu":
             driver, minor = root / "proc/driver/nvidia/gpus", len(list(root.glob("dev/nvidia*")))
-            told = f"Model: \t A100\nGPU UUID: \t GPU-{minor}{minor}{minor}{minor}-00\nDevice Minor: \t {minor}"
-            write(driver / device(root, node, place, "0x10de", "0x030200").name, "information", told)
+            information = f"Model: \t A100\nGPU UUID: \t GPU-{minor}{minor}{minor}{minor}-00\nDevice Minor: \t {minor}"
+            write(driver / device(root, node, place, "0x10de", "0x030200").name, "information", information)
             write(root, f"dev/nvidia{minor}", "")
         else:
             rate, layer, state = [*port, *("200", "InfiniBand", "ACTIVE")[len(port) :]]

@@ -144,12 +144,12 @@ def test_a_rank_that_sees_its_own_gpu_alone_is_bound_to_its_node(tmp_path: Path,
     build(tmp_path, DGX_A100)
     if parent:  # srun --gpus-per-task=1 --cpus-per-task=16
         process(tmp_path, "112-127", parent_allowed=parent)
-    machine, own = read_machine(tmp_path), int(visible[-1])
+    machine, number = read_machine(tmp_path), int(visible[-1])
     plan = make_plan(machine, "auto", None, 8, {"CUDA_VISIBLE_DEVICES": visible})
     for share in plan.shares:  # as each rank would see it
-        assert share.gpu == machine.gpus[own] and share.node == machine.gpus[own].node
-        assert share.port == make_plan(machine, "auto", None, 8, {}).shares[own].port
-        cores = machine.cores[machine.gpus[own].node or 0]
+        assert share.gpu == machine.gpus[number] and share.node == machine.gpus[number].node
+        assert share.port == make_plan(machine, "auto", None, 8, {}).shares[number].port
+        cores = machine.cores[machine.gpus[number].node or 0]
         assert set(share.cpus) == (set() if parent else {cpu for core in cores for cpu in core})
     rows = table(tmp_path, ranks=8, CUDA_VISIBLE_DEVICES=visible)
     assert len(rows) == 2 and rows[1].endswith("what the other ranks have: each sees its own GPU alone")
@@ -175,8 +175,8 @@ def test_what_is_set_already_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert added(tmp_path, 3, **hosts, NCCL_IB_HCA="^mlx5_1").keys() == names - {"NCCL_IB_HCA"}
     assert added(tmp_path, 3, **hosts | {"WORLD_SIZE": "8"}) == cards  # one machine needs no interface
     plan, elsewhere = make_plan(read_machine(tmp_path), "auto", None, 8, {}), hosts | {"MASTER_ADDR": "127.0.1.1"}
-    found, reasons = variables(plan, 3, elsewhere, tmp_path)
-    assert found == cards and reasons[0].startswith("MASTER_ADDR=127.0.1.1 is no address of another machine")
+    variables_set, reasons = variables(plan, 3, elsewhere, tmp_path)
+    assert variables_set == cards and reasons[0].startswith("MASTER_ADDR=127.0.1.1 is no address of another machine")
     # NCCL's own configuration.
     write(tmp_path, "etc/nccl.conf", "# site\nNCCL_IB_HCA==mlx5_0\n#NCCL_SOCKET_IFNAME=eth0")
     write(tmp_path, "home/me/.nccl.conf", "NCCL_SOCKET_IFNAME=eth0")
@@ -261,8 +261,8 @@ def test_ports_that_are_down_or_cannot_be_opened_are_left_out(tmp_path: Path) ->
         if i != 1:
             write(tmp_path, f"dev/infiniband/uverbs{i}", "")
     machine = read_machine(tmp_path)
-    found = [(port.name, port.rate, port.layer) for port in machine.ports]
-    assert found == [("mlx5_0:1", 100.0, "Ethernet"), ("mlx5_2:1", 100.0, "Ethernet")]
+    usable = [(port.name, port.rate, port.layer) for port in machine.ports]
+    assert usable == [("mlx5_0:1", 100.0, "Ethernet"), ("mlx5_2:1", 100.0, "Ethernet")]
     assert machine.idle_ports == ("mlx5_1:1 is not passed into this container", "mlx5_3:1 is DOWN")
 
 

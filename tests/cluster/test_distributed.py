@@ -137,11 +137,11 @@ def peer(monkeypatch: pytest.MonkeyPatch) -> Callable[..., PrefixStore]:
 def test_ranks_that_would_share_a_gpu_are_told(
     peer: Callable[..., None], monkeypatch: pytest.MonkeyPatch, gpus: str
 ) -> None:
-    own, others = gpus.split()
+    gpu, peers_gpu = gpus.split()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Namespace(uuid=own))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Namespace(uuid=gpu))
     connected: list[World] = []
     monkeypatch.setattr(distributed, "_connect_all", lambda store, world, limit: connected.append(world))
     monkeypatch.setattr(distributed, "_own_group", False)  # as it was, afterwards
@@ -149,15 +149,15 @@ def test_ranks_that_would_share_a_gpu_are_told(
         choose_device(None, 1) == choose_device("cuda", 7) == torch.device("cuda", 0)
     )  # its launcher shows it its own
     with ThreadPoolExecutor() as pool:
-        pool.submit(peer, others)
-        if own == others:
+        pool.submit(peer, peers_gpu)
+        if gpu == peers_gpu:
             with pytest.raises(
                 UserError, match="^ranks 0-1 would share a GPU: start as many processes as there are GPUs"
             ):
                 init_world()
         else:
             init_world()
-    assert len(connected) == (own != others)
+    assert len(connected) == (gpu != peers_gpu)
 
 
 def test_a_rank_that_is_told_to_end_while_it_connects_ends(peer: Callable[..., None], tmp_path: Path) -> None:
@@ -282,7 +282,7 @@ def test_ranks_on_the_cpu_share_the_cores_whoever_started_them(
     masks = {0: own, os.getppid(): launchers}
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(masks[process])), raising=False)
     monkeypatch.setattr(os, "environ", env)
-    given: list[int] = []
-    monkeypatch.setattr(torch, "set_num_threads", given.append)
+    thread_counts: list[int] = []
+    monkeypatch.setattr(torch, "set_num_threads", thread_counts.append)
     distributed.limit_threads(torch.device("cpu"), launch_of(os.environ))
-    assert given == ([] if threads is None else [threads])
+    assert thread_counts == ([] if threads is None else [threads])

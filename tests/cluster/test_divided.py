@@ -154,10 +154,10 @@ def train(case: Case, world: World | None) -> tuple[TrainState, list[Tensor]]:
     data_ranks = list(range(RANKS // case.parts))
     if world is not None:
         data_ranks, meshes = [world.data_rank], shard_meshes(case.shards, world)
-        for each in (model, average.module):
+        for module in (model, average.module):
             if meshes.tensor is not None:
-                divide_layers(each, meshes.tensor)
-            shard(each, meshes.data)
+                divide_layers(module, meshes.tensor)
+            shard(module, meshes.data)
     clipping = Clipping(*case.clip)
     precision = Precision(CPU, None, clipping, norm_of=TensorParallelParams(model).total_norm)
     optimizer = create_optimizer(TRAIN.parse(["/data", *f"--lr 1e-3 --opt {case.opt}".split()]), model)
@@ -166,9 +166,9 @@ def train(case: Case, world: World | None) -> tuple[TrainState, list[Tensor]]:
         losses = []
         for micro_batch in range(MICRO_BATCHES):
             with synchronised(model, micro_batch == MICRO_BATCHES - 1):
-                found = [loss_of(model, case, rank, step, micro_batch) for rank in data_ranks]
-                precision.backward(sum(found, torch.zeros(())) / len(found) / MICRO_BATCHES)
-            losses += [loss.detach() for loss in found]
+                micro_losses = [loss_of(model, case, rank, step, micro_batch) for rank in data_ranks]
+                precision.backward(sum(micro_losses, torch.zeros(())) / len(micro_losses) / MICRO_BATCHES)
+            losses += [loss.detach() for loss in micro_losses]
         norm, _ = precision.step(optimizer, list(model.parameters()))
         average.update(model)
         seen.append(torch.stack([*losses, norm.detach()]))
@@ -178,9 +178,9 @@ def train(case: Case, world: World | None) -> tuple[TrainState, list[Tensor]]:
 def kept(state: TrainState) -> int:
     """How many values a rank keeps between two steps."""
     optimizer = [value for each in state.optimizer.state.values() for value in each.values()]
-    found = [*state.model.parameters(), *(state.ema or state).module.parameters()]  # type: ignore[union-attr]
-    found += [value for value in optimizer if isinstance(value, Tensor)]
-    return sum(t.to_local().numel() if isinstance(t, DTensor) else t.numel() for t in found)
+    values = [*state.model.parameters(), *(state.ema or state).module.parameters()]  # type: ignore[union-attr]
+    values += [value for value in optimizer if isinstance(value, Tensor)]
+    return sum(t.to_local().numel() if isinstance(t, DTensor) else t.numel() for t in values)
 
 
 def one_rank(rank: int, directory: str) -> None:
@@ -231,12 +231,12 @@ def test_losses_gradients_and_weights_are_those_of_one_rank(directory: Path, nam
     state, expected = train(case, None)
     whole, data_ranks = kept(state), RANKS // case.parts
     ranks = [load(directory / f"{name}-{rank}.pt") for rank in range(RANKS)]
-    for rank, found in enumerate(ranks):
-        for got, (*losses, norm) in zip(found["seen"], expected, strict=True):
+    for rank, saved_by_rank in enumerate(ranks):
+        for got, (*losses, norm) in zip(saved_by_rank["seen"], expected, strict=True):
             wanted = torch.stack([*losses[rank // case.parts :: data_ranks], norm])
             torch.testing.assert_close(got, wanted, rtol=1e-6, atol=1e-6)
         if case.parts == 1:
-            assert found["kept"] == pytest.approx(whole / case.shards, rel=0.1)
+            assert saved_by_rank["kept"] == pytest.approx(whole / case.shards, rel=0.1)
     payloads = [ranks[0]["payload"], state.state_dict()]
     assert payloads[0].keys() == payloads[1].keys()
     for saved in payloads:

@@ -61,16 +61,16 @@ LACKS: dict[str, tuple[str, dict[str, str], str]] = {
 
 @pytest.mark.parametrize("what", LACKS)
 def test_what_a_node_lacks_is_told_with_its_remedy(what: str, tmp_path: Path) -> None:
-    flags, files, told = LACKS[what]
+    flags, files, message = LACKS[what]
     (problem,) = made_up(tmp_path, flags, **files).problems
-    assert told.replace("ROOT", str(tmp_path)) in problem
+    assert message.replace("ROOT", str(tmp_path)) in problem
 
 
 def test_a_node_that_differs_is_named() -> None:
-    each = [{"driver": "580", "card mlx5_0:1": "UP"}] * 2 + [{"driver": "580"}]
-    nodes = [Node(f"n{i}", [i], equal, 96, 500.0, None, 900.0) for i, equal in enumerate(each, 1)]
-    (found,) = find_problems(nodes, None, None)
-    assert found.startswith("card mlx5_0:1: UP on n1, n2; none on n3: look at it")
+    equal_parts = [{"driver": "580", "card mlx5_0:1": "UP"}] * 2 + [{"driver": "580"}]
+    nodes = [Node(f"n{i}", [i], equal, 96, 500.0, None, 900.0) for i, equal in enumerate(equal_parts, 1)]
+    (problem,) = find_problems(nodes, None, None)
+    assert problem.startswith("card mlx5_0:1: UP on n1, n2; none on n3: look at it")
 
 
 def test_ranks_that_do_not_hear_each_other_are_one_line(

@@ -78,11 +78,11 @@ def buildah() -> Iterator[Buildah]:
 
 def _link_torch(root: Path) -> None:
     """Link torch, torchvision and what they need of this Python's packages, and nothing else."""
-    waiting, found = [Requirement("torch"), Requirement("torchvision")], {}
+    waiting, packages = [Requirement("torch"), Requirement("torchvision")], {}
     while waiting:
         wanted = waiting.pop()
-        if str(wanted) not in found:
-            needs = found[str(wanted)] = distribution(wanted.name)
+        if str(wanted) not in packages:
+            needs = packages[str(wanted)] = distribution(wanted.name)
             for needed in map(Requirement, needs.requires or []):
                 extras = wanted.extras or {""}
                 if needed.marker is None or any(needed.marker.evaluate({"extra": extra}) for extra in extras):
@@ -90,7 +90,7 @@ def _link_torch(root: Path) -> None:
     (root / SITE.relative_to("/")).mkdir(parents=True)
     links = root / LINKED.relative_to("/")
     links.mkdir()
-    for name in {file.parts[0] for each in found.values() for file in each.files or []} - {"..", "__pycache__"}:
+    for name in {file.parts[0] for owner in packages.values() for file in owner.files or []} - {"..", "__pycache__"}:
         (links / name).symlink_to(SITE / name)
     # Before Debian's own, whose setuptools is too old for torch.
     (root / "usr/lib/python3/dist-packages/linked.pth").write_text(f"import sys; sys.path.insert(1, '{LINKED}')\n")

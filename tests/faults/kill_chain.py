@@ -123,16 +123,16 @@ class Chain:
 
     def _check(self, run: Path) -> None:
         """What `--resume auto` would take now is valid, and no older than what was there before."""
-        found = find_resume("auto", run)
+        resume = find_resume("auto", run)
         records, _ = read_json_lines(run / "events.jsonl")
-        told = [record["update"] for record in records if record["kind"] == "checkpoint"]
-        if found.path is None:
-            assert self.known < 0 and not told and "a fresh start" in found.messages[-1], found.messages
+        saved_updates = [record["update"] for record in records if record["kind"] == "checkpoint"]
+        if resume.path is None:
+            assert self.known < 0 and not saved_updates and "a fresh start" in resume.messages[-1], resume.messages
             self.record.lost.append(_reported(run))
             return
-        assert not found.messages, found.messages
-        update = found.checkpoint["update"]
-        assert update >= max([self.known, *told]), f"update {update} of {self.known}, {told}"
+        assert not resume.messages, resume.messages
+        update = resume.checkpoint["update"]
+        assert update >= max([self.known, *saved_updates]), f"update {update} of {self.known}, {saved_updates}"
         self.known = update
         self.record.lost.append(max(0, _reported(run) - update))
 

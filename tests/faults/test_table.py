@@ -9,14 +9,14 @@ from tests.commands.conftest import ROOT
 
 def test_every_fault_of_the_table_has_a_test_and_every_test_a_row() -> None:
     table = (ROOT / "docs" / "reliability.md").read_text().partition("## The table")[2]
-    told = [int(number) for row in re.findall(r"^\| (\d[\d, ]*) \|", table, re.M) for number in row.split(", ")]
+    documented = [int(number) for row in re.findall(r"^\| (\d[\d, ]*) \|", table, re.M) for number in row.split(", ")]
     tested = {
         int(number)
         for file in (ROOT / "tests").rglob("test_*.py")
         for numbers in re.findall(r"^def test_fault((?:_\d\d)+)_", file.read_text(), re.M)
         for number in numbers.strip("_").split("_")
     }
-    assert sorted(told) == list(range(1, 65)) == sorted(tested)
+    assert sorted(documented) == list(range(1, 65)) == sorted(tested)
 
 
 def test_the_tests_that_the_threat_table_names_are_there() -> None:

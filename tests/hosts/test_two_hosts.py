@@ -101,4 +101,4 @@ def test_fault_64_a_host_where_the_run_cannot_begin_ends_both(
     assert told in runs[wrong].output and "Traceback" not in other
     # The store ends with host 0's launcher, before rank 1 has reached it or after.
     missed = ("rank 0 did not", "another rank has ended", "node 0 did not")
-    assert any(f"error: {each}" in other for each in (missed if wrong == 0 else ["rank 1 did not come in time"]))
+    assert any(f"error: {message}" in other for message in (missed if wrong == 0 else ["rank 1 did not come in time"]))

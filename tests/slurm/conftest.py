@@ -118,8 +118,8 @@ class Cluster:
 
     def job(self, number: str) -> dict[str, str]:
         """What `scontrol show job` says."""
-        shown = self.run("scontrol", "show", "job", "-o", number)
-        return dict(re.findall(r"(\S+?)=(\S*)", shown))
+        text = self.run("scontrol", "show", "job", "-o", number)
+        return dict(re.findall(r"(\S+?)=(\S*)", text))
 
     def wait(self, number: str, *states: str) -> dict[str, str]:
         """Wait until a job is in one of these states."""

@@ -127,11 +127,11 @@ def test_d3_is_pretrained_on_five_nodes_in_a_container_with_data_staged(slurm: F
     ended = slurm.run("pretrain.sbatch", "--model", "volo_d3", CONTAINER_IMAGE=str(image), **more)
     assert (ended.code, ended.err) == (0, "")
     assert not [*(slurm.folder / "logs").iterdir()]  # markers are gone
-    shown = "\n".join([ended.out.rstrip(), "", *slurm.lines("env"), ""])
-    shown = shown.replace(str(slurm.folder), "/TMP").replace(str(ROOT), "/REPO").replace(" --", " \\\n  --")
+    printed = "\n".join([ended.out.rstrip(), "", *slurm.lines("env"), ""])
+    printed = printed.replace(str(slurm.folder), "/TMP").replace(str(ROOT), "/REPO").replace(" --", " \\\n  --")
     if os.environ.get("UPDATE_GOLDEN"):
-        golden.write_text(shown)
-    assert shown == golden.read_text()
+        golden.write_text(printed)
+    assert printed == golden.read_text()
 
 
 @pytest.mark.parametrize(
@@ -174,8 +174,8 @@ def test_the_scripts_that_volo_slurm_writes_train_where_they_are_written(
 
 
 def test_the_address_may_be_given(slurm: FakeSlurm) -> None:
-    given = {"SLURM_JOB_NODELIST": "node[8-9]", "MASTER_ADDR": "10.9.9.9"}
-    assert "rank 0 is at 10.9.9.9, port 24690\n" in slurm.run("pretrain.sbatch", **given).out
+    address = {"SLURM_JOB_NODELIST": "node[8-9]", "MASTER_ADDR": "10.9.9.9"}
+    assert "rank 0 is at 10.9.9.9, port 24690\n" in slurm.run("pretrain.sbatch", **address).out
 
 
 BEGUN = "echo begun > $REQUEUE_MARKER.state"

@@ -123,7 +123,8 @@ def interface_to(host: str) -> str | None:
     """Return the network interface on the route to a host, which may be this one. None if it is loopback, if there is
     no route, and on systems other than Linux."""
     address = own_address(host)
-    return next((name for name, own in _addresses() if own == address and name != "lo"), None) if address else None
+    names = [name for name, of_interface in _addresses() if of_interface == address and name != "lo"] if address else []
+    return names[0] if names else None
 
 
 def _addresses() -> Iterator[tuple[str, str]]:

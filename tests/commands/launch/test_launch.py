@@ -84,10 +84,10 @@ def test_nodes_number_their_ranks_in_order_and_their_lines_have_prefixes(
 ) -> None:
     runs = nodes([(1, 2), (0, 1)])
     assert [run.end() for run in runs] == [0, 0], "\n".join(run.output for run in runs)
-    given = told(tmp_path)
-    assert [given[f"{rank}.0"]["LOCAL_RANK"] for rank in range(3)] == ["0", "0", "1"]
-    assert {(one["WORLD_SIZE"], one["MASTER_ADDR"]) for one in given.values()} == {("3", "127.0.0.1")}
-    assert len({one["TORCHELASTIC_RUN_ID"] for one in given.values()}) == 1
+    environments = told(tmp_path)
+    assert [environments[f"{rank}.0"]["LOCAL_RANK"] for rank in range(3)] == ["0", "0", "1"]
+    assert {(one["WORLD_SIZE"], one["MASTER_ADDR"]) for one in environments.values()} == {("3", "127.0.0.1")}
+    assert len({one["TORCHELASTIC_RUN_ID"] for one in environments.values()}) == 1
     for run, ranks in zip(runs, ([1, 2], [0]), strict=True):
         for rank in range(3):
             for stream in ("stdout", "stderr"):
@@ -136,14 +136,14 @@ def test_programs_write_whole_lines_which_prefixes_are_put_before() -> None:
 
 @pytest.mark.parametrize("names", ["SLURM_PROCID SLURM_STEP_NUM_TASKS", "RANK WORLD_SIZE", "our launcher"])
 def test_a_mistake_is_told_once_in_each_launch_whoever_starts_it(tmp_path: Path, names: str) -> None:
-    program, own = [str(ROOT / "train.py"), "--no-such-flag"], names == "our launcher"
-    for _ in range(1 if own else 2):  # such as by the same shell
-        given = [{"TMPDIR": str(tmp_path), **dict(zip(names.split(), (rank, "2"), strict=True))} for rank in "01"]
-        launcher = [str(ROOT / "volo/commands/launch.py"), "2"] if own else []
-        started = [Running([sys.executable, *launcher, *program], **env) for env in ([{}] if own else given)]
+    program, by_ours = [str(ROOT / "train.py"), "--no-such-flag"], names == "our launcher"
+    for _ in range(1 if by_ours else 2):  # such as by the same shell
+        envs = [{"TMPDIR": str(tmp_path), **dict(zip(names.split(), (rank, "2"), strict=True))} for rank in "01"]
+        launcher = [str(ROOT / "volo/commands/launch.py"), "2"] if by_ours else []
+        started = [Running([sys.executable, *launcher, *program], **env) for env in ([{}] if by_ours else envs)]
         assert {run.end() for run in started} == {2}
-        told = "".join(run.output for run in started)  # nothing of torch's
-        assert re.fullmatch(r"\[rank [01]\] error: unknown flag --no-such-flag.*\n", told)
+        output = "".join(run.output for run in started)  # nothing of torch's
+        assert re.fullmatch(r"\[rank [01]\] error: unknown flag --no-such-flag.*\n", output)
 
 
 def waiting(alone: Callable[..., Running], tmp_path: Path, **env: str) -> Running:
@@ -185,12 +185,12 @@ def test_nodes_that_do_not_come_together_say_why() -> None:
 
     assert come(1, seconds=1).startswith(f"5: node 0 did not answer at 127.0.0.1:{port} in time: ")
     with ThreadPoolExecutor() as pool:  # node 2 does not come, and two take the numbers 0 and 1
-        found = sorted(pool.map(come, (0, 0, 1, 1)))
-    assert found[0].startswith("2: another machine has joined as node 1, too")
-    assert found[1].startswith(f"2: can't listen at 127.0.0.1, port {port} (Address already in use")
-    for line in found[2:]:  # node 0 may have ended before the other one asks who is missing
+        messages = sorted(pool.map(come, (0, 0, 1, 1)))
+    assert messages[0].startswith("2: another machine has joined as node 1, too")
+    assert messages[1].startswith(f"2: can't listen at 127.0.0.1, port {port} (Address already in use")
+    for line in messages[2:]:  # node 0 may have ended before the other one asks who is missing
         assert re.match("5: node (2|0) did not come in time: see what was printed there", line)
-    assert any("node 2 " in line for line in found[2:])
+    assert any("node 2 " in line for line in messages[2:])
 
 
 def test_waiting_for_other_nodes_can_be_broken_off(nodes: Callable[..., list[Running]], tmp_path: Path) -> None:

@@ -49,9 +49,9 @@ def test_fault_07_08_a_signal_saves_the_present_step_and_ends_all_processes(
     os.killpg(run.process.pid, number)
     assert run.end() == 85, run.output
     assert "Traceback" not in run.output
-    told = {"reason": f"stopped by {signal.Signals(number).name}", "update": last_update(tmp_path / "run")}
-    assert told["update"] >= 3
-    assert json.loads((tmp_path / "marker").read_text()) == {**told, "checkpoint": str(tmp_path / "run/last.pth.tar")}
+    marker = {"reason": f"stopped by {signal.Signals(number).name}", "update": last_update(tmp_path / "run")}
+    assert marker["update"] >= 3
+    assert json.loads((tmp_path / "marker").read_text()) == {**marker, "checkpoint": str(tmp_path / "run/last.pth.tar")}
     wait_until(lambda: all(map(ended, processes)))
 
 

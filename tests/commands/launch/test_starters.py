@@ -26,21 +26,21 @@ def listening(pids: list[int]) -> set[str]:
             # A running program may close a file between the listing and this line; a listening socket it keeps.
             with suppress(FileNotFoundError):
                 inodes.add(os.readlink(link).removeprefix("socket:[").removesuffix("]"))
-    found = set()
+    addresses = set()
     for table in ("tcp", "tcp6"):
         for line in Path(f"/proc/{pids[0]}/net", table).read_text().splitlines()[1:]:
             fields = line.split()
             if fields[3] == "0A" and fields[9] in inodes:
-                found.add(fields[1].partition(":")[0])
-    return found
+                addresses.add(fields[1].partition(":")[0])
+    return addresses
 
 
 def interfere(run: Running, harmed: Path) -> None:
     """What another user of the machine could do meanwhile; nothing is to listen to other machines, or be unpickled."""
     ranks = run.ranks()
     assert listening([run.process.pid, *ranks.values()]) <= {"0100007F", "0" * 24 + "01000000"}  # loopback
-    given = environment(ranks[0])
-    store = TCPStore(given["MASTER_ADDR"], int(given["MASTER_PORT"]), None, False)
+    rank_environment = environment(ranks[0])
+    store = TCPStore(rank_environment["MASTER_ADDR"], int(rank_environment["MASTER_PORT"]), None, False)
     keys = store.list_keys()
     assert len(keys) > 0
     harm = pickle.dumps(Payload(harmed)).decode("latin-1")
@@ -81,7 +81,7 @@ def test_two_ranks_equal_one_with_the_same_global_batch(
     # 7 images on 2 ranks in batches of 4: nothing twice, nothing left out.
     assert "over 7 images" in run.output
     evaluations = [metrics(tmp_path / name, "epoch")[-1] for name in ("one", "two")]
-    assert [each["eval_images"] for each in evaluations] == [7, 7] and evaluations[1]["images"] == 40
+    assert [evaluation["eval_images"] for evaluation in evaluations] == [7, 7] and evaluations[1]["images"] == 40
     assert evaluations[1]["eval_loss"] == pytest.approx(evaluations[0]["eval_loss"], abs=1e-5)
 
 
@@ -137,8 +137,8 @@ def test_a_restart_goes_on_with_the_run_of_its_launch_alone(
     if not named:
         args = Namespace(output=str(tmp_path / "out"), experiment="", resume="", model="resnet10t")
         starts = json.loads(record.read_text())
-        for each in (starts, [starts[0] | {"launch": "another"}, starts[0]]):  # the newest start counts
-            record.write_text(json.dumps(each))
+        for listing in (starts, [starts[0] | {"launch": "another"}, starts[0]]):  # the newest start counts
+            record.write_text(json.dumps(listing))
             assert choose_directory(args, (32, 32), make=False) == (record.parent, "auto")
         for launched in ("another", "none", None):
             record.write_text(json.dumps([starts[0] | {"launch": launched}]))
