@@ -362,8 +362,6 @@ def test_programs_tell_of_it_and_go_on_right(
         ("train", f"{train} --experiment run", 1),
         ("train", f"{train} --kd-model-name {run}", 2),
         ("validate", f"{data} --checkpoint {run} --amp -j 0", 1),
-        ("predict", f"{data}/validation --checkpoint {run} --amp -j 0", 1),
-        ("label", f"{data} {tmp_path}/labels.tar --checkpoint {run}/last.pth.tar --model volo_test --amp -j 0", 1),
     ]
     for program, flags, models in shown:
         with Wrong(window=7):

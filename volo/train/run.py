@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 BATCH_KEY = "batch"  # key in a checkpoint
 _HORIZONS = 5  # a run has so many times 1 / (1 - decay) updates; then 0.7 % of the average are the initial weights
-_TOLD_SHARE = 0.1  # share of the initial weights in the average above which a warning is logged
+_WARNED_SHARE = 0.1  # share of the initial weights in the average above which a warning is logged
 _LEAST_UPDATES, _LARGEST_BATCH = 4, 128  # per epoch, and images per device, if the user sets no batch size
 
 
@@ -151,7 +151,7 @@ def fit_to_data(
 def _useless_average(args: Namespace, updates: int) -> str:
     """Return a warning if the moving average after `updates` is mostly the initial weights, else ""."""
     share = args.model_ema_decay**updates
-    if not args.model_ema or args.model_ema_warmup or share <= _TOLD_SHARE:
+    if not args.model_ema or args.model_ema_warmup or share <= _WARNED_SHARE:
         return ""
     return (
         f"warning: after the {updates} updates of this run {100 * share:.0f} % of its moving average are still the "

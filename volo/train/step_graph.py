@@ -43,8 +43,11 @@ from volo.train.step import Step, StepResult
 # Updates launched before the capture. The first one creates the optimizer's state, and libraries choose their kernels.
 # DistributedDataParallel measures times in its first ten updates.
 WARM_UP, _WARM_UP_OF_RANKS = 3, 11
-_TOLD, _CHANGE, _ROUNDING = 5e-3, 0.05, 1e-7  # relative tolerances: losses and norms, change of weights, weights
-_MUCH = 0.5  # share of the GPU's memory; if more is reserved, graphs are freed for validation and smaller batches
+# Relative tolerances of losses and norms, of the change of the weights, and of the weights.
+_LOSS_TOLERANCE, _CHANGE_TOLERANCE, _WEIGHT_TOLERANCE = 5e-3, 0.05, 1e-7
+_MUCH_RESERVED = (
+    0.5  # share of the GPU's memory; if more is reserved, graphs are freed for validation and smaller batches
+)
 
 
 def use_own_stream(device: torch.device) -> None:
@@ -145,7 +148,7 @@ class StepGraph(Step):
 
     def release_memory(self) -> None:
         """Free the graphs' memory until the next capture if a rank is short of memory. All ranks must call this."""
-        short = torch.cuda.memory_reserved() > _MUCH * torch.cuda.mem_get_info()[1]
+        short = torch.cuda.memory_reserved() > _MUCH_RESERVED * torch.cuda.mem_get_info()[1]
         if any(state.graphs for state in self._sizes.values()) and max_over_ranks(short):
             torch.cuda.synchronize()  # the last replay may still be running
             self._clear()
@@ -207,8 +210,8 @@ class StepGraph(Step):
         repeated, weights_again = self._outcome(self._repeat, key)
         self._go_back(before)
         off, change, size = (_distance(weights, others) for others in (weights_again, before, repeat(0.0)))
-        same = torch.isclose(repeated, launched, rtol=_TOLD, atol=0, equal_nan=True).all()
-        if same and off <= _CHANGE * change + _ROUNDING * size:
+        same = torch.isclose(repeated, launched, rtol=_LOSS_TOLERANCE, atol=0, equal_nan=True).all()
+        if same and off <= _CHANGE_TOLERANCE * change + _WEIGHT_TOLERANCE * size:
             self._logger.line("a step is one CUDA graph from here on: it computes what the launched step does")
             return ""
         numbers = f"losses and norms {repeated.tolist()} for {launched.tolist()}"
