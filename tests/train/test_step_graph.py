@@ -83,8 +83,8 @@ def test_sizes_that_take_turns_keep_their_graphs_where_memory_is_short(monkeypat
     monkeypatch.setattr(StepGraph, "_capture", lambda step: (next(captures), capture(step))[1])
     repeat = StepGraph._repeat
     monkeypatch.setattr(StepGraph, "_repeat", lambda step, last: (next(replays), repeat(step, last))[1])
-    trained(SIZES, 2, 160)
-    assert next(captures) < 10 and next(replays) > 40  # not one at each change of size
+    trained(SIZES, 2, 80)
+    assert next(captures) < 10 and next(replays) > 30  # not one at each change of size
 
 
 @pytest.mark.gpu(stand_in=False)
