@@ -20,7 +20,7 @@ from tlt.data.sources import open_images
 from tlt.data.sources.image_file import BadImage, read_size
 from tlt.errors import UserError
 
-LIMIT = 1_000_000  # pixels
+MOST_PIXELS = 1_000_000
 SPARSE = 850_000_000  # bytes, more than an image of 50,000,000 pixels takes
 GPU = pytest.param("dali-gpu", marks=pytest.mark.gpu(stand_in=False))
 
@@ -29,7 +29,7 @@ GPU = pytest.param("dali-gpu", marks=pytest.mark.gpu(stand_in=False))
 def backend(request: pytest.FixtureRequest) -> Backend:
     if request.param.startswith("dali"):
         pytest.importorskip("nvidia.dali", reason="the extra dali")
-    return create_backend(request.param, LIMIT, device="cuda" if request.param == "dali-gpu" else "cpu")
+    return create_backend(request.param, MOST_PIXELS, device="cuda" if request.param == "dali-gpu" else "cpu")
 
 
 def red(kind: str, side: int, **options: object) -> bytearray:
@@ -60,7 +60,7 @@ def test_what_holds_an_image_of_another_format_is_not_opened() -> None:
     data = red("PNG", 2000)
     icon = struct.pack("<HHHBBBBHHII", 0, 1, 1, 16, 16, 0, 0, 1, 32, len(data), 22) + data
     with pytest.raises(BadImage, match="no image format"):
-        read_size(icon, LIMIT)
+        read_size(icon, MOST_PIXELS)
 
 
 @pytest.fixture

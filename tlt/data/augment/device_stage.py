@@ -71,9 +71,11 @@ def _geometric_work(plan: Plan, fill: Sequence[int], on_cpu: bool) -> tuple[list
 
 def _moved_along(maps: Floats) -> Ints:
     """Return for each map (B, 2, 3) the axis, 0 (x) or 1 (y), along which it moves whole lines of pixels, as shears
-    and translations do: along the other axis it shifts by whole pixels or mirrors. Return -1 for other maps."""
-    not_stretched = np.all(np.abs(maps[:, [0, 1], [0, 1]]) == 1, axis=1, keepdims=True)
-    stays = not_stretched & (maps[:, [0, 1], [1, 0]] == 0) & (maps[:, :, 2] == np.round(maps[:, :, 2]))  # (B, 2) x, y
+    and translations do: along the other axis it shifts by whole pixels or mirrors. Return -1 for other maps.
+
+    No operation stretches an image, so that x' depends on x alone only if it is x or -x, shifted; likewise y'.
+    """
+    stays = (maps[:, [0, 1], [1, 0]] == 0) & (maps[:, :, 2] == np.round(maps[:, :, 2]))  # (B, 2) x, y
     return np.where(stays[:, 1], 0, np.where(stays[:, 0], 1, -1))
 
 

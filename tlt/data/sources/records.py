@@ -178,6 +178,35 @@ def write_table(
     write_whole(f"{table}.json", json.dumps(content).encode())
 
 
+def _read_table(table: str) -> tuple[np.ndarray, memoryview, dict[str, Any]]:
+    """Map the files of a table. Return its rows, the block of names, and the description. Raise UserError if they are
+    cut, damaged or of another kind."""
+    table_name, remedy = f"{printable(table)}.json", "copy the files again, or remove it: it is then made anew"
+    with blamed_on(f"{table_name} and what belongs to it", "can't be read", remedy):
+        with open(f"{table}.json", "rb") as file:
+            content = json.load(file)
+        rows, names = np.load(f"{table}.npy", mmap_mode="r"), np.memmap(f"{table}.names", np.uint8, "r").data
+        description = content["description"]
+        sound = content["format"] == FORMAT and content["crc32"] == _crc(rows, names, description)
+        sound = sound and _is_consistent(rows, names, description)
+    if not sound:
+        raise UserError(f"{table_name} and what belongs to it are damaged or something else: {remedy}")
+    if outside := next((name for name, _ in description["files"] if leads_out(name)), None):
+        raise UserError(f"{table_name} names {printable(outside)}, outside of its folder: {remedy}")
+    return rows, names, description
+
+
+def _is_consistent(rows: np.ndarray, names: memoryview, description: dict[str, Any]) -> bool:
+    """Return whether the rows refer to files, classes and names that are there. A checksum may be right by intent."""
+    files, class_names = [name for name, _ in description["files"]], description["class_names"]
+    ends = {"file": len(files), "class": len(class_names), "name_end": len(names) + 1}
+    positions = (rows["offset"], rows["length"], rows["class"], np.diff(rows["name_end"], prepend=0))
+    texts = [*files, *class_names, *description["folder_names"], *description["warnings"]]
+    in_range = all(rows[key].max() < end for key, end in ends.items()) and all((part >= 0).all() for part in positions)
+    known = rows.dtype == ROW and rows.ndim == 1 and "about" in description
+    return known and in_range and all(isinstance(text, str) for text in texts)
+
+
 def _crc(rows: np.ndarray, names: bytes | memoryview, description: Any) -> int:
     return zlib.crc32(rows.view(np.uint8).data, zlib.crc32(names, zlib.crc32(json.dumps(description).encode())))
 
@@ -198,38 +227,18 @@ class RecordImages(ImageSource):
     paths: Names
 
     def __init__(self, table: str) -> None:
-        table_name = f"{printable(table)}.json"
-        remedy = "copy the files again, or remove it: it is then made anew"
-        with blamed_on(f"{table_name} and what belongs to it", "can't be read", remedy):
-            with open(f"{table}.json", "rb") as file:
-                content = json.load(file)
-            self.rows: np.ndarray = np.load(f"{table}.npy", mmap_mode="r")
-            block = np.memmap(f"{table}.names", np.uint8, "r")
-            description: dict[str, Any] = content["description"]
-            files = {name: length for name, length in description["files"]}
-            sound = content["format"] == FORMAT and self.rows.dtype == ROW and self.rows.ndim == 1
-            sound = sound and content["crc32"] == _crc(self.rows, block.data, description)
-            ends = {"file": len(files), "class": len(description["class_names"]), "name_end": len(block) + 1}
-            sound = sound and all(self.rows[key].max() < end for key, end in ends.items())
-            steps = (self.rows[key] for key in ("offset", "length", "class"))
-            sound = sound and all((step >= 0).all() for step in (*steps, np.diff(self.rows["name_end"], prepend=0)))
-            texts = [*files, *description["class_names"], *description["folder_names"], *description["warnings"]]
-            sound = sound and all(isinstance(text, str) for text in texts)
-            self.about = description["about"]
-        if not sound:
-            raise UserError(f"{table_name} and what belongs to it are damaged or something else: {remedy}")
-        if outside := next(filter(leads_out, files), None):
-            raise UserError(f"{table_name} names {printable(outside)}, outside of its folder: {remedy}")
+        self.rows, names, description = _read_table(table)
         folder = os.path.dirname(table) or "."
-        self.files = [os.path.join(folder, name) for name in files]
-        for path, length in zip(self.files, files.values(), strict=True):
+        self.files, self.about = [os.path.join(folder, name) for name, _ in description["files"]], description["about"]
+        for path, (_, length) in zip(self.files, description["files"], strict=True):
             size = os.path.getsize(path) if os.path.isfile(path) else None
             if size != length:
                 fault = "is missing or no regular file" if size is None else f"has {size} bytes instead of {length}"
                 raise UserError(
-                    f"{printable(path)} {fault}: copy it again, or remove {table_name}: the table is then made anew"
+                    f"{printable(path)} {fault}: copy it again, or remove {printable(table)}.json: the table is then "
+                    "made anew"
                 )
-        paths, classes = Names.packed(block.data, self.rows["name_end"]), self.rows["class"].astype(np.int64)
+        paths, classes = Names.packed(names, self.rows["name_end"]), self.rows["class"].astype(np.int64)
         warnings = [f"{printable(table)}: {text}" for text in description["warnings"]]
         super().__init__(folder, paths, classes, description["class_names"], description["folder_names"], warnings)
         self._table = table
