@@ -152,7 +152,7 @@ class Hostile(SyntheticBackend):
 
 @pytest.mark.parametrize(("deed", "kept"), [("die", False), ("die", True), ("memory", False), ("shared memory", False)])
 def test_fault_22_a_killed_worker_or_one_without_memory_costs_no_timeout(deed: str, kept: bool) -> None:
-    reported = refusal(loader(2, Hostile(deed), timeout=0, persistent_workers=kept).epoch(0))
+    reported = refusal(loader(2, Hostile(deed), timeout=LIMIT, persistent_workers=kept).epoch(0))
     why = "a data worker was killed by SIGKILL: .*memory;" if deed == "die" else ".*no memory left .*:"
     assert re.fullmatch(f"{why} lower --workers.*", reported), reported
     assert WorkerDied.exit_code == 5  # which MAX_RESTARTS starts again
@@ -165,7 +165,7 @@ def test_fault_22_a_worker_that_dies_while_the_model_trains_is_noticed_where_the
     before = signal.signal(signal.SIGCHLD, lambda number, frame: ended.append(number))
     try:
         images = synthetic_folder(8000, 4)
-        how: dict[str, Any] = {"backend": SyntheticBackend((9, 9)), "workers": 2, "timeout": 0}
+        how: dict[str, Any] = {"backend": SyntheticBackend((9, 9)), "workers": 2, "timeout": LIMIT}
         batches = Loader(images, SyntheticLabels(images, (3, 4, 4)), AugmentConfig((8, 8)), 1000, 5, **how).epoch(0)
         next(batches)
         time.sleep(2)  # the workers wait until there is room in the pipe
