@@ -11,22 +11,66 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
+import runpy
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
+from multiprocessing import get_context
 from pathlib import Path
 from shutil import rmtree
 
-from tests.commands.conftest import digest
-from tests.conftest import LIMIT, wait_until
-from tests.faults.lives import Life, start_forks
+from matplotlib import pyplot  # noqa: F401  (or every fork would import it)
+
+import volo.commands.train  # noqa: F401
+from tests.commands.conftest import ROOT, digest
+from tests.conftest import LIMIT, free_port, wait_until
 from tests.same_records import without_times
 from volo.checkpoint.checkpoint import STAGED
 from volo.checkpoint.resume import find_resume
 from volo.record.records import read_json_lines
 
+APART = 0.05  # at most so many seconds lie between the deaths of two ranks
 SKIPPED_WRITES = 3  # a kill inside a write comes in one of so many
+
+
+class Life:
+    """The processes of one start of train.py: for each rank a fork of this one, which starts in a tenth of the time."""
+
+    def __init__(self, flags: list[str], ranks: int, log: Path) -> None:
+        envs: list[dict[str, str]] = [{}]
+        if ranks > 1:
+            master = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(ranks)}
+            envs = [{**master, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
+        self.processes = [get_context("fork").Process(target=_train, args=(flags, env, log)) for env in envs]
+        for process in self.processes:
+            process.start()
+
+    def codes(self) -> list[int | None] | None:
+        """Exit codes, when all have ended."""
+        return None if any(process.is_alive() for process in self.processes) else [p.exitcode for p in self.processes]
+
+    def kill(self, generator: random.Random) -> None:
+        """As a node that goes down: all processes, one after the other. Returns when they are gone."""
+        generator.shuffle(self.processes)
+        for process in self.processes:
+            process.kill()
+            if process is not self.processes[-1]:
+                time.sleep(generator.uniform(0.0, APART))
+        for process in self.processes:
+            process.join()
+
+
+def _train(flags: list[str], env: dict[str, str], log: Path) -> None:
+    os.setsid()
+    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    os.environ.update(env)
+    sys.argv = [str(ROOT / "train.py"), *flags]
+    runpy.run_path(sys.argv[0], run_name="__main__")
 
 
 @dataclass
@@ -145,7 +189,7 @@ class Chain:
 
     def _start(self, run: Path) -> Life:
         flags = [*self.flags, "--experiment", run.name, "--resume", "auto", "-j", "0"]
-        return start_forks(flags, self.record.ranks, self.log)
+        return Life(flags, self.record.ranks, self.log)
 
     def _wait(self, life: Life) -> None:
         codes = wait_until(life.codes, lambda: self._told("its end"))

@@ -22,12 +22,8 @@ _SBIN = {**os.environ, "PATH": f"{os.environ['PATH']}:/usr/sbin:/sbin"}
 _CONFIGURATION = """
 ClusterName=test
 SlurmctldHost=ctl({controller})
-SlurmctldPort=26817
-SlurmdPort=26818
 SlurmUser=root
 SlurmdUser=root
-AuthType=auth/munge
-CredType=cred/munge
 # A requeued job waits until the old start's credentials have expired: 2 minutes, also if less than 5 s are asked for.
 AuthInfo=socket={folder}/munge.sock,cred_expire=5
 StateSaveLocation={folder}/state
@@ -40,7 +36,6 @@ ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
 SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
-MpiDefault=none
 MailProg=/bin/true
 ReturnToService=2
 SlurmdParameters=config_overrides
