@@ -18,7 +18,7 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
-from multiprocessing import get_context
+from multiprocessing import active_children, get_context
 from pathlib import Path
 from shutil import rmtree
 
@@ -221,7 +221,11 @@ def main() -> None:
     parser.add_argument("flags", nargs="+", help="of train.py")
     args = parser.parse_args()
     print(f"seed {args.seed}", flush=True)
-    print(json.dumps(asdict(Chain(args.flags, args.out, args.ranks, args.kills, args.seed).go())))
+    try:
+        print(json.dumps(asdict(Chain(args.flags, args.out, args.ranks, args.kills, args.seed).go())))
+    finally:
+        for process in active_children():  # after a failure; this process would wait for them
+            process.kill()
 
 
 if __name__ == "__main__":
