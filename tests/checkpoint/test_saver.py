@@ -5,6 +5,7 @@ import os
 import threading
 from concurrent.futures import wait
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -106,6 +107,19 @@ def test_the_copy_keeps_strides_and_types() -> None:
     weight.add_(1)
     assert torch.equal(copied["a"], kept) and torch.equal(copied["b"]["c"], kept) and copied["betas"] == (0.9, 0.999)
     assert copied["a"].stride() == weight.stride() and copied["empty"].shape == (0,)
+
+
+def test_nothing_is_written_before_the_copy_is_complete(
+    tmp_path: Path, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writes_before = list[int]()
+    complete = SimpleNamespace(synchronize=lambda: writes_before.append(world.writes))
+    monkeypatch.setattr(module, "host_copy", lambda payload: (payload, complete))
+    saver, _ = saver_of(build(), tmp_path)
+    for epoch in range(2):
+        an_epoch(saver, 1.0)
+        ended(saver)
+        assert writes_before[epoch:] == [epoch]
 
 
 def test_intervals_by_updates_and_minutes_and_a_save_that_is_still_under_way(tmp_path: Path, world: World) -> None:
