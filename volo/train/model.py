@@ -168,7 +168,7 @@ def _model_kwargs(args: Namespace) -> dict[str, Any]:
         "global_pool": args.gp,
         "drop_rate": getattr(args, "drop", None) or None,
         "drop_path_rate": getattr(args, "drop_path", None),
-        "outlooker_drop_path": getattr(args, "outlooker_drop_path", False) or None,
+        "outlooker_drop_path": getattr(args, "outlooker_drop_path", None),
     }
     if image_size_of(args) is not None and takes_image_size(args.model):
         kwargs["img_size"] = image_size_of(args)
