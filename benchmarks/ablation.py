@@ -89,7 +89,7 @@ def run(args: Namespace) -> None:
     done = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
     settings = {"epochs": args.epochs, "images": args.images}
     asked = [{"arm": arm, "seed": seed, **settings} for arm in arms for seed in range(args.seeds)]
-    missing = [each for each in asked if not any(each.items() <= row.items() for row in done)]
+    missing = [asked_run for asked_run in asked if not any(asked_run.items() <= row.items() for row in done)]
     with ProcessPoolExecutor(args.jobs, get_context("spawn"), torch.set_num_threads, (1,)) as pool:
         started = {pool.submit(train, data, row["arm"], row["seed"], args.epochs): row for row in missing}
         for future in as_completed(started):
@@ -98,7 +98,7 @@ def run(args: Namespace) -> None:
                 log.write(json.dumps(done[-1]) + "\n")
             print(f"{done[-1]['arm']}, seed {done[-1]['seed']}: top-1 {done[-1]['top1'][-1]:.1f} %", flush=True)
     table = Rows(args, ("arm", "figure", "seeds", "%", "against", "points (95 % interval)", "p"))
-    for row in figures([row for each in asked for row in done if each.items() <= row.items()]):
+    for row in figures([row for asked_run in asked for row in done if asked_run.items() <= row.items()]):
         table.write(row)
 
 
@@ -133,9 +133,9 @@ def write_scenes(root: Path, train: int, validation: int) -> None:
     from sklearn.datasets import load_digits
 
     scans = load_digits()
-    own = np.arange(len(scans.target)) % 5 == 0
-    shown: list[tuple[Tensor, int, Tensor]] = []
-    for split, count, rows in (("train", train, ~own), ("val", validation, own)):
+    held_out = np.arange(len(scans.target)) % 5 == 0
+    validation_scenes: list[tuple[Tensor, int, Tensor]] = []
+    for split, count, rows in (("train", train, ~held_out), ("val", validation, held_out)):
         for number in range(count):
             generator = np.random.default_rng([split == "val", number])
             digits, pixels = draw_scene(generator, scans.images[rows], scans.target[rows], number)
@@ -153,8 +153,8 @@ def write_scenes(root: Path, train: int, validation: int) -> None:
                 centres = (torch.arange(SIDE // TOKEN) + 0.5) * TOKEN / SIDE * SHORT
                 cells = [((s + centres) / n * MAP).long() for s, n in ((top, height), (left, width))]
                 names = torch.where(maps[0, 0] > HALF, maps[1, 0].long(), -1)[cells[0][:, None], cells[1]]
-                shown.append((torch.from_numpy(seen).permute(2, 0, 1), digits[0].number, names.flatten()))
-    images, classes, tokens = zip(*shown, strict=True)
+                validation_scenes.append((torch.from_numpy(seen).permute(2, 0, 1), digits[0].number, names.flatten()))
+    images, classes, tokens = zip(*validation_scenes, strict=True)
     torch.save([torch.stack(images), torch.tensor(classes), torch.stack(tokens)], root / "validation.pt")
 
 
@@ -222,7 +222,7 @@ def train(data: Path, arm: str, seed: int, epochs: int) -> dict[str, list[float]
     optimizer = torch.optim.AdamW(model.parameters(), RATE, weight_decay=0.05)
     loader, validation = open_loader(data, how, seed), torch.load(data / "validation.pt")
     updates = len(loader)
-    found: dict[str, list[float]] = {"top1": [], "tokens": []}
+    by_epoch: dict[str, list[float]] = {"top1": [], "tokens": []}
     for epoch in range(epochs):
         model.train()
         for update, batch in enumerate(loader.epoch(epoch), epoch * updates):
@@ -239,8 +239,8 @@ def train(data: Path, arm: str, seed: int, epochs: int) -> dict[str, list[float]
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
         for name, value in evaluate(model, validation, dense=bool(how.labels)).items():
-            found[name].append(value)
-    return found
+            by_epoch[name].append(value)
+    return by_epoch
 
 
 def open_loader(data: Path, how: Arm, seed: int) -> tlt.Loader:
@@ -268,14 +268,14 @@ def evaluate(model: Any, validation: Sequence[Tensor], dense: bool) -> dict[str,
     """Return top-1 in percent, with half the maximum of a trained dense head as in every evaluation, and the percentage
     of the tokens with a digit that this head names."""
     model.eval()
-    found, named = [], []
+    correct, named = [], []
     for images, classes, truth in zip(*(each.split(200) for each in validation), strict=True):
         logits, token_logits = model((images / 255.0 - MEAN) / STD, dense=True)
         if dense:
             logits = logits + DENSE_SHARE * token_logits.amax(1)
-        found.append(logits.argmax(1) == classes)
+        correct.append(logits.argmax(1) == classes)
         named.append((token_logits.argmax(2) == truth)[truth >= 0])
-    shares = {"top1": found, "tokens": named} if dense else {"top1": found}
+    shares = {"top1": correct, "tokens": named} if dense else {"top1": correct}
     return {name: 100 * float(torch.cat(each).double().mean()) for name, each in shares.items()}
 
 
@@ -288,11 +288,11 @@ def figures(rows: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
         last = {(row["arm"], row["seed"]): row[name][-1] for row in rows if row[name]}
         for arm in dict.fromkeys(arm for arm, _ in last):
             of_arm = {seed: value for (other, seed), value in last.items() if other == arm}
-            found = {"arm": arm, "figure": name, "seeds": len(of_arm), "%": Range.of(list(of_arm.values()))}
+            row_of_arm = {"arm": arm, "figure": name, "seeds": len(of_arm), "%": Range.of(list(of_arm.values()))}
             against = ARMS[arm].against
             pairs = [value - last[against, seed] for seed, value in of_arm.items() if (against, seed) in last]
             if len(set(pairs)) > 1:
                 test = stats.ttest_1samp(pairs, 0.0)
                 interval = Range(float(np.mean(pairs)), *map(float, test.confidence_interval(0.95)))
-                found |= {"against": against, "points (95 % interval)": interval, "p": float(test.pvalue)}
-            yield found
+                row_of_arm |= {"against": against, "points (95 % interval)": interval, "p": float(test.pvalue)}
+            yield row_of_arm

@@ -125,9 +125,9 @@ def arms_of(args: Namespace, model: str, **decided: Any) -> list[Arm]:
 def flags_of(args: Namespace, model: str, **decided: Any) -> Namespace:
     """Return the flags of a run of train.py with token labels that does the same. Raises UserError: a contradiction."""
     parser = TRAIN.parser()
-    own = {dest: value for dest, value in vars(args).items() if dest in parser.flags}
+    own_flags = {dest: value for dest, value in vars(args).items() if dest in parser.flags}
     run = {"token_label": True, "data_backend": "synthetic", "token_label_data": "synthetic"}
-    flags = Namespace(**(parser.defaults() | run | own | decided | {"model": model}))
+    flags = Namespace(**(parser.defaults() | run | own_flags | decided | {"model": model}))
     check_train(flags, parser.flags)
     flags.fold = True
     return flags
@@ -241,9 +241,9 @@ def time_arms(args: Namespace, rows: Rows, arms: Sequence[Arm], images: int, mak
             alone = in_turns({arm.name: works[arm.name]}, 1)
             rows.write(facts[arm.name] | {"rounds": "1, alone"} | _speed(alone, arm.name, images))
         gc.collect()  # what the check of this arm needed
-    found = in_turns(works, args.rounds)
-    for name in found:
-        rows.write(facts[name] | {"rounds": args.rounds} | _speed(found, name, images))
+    timings = in_turns(works, args.rounds)
+    for name in timings:
+        rows.write(facts[name] | {"rounds": args.rounds} | _speed(timings, name, images))
     if args.profile and OURS in works:
         with torch.profiler.profile() as profiler:
             works[OURS]()
@@ -260,12 +260,12 @@ def _batches(work: Work, count: int, images: int, device: torch.device) -> int:
     return count * images
 
 
-def _speed(found: Mapping[str, Timing], name: str, images: int) -> dict[str, Any]:
-    wall, cpu = found[name]
+def _speed(timings: Mapping[str, Timing], name: str, images: int) -> dict[str, Any]:
+    wall, cpu = timings[name]
     return {
         "images/s": 1 / Range.of(wall).median,
         "ms a batch": Range.of(wall, 1e3 * images),
-        "ours is, times": speedup(found[OURS].wall, wall) if OURS in found and name != OURS else None,
+        "ours is, times": speedup(timings[OURS].wall, wall) if OURS in timings and name != OURS else None,
         "CPU ms an image": Range.of(cpu, 1e3),
     }
 

@@ -129,11 +129,11 @@ def measure(args: Namespace, rows: Rows, facts: dict[str, Any], loading: Loading
     for backend in dict.fromkeys(args.backend):
         with rows.measuring(facts | {"loader": backend}):
             loaders |= {(part, backend): loading.ours(part, backend) for part in (CROPS, BATCHES)}
-    found = in_turns({name: partial(_load, epochs, loading.device) for name, epochs in loaders.items()}, args.rounds)
-    for (part, name), timing in sorted(found.items()):
+    timings = in_turns({name: partial(_load, epochs, loading.device) for name, epochs in loaders.items()}, args.rounds)
+    for (part, name), timing in sorted(timings.items()):
         times = {"images/s": 1 / Range.of(timing.wall).median, "CPU ms an image": Range.of(timing.cpu, 1e3)}
         if name != TIMM:
-            times["x timm"] = speedup(timing.cpu, found[part, TIMM].cpu)
+            times["x timm"] = speedup(timing.cpu, timings[part, TIMM].cpu)
         rows.write(facts | {"part": part, "loader": name} | times)
 
 

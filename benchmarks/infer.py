@@ -44,13 +44,13 @@ def run(args: Namespace) -> None:
     device = choose_device(args.device, 0)
     rows = Rows(args, arms.COLUMNS)
     for model in args.model:
-        found = arms.arms_of(args, model)
-        first = arms.build_first(found[0]).eval()
-        size = eval_settings(found[0].flags, first)["input_size"]
+        all_arms = arms.arms_of(args, model)
+        first = arms.build_first(all_arms[0]).eval()
+        size = eval_settings(all_arms[0].flags, first)["input_size"]
         images = torch.randn(args.batch_size, *size, generator=torch.Generator().manual_seed(0)).to(device)
         with torch.inference_mode(), arms.exact_float32():
-            expected = arms.build(arms.exact(found[0]), first, device).eval()(images)
-        arms.time_arms(args, rows, found, args.batch_size, partial(inference, first, images, expected))
+            expected = arms.build(arms.exact(all_arms[0]), first, device).eval()(images)
+        arms.time_arms(args, rows, all_arms, args.batch_size, partial(inference, first, images, expected))
 
 
 def inference(first: TimmModel, images: Tensor, expected: Tensor, arm: Arm) -> arms.Work:

@@ -71,16 +71,16 @@ def in_turns(works: Mapping[Name, Callable[[], int]], rounds: int) -> dict[Name,
     Args:
         works: Functions that return how many units of work they did, once the device has finished them.
     """
-    names, found = list(works), {name: Timing([], []) for name in works}
+    names, timings = list(works), {name: Timing([], []) for name in works}
     for number in range(rounds + 1):
         first = number % max(1, len(names))
         for name in names[first:] + names[:first]:
             wall, cpu = time.perf_counter(), cpu_seconds()
             units = works[name]()
             if number:
-                found[name].wall.append((time.perf_counter() - wall) / units)
-                found[name].cpu.append((cpu_seconds() - cpu) / units)
-    return found
+                timings[name].wall.append((time.perf_counter() - wall) / units)
+                timings[name].cpu.append((cpu_seconds() - cpu) / units)
+    return timings
 
 
 def speedup(ours: Sequence[float], other: Sequence[float]) -> Range:

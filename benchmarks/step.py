@@ -72,8 +72,8 @@ def run(args: Namespace) -> None:
     for model in args.model:
         batch_size = args.batch_size or (96 if device.type == "cuda" else 8)
         drop_path = DROP_PATH.get(model) if args.drop_path is None else args.drop_path
-        found = arms.arms_of(args, model, batch_size=batch_size, drop_path=drop_path)
-        arms.time_arms(args, rows, found, batch_size, _Case(found[0], device).step)
+        all_arms = arms.arms_of(args, model, batch_size=batch_size, drop_path=drop_path)
+        arms.time_arms(args, rows, all_arms, batch_size, _Case(all_arms[0], device).step)
 
 
 class _Case:
@@ -142,6 +142,6 @@ class TrainStep:
 
     def __call__(self) -> dict[str, Tensor]:
         """Do one step; return both heads' logits, the loss, and the norm of the gradient before clipping."""
-        found = self.step(next(self.batches), StepKey(arms.SEED, next(self.updates)))
-        assert found.norm is not None
-        return {**self.logits, "loss": found.terms.total, "gradient": found.norm}
+        result = self.step(next(self.batches), StepKey(arms.SEED, next(self.updates)))
+        assert result.norm is not None
+        return {**self.logits, "loss": result.terms.total, "gradient": result.norm}

@@ -63,11 +63,11 @@ def pytest_xdist_auto_num_workers() -> int:
 
 def free_port() -> int:
     """A port to listen on that no connection is given meanwhile: below those that Linux hands out."""
-    while True:
-        port = 10000 + secrets.randbelow(20000)
+    for port in (10000 + secrets.randbelow(20000) for _ in range(1000)):
         with socket.socket() as probe, suppress(OSError):
             probe.bind(("", port))
             return port
+    pytest.fail("no port can be bound")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
