@@ -64,29 +64,29 @@ class Case(NamedTuple):
         return numbers.to(self.device, self.dtype)
 
 
-class Ours(nn.Module):
-    """A kernel of ours with the interface of timm's layer; the logits are a parameter."""
-
-    def __init__(self, case: Case, kernel: str) -> None:
-        super().__init__()
-        self.logits = nn.Parameter(case.tensor(1, (case.cells + 1) // 2, case.heads * 81))
-        self.kernel, self.scale = kernel, (case.channels // case.heads) ** -0.5
-
-    def forward(self, v: Tensor) -> Tensor:
-        """Mix the values."""
-        return outlook_attention(v, self.logits, self.scale, kernel=self.kernel)
-
-
 class Logits(nn.Module):
-    """Stands in for timm's projection to logits."""
+    """Stands in for the projection to logits: they are a parameter."""
 
     def __init__(self, case: Case) -> None:
         super().__init__()
-        self.logits = Ours(case, "auto").logits
+        self.logits = nn.Parameter(case.tensor(1, (case.cells + 1) // 2, case.heads * 81))
 
     def forward(self, _: Tensor) -> Tensor:
         """Return the logits."""
         return self.logits
+
+
+class Ours(nn.Module):
+    """A kernel of ours with the interface of timm's layer."""
+
+    def __init__(self, case: Case, kernel: str) -> None:
+        super().__init__()
+        self.attn = Logits(case)
+        self.kernel, self.scale = kernel, (case.channels // case.heads) ** -0.5
+
+    def forward(self, v: Tensor) -> Tensor:
+        """Mix the values."""
+        return outlook_attention(v, self.attn(v), self.scale, kernel=self.kernel)
 
 
 def timm_layer(case: Case) -> nn.Module:

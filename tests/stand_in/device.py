@@ -105,19 +105,17 @@ class StandIn:
             asked = "cuda"  # C++ repeats what it takes for the device of a tensor
         page_locked = kwargs.get("pin_memory")
         kwargs = {k: v for k, v in kwargs.items() if k != "pin_memory"} if page_locked else kwargs
-        if not own and asked != "cuda":
-            made = operation(*args, **kwargs)
-            return self.pin(made) if page_locked else made
         # In inference mode operations arrive before they are taken apart.
-        if torch.is_inference_mode_enabled() and operation._can_decompose():
+        if (own or asked == "cuda") and torch.is_inference_mode_enabled() and operation._can_decompose():
             with Mode():
                 return operation.decompose(*args, **kwargs)
+        if asked not in (None, "cuda") or not (own or asked):  # what is made elsewhere: empty_like(x, device="cpu")
+            made = operation(*_held(args), **kwargs)
+            return self.pin(made) if page_locked else made
         with torch.inference_mode(False):  # a view can't be one of that mode where its base is not
-            return self._run(operation, args, kwargs, leaves, asked, bool(page_locked))
+            return self._run(operation, args, kwargs, leaves)
 
-    def _run(
-        self, operation: Any, args: Any, kwargs: dict[str, Any], leaves: list[Any], asked: str | None, page_locked: bool
-    ) -> Any:
+    def _run(self, operation: Any, args: Any, kwargs: dict[str, Any], leaves: list[Any]) -> Any:
         name = operation._schema.name.split("::")[1]
         own = [leaf for leaf in leaves if isinstance(leaf, CudaTensor)]
         plain = [t for t in leaves if isinstance(t, Tensor) and not (isinstance(t, CudaTensor) or t.is_meta)]
@@ -125,9 +123,6 @@ class StandIn:
             return self._copied(operation, args[0], kwargs)
         if name == "copy_" and plain:
             return self._copied_into(*args[:2], non_blocking=bool((args + (False,))[2] or kwargs.get("non_blocking")))
-        if asked not in (None, "cuda"):  # such as empty_like(x, device="cpu")
-            made = operation(*_held(args), **kwargs)
-            return self.pin(made) if page_locked else made
         self._check(operation, name, plain, kwargs)
         if name in _READ_BY_HOST or (name in _INDEXING and _asks_host(args[1])):
             self.host_waits(name)
