@@ -90,10 +90,10 @@ def run(args: Namespace) -> int:
     if batch.skipped:
         raise UserError(f"image {printable(args.image)}: {batch.skipped[0][1]}")
     image = batch.images[0]  # (3, H, W) uint8, as evaluation prepares it
-    seen = view(model, EvalStage(settings["mean"], settings["std"]).to(device)(image[None].to(device)), args.query)
+    content = view(model, EvalStage(settings["mean"], settings["std"]).to(device)(image[None].to(device)), args.query)
     title = f"{args.image}: {trained.args.model}, {image.shape[1]} x {image.shape[2]} px"
     names = class_names(trained.config, model.num_classes)
-    save_figure(draw_attention(image.permute(1, 2, 0).numpy(), seen, args.query, names, title), args.output)
+    save_figure(draw_attention(image.permute(1, 2, 0).numpy(), content, args.query, names, title), args.output)
     print(f"wrote {printable(args.output)}", flush=True)
     return 0
 
@@ -191,12 +191,12 @@ def _array(tensor: Tensor) -> npt.NDArray[np.float64]:
     return tensor.double().cpu().numpy()
 
 
-def draw_attention(image: Pixels, seen: View, query: Sequence[float], names: Sequence[str], title: str) -> Figure:
+def draw_attention(image: Pixels, content: View, query: Sequence[float], names: Sequence[str], title: str) -> Figure:
     """Draw the image before normalisation, the predictions of both heads, and the rows of attention maps."""
-    figure, rows = answers_page(1 + len(seen.maps), image, seen, names, f"{drawable(title)}\n{_LEGEND}")
+    figure, rows = answers_page(1 + len(content.maps), image, content, names, f"{drawable(title)}\n{_LEGEND}")
     height, width = image.shape[:2]
     rows[0][0].plot(query[0] * width, query[1] * height, marker="+", color="#00e5ff", ms=11, mew=2)
-    for row, maps in zip(rows[1:], seen.maps, strict=True):
+    for row, maps in zip(rows[1:], content.maps, strict=True):
         for axes, heat in zip(row, maps, strict=False):
             note = f"{heat.name}: {heat.values.min():.2f} to {heat.values.max():.2f} x even"
             _caption(axes, f"{heat.what}\n{note}" if axes is row[0] else note)
@@ -209,7 +209,7 @@ def draw_attention(image: Pixels, seen: View, query: Sequence[float], names: Seq
 
 
 def answers_page(
-    rows: int, image: Pixels, seen: View, names: Sequence[str], title: str
+    rows: int, image: Pixels, content: View, names: Sequence[str], title: str
 ) -> tuple[Figure, list[list[Axes]]]:
     """Return a page with three pictures per row, and its axes. The first row shows the image, the dense head's classes
     over it, and the most probable classes."""
@@ -224,18 +224,17 @@ def answers_page(
     show_image(picture, image)
     _caption(picture, "image")
     name_of = dict(enumerate(names))
-    label_ids = [] if seen.tokens is None else np.unique(seen.tokens.ids).tolist()
-    colours = class_colours([*label_ids, *(class_id for class_id, _ in seen.top)])
-    if seen.tokens is not None:
+    label_ids = [] if content.tokens is None else np.unique(content.tokens.ids).tolist()
+    colours = class_colours([*label_ids, *(class_id for class_id, _ in content.top)])
+    if content.tokens is not None:
         show_image(tokens, image, muted=True)
         class_texts = {class_id: name_of.get(class_id, f"class {class_id}") for class_id in label_ids}
-        draw_cells(tokens, seen.tokens, seen.token_box, colours, class_texts)
+        draw_cells(tokens, content.tokens, content.token_box, colours, class_texts)
         _caption(tokens, "dense head: first class of each token")
     _caption(bars, "most probable classes")
-    widths, own_colours = [probability for _, probability in seen.top], [colours[class_id] for class_id, _ in seen.top]
-    bars.barh(range(len(seen.top)), widths, height=0.35, color=own_colours)
-    bars.set(xlim=(0, 1), ylim=(len(seen.top) - 0.3, -0.9))
-    for number, (class_id, probability) in enumerate(seen.top):
+    bars.set(xlim=(0, 1), ylim=(len(content.top) - 0.3, -0.9))
+    for number, (class_id, probability) in enumerate(content.top):
+        bars.barh(number, probability, height=0.35, color=colours[class_id])
         text = f"{shorten(name_of.get(class_id, f'class {class_id}'), 46)}  {100 * probability:.1f} %"
         bars.text(0, number - 0.28, drawable(text), fontsize=8, va="bottom", parse_math=False)
     return figure, grid

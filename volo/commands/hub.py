@@ -56,8 +56,8 @@ def write_folder(trained: TrainedModel, checkpoint: str, folder: Path, licence: 
         folder.mkdir(parents=True, exist_ok=True)
         if any(folder.iterdir()):
             raise UserError(f"--to-hf {folder} is not empty: name a new folder")
-        known = {"label_names": names} if names else {}
-        save_for_hf(trained.model, str(folder), model_config=known, safe_serialization=True)
+        described = {"label_names": names} if names else {}
+        save_for_hf(trained.model, str(folder), model_config=described, safe_serialization=True)
         config = json.loads((folder / "config.json").read_text())
         config["architecture"] = name
         theirs = {k: v for k, v in config["pretrained_cfg"].items() if k not in _OF_OTHERS}

@@ -87,7 +87,7 @@ class Start:
     time: datetime | None
     first: int = 0  # updates done when it started
     last: int = 0  # updates done at its last event, such as a checkpoint
-    seen: datetime | None = None  # time of its last event
+    last_event: datetime | None = None  # time of its last event
     end: str = ""  # exit code and reason; "" if not recorded
 
 
@@ -117,7 +117,7 @@ def starts_of(events: Sequence[Record]) -> list[Start]:
             starts.append(by_process[process])
         if (start := by_process.get(process)) is None:
             continue
-        start.seen = _time(event) or start.seen
+        start.last_event = _time(event) or start.last_event
         start.last = max(start.last, int(_number(event, "update")))
         if kind == "resume":
             start.first = int(_number(event, "update"))
@@ -163,12 +163,12 @@ def _head(folder: Path, records: Records) -> dict[str, str]:
 def _accuracy(epochs: list[Record]) -> str:
     """Return the best and the last top-1 of the weights that rank the epochs; "" if none was measured."""
     for name, weights in (("eval_top1_ema", " of the averaged weights"), ("eval_top1", "")):
-        if known := [record for record in epochs if _number(record, name, -1.0) >= 0]:
+        if scored := [record for record in epochs if _number(record, name, -1.0) >= 0]:
             best, last = (
                 f"{_number(record, name):.2f} % (epoch {int(_number(record, 'epoch')) + 1})"
-                for record in (max(known, key=lambda record: _number(record, name)), known[-1])
+                for record in (max(scored, key=lambda record: _number(record, name)), scored[-1])
             )
-            return f"best {best}, last {last}{weights}, {int(_number(known[-1], 'eval_images'))} validation images"
+            return f"best {best}, last {last}{weights}, {int(_number(scored[-1], 'eval_images'))} validation images"
     return ""
 
 
@@ -176,8 +176,8 @@ _HEADS = ("#", "started (UTC)", "node", "ranks", "updates", "for", "ended")
 
 
 def _row(number: int, start: Start) -> tuple[str, ...]:
-    ended = start.end or f"not recorded, last event {_clock(start.seen)}"
-    seconds = (start.seen - start.time).total_seconds() if start.seen and start.time else 0.0
+    ended = start.end or f"not recorded, last event {_clock(start.last_event)}"
+    seconds = (start.last_event - start.time).total_seconds() if start.last_event and start.time else 0.0
     ranks, span = str(start.ranks or "?"), f"{start.first} -> {start.last}"
     return str(number), _clock(start.time), start.node, ranks, span, duration(seconds), ended
 

@@ -57,8 +57,9 @@ def segmentation_row(trained: TrainedModel, precision: Precision, world: World) 
     layer = _trained(args, train, max_over_ranks(max(train, default=-1)) + 1, channels, window, world)
     confusion = torch.zeros(256 * 256, dtype=torch.int64, device=world.device)
     for tokens, mask in validation.values():
-        said = _at_pixels(F.linear(tokens.to(world.device), *layer), mask.shape, window).argmax(0)
-        confusion += torch.bincount((torch.from_numpy(mask).to(said) * 256 + said).flatten(), minlength=256 * 256)
+        predicted = _at_pixels(F.linear(tokens.to(world.device), *layer), mask.shape, window).argmax(0)
+        true = torch.from_numpy(mask).to(predicted)
+        confusion += torch.bincount((true * 256 + predicted).flatten(), minlength=256 * 256)
     percent, classes = mean_iou(sum_over_ranks(confusion).view(256, 256)[:_LEFT_OUT, :_LEFT_OUT])
     if not classes:
         raise UserError(f"--probe seg: no pixel of the validation masks in {printable(args.data)} has a class")
@@ -175,6 +176,6 @@ def _at_pixels(logits: Tensor, shape: Sequence[int], window: Area) -> Tensor:
 def mean_iou(confusion: Tensor) -> tuple[float, int]:
     """Return the mean of intersection / union in percent over the classes that have pixels, and the number of these
     classes. `confusion` (K, K) counts pixels by true class and predicted class."""
-    there = confusion.sum(1) > 0
+    present = confusion.sum(1) > 0
     union = confusion.sum(1) + confusion.sum(0) - confusion.diagonal()
-    return 100 * float((confusion.diagonal()[there].double() / union[there]).mean()), int(there.sum())
+    return 100 * float((confusion.diagonal()[present].double() / union[present]).mean()), int(present.sum())
