@@ -78,6 +78,16 @@ class Ended(NamedTuple):
     out: str
     err: str
 
+    def ok(self) -> Ended:
+        """Itself, where its exit code is 0."""
+        assert self.code == 0, self.err
+        return self
+
+    @property
+    def row(self) -> dict[str, Any]:
+        """The JSON object in the last line that it printed."""
+        return json.loads(self.out.splitlines()[-1])
+
     def refused(self, text: str) -> bool:
         """Whether it ended with exit code 2 and one line that holds `text`."""
         return self.code == 2 and self.err.count("\n") == 1 and self.err.startswith("error: ") and text in self.err

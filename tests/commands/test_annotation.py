@@ -57,8 +57,7 @@ def test_on_whole_images_a_teacher_says_what_its_label_files_say(
         "zero": f"{files} --label-tail zero", "online": f"{teacher} --label-tail zero",
         "exact": f"{files} --label-tail exact", "online exact": f"{teacher} --label-tail exact", "none": "",
     }.items():  # fmt: skip
-        ended = train(f"{same} {flags} --experiment {name.replace(' ', '-')}")
-        assert ended.code == 0, ended.err
+        train(f"{same} {flags} --experiment {name.replace(' ', '-')}").ok()
         found[name] = losses(tmp_path / name.replace(" ", "-"))
     assert found["online"] == pytest.approx(found["zero"], rel=2e-4)
     assert found["online exact"] == pytest.approx(found["exact"], rel=2e-4)
@@ -69,8 +68,7 @@ def test_on_whole_images_a_teacher_says_what_its_label_files_say(
 
 def test_it_is_recorded_and_no_part_of_the_model(train: Callable[..., Ended], weights: Path, tmp_path: Path) -> None:
     teacher = f"--token-label-teacher resnet10t --token-label-teacher-checkpoint {weights}"
-    ended = train(f"{teacher} --model-ema --epochs 2 --experiment whole")
-    assert ended.code == 0, ended.err
+    ended = train(f"{teacher} --model-ema --epochs 2 --experiment whole").ok()
     assert "annotator resnet10t: 4.92 M parameters" in ended.out
     checkpoint = torch.load(tmp_path / "whole" / "last.pth.tar", weights_only=False)
     assert checkpoint["model_config"]["labels"]["teacher"] == "resnet10t"

@@ -1,7 +1,6 @@
 """Programs on `--dataset`, shards and every backend: what is read otherwise is trained and labelled the same."""
 
 import filecmp
-import json
 from pathlib import Path
 
 import pytest
@@ -49,7 +48,7 @@ def test_a_run_begun_on_a_folder_ends_in_the_same_bits_on_tfrecords(
     accuracies = []
     for images in (f"{data}", f"{records} --dataset tfrecord"):
         ended = call("validate", f"{images} -b 4 -j 0 --checkpoint {runs[1] / 'last.pth.tar'}")
-        row = json.loads(ended.out.splitlines()[-1])
+        row = ended.row
         accuracies.append((row["top1"], row["loss"], row["images"]))
     assert accuracies[0] == accuracies[1] and accuracies[0][2] == 8
 
@@ -68,8 +67,7 @@ def test_a_data_set_of_the_hub_is_labelled_and_trained(call: Call, data: Path, t
     torch.save(timm.create_model("resnet10t", num_classes=4).state_dict(), tmp_path / "w.pth")
     images, labels = f"{tmp_path / 'cache'} --dataset hfds/{parquet}", tmp_path / "labels"
     model = f"--model resnet10t --num-classes 4 --img-size 64 -j 1 --checkpoint {tmp_path / 'w.pth'} --device cpu"
-    ended = call("label", f"{tmp_path / 'cache'} {labels} --dataset hfds/{parquet} {model}")
-    assert ended.code == 0, ended.err
+    ended = call("label", f"{tmp_path / 'cache'} {labels} --dataset hfds/{parquet} {model}").ok()
     ended = call(
         "train", f"{images} {QUICK} -j 2 --epochs 1 --token-label --token-label-data {labels} --output {tmp_path}"
     )

@@ -1,6 +1,5 @@
 """Dense top-1 of validation, where the right answer is known."""
 
-import json
 import shutil
 from pathlib import Path
 
@@ -63,9 +62,7 @@ def test_tokens_that_say_their_colour_agree_with_labels_of_the_colours(
     write_scenes(tmp_path)
     checkpoint = colour_model(tmp_path / "colours.pth", size, patch)
     line = f"{tmp_path} --checkpoint {checkpoint} -j 0 -b 2 --token-label-data {tmp_path}/labels {flags}"
-    ended = call("validate", line)
-    assert ended.code == 0, ended.err
-    row = json.loads(ended.out.splitlines()[-1])
+    row = (ended := call("validate", line).ok()).row
     assert row["dense_top1"] == 100.0
     assert f"dense top-1 100.000 % of {row['tokens']} tokens, {row['annotator_top1']:.3f} % of whose" in ended.out
 
@@ -82,7 +79,7 @@ def test_what_has_no_label_is_not_counted(call: Call, tmp_path: Path) -> None:
     assert call("validate", line).refused("green/1.pt")
     ended = call("validate", f"{line} --crop-pct 1 --bad-label skip")
     assert "warning: left out green/1.png" in ended.out
-    row = json.loads(ended.out.splitlines()[-1])
+    row = ended.row
     assert (row["tokens"], row["dense_top1"], row["images"]) == (2 * 16 * 16, 100.0, 3)
     (labels / "green" / "1.pt").unlink()
     assert call("validate", line).refused("1 of 4 images have no label")
@@ -91,7 +88,7 @@ def test_what_has_no_label_is_not_counted(call: Call, tmp_path: Path) -> None:
     torch.save({name: saved[name] for name in ("state_dict", "model_config")}, checkpoint)
     assert call("validate", f"{line} --bad-label skip").refused("this model has no trained dense head")
     # The centred square of 96 x 64 is 10.67 of the 16 columns: 12 columns see some of it.
-    assert json.loads(ended.out.splitlines()[-1])["tokens"] == 16 * 12 + 16 * 16
+    assert ended.row["tokens"] == 16 * 12 + 16 * 16
 
 
 @pytest.mark.parametrize("program", ["train", "validate"])

@@ -63,8 +63,7 @@ print(extra["model_config.json"])
 
 def test_a_pt2_file_runs_where_only_torch_is(call: Call, described: Described, images: Tensor, tmp_path: Path) -> None:
     model, checkpoint = described("volo_test", {"layers": (1, 1, 0, 0)}, **LOOKS)
-    ended = call("export", f"--checkpoint {checkpoint} -o {tmp_path}/model.pt2 --img-size 64 --crop-pct 0.8")
-    assert ended.code == 0, ended.err
+    call("export", f"--checkpoint {checkpoint} -o {tmp_path}/model.pt2 --img-size 64 --crop-pct 0.8").ok()
     square = torch.nn.functional.interpolate(images, (64, 64))
     torch.save([square], tmp_path / "images.pt")
     files = [tmp_path / name for name in ("model.pt2", "images.pt", "logits.pt")]
@@ -79,8 +78,7 @@ def test_a_pt2_file_runs_where_only_torch_is(call: Call, described: Described, i
 def test_half_precision(call: Call, described: Described, images: Tensor, tmp_path: Path) -> None:
     model, checkpoint = described("lvvit_test", {"depth": 1}, **LOOKS)
     for file, dtype in (("m.pt2", "bfloat16"), ("m.onnx", "float16")):
-        ended = call("export", f"--checkpoint {checkpoint} -o {tmp_path / file} --model-dtype {dtype}")
-        assert ended.code == 0, ended.err
+        call("export", f"--checkpoint {checkpoint} -o {tmp_path / file} --model-dtype {dtype}").ok()
     program = torch.export.load(tmp_path / "m.pt2")
     assert {weight.dtype for weight in program.state_dict.values()} == {torch.bfloat16}
     session = onnxruntime.InferenceSession(str(tmp_path / "m.onnx"), providers=["CPUExecutionProvider"])

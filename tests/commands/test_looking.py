@@ -22,14 +22,12 @@ from volo.train import meter
 @pytest.mark.usefixtures("pictures")
 def test_one_page_holds_the_whole_run(call: Call, data: Path, tmp_path: Path) -> None:
     flags = f"{data} {QUICK} --epochs 2 --output {tmp_path} --experiment a<b>&c"
-    ended = call("train", flags)
-    assert ended.code == 0, ended.err
+    ended = call("train", flags).ok()
     assert "dense" not in ended.out and "(class" not in ended.out
     again = call("train", f"{flags} --resume auto")
     assert again.code == 0 and "this run was finished before: all of its 2 epochs are done" in again.out
     run = tmp_path / "a<b>&c"
-    ended = call("report", "--html", run)
-    assert ended.code == 0, ended.err
+    ended = call("report", "--html", run).ok()
     page = (run / "report.html").read_text()
     assert "a<b>" not in page and "a&lt;b&gt;&amp;c" in page and "model: volo_test" in page
     assert "4 updates reported, 2 epochs finished" in page and '"torch":' in html.unescape(page)
@@ -116,8 +114,7 @@ def test_without_matplotlib_one_line_says_what_is_missing(
     found = meter.importlib.util.find_spec
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "matplotlib" else found(name))
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    ended = call("train", f"{data} {QUICK} --epochs 1 --output {tmp_path} --experiment run")
-    assert ended.code == 0, ended.err
+    ended = call("train", f"{data} {QUICK} --epochs 1 --output {tmp_path} --experiment run").ok()
     assert ended.out.count("pip install '.[plot]'") == 1
     assert "neither learning curves nor the first batch will be drawn" in ended.out
     assert not list((tmp_path / "run").glob("*.png"))

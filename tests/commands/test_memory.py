@@ -20,8 +20,7 @@ def flags(data: Path, tmp_path: Path) -> str:
 
 @pytest.mark.parametrize("more", ["--model volo_d0 --img-size 64 --amp", "--model resnet10t --no-token-label"])
 def test_a_dry_run_says_what_fits(call: Call, flags: str, more: str) -> None:
-    ended = call("train", f"{flags} --model-ema {more} --dry-run")
-    assert ended.code == 0, ended.err
+    ended = call("train", f"{flags} --model-ema {more} --dry-run").ok()
     if "volo" in more:
         model = timm.create_model("volo_d0", img_size=64, num_classes=4)
         assert f"operations: {flops_per_image(model, (3, 64, 64)) / 2e9:.2f} GMACs an image" in ended.out

@@ -1,6 +1,5 @@
 """`validate --probe seg`: a linear layer on frozen tokens, where the right answer is known."""
 
-import json
 import shutil
 import struct
 import zlib
@@ -47,9 +46,7 @@ def line(tmp_path: Path) -> str:
 
 def test_tokens_that_show_their_colour_tell_the_classes(call: Call, line: str, tmp_path: Path) -> None:
     """Whatever the order of magnitude of the rate, and twice the same; a bad pair is left out, and said to be."""
-    ended = call("validate", f"{line} --epochs 20")
-    assert ended.code == 0, ended.err
-    row = json.loads(ended.out.splitlines()[-1])
+    row = (ended := call("validate", f"{line} --epochs 20").ok()).row
     assert (row["images"], row["train_images"], row["classes"]) == (3, 6, 2) and row["miou"] > 99
     assert f"mIoU {row['miou']:.2f} %" in ended.out.splitlines()
     assert call("validate", f"{line} --epochs 20").out == ended.out
@@ -57,7 +54,7 @@ def test_tokens_that_show_their_colour_tell_the_classes(call: Call, line: str, t
     (tmp_path / "val/images/deep/0.bmp").write_bytes(b"nothing")
     ended = call("validate", f"{line} --epochs 20 --lr 1e-2")
     assert "warning: left out" in ended.out and "train/masks/deep/2.png" in ended.out
-    row = json.loads(ended.out.splitlines()[-1])
+    row = ended.row
     assert (row["images"], row["train_images"]) == (2, 5) and row["miou"] > 99
 
 

@@ -43,8 +43,7 @@ def test_fault_60_a_run_leaves_all_its_records_and_validate_gives_its_numbers(
     flags = f"{data} {QUICK} --epochs 2 --token-label --model-ema --checkpoint-hist 1 --output {tmp_path}"
     flags += " --crop-pct 0.8 --interpolation bilinear --mean 0.4 0.4 0.4"
     flags += " --sync-bn --save-images"  # the first does nothing to one process
-    ended = call("train", flags, "--token-label-data", labels, "--val-label-data", labels, "--experiment", "run")
-    assert ended.code == 0, ended.err
+    ended = call("train", flags, "--token-label-data", labels, "--val-label-data", labels, "--experiment", "run").ok()
     run = tmp_path / "run"
     assert {p.name for p in run.iterdir()} >= RECORDS
     assert len(list(run.glob("checkpoint-*.pth.tar"))) == 1 and len(list(run.glob("train-batch-*.jpg"))) == 4
@@ -58,9 +57,7 @@ def test_fault_60_a_run_leaves_all_its_records_and_validate_gives_its_numbers(
         "dense_top1": last["dense_top1"], "dense_top1_ema": last["dense_top1_ema"], "annotator_top1": 100.0,
     }  # fmt: skip
     for dense in ("", f"--token-label-data {labels}"):
-        measured = json.loads(
-            call("validate", f"{data} --checkpoint {run}/last.pth.tar -j 0 {dense}").out.splitlines()[-1]
-        )
+        measured = call("validate", f"{data} --checkpoint {run}/last.pth.tar -j 0 {dense}").row
         assert measured["loss"] == round(last["eval_loss_ema"], 6)
         assert measured["crop_pct"] == 0.8 and measured["interpolation"] == "bilinear"
     assert measured["dense_top1"] == last["dense_top1_ema"] and measured["tokens"] == 8 * 2 * 2
@@ -151,8 +148,7 @@ def test_fault_62_a_run_whose_directory_is_removed_ends_with_a_checkpoint(
 
     monkeypatch.setattr("volo.train.loop.scores_of", remove_after_the_second)
     flags = f"{make_dataset(train=8)} {QUICK} --output {tmp_path}/out --experiment run"
-    ended = call("train", f"{flags} --epochs 3")
-    assert ended.code == 0, ended.err
+    ended = call("train", f"{flags} --epochs 3").ok()
     assert f"warning: {run} was removed while this run goes on: made anew" in ended.out
     assert {path.name for path in run.iterdir()} >= RECORDS
     again = call("train", f"{flags} --epochs 4 --resume auto")
@@ -207,8 +203,7 @@ def test_finetune_validates_first_and_reports_what_it_resized(
 ) -> None:
     flags = f"{trained_run.data} {QUICK.replace('--img-size 32', '--input-size 3 64 48')} --epochs 1"
     flags += f" --output {tmp_path} --experiment run"
-    ended = call("train", flags, "--finetune", trained_run.run / "last.pth.tar")
-    assert ended.code == 0, ended.err
+    ended = call("train", flags, "--finetune", trained_run.run / "last.pth.tar").ok()
     assert "pos_embed" in ended.out
     assert torch.load(tmp_path / "run" / "last.pth.tar", weights_only=True)["model_config"]["img_size"] == [64, 48]
     assert ended.out.index("before fine-tuning: top-1") < ended.out.index("epoch 1 [")
@@ -219,8 +214,7 @@ def test_fault_24_broken_images_are_named_counted_and_limited(call: Call, data: 
     for image in broken:
         image.write_bytes(image.read_bytes()[:300])
     flags = f"{data} {QUICK} --epochs 1 --output {tmp_path} --experiment"
-    ended = call("train", f"{flags} some")
-    assert ended.code == 0, ended.err
+    ended = call("train", f"{flags} some").ok()
     assert all(image.name in ended.out for image in broken)
     epoch = metrics(tmp_path / "some", "epoch")[0]
     assert (epoch["unreadable_images"], epoch["eval_images"]) == (1, 7)
@@ -280,7 +274,6 @@ def test_the_published_command_of_d5_at_512(call: Call, make_dataset: Make, make
     labels = f"--token-label --token-label-data {make_labels(data)} --token-label-size 3"
     flags = f"{data} {QUICK} --img-size 64 --output {tmp_path} --dry-run {labels} --finetune {weights}/"
     torch.save(timm.create_model("volo_test", img_size=32, num_classes=4).state_dict(), weights / "d5.pth.tar")
-    ended = call("train", flags)
-    assert ended.code == 0, ended.err
+    ended = call("train", flags).ok()
     assert "warning: --token-label-size 3 is not used: at 64 x 64 px each of the 4 x 4 tokens gets" in ended.out
     assert f"{weights / 'd5.pth.tar'}" in ended.out and not [*tmp_path.glob("*volo_test*")]

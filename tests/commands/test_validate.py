@@ -19,18 +19,14 @@ from volo.record.metrics import Sums
 from volo.train.trained_model import choose_weights
 
 
-def _rows(call: Call, data: Path, checkpoint: Path, out: Path, flags: str = "") -> list[dict[str, Any]]:
-    line = f"{data} -b 4 -j 0 --checkpoint {checkpoint}"
-    ended = call("validate", f"{line} --results-file {out} --results-format json {flags}")
-    assert ended.code == 0, ended.err
-    return json.loads(out.read_text())
+def _row(call: Call, data: Path, checkpoint: Path, flags: str = "") -> dict[str, Any]:
+    return call("validate", f"{data} -b 4 -j 0 --checkpoint {checkpoint} {flags}").ok().row
 
 
 def test_all_checkpoints_of_a_folder(call: Call, trained_run: TrainedRun, tmp_path: Path) -> None:
     data, run = trained_run
     table = tmp_path / "results.csv"
-    ended = call("validate", f"{data} -b 4 -j 0 --checkpoint {run} --all --results-file {table}")
-    assert ended.code == 0, ended.err
+    ended = call("validate", f"{data} -b 4 -j 0 --checkpoint {run} --all --results-file {table}").ok()
     rows = list(csv.DictReader(table.open()))
     assert [Path(row["checkpoint"]).name for row in rows] == [
         "checkpoint-0.pth.tar", "checkpoint-1.pth.tar", "last.pth.tar", "model_best.pth.tar",
@@ -71,13 +67,13 @@ def test_a_class_without_validation_folder_keeps_its_number(
     call: Call, trained_run: TrainedRun, tmp_path: Path
 ) -> None:
     data, run = shutil.copytree(trained_run.data, tmp_path / "data"), trained_run.run
-    checkpoint, rows = run / "last.pth.tar", []
-    rows += _rows(call, data, checkpoint, tmp_path / "whole.json")
+    checkpoint = run / "last.pth.tar"
+    rows = [_row(call, data, checkpoint)]
     (data / "validation" / "blue").rename(tmp_path / "blue")
-    rows += _rows(call, data, checkpoint, tmp_path / "part.json")
+    rows.append(_row(call, data, checkpoint))
     shutil.rmtree(data / "validation")
     shutil.copytree(tmp_path / "blue", data / "validation" / "blue")
-    rows += _rows(call, data, checkpoint, tmp_path / "rest.json")
+    rows.append(_row(call, data, checkpoint))
     assert [row["images"] for row in rows] == [8, 6, 2]
     whole, part, rest = (row["loss"] * row["images"] for row in rows)
     assert whole == pytest.approx(part + rest, rel=1e-4)
@@ -91,7 +87,7 @@ def test_real_labels_and_valid_labels(call: Call, trained_run: TrainedRun, tmp_p
         Image.new("RGB", (40, 40), (50, 180, 60)).save(folder / f"ILSVRC2012_val_{number:08d}.JPEG")
     labels, chosen = tmp_path / "real.json", tmp_path / "classes.txt"
     labels.write_text(json.dumps([[0, 1, 2, 3], [], [1]]))
-    row = _rows(call, tmp_path / "imagenet", run / "last.pth.tar", tmp_path / "a.json", f"--real-labels {labels}")[0]
+    row = _row(call, tmp_path / "imagenet", run / "last.pth.tar", f"--real-labels {labels}")
     assert row["real_images"] == 2  # the second has no label and doesn't count
     assert row["real_top1"] in (50.0, 100.0) and row["real_top5"] == 100.0
     # Folder 0 is class 1 of the model: with that as the only choice everything is right.
@@ -99,7 +95,7 @@ def test_real_labels_and_valid_labels(call: Call, trained_run: TrainedRun, tmp_p
     flags = f"--valid-labels {chosen} --class-map {tmp_path / 'names.txt'}"
     for number in ("1\n", "0\n"):
         chosen.write_text(number)
-        row = _rows(call, tmp_path / "imagenet", run / "last.pth.tar", tmp_path / "b.json", flags)[0]
+        row = _row(call, tmp_path / "imagenet", run / "last.pth.tar", flags)
         assert (row["top1"], row["images"]) == (100.0, 3)
 
 
@@ -138,10 +134,7 @@ def test_unreadable_voters_are_named(call: Call, trained_run: TrainedRun, tmp_pa
         image.write_bytes(b"nothing")
         if number == 0:
             ended = call("validate", line)
-            assert (
-                f"warning: left out {image}: " in ended.out
-                and json.loads(ended.out.splitlines()[-1])["train_images"] == 15
-            )
+            assert f"warning: left out {image}: " in ended.out and ended.row["train_images"] == 15
     assert call("validate", f"{line} --max-bad-images 99").refused(
         f"--knn: not one of 16 images in {tmp_path}/train can be"
     )
@@ -151,8 +144,8 @@ def test_a_dense_head_that_was_not_trained_takes_no_part(call: Call, data: Path,
     flags = f"{data} {QUICK} --epochs 1 --token-label --dense-weight 0 --output {tmp_path} --experiment run"
     assert call("train", flags).code == 0
     path = tmp_path / "run" / "last.pth.tar"
-    before = _rows(call, data, path, tmp_path / "a.json")[0]["loss"]
+    before = _row(call, data, path)["loss"]
     checkpoint = torch.load(path, weights_only=True)
     checkpoint["state_dict"]["aux_head.bias"] += 100.0 * torch.arange(4)
     torch.save(checkpoint, tmp_path / "run" / "changed.pth.tar")
-    assert _rows(call, data, tmp_path / "run" / "changed.pth.tar", tmp_path / "b.json")[0]["loss"] == before
+    assert _row(call, data, tmp_path / "run" / "changed.pth.tar")["loss"] == before
