@@ -185,7 +185,7 @@ def test_every_switch_of_a_recipe_can_be_turned_off(tmp_path: Path) -> None:
 def test_a_runs_directory_is_its_best_checkpoint_in_every_program(tmp_path: Path) -> None:
     lines = {"train": "/data --token-label --token-label-teacher t", "predict": "i.jpg", "attention": "i.jpg -o a.png",
              "export": "-o m.onnx", "label": "/data out", "validate": "/data"}  # fmt: skip
-    run, foreign, tried = tmp_path / "run", tmp_path / "foreign", list[str]()
+    run, foreign, checked = tmp_path / "run", tmp_path / "foreign", list[str]()
     for folder, names in ((run, ("checkpoint-3", "last", "model_best")), (foreign, ("a", "b"))):
         folder.mkdir()
         for name in names:
@@ -193,12 +193,12 @@ def test_a_runs_directory_is_its_best_checkpoint_in_every_program(tmp_path: Path
     for name, line in lines.items():
         program = COMMANDS[name].program
         for row in program.parser().flags.values():
-            told = re.search("checkpoint|weights|finetune|teacher", f"{row.label} {row.help}")
+            about_weights = re.search("checkpoint|weights|finetune|teacher", f"{row.label} {row.help}")
             named = isinstance(row.type, Place) and row.type.metavar in ("PATH", "NAME")
-            if not told or not named or row.dest in ("model", "token_label_teacher", "resume"):
+            if not about_weights or not named or row.dest in ("model", "token_label_teacher", "resume"):
                 continue
             (run / "model_best.pth.tar").touch()
-            args, tried = program.parse([*line.split(), row.label, str(run)]), [*tried, row.label]
+            args, checked = program.parse([*line.split(), row.label, str(run)]), [*checked, row.label]
             listed = list if row.nargs == "+" else lambda each: each[0]
             assert getattr(args, row.dest) == listed([str(run / "model_best.pth.tar")]), (name, row.label)
             assert f"{row.label} {run}: model_best.pth.tar" in args.notes
@@ -208,7 +208,7 @@ def test_a_runs_directory_is_its_best_checkpoint_in_every_program(tmp_path: Path
             if name != "validate":
                 with pytest.raises(UserError, match="foreign holds 2 checkpoints: name one of them, such as b.pth.tar"):
                     program.parse([*line.split(), row.label, str(foreign)])
-    assert len(tried) == 9
+    assert len(checked) == 9
     validate = COMMANDS["validate"].program
     for flags, every in (([foreign], True), ([run, "--all"], True), ([run], False)):
         assert validate.parse(["/data", "--checkpoint", *map(str, flags)]).all is every
@@ -269,8 +269,8 @@ def test_a_tracker_that_is_not_installed_is_named_with_its_extra(
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
     monkeypatch.delitem(sys.modules, name, raising=False)
     (tmp_path / name).mkdir()  # such as the ./wandb that W&B writes: no package
-    told = re.escape(f"--log-{name} needs {name}: pip install '.[{name}]' in a checkout of volo-tlt")
-    with pytest.raises(UserError, match=f"^{told}$"):
+    message = re.escape(f"--log-{name} needs {name}: pip install '.[{name}]' in a checkout of volo-tlt")
+    with pytest.raises(UserError, match=f"^{message}$"):
         TRAIN.parse(["/d", f"--log-{name}"])
     (tmp_path / name / "__init__.py").touch()
     importlib.invalidate_caches()

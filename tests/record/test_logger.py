@@ -136,13 +136,13 @@ def test_slow_data_is_reported_once_a_run_with_advice(tmp_path: Path, capsys: py
     logger = _logger()
     logger.open_events(tmp_path)
     logger.open(RunRecords(tmp_path), (0, 1, 2, 3, 5, 9, 13, 17, 21, 25, 29))
-    told = []
+    advised = []
     # Of 100 s each: 25 s in all, which may be workers that begin; 17.5 % of the time; more.
     for waited in (25.0, 10.0, 60.0, 60.0):
         logger.interval(report(4, seconds=100.0, wait_seconds=waited))  # the first of the second epoch
-        said = capsys.readouterr().out
-        told.append("--workers" in said)
-        assert "| ETA 20:00" in said  # six updates are left, of twice the work each
-    assert told == [False, False, True, False]
+        printed = capsys.readouterr().out
+        advised.append("--workers" in printed)
+        assert "| ETA 20:00" in printed  # six updates are left, of twice the work each
+    assert advised == [False, False, True, False]
     (event,), _ = read_json_lines(tmp_path / EVENTS)
     assert event["kind"] == "data-wait" and event["share"] == 0.317

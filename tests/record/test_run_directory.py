@@ -51,15 +51,15 @@ def test_resume_auto_without_a_name_goes_on_with_the_same_experiment_alone(tmp_p
     ):
         (tmp_path / f"{name}-224").mkdir()
         (tmp_path / f"{name}-224" / "args.yaml").write_text(yaml.safe_dump(recorded))
-    told: list[str] = []
+    reported: list[str] = []
     asked = {"resume": "auto", "workers": 8, "data_dir": "/data", "grad_accum_steps": 2}
-    assert choose_directory(_args(tmp_path, seed=1, **asked), SIZE, told.append)[0].name == "20260101-volo_d1-224"
-    assert told == [
+    assert choose_directory(_args(tmp_path, seed=1, **asked), SIZE, reported.append)[0].name == "20260101-volo_d1-224"
+    assert reported == [
         f"--resume auto leaves {tmp_path}/20260103-volo_d1-224 alone, another experiment (lr: 0.2 before, 0.1 now): "
         "--experiment 20260103-volo_d1-224 would go on with it"
     ]
-    new, _ = choose_directory(_args(tmp_path, seed=3, **asked), SIZE, told.append)
-    assert not any(new.iterdir()) and "lr: 0.2 before, 0.1 now; seed: 1 before, 3 now" in told[1]
+    new, _ = choose_directory(_args(tmp_path, seed=3, **asked), SIZE, reported.append)
+    assert not any(new.iterdir()) and "lr: 0.2 before, 0.1 now; seed: 1 before, 3 now" in reported[1]
 
 
 @pytest.mark.parametrize(
@@ -86,8 +86,8 @@ def test_resume_auto_compares_what_was_asked_for_and_not_what_the_data_decided(
     decided = {"batch_size": 8, "num_classes": 2, "lr_base_scale": "sqrt", "warmup_epochs": 8, "cooldown_epochs": 0}
     fitted = {name: value for name, value in decided.items() if name in begun.defaulted}
     RunRecords(run).record_start(FrozenArgs(begun, **fitted, grad_accum_steps=4), 2, "cpu")
-    told: list[str] = []
-    assert (choose_directory(asked(now), (32, 32), told.append)[0] == run) == same == (not told)
+    reported: list[str] = []
+    assert (choose_directory(asked(now), (32, 32), reported.append)[0] == run) == same == (not reported)
 
 
 def test_the_newest_run_is_the_one_that_began_last_wherever_that_was(tmp_path: Path) -> None:
@@ -106,11 +106,11 @@ def test_the_newest_run_is_the_one_that_began_last_wherever_that_was(tmp_path: P
         (run / "args.yaml").write_text("lr: 0.1\n")
         if time:
             (run / "run.json").write_text(json.dumps([{"time": time}, {"time": "2027-01-01T00:00:00+00:00"}]))
-    found = []
+    chosen = []
     for _ in range(9):
-        found.append(choose_directory(_args(tmp_path, resume="auto"), SIZE)[0].name.removesuffix("-volo_d1-224"))
-        shutil.rmtree(tmp_path / f"{found[-1]}-volo_d1-224")
-    assert found == [
+        chosen.append(choose_directory(_args(tmp_path, resume="auto"), SIZE)[0].name.removesuffix("-volo_d1-224"))
+        shutil.rmtree(tmp_path / f"{chosen[-1]}-volo_d1-224")
+    assert chosen == [
         *("20261025-120000", "20261024-180000", "20261025-021500-10", "20261025-021500-2", "20261025-021500"),
         *("20261025-023000", "20261024-235959", "20261024-120000", "20261023-120000"),
     ]

@@ -32,13 +32,13 @@ def test_a_resumed_run_continues_its_curve(name: str, tmp_path: Path, monkeypatc
     again = open_run(run, 2, name, **mine)  # type: ignore[arg-type]  # of a checkpoint in the first epoch
     train(again, range(3, 7))
     end(again)
-    found = READERS[name](run)
-    assert found.curves["train/loss"] == EVERY_UPDATE
-    assert found.curves["epoch/eval_top1"] == [(3, 50.0), (6, 51.0)]
-    assert [value for _, value in found.curves["train/epoch"]] == pytest.approx([u / 3 for u, _ in EVERY_UPDATE])
-    assert {value for _, value in found.curves["train/data_wait_share"]} == {0.25}
-    assert not {key for key in found.curves if "grad_norm" in key}  # it was not finite
-    assert str(found.settings["lr"]) == "0.25" and found.settings["experiment"] == ""
+    tracked = READERS[name](run)
+    assert tracked.curves["train/loss"] == EVERY_UPDATE
+    assert tracked.curves["epoch/eval_top1"] == [(3, 50.0), (6, 51.0)]
+    assert [value for _, value in tracked.curves["train/epoch"]] == pytest.approx([u / 3 for u, _ in EVERY_UPDATE])
+    assert {value for _, value in tracked.curves["train/data_wait_share"]} == {0.25}
+    assert not {key for key in tracked.curves if "grad_norm" in key}  # it was not finite
+    assert str(tracked.settings["lr"]) == "0.25" and tracked.settings["experiment"] == ""
 
 
 # In place of W&B: it writes down what it is asked for. What it does first is the test's.
