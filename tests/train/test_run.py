@@ -173,6 +173,15 @@ def test_a_resumed_run_keeps_what_its_checkpoint_was_fitted_to() -> None:
     assert (given.batch_size, given.num_classes) == (2, 9)
 
 
+def test_what_subsets_drop_is_judged_by_the_batch_that_the_checkpoint_decides() -> None:
+    args = arguments("--epochs 4 --num-classes 3 --drop-path 0.1 --drop-path-mode subset")
+    with pytest.raises(UserError, match="--drop-path-mode subset"):  # of batches of two images
+        resolve_args(args, {}, 10, 3, 1)
+    assert resolve_args(args, {"args": {"batch_size": 16}}, 10, 3, 1)[0].batch_size == 16
+    with pytest.raises(UserError, match="--drop-path-mode subset"):
+        resolve_args(args, {"args": {"batch_size": 2}}, 500, 3, 1)
+
+
 def test_fault_61_what_a_checkpoint_decides_is_checked_as_its_flag_is() -> None:
     bad: dict[str, list[Any]] = {
         "batch_size": [0, 10**5000, torch.ones(2), "many"],
