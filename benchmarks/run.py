@@ -20,7 +20,6 @@ from argparse import Namespace
 from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
-from typing import NamedTuple
 
 import tlt
 from benchmarks.data import CLASSES, IMAGE_SIZE, IMG_SIZE, make_images, make_labels
@@ -58,13 +57,6 @@ FLAGS = (
     ),
     Group("Measuring", DEVICE, rounds_flag(1), *OUTPUT),
 )
-
-
-class Epoch(NamedTuple):
-    """What a program tells of its last epoch."""
-
-    images_per_second: float
-    wait: float  # for data, as a share of the time
 
 
 def run(args: Namespace) -> None:
@@ -126,21 +118,23 @@ def _log_of(words: Sequence[str]) -> str:
     return ended.stdout
 
 
-def of_ours(output: Path) -> Epoch:
-    """Read the metrics of the one run in a folder. Raises UserError: there are none."""
+def of_ours(output: Path) -> tuple[float, float]:
+    """Return the images/s of the last epoch of the one run in a folder, and the share of its time that it waited for data.
+    Raises UserError: there are no metrics."""
     lines = [line for file in output.glob("*/metrics.jsonl") for line in file.read_text().splitlines()]
     intervals = [row for row in map(json.loads, lines) if row["event"] == "train"]
     if not intervals:
         raise UserError("it has written no metrics")
     last = [row for row in intervals if row["epoch"] == intervals[-1]["epoch"]]
     images, seconds, waited = (sum(row[name] for row in last) for name in ("images", "seconds", "wait_seconds"))
-    return Epoch(images / seconds, waited / seconds)
+    return images / seconds, waited / seconds
 
 
-def of_timm(log: str) -> Epoch:
-    """Read the last line of timm's log, which has the means of its epoch. Raises UserError: there is none."""
+def of_timm(log: str) -> tuple[float, float]:
+    """Return the same from the last line of timm's log, which has the means of its epoch. Raises UserError: there is
+    none."""
     matches = re.findall(r"Train: .*Time: .*\(([\d.]+)s, +([\d.]+)/s\) .*Data: [\d.]+ \(([\d.]+)\)", log)
     if not matches:
         raise UserError("it has printed no line of training")
     seconds, images_per_second, waited = map(float, matches[-1])
-    return Epoch(images_per_second, waited / max(seconds, 1e-9))
+    return images_per_second, waited / max(seconds, 1e-9)
