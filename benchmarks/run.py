@@ -119,7 +119,7 @@ def _log_of(words: Sequence[str]) -> str:
 
 
 def of_ours(output: Path) -> tuple[float, float]:
-    """Return the images/s of the last epoch of the one run in a folder, and the share of its time that it waited for data.
+    """Return the images/s of the last epoch of the one run in a folder, and the share of its time that it waited.
     Raises UserError: there are no metrics."""
     lines = [line for file in output.glob("*/metrics.jsonl") for line in file.read_text().splitlines()]
     intervals = [row for row in map(json.loads, lines) if row["event"] == "train"]
