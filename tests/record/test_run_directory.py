@@ -73,6 +73,8 @@ def test_resume_auto_without_a_name_goes_on_with_the_same_experiment_alone(tmp_p
         ("--cooldown-epochs 0", "--cooldown-epochs 1", False),
         ("--epochs 300", "", True),
         ("", "--epochs 40", False),
+        ("--train-img-sizes 16 32", "--train-img-sizes 24 32", False),
+        ("", "--kd-model-name hf-hub:somebody/model", False),
     ],
 )
 def test_resume_auto_compares_what_was_asked_for_and_not_what_the_data_decided(

@@ -325,6 +325,9 @@ START_ONLY = {
 # The settings that define an experiment, without the places of files and the machines.
 EXPERIMENT = {
     row.dest
-    for group in (MODEL, TOKEN_LABELS, OPTIMIZER, SCHEDULE, AUGMENTATION, REGULARISATION, BATCH_NORM, EMA)
+    for group in (
+        *(MODEL, IMAGE_SIZES, TOKEN_LABELS, DISTILLATION),
+        *(OPTIMIZER, SCHEDULE, AUGMENTATION, REGULARISATION, BATCH_NORM, EMA),
+    )
     for row in group.flags
 } - {"token_label_data", "grad_accum_steps"} | {"seed", "batch_size"}  # accumulation depends on the number of ranks
