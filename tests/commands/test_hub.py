@@ -19,14 +19,16 @@ from tests.commands.conftest import QUICK, Call, Described, Make, TrainedRun
 from tests.conftest import LIMIT
 from volo.config.args import TRAIN
 
-# A folder is loaded where neither package is there.
+# Folders are loaded where neither package is there.
 LOAD = """
 import sys
 sys.modules["volo"] = sys.modules["tlt"] = None
 import timm, torch
-model = timm.create_model(f"local-dir:{sys.argv[1]}", pretrained=True).eval()
-x = torch.randn(2, *model.pretrained_cfg["input_size"], generator=torch.Generator().manual_seed(0))
-torch.save({"weights": model.state_dict(), "logits": model(x).detach(), "cfg": dict(model.pretrained_cfg)}, sys.argv[2])
+for folder in sys.argv[1:]:
+    model = timm.create_model(f"local-dir:{folder}", pretrained=True).eval()
+    x = torch.randn(2, *model.pretrained_cfg["input_size"], generator=torch.Generator().manual_seed(0))
+    loaded = {"weights": model.state_dict(), "logits": model(x).detach(), "cfg": dict(model.pretrained_cfg)}
+    torch.save(loaded, f"{folder}.pt")
 """
 
 
@@ -59,32 +61,30 @@ def test_a_model_described_by_a_folder_is_trained_resumed_and_validated(
     assert refused.code == 2 and "local-dir:" in refused.err and not (tmp_path / "other").exists()
 
 
-@pytest.mark.parametrize(("model", "image"), [("volo_d1", {"img_size": [64, 64], "in_chans": 3}), ("test_resnet", {})])
-def test_a_folder_for_the_hub_is_loaded_by_timm_alone(
-    call: Call, described: Described, tmp_path: Path, model: str, image: dict[str, Any]
-) -> None:
-    ours, checkpoint = described(model, **image)
-    folder = tmp_path / "hub"
-    line = f"--checkpoint {checkpoint} --to-hf {folder} --licence apache-2.0 --origin-url https://example.org/mine"
-    ended = call("export", line)
-    assert ended.code == 0 and "timm alone loads it" in ended.out, ended.err
-
-    command = [sys.executable, "-c", LOAD, str(folder), str(tmp_path / "loaded.pt")]
-    loaded = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=LIMIT)
-    assert loaded.returncode == 0, loaded.stderr
-    found = torch.load(tmp_path / "loaded.pt", weights_only=False)
-    saved, size = ours.state_dict(), (3, 64, 64) if image else (3, 160, 160)
-    assert found["weights"].keys() <= saved.keys()
-    assert all(torch.equal(weight, saved[name]) for name, weight in found["weights"].items())
-    assert found["cfg"]["label_names"] == list("abcdef") and found["cfg"]["classifier"]
-    assert "paper_ids" not in json.loads((folder / "config.json").read_text())["pretrained_cfg"]
-    assert tuple(found["cfg"]["input_size"]) == size and not found["cfg"].get("test_input_size")
-    x = torch.randn(2, *size, generator=torch.Generator().manual_seed(0))
-    torch.testing.assert_close(found["logits"], ours(x).detach(), atol=1e-5, rtol=1e-5)
-
-    text = (folder / "README.md").read_text()
-    assert yaml.safe_load(text.split("---")[1])["license"] == "apache-2.0" and "https://example.org/mine" in text
-    assert call("export", line).refused("not empty")
+def test_a_folder_for_the_hub_is_loaded_by_timm_alone(call: Call, described: Described, tmp_path: Path) -> None:
+    sizes, models = {"volo_d1": (3, 64, 64), "test_resnet": (3, 160, 160)}, {}
+    for name, size in sizes.items():
+        image = {"img_size": [*size[1:]], "in_chans": 3} if name == "volo_d1" else {}
+        models[name], checkpoint = described(name, **image)
+        line = f"--checkpoint {checkpoint} --to-hf {tmp_path / f'hub-{name}'} --licence apache-2.0"
+        ended = call("export", f"{line} --origin-url https://example.org/mine")
+        assert ended.code == 0 and "timm alone loads it" in ended.out, ended.err
+        assert call("export", line).refused("not empty")
+    command = [sys.executable, "-c", LOAD, *(str(tmp_path / f"hub-{name}") for name in sizes)]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=LIMIT)
+    assert done.returncode == 0, done.stderr
+    for name, size in sizes.items():
+        folder, saved = tmp_path / f"hub-{name}", models[name].state_dict()
+        loaded = torch.load(tmp_path / f"hub-{name}.pt", weights_only=False)
+        assert loaded["weights"].keys() <= saved.keys()
+        assert all(torch.equal(weight, saved[key]) for key, weight in loaded["weights"].items())
+        assert loaded["cfg"]["label_names"] == list("abcdef") and loaded["cfg"]["classifier"]
+        assert "paper_ids" not in json.loads((folder / "config.json").read_text())["pretrained_cfg"]
+        assert tuple(loaded["cfg"]["input_size"]) == size and not loaded["cfg"].get("test_input_size")
+        x = torch.randn(2, *size, generator=torch.Generator().manual_seed(0))
+        torch.testing.assert_close(loaded["logits"], models[name](x).detach(), atol=1e-5, rtol=1e-5)
+        text = (folder / "README.md").read_text()
+        assert yaml.safe_load(text.split("---")[1])["license"] == "apache-2.0" and "https://example.org/mine" in text
 
 
 def test_the_card_tells_settings_and_the_accuracy_of_the_weights_that_are_exported(
