@@ -54,6 +54,7 @@ def signals_as_before() -> Iterator[None]:
     yield
     for number, handler in before.items():
         signal.signal(number, handler)
+    torch.set_num_threads(1)  # a program sets more; in bfloat16 sums then round otherwise
 
 
 def pytest_xdist_auto_num_workers() -> int:
