@@ -6,8 +6,8 @@ image size, another crop or the whole image. A token's target is the mean of n x
 map, extrapolated linearly at its border. A point does not count if the student or the teacher does not see it: it lies
 outside the crop, is fill, or was dropped at an edge.
 
-With a list of teachers each one has a projector of its own, and its loss is normalised by the size of its features
-(`tlt.teacher.TeacherScale`).
+With several teachers each one has a projector of its own, and its features are normalised before the loss
+(`tlt.teacher.TeacherScale`), except for logits and for the dense loss `gram`.
 
 Shapes: B images, N tokens of the student, T = h * w cells of the teacher's map, C channels of the teacher.
 """

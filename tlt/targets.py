@@ -277,7 +277,8 @@ def _crop_logits(labels: LabelBatch, points: _Points, num_classes: int) -> tuple
 
 def linear_weights(position: Tensor, size: int) -> Tensor:
     """Turn (...) positions in cells into (..., size) linear interpolation weights of the cells along an axis. Beyond
-    the centre of an outermost cell they extrapolate from the two outermost cells."""
+    the centre of an outermost cell they extrapolate from the two outermost cells: so are teachers' maps read. Positions
+    on label maps do not lie there, because `_points` clamps them."""
     return position.new_zeros(*position.shape, size).scatter_add_(-1, *_neighbours(position, size))
 
 

@@ -97,12 +97,13 @@ class TeacherScale(nn.Module):
     """The mean (C,) and variance of a teacher's features, by which features are normalised. That makes the losses of
     several teachers comparable: a student that predicts the mean has a mean squared error of 1.
 
-    Cosines between tokens need no such unit, nor do logits, whose loss is in nats as that of labels.
+    The dense loss `gram` needs no such unit, since it compares cosines between tokens, nor do logits, whose loss is in
+    nats as that of labels.
     UNIC (arXiv:2408.05088) standardises features by running means and deviations. Here one number scales all channels,
     the root of their mean variance, as in PHI-S (arXiv:2410.01680), so that a channel that varies little counts little.
     The running values are means over all features so far, because a frozen teacher does not change. All ranks of
-    torch.distributed must call `update` together, and have equal values afterwards. Features that are not finite are
-    ignored.
+    torch.distributed must call `update` together, and have equal values afterwards. If a rank's features are not
+    all finite, the values stay as they are.
     """
 
     mean: Tensor

@@ -236,7 +236,7 @@ def test_fault_14_what_a_signal_saves_is_tried_again_for_as_long_and_says_nothin
 def test_other_ranks_only_take_part_and_not_where_rank_0_has_it_on_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     """A signal right after an epoch: rank 0 saves nothing more, and others that began to would wait for it for ever."""
     state, logger, collected = build(), RememberingLogger(), list[int]()
-    state.sums = lambda: {"calls": collected.append(1)}  # type: ignore[func-returns-value]
+    state.current_progress = lambda: {"calls": collected.append(1)}  # type: ignore[func-returns-value]
     policy, longer = SavePolicy(every_updates=4), list[int]()
     saver = Saver(state, None, logger, policy, on_save=lambda: longer.append(1))  # type: ignore[arg-type]
     with saver:

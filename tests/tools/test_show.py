@@ -162,6 +162,8 @@ def test_all_text_is_inside_of_the_page_and_speaks_of_what_is_drawn(parts: tuple
         ("-o page.doc", "end the name in .png"),
         ("-o nowhere/page.png", "can't be written: No such file"),
         ("-o IMAGE", "exists already: remove it, or choose another name"),
+        ("--no-such-flag a\x1bb", r"unrecognized arguments: --no-such-flag a\x1bb (see tlt --help)"),
+        ("--grid 3", "--grid: expected 2 arguments (see tlt show --help)"),
     ],
 )
 def test_mistakes_are_one_line(

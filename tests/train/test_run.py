@@ -142,17 +142,17 @@ def test_an_interval_that_a_resumed_run_goes_on_in_has_the_times_of_both(monkeyp
     now = 0.0
     monkeypatch.setattr(meter.time, "perf_counter", lambda: now)
     run = Mock(world=World(0, 0, 1, torch.device("cpu")), guard=Mock(waited=0.0))
-    state = Mock(update=3, epoch=0, updates_per_epoch=10, progress={})
+    state = Mock(update=3, epoch=0, updates_per_epoch=10, loaded_progress={})
     training = Mock(state=state, precision=Mock(**{"skipped.counts.return_value": [0, 0]}), distillation=None)
     (first := meter.Meter(run, training)).begin()
     now, run.guard.waited = 8.0, 2.0
-    state.progress = first.progress()
+    state.loaded_progress = first.progress()
     now, run.guard.waited = 100.0, 0.5
     (second := meter.Meter(run, training)).begin()
     now, run.guard.waited = 103.0, 1.5
     assert second.progress()["seconds"] == [8.0 + 3.0, 2.0 + 1.0, 0.0]
     # The checkpoint of a version that did not tell a teacher's loss: the report begins anew.
-    training.distillation, state.progress = Mock(names=["teacher"]), first.progress()
+    training.distillation, state.loaded_progress = Mock(names=["teacher"]), first.progress()
     (third := meter.Meter(run, training)).begin()
     assert third.progress()["seconds"] == [0.0, 0.0, 0.0] and len(third.progress()["epoch"]) == 6
 

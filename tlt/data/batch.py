@@ -44,9 +44,9 @@ class IndexStream:
 
     With `sizes` the schedule gives the image size of each update. If its batch sizes differ, permutations follow each
     other without end, and an epoch has as many updates as one permutation takes on average. All images are equally
-    frequent, but one epoch may have an image twice. So that both have their own augmentation, `k * repeats * length` is
-    added to the numbers of the k-th permutation that an epoch reads, counted from 0 (the 0-th may have begun in the
-    epoch before). With 3 images: 2 (left from the epoch before), then 1 + 3, 0 + 3, 2 + 3.
+    frequent, but one epoch may have an image twice. So that both have their own augmentation, the second one has
+    another number: an epoch of 3 images may read 2 (left from the epoch before), then 1 + 3, 0 + 3, 2 + 3. In general
+    `k * repeats * length` is added to the numbers of the k-th permutation that an epoch reads, counted from 0.
 
     Args:
         global_batch: Images per update; with `sizes`, the mean over the updates.
@@ -105,7 +105,7 @@ class IndexStream:
 
     @property
     def smallest_batch(self) -> int:
-        """Images per rank in the smallest micro-batch of an epoch, which is the last one."""
+        """Images per rank in the smallest micro-batch of an epoch: the last one, unless batch sizes differ."""
         if self.sizes is not None and self._endless:
             return min(self.sizes.batch_sizes)
         size = self.global_batch // (self.world_size * self.micro_batches)
@@ -207,7 +207,7 @@ class BatchKey:
     """Identifies the images of a batch. A data set always makes the same batch for a key."""
 
     epoch: int
-    indices: tuple[int, ...]  # of images; i + r * (number of images) is repetition r of image i
+    indices: tuple[int, ...]  # of images: see `IndexStream` for those beyond their number
     last: bool = True  # whether this is the last micro-batch of its update
     update_samples: int = 0  # images of this rank in the whole update
     size: tuple[int, int] | None = None  # (H, W) of the output; None takes the data set's size

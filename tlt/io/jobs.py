@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 
 from tqdm import tqdm
 
-from tlt.errors import UserError, WorkerDied
+from tlt.errors import WorkerDied
 
 Job = TypeVar("Job")
 Item = TypeVar("Item")
@@ -189,8 +189,8 @@ def in_processes(
         workers: Number of processes; with 1, this process does the work.
 
     Raises:
-        WorkerDied: A process hung at its start.
-        UserError: A process was killed, or `function` raised it.
+        WorkerDied: A process was killed, or hung at its start.
+        UserError: `function` raised it.
     """
     progress = Progress(what, len(items), unit) if unit else None
     context, others = multiprocessing.get_context(START_METHOD), {*multiprocessing.active_children()}
@@ -208,7 +208,7 @@ def in_processes(
                 progress.step()
             yield result
     except BrokenProcessPool as error:
-        raise UserError(
+        raise WorkerDied(
             f"{what}: a process was killed, for want of memory perhaps; lower --workers and run the same command again"
         ) from error
     finally:

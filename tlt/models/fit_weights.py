@@ -51,7 +51,7 @@ class Fit:
     notes: dict[str, str]  # resized or dropped name -> what happened and why
     changeable: set[str]  # names in heads and the input convolution; other classes or channels explain their misfit
     replaced_heads: set[str]  # names in heads, if the class counts differ
-    bound: list[str]  # dropped names whose shape may belong to another image size
+    of_other_size: list[str]  # dropped names whose shape may belong to another image size
 
 
 def fit_state_dict(model: nn.Module, state: dict[str, Tensor], source_size: tuple[int, int] | None = None) -> Fit:
@@ -88,8 +88,8 @@ def fit_state_dict(model: nn.Module, state: dict[str, Tensor], source_size: tupl
     heads = tuple(f"{layer}." for layer in head_names(model)) if dropped_heads else ()
     ends = tuple(f"{layer}." for layer in head_names(model) + input_names(model))
     changeable, replaced = ({n for n in [*expected, *state] if n.startswith(starts)} for starts in (ends, heads))
-    bound = [n for n in dropped if n in expected and n not in changeable] if is_sized_by_timm else []
-    return Fit(weights, kept, resized, dropped, missing, notes, changeable, replaced, bound)
+    of_other_size = [n for n in dropped if n in expected and n not in changeable] if is_sized_by_timm else []
+    return Fit(weights, kept, resized, dropped, missing, notes, changeable, replaced, of_other_size)
 
 
 def _changed(state: dict[str, Tensor], changes: Changes) -> dict[str, Tensor]:

@@ -7,7 +7,7 @@
     tlt show DATA LABELS -o page.png    images, label maps and token targets before and after augmentation
 
 Exit codes: 0 done; 2 bad input, or `check` found labels that can't be used (one line on stderr, no traceback;
-`--debug` shows it); 130 interrupted from the keyboard.
+`--debug` shows it); 5 a process was killed or hung; 130 interrupted from the keyboard.
 """
 
 from __future__ import annotations
@@ -17,21 +17,28 @@ import sys
 from argparse import ArgumentParser, ArgumentTypeError, RawDescriptionHelpFormatter
 from collections.abc import Sequence
 from importlib import import_module
+from typing import NoReturn
 
 from tlt import __version__
 from tlt.errors import UserError
 from tlt.io.jobs import available_cpus
-from tlt.io.text import open_streams
+from tlt.io.text import open_streams, printable
 from tlt.upstream import WINDOW_ROWS
 
 _path = os.path.expanduser  # a shell does not expand `~` after "="
 _SPLIT = "folder of the images within DATA, if there is one (train)"
 
 
+class _Parser(ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        """Raise UserError: one line, without the usage that argparse prints before it."""
+        raise UserError(f"{printable(message)} (see {self.prog} --help)")
+
+
 def parser() -> ArgumentParser:
     """Return the parser of all commands. A flag's destination is the name of the function's argument."""
     description = __doc__.split("\n\n", 1)
-    top = ArgumentParser("tlt", description="\n\n".join(description), formatter_class=RawDescriptionHelpFormatter)
+    top = _Parser("tlt", description="\n\n".join(description), formatter_class=RawDescriptionHelpFormatter)
     top.add_argument("--version", action="version", version=f"volo-tlt {__version__}")
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, (arguments, summary, add_flags) in _COMMANDS.items():
@@ -129,13 +136,15 @@ _COMMANDS = {  # name -> positional arguments, help line, function that adds fla
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the `tlt` command: pass the flags to the command's function, and print the lines that it returns."""
     open_streams()
-    flags = vars(parser().parse_args(argv))
-    name, debug = flags.pop("command").replace("-", "_"), flags.pop("debug")
+    words = sys.argv[1:] if argv is None else argv
     try:
+        flags = vars(parser().parse_args(words))
+        name = flags.pop("command").replace("-", "_")
+        del flags["debug"]
         module = import_module(f"tlt.tools.{'pack' if name == 'unpack' else name}")
         result = getattr(module, name)(**flags)
     except UserError as error:
-        if debug:
+        if "--debug" in words:
             raise
         print(f"error: {error}", file=sys.stderr, flush=True)
         return error.exit_code

@@ -1,6 +1,6 @@
 """The checkpoint files of a run. Each is written completely or not at all.
 
-    last.pth.tar           after every epoch
+    last.pth.tar           after every epoch; within one by a signal or `--recovery-interval`
     checkpoint-N.pth.tar   after the best K epochs; N counts from 0, as in the published code
     model_best.pth.tar     after the best epoch
     milestone-N.pth.tar    after N epochs (`--save-epochs`); kept for ever, so that runs can branch from it

@@ -100,9 +100,10 @@ def load_finetune(
     misfits = [name for name in needed(fit.missing) + fit.dropped if name not in fit.changeable]
     if misfits and (architecture_name := other_architecture(model, checkpoint)):
         raise UserError(f"checkpoint is {architecture_name}, --model is {architecture(model)}: {path} (--finetune)")
-    if fit.bound:
+    if fit.of_other_size:
+        name = fit.of_other_size[0]
         raise UserError(
-            f"--finetune {path}: {fit.bound[0]}: {fit.notes[fit.bound[0]]}; {architecture(model)} has no rule to "
+            f"--finetune {path}: {name}: {fit.notes[name]}; {architecture(model)} has no rule to "
             "resize it to another image size: train it at the checkpoint's (--img-size)"
         )
     if report.share < _LEAST_SHARE:

@@ -45,8 +45,8 @@ class TrainState:
     epoch: int = 0  # number of finished epochs, and so the number of the next one
     update: int = 0  # optimizer steps done in all epochs
     scores: dict[int, dict[str, float]] = field(default_factory=dict)  # by epoch, all results of validation
-    progress: dict[str, Any] = field(default_factory=dict)  # a checkpoint's sums of its epoch, until the meter has them
-    sums: Callable[[], dict[str, Any]] = dict  # returns the current epoch's sums, of plain types; all ranks call it
+    loaded_progress: dict[str, Any] = field(default_factory=dict)  # a checkpoint's `progress`, until the meter has it
+    current_progress: Callable[[], dict[str, Any]] = dict  # `Meter.progress`, of plain types; all ranks call it
     metadata: dict[str, Any] = field(default_factory=dict)  # entries for the payload: arch, args, model_config
     updates_per_epoch: int = field(kw_only=True)
     unproven: str | Path | None = None  # file of a loaded optimizer state that no step has used yet
@@ -65,7 +65,7 @@ class TrainState:
             "updates_per_epoch": self.updates_per_epoch,
             "metric": None,
             "scores": {epoch: dict(scores) for epoch, scores in self.scores.items()},
-            "progress": plain(self.sums()),
+            "progress": plain(self.current_progress()),
             "optimizer": whole_optimizer_state(self.model, self.optimizer),
             "optimizer_class": type(self.optimizer).__name__,
             "optimizer_params": _parameter_names(self.model, self.optimizer),
@@ -126,7 +126,7 @@ class TrainState:
         if checkpoint.get("updates_per_epoch", self.updates_per_epoch) != self.updates_per_epoch:
             before = f"an epoch had {checkpoint['updates_per_epoch']} updates, now {self.updates_per_epoch}"
             messages.append(f"{before} (another global batch or data set): epoch {epoch + 1} starts anew")
-        self.epoch, self.update, self.scores, self.progress = epoch, update, scores, progress
+        self.epoch, self.update, self.scores, self.loaded_progress = epoch, update, scores, progress
         if self._within_epoch and not set_statistics(self._models(), statistics):
             messages.append("another number of ranks: all take the running statistics of BatchNorm from rank 0")
         return messages

@@ -155,8 +155,8 @@ class StopGuard:
             self.waited += time.perf_counter() - began
 
     def _agree(self, failure: UserError | Stopped | None) -> None:
-        """Exchange exit codes with all ranks, and raise Stopped on each of them if the largest is not 0. So a signal
-        (85, 130) prevails over a data failure of the same update (2, 5), which a restart meets again."""
+        """Exchange exit codes with all ranks, and raise Stopped on each of them if one is not 0: with its own code
+        on a rank whose data have failed, on the others with the largest."""
         self.watchdog.enter_phase("others")
         code = self._largest(self.stop.exit_code if failure is None else failure.exit_code)
         self.watchdog.enter_phase("step")

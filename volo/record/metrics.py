@@ -121,7 +121,7 @@ class Evaluation:
     images: int
     unreadable: int
     seconds: float
-    tokens: int = 0  # number of tokens that have labels
+    tokens: int = 0  # number of tokens whose label prefers a class
     dense_top1: float | None = None  # share of them whose prediction is the top class of their label
     annotator_top1: float | None = None  # share whose label's best class is the image's; None if classes differ
 

@@ -38,7 +38,7 @@ class Meter:
         self.sums = Sums(
             ("images", "unreadable", "loss", "cls", "dense", *(KD_LOSS + name for name in self._teachers)), run.world
         )
-        self.state.sums = self.progress
+        self.state.current_progress = self.progress
         self._profiler: StepProfiler | None = None
         if run.args.profile and self.logger.records is not None:
             self._profiler = StepProfiler(run.args.profile, run.world.device, run.directory, self.logger.line)
@@ -53,10 +53,10 @@ class Meter:
         self._start_interval()
         self._update_end: torch.cuda.Event | None = None
         self._late = 0  # updates of the interval before which the GPU had run out of work
-        if self.state.progress:
+        if self.state.loaded_progress:
             with blamed_on(self.run.resumed, "does not tell how far its epoch was"):
-                self._restore(self.state.progress)
-        self.state.progress = {}
+                self._restore(self.state.loaded_progress)
+        self.state.loaded_progress = {}
 
     def _start_interval(self, seconds: float = 0.0, waited: float = 0.0) -> None:
         """Start measuring an interval, or continue one that has taken so many seconds already."""

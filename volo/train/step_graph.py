@@ -72,12 +72,13 @@ def why_launched(run: Run, training: Training) -> str:
     args, model, several = run.args, training.model, run.world.size > 1
     kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
     hooks = [hook for module in model.modules() for kind in kinds for hook in getattr(module, kind).values()]
-    whole = isinstance(model, DistributedDataParallel) and not model.find_unused_parameters
+    plain = isinstance(model, DistributedDataParallel) and not model.find_unused_parameters  # not compiled as a whole
     reasons = {
         "--no-cuda-graph": args.no_cuda_graph,
         sharding_flag(args): bool(sharding_flag(args)),
         f"--torchcompile-mode {args.torchcompile_mode} makes graphs": args.torchcompile_mode in CUDA_GRAPH_MODES,
-        "the teacher": bool(args.token_label_teacher or args.kd_model_name),
+        "--token-label-teacher": bool(args.token_label_teacher),
+        "--kd-model-name": bool(args.kd_model_name),
         "the loss scale of float16": training.precision.scaler is not None,
         f"--opt {args.opt} asks the host": not skips_on_device(training.state.optimizer),
         "--grad-checkpointing draws numbers again": args.grad_checkpointing
@@ -86,7 +87,7 @@ def why_launched(run: Run, training: Training) -> str:
         "--grad-accum-steps on several GPUs": several and args.grad_accum_steps > 1,
         "--grad-accum-steps with --train-img-sizes": args.grad_accum_steps > 1 and bool(args.train_img_sizes),
         "--grad-compression": several and args.grad_compression != "none",
-        "several GPUs, and weights without a gradient or a model that is compiled as a whole": several and not whole,
+        "several GPUs, and weights without a gradient or a model that is compiled as a whole": several and not plain,
     }
     return next((reason for reason, holds in reasons.items() if holds), "")
 
@@ -196,7 +197,7 @@ class StepGraph(Step):
         """Do one update with this batch twice from the same state, launched and as a graph, and then restore the state.
         Return how the results differ beyond rounding, or why there is no graph; "" if all is well.
 
-        The host waits for this once per run, and holds a copy of the weights and all other state.
+        The host waits for this once per image size, and holds a copy of the weights and all other state.
         """
         drawn, share = self.criterion.draw(batch, key), batch.size / batch.key.update_samples
         self.send(batch, drawn)
