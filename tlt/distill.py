@@ -195,7 +195,8 @@ class DistillLoss(TokenPlaces):
         return DistillLosses(parts, weight, drop)
 
     def lesson(self, batch: Batch, seen: Batch | None = None, images: Tensor | None = None) -> TeacherTargets:
-        """Return the teacher's targets for a batch.
+        """Return the teacher's targets for a batch, after adding its features to the running scale if there is one; all
+        ranks must call this.
 
         Args:
             seen: The teacher's views of the same images, normalised as the batch; None if it sees the batch.

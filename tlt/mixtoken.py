@@ -5,8 +5,8 @@ A box is `(row0, col0, row1, col1)`, half-open, in tokens of the final grid: fou
 compare the box with `arange`, so a new box is only new data: it causes no new graph under `torch.compile` and no
 synchronisation with the device that holds the box.
 
-Token targets stay as they are: `TokenLabelModel.apply_heads` puts every token's logits back to its own sample. The
-class target is mixed by the share of the box (`tlt.loss.TokenLabelLoss`).
+Token targets stay as they are: `TokenLabelModel.apply_heads` puts every token back to its own sample before the dense
+head. The class target is mixed by the share of the box (`tlt.loss.TokenLabelLoss`).
 """
 
 from __future__ import annotations

@@ -7,11 +7,11 @@ edge. Nothing is resampled twice, and the same code serves crops, flips, shears,
 device. For a plain crop the result is `torchvision.ops.roi_align(..., sampling_ratio=n, aligned=True)` of the dense map
 with the true box, followed by the softmax.
 
-Points outside the map's area, outside the crop, or outside the part of the source that the crop shows, do not count. A
-class that a cell does not list has logit 0 there (this defines the published targets). If a cell lists a class twice,
-only the larger value counts. The class label is the softmax of the mean over all counted points of the crop, as
-`roi_align` to 1 x 1 would give it; a sample without such a point gets its folder class. A map with an empty area has no
-counted points.
+Points outside the map's area, outside the crop, or outside the part of the source that the crop shows, do not count
+(with `uncovered="uniform"` they count with logit 0 for all classes). A class that a cell does not list has logit 0
+there (this defines the published targets). If a cell lists a class twice, only the larger value counts. The class label
+is the softmax of the mean over all counted points of the crop, as `roi_align` to 1 x 1 would give it; a sample without
+such a point gets its folder class. A map with an empty area has no counted points.
 
 The logits of a token are zero except for the classes of the map cells that it shows: four cells per point and k classes
 per cell are at most M = 4 n n k entries, 80 for 18 x 18 maps of 5 classes on 14 x 14 tokens. So a soft label is one

@@ -29,7 +29,8 @@ class SizeSchedule:
         batch_sizes: For each size, images per micro-batch and rank.
         weights: Relative frequency of each size; a size of weight 0 never occurs. None: all are equally frequent.
         epochs: Number of epochs in which the weights move from the first size to the last; None: they are constant.
-        spread: Standard deviation of the moving window, in sizes; 0 takes the nearest size only.
+        spread: Weights that move are a bell curve over the list of sizes: its standard deviation, in sizes; 0 takes the
+            nearest size only.
         random_mix: Share of a moving schedule that is drawn equally from all sizes.
 
     Raises:

@@ -33,7 +33,7 @@ from tlt.models.transformers_vit import from_transformers
 from tlt.models.wrap import DENSE_LAYERS, WithDenseHead
 
 DENSE_ENTRIES = {WEIGHT_KEYS[0]: "dense_head", EMA_KEYS[0]: "dense_head_ema"}  # entry of the weights -> of the head
-LEARNER = ("kd_projector", "kd_scale")  # prefixes of the parameters that `tlt.distill.with_projector` adds
+LEARNER = ("kd_projector", "kd_scale")  # prefixes of what `tlt.distill.with_projector` adds to a model
 
 
 Changes = dict[str, tuple[Tensor | None, str]]  # name -> what its tensor becomes, None if it is dropped; and why

@@ -38,7 +38,8 @@ def published_window(rows: Collection[str], plan: Plan, labels: LabelBatch) -> t
         full = torch.tensor(FULL_AREA).expand_as(labels.area)
         labels = replace(labels, area=torch.where(has_area(labels)[:, None], full, labels.area))
     if "label-crop" in rows:
-        # The transform stores (y, x, h, w), and the target maker passes this to roi_align, which expects x first.
+        # The published transform stores (y, x, h, w), and its target maker passes this to roi_align, which expects x
+        # first. `plan.crop` is (x, y, w, h), so x and y are exchanged here on purpose.
         y, x, h, w = (plan.crop / np.tile(plan.image_sizes, 2)).T
         moves = geometry.normalise(plan.warp, plan.size, plan.size)
         affine = geometry.compose(moves, geometry.crop(x, y, w, h, 1, 1))

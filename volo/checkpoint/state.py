@@ -33,7 +33,8 @@ _FORMAT = 2  # timm's: `epoch` is the last finished one
 
 @dataclass
 class TrainState:
-    """Model, optimizer, loss scaler, moving average and the position in the run.
+    """Everything that a run resumes from: model, optimizer, loss scaler, moving average, position, and within an epoch
+    the sums of its log and each rank's BatchNorm statistics (`state_dict`).
 
     There is no random state: data order, augmentation, MixToken boxes and dropout are functions of seed and position.
     """

@@ -50,7 +50,8 @@ class Share:
 
 @dataclass(frozen=True)
 class BindingPlan:
-    """The shares of all ranks of a machine. Every rank makes the same plan if all ranks see the same GPUs."""
+    """The shares of all ranks of a machine. Every rank makes the same plan if all ranks see the same GPUs and the
+    launcher tells how many ranks the machine has; else a rank counts those up to its own, and shares may overlap."""
 
     shares: tuple[Share, ...]  # by local rank
     # Cards near any GPU of the machine, even one that this rank doesn't see: NCCL's rings need the same list on all

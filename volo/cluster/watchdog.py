@@ -118,6 +118,7 @@ class StopGuard:
         Raises:
             Stopped: Between two updates, on all ranks, if a rank received a signal or its data failed. On the rank
                 whose data failed, its UserError is the cause.
+            UserError: Data failed within an update.
         """
         iterator, at_boundary = iter(batches), True
         while True:
@@ -156,7 +157,7 @@ class StopGuard:
 
     def _agree(self, failure: UserError | Stopped | None) -> None:
         """Exchange exit codes with all ranks, and raise Stopped on each of them if one is not 0: with its own code
-        on a rank whose data have failed, on the others with the largest."""
+        on a rank that has received a signal or whose data have failed, on the others with the largest."""
         self.watchdog.enter_phase("others")
         code = self._largest(self.stop.exit_code if failure is None else failure.exit_code)
         self.watchdog.enter_phase("step")

@@ -1,9 +1,10 @@
 """How every program starts and ends: parse, run, one line for a user's mistake, documented exit codes.
 
 Exit codes: 0 success; 2 bad input (one line on stderr; `--debug` shows a traceback); 3 training stopped because losses
-were not finite; 4 checkpoints could not be written; 5 a rank hung or was lost, or a data worker died; 6 the
-machines are not fit (preflight); 85 stopped by SIGTERM, SIGUSR1 or SIGHUP, and can be started again; 130 interrupted
-from the keyboard; 141 the reader of the output has closed it; 1 a defect in the program, with its traceback.
+were not finite; 4 checkpoints could not be written; 5 a rank hung or was lost, or a data worker died, or storage
+failed; 6 the machines are not fit (preflight); 85 stopped by SIGTERM, SIGUSR1 or SIGHUP, and can be started again; 130
+interrupted from the keyboard; 141 the reader of the output has closed it; 1 a defect in the program, with its
+traceback.
 """
 
 from __future__ import annotations

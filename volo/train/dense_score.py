@@ -22,7 +22,8 @@ from volo.train.data import open_labels
 
 
 class DenseScore:
-    """Compares the top class of every token of validation images with that of its label, at the same place.
+    """Compares the top class of every token of validation images with that of its label, at the same place. Tokens
+    whose label prefers no class are left out; one of several top classes of a label is right.
 
     Args:
         args: Flags that say how label maps are read.

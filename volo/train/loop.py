@@ -83,6 +83,7 @@ def train_epoch(run: Run, training: Training, step: Step, meter: Meter, saver: S
     Raises:
         NonFiniteError: Too many steps in a row were skipped.
         Stopped: A signal came, or loading failed; the state is that between two updates.
+        UserError: Loading failed between the micro-batches of an update, whose gradients are incomplete.
     """
     state, model, loader, precision = training.state, training.model, training.loader, training.precision
     set_train_mode(model, run.args.freeze_bn or run.args.freeze)

@@ -68,7 +68,8 @@ class Meter:
         return self.guard.waited - self._waited_before
 
     def progress(self) -> dict[str, Any]:
-        """Return what a run needs to make the same reports after a resume. Every rank must call this."""
+        """Return what a run needs to make the same reports after a resume, and to end after as many skipped steps.
+        Every rank must call this."""
         return {
             "done": self.done,
             "reported": self.reported,
