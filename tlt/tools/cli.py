@@ -136,15 +136,14 @@ _COMMANDS = {  # name -> positional arguments, help line, function that adds fla
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the `tlt` command: pass the flags to the command's function, and print the lines that it returns."""
     open_streams()
-    words = sys.argv[1:] if argv is None else argv
+    debug = "--debug" in (sys.argv if argv is None else argv)
     try:
-        flags = vars(parser().parse_args(words))
-        name = flags.pop("command").replace("-", "_")
-        del flags["debug"]
+        flags = vars(parser().parse_args(argv))
+        name, debug = flags.pop("command").replace("-", "_"), flags.pop("debug")
         module = import_module(f"tlt.tools.{'pack' if name == 'unpack' else name}")
         result = getattr(module, name)(**flags)
     except UserError as error:
-        if "--debug" in words:
+        if debug:
             raise
         print(f"error: {error}", file=sys.stderr, flush=True)
         return error.exit_code

@@ -44,9 +44,7 @@ class DeviceTimer:
     """Adds up how long the device works on blocks of code, without waiting for it."""
 
     def __init__(self) -> None:
-        self.pending: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = (
-            deque()
-        )  # begin and end of each unfinished block
+        self.pending = deque[tuple[torch.cuda.Event, torch.cuda.Event]]()  # begin and end of each unfinished block
         self._seconds = 0.0
 
     @contextmanager
