@@ -212,11 +212,13 @@ class StepGraph(Step):
         self._go_back(before)
         off, change, size = (_distance(weights, others) for others in (weights_again, before, repeat(0.0)))
         same = torch.isclose(repeated, launched, rtol=_LOSS_TOLERANCE, atol=0, equal_nan=True).all()
+        distance = f"weights that change by {change:.3g} are {off:.3g} apart"
         if same and off <= _CHANGE_TOLERANCE * change + _WEIGHT_TOLERANCE * size:
-            self._logger.line("a step is one CUDA graph from here on: it computes what the launched step does")
+            told = f"it computes what the launched step does ({distance})"
+            self._logger.line(f"a step is one CUDA graph from here on: {told}")
             return ""
         numbers = f"losses and norms {repeated.tolist()} for {launched.tolist()}"
-        return f"it computes something else than the launched step: {numbers}, weights {off:.3g} off by {change:.3g}"
+        return f"it computes something else than the launched step: {numbers}, {distance}"
 
     def _capture(self) -> str:
         """Capture a graph for each kind of micro-batch. Return why that failed, or ""."""
