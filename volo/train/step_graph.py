@@ -14,7 +14,9 @@ Outside a capture, the optimizer's rates are numbers and it isn't capturable: ch
 
 from __future__ import annotations
 
+import gc
 import math
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -48,6 +50,7 @@ _LOSS_TOLERANCE, _CHANGE_TOLERANCE, _WEIGHT_TOLERANCE = 5e-3, 0.05, 1e-7
 _MUCH_RESERVED = (
     0.5  # share of the GPU's memory; if more is reserved, graphs are freed for validation and smaller batches
 )
+_AHEAD = 2  # replays that may be queued: the host is free meanwhile, and each holds a batch
 
 
 def use_own_stream(device: torch.device) -> None:
@@ -97,10 +100,15 @@ class _SizeState:
     """The steps' state for one image size."""
 
     batch_size: int  # batches of another number of images are launched
-    warm_up: int  # updates to launch before the capture
+    to_launch: float  # updates to launch before the capture; infinite if there is no graph
+    pause: int = 1  # updates to launch after a rehearsal that has shown nothing
     inputs: tuple[Batch, Drawn] | None = None  # tensors from which the graphs read a batch and its random numbers
     # Keys: whether the micro-batch is the last one of its update.
     graphs: dict[bool, tuple[torch.cuda.CUDAGraph, StepResult]] = field(default_factory=dict)
+
+    def repeats(self, batch: Batch) -> bool:
+        """Whether there are graphs for a batch of this shape."""
+        return bool(self.graphs) and self.inputs is not None and _shapes(batch) == _shapes(self.inputs[0])
 
 
 class StepGraph(Step):
@@ -117,14 +125,15 @@ class StepGraph(Step):
         self._groups = self.state.optimizer.param_groups
         # A graph for each kind of micro-batch, by whether it is the last one of its update.
         self._kinds = (False, True) if run.args.grad_accum_steps > 1 else (True,)
-        self._warm_up = _WARM_UP_OF_RANKS if self.several_ranks else WARM_UP  # updates to launch per image size
-        self._gave_up = False  # whether all steps are launched from now on
+        # Updates to launch per image size; infinite once all steps are launched.
+        self._warm_up: float = _WARM_UP_OF_RANKS if self.several_ranks else WARM_UP
         sizes = training.loader.index_stream.sizes if run.args.train_img_sizes else None
         self._batch_sizes = {} if sizes is None else dict(zip(sizes.sizes, sizes.batch_sizes, strict=True))
         self._batch_size = run.args.batch_size
         self._sizes: dict[Size, _SizeState] = {}
         self._now = _SizeState(0, 0)  # state for the image size of the current batch
         self._pool: Any = None  # one memory pool for all sizes: results are copied before another graph begins
+        self._replayed: deque[torch.cuda.Event] = deque()  # ends of the newest replays
         self.numbers = torch.zeros(1 + len(self._groups), device=run.world.device)
         if isinstance(self.model, DistributedDataParallel):  # it would measure, and wait for the GPU, once in 100 steps
             self.model._set_ddp_runtime_logging_sample_rate(1 << 30)
@@ -138,25 +147,40 @@ class StepGraph(Step):
         full = batch.size == now.batch_size
         if not full or now.inputs is None:  # work outside the graphs' pool
             self.release_memory()
-        if full and not now.graphs and key.micro_batch == 0 and now.warm_up == 0 and not self._gave_up:
+        if full and key.micro_batch == 0 and not now.graphs and not now.to_launch:
             self._capture_or_give_up(batch, key)
-        if not now.graphs or now.inputs is None or _shapes(batch) != _shapes(now.inputs[0]):
-            now.warm_up -= int(now.warm_up > 0 and batch.key.last)
+        if not now.repeats(batch):
+            now.to_launch = max(0, now.to_launch - (full and batch.key.last))
             return super().__call__(batch, key)
         self.send(batch, self.criterion.draw(batch, key))
         key.seed_torch()
-        return self.done(self._repeat(batch.key.last))
+        result = self.done(self._repeat(batch.key.last))
+        self._wait_for_device()
+        return result
+
+    def _wait_for_device(self) -> None:
+        """Wait until at most `_AHEAD` replays are left to do. This wait is deliberate: a launched step fills the queue
+        of the GPU, but hundreds of replays fit in, and their batches would take all memory; and the host would wait in
+        the loader while the GPU has work, which would count as a wait for data."""
+        done = torch.cuda.Event(blocking=True)  # the processor is free for data workers
+        done.record()
+        self._replayed.append(done)
+        if len(self._replayed) > _AHEAD:
+            self._replayed.popleft().synchronize()
 
     def release_memory(self) -> None:
         """Free the graphs' memory until the next capture if a rank is short of memory. All ranks must call this."""
         short = torch.cuda.memory_reserved() > _MUCH_RESERVED * torch.cuda.mem_get_info()[1]
         if any(state.graphs for state in self._sizes.values()) and max_over_ranks(short):
-            torch.cuda.synchronize()  # the last replay may still be running
             self._clear()
 
     def _clear(self) -> None:
+        """Free all graphs at once: when one of them dies, torch frees the workspace that cuBLAS has for their stream,
+        and the others would go on using it."""
+        torch.cuda.synchronize()  # the last replay may still be running
         for state in self._sizes.values():
             state.graphs.clear()
+            state.to_launch = max(state.to_launch, 1)  # what has to be compiled anew can't be within a capture
         self._pool = None
 
     @property
@@ -184,44 +208,61 @@ class StepGraph(Step):
     def _capture_or_give_up(self, batch: Batch, key: StepKey) -> None:
         """Capture the graphs. If that fails, or they compute something else, launch all steps from now on."""
         self._watchdog.enter_phase("capture")
-        failure = self._capture_and_compare(batch, key) if self.inputs is None else self._capture()
-        if not max_over_ranks(bool(failure)):
+        failure = self._rehearse(batch, key) if self.inputs is None else _failure_of(self._capture)
+        if not failure:
             return
         self._clear()
-        self._gave_up, self.precision.keeps_gradients = True, False
+        self._warm_up, self.precision.keeps_gradients = math.inf, False
+        for state in self._sizes.values():
+            state.to_launch = math.inf
         for module in (self.model, self.state.model):
             forget_backward(module)
-        self._logger.line(f"warning: steps are launched, no CUDA graph of them: {failure or 'on another rank'}")
+        gc.collect()  # the loop has switched the collector off, and launched steps need the capture's memory
+        self._logger.line(f"warning: steps are launched, no CUDA graph of them: {failure}")
 
-    def _capture_and_compare(self, batch: Batch, key: StepKey) -> str:
+    def _rehearse(self, batch: Batch, key: StepKey) -> str:
         """Do one update with this batch twice from the same state, launched and as a graph, and then restore the state.
-        Return how the results differ beyond rounding, or why there is no graph; "" if all is well.
+        Return how the results differ beyond rounding, or why there is no graph; "" if all is well, or if this update
+        shows nothing: then a later one is tried. All ranks return alike.
 
         The host waits for this once per image size, and holds a copy of the weights and all other state.
         """
         drawn, share = self.criterion.draw(batch, key), batch.size / batch.key.update_samples
-        self.send(batch, drawn)
+        before: list[Tensor] = []
+
+        def begin() -> None:
+            self.send(batch, drawn)
+            before.extend(value.cpu() for value in self._changed())
+
         self.precision.keeps_gradients = len(self._kinds) > 1
-        before = [value.cpu() for value in self._changed()]
+        if failure := _failure_of(begin):
+            return failure
         launched, weights = self._outcome(lambda last: self.compute(batch, drawn, share, last), key)
         self._go_back(before)
-        failure = self._capture()
-        if max_over_ranks(bool(failure)):
-            return failure or "on another rank"
+        change, size = (_distance(weights, others) for others in (before, repeat(0.0)))
+        rounding = _WEIGHT_TOLERANCE * size
+        if max_over_ranks(not (launched.isfinite().all() and _CHANGE_TOLERANCE * change > rounding)):
+            now = self._now
+            now.inputs, now.to_launch, now.pause = None, now.pause, 2 * now.pause
+            self._logger.line("no CUDA graph yet: this update is not finite, or changes too little to be compared")
+            return ""
+        if failure := _failure_of(self._capture):
+            return failure
         repeated, weights_again = self._outcome(self._repeat, key)
         self._go_back(before)
-        off, change, size = (_distance(weights, others) for others in (weights_again, before, repeat(0.0)))
-        same = torch.isclose(repeated, launched, rtol=_LOSS_TOLERANCE, atol=0, equal_nan=True).all()
+        off = _distance(weights, weights_again)
+        same = torch.isclose(repeated, launched, rtol=_LOSS_TOLERANCE, atol=0).all()
         distance = f"weights that change by {change:.3g} are {off:.3g} apart"
-        if same and off <= _CHANGE_TOLERANCE * change + _WEIGHT_TOLERANCE * size:
+        if not (same and off <= _CHANGE_TOLERANCE * change + rounding):
+            numbers = f"losses and norms {repeated.tolist()} for {launched.tolist()}"
+            failure = f"it computes something else than the launched step: {numbers}, {distance}"
+        if not (failure := _agreed(failure)):
             told = f"it computes what the launched step does ({distance})"
             self._logger.line(f"a step is one CUDA graph from here on: {told}")
-            return ""
-        numbers = f"losses and norms {repeated.tolist()} for {launched.tolist()}"
-        return f"it computes something else than the launched step: {numbers}, {distance}"
+        return failure
 
-    def _capture(self) -> str:
-        """Capture a graph for each kind of micro-batch. Return why that failed, or ""."""
+    def _capture(self) -> None:
+        """Capture a graph for each kind of micro-batch. Raise what the operations and libraries raise."""
         assert self.inputs is not None
         device, stream = self.numbers.get_device(), torch.cuda.current_stream()
         pool = self._pool = self._pool or torch.cuda.graph_pool_handle()
@@ -236,15 +277,13 @@ class StepGraph(Step):
                     with torch.cuda.graph(graph, pool, stream, capture_error_mode="thread_local"):
                         result = self.compute(*self.inputs, self.numbers[0], last)
                     self._now.graphs[last] = graph, result
-            return ""
-        except Exception as error:  # errors of operations and libraries, or too little memory
+        except Exception:  # errors of operations and libraries, or too little memory
             # torch leaves the generator and the allocator in the state of the failed capture, and keeps its memory.
             generator.graphsafe_set_state(draws)
             with suppress(RuntimeError):  # the capture has ended this already
                 torch._C._cuda_endAllocateToPool(device, pool)
                 torch._C._cuda_releasePool(device, pool)
-            cause = error.__context__ or error  # the error that ends a failed capture says less
-            return f"{type(cause).__name__}: {str(cause).partition(chr(10))[0]}"
+            raise
 
     @contextmanager
     def rates_on_device(self) -> Iterator[None]:
@@ -280,6 +319,29 @@ class StepGraph(Step):
             result = run(last)
             numbers += [result.terms.total] if result.norm is None else [result.terms.total, result.norm]
         return torch.stack(numbers).cpu(), [weight.detach().cpu() for weight in self.state.model.parameters()]
+
+
+def _failure_of(work: Callable[[], None]) -> str:
+    """Do the work. Return as `_agreed` why that failed."""
+    failure = ""
+    try:
+        work()
+    except Exception as error:
+        failure = _told(error)
+    return _agreed(failure)
+
+
+def _agreed(failure: str) -> str:
+    """Return why this rank has failed, or that another one has; "" if none. All ranks must call this, so that none goes
+    on to wait for one that has failed."""
+    on_any = max_over_ranks(bool(failure))
+    return failure or ("it failed on another rank" if on_any else "")
+
+
+def _told(error: Exception) -> str:
+    """Return an error as text. It is not kept: its traceback has the frames, and they the tensors, of what failed."""
+    cause = error.__context__ or error  # the error that ends a failed capture says less
+    return f"{type(cause).__name__}: {str(cause).partition(chr(10))[0]}"
 
 
 def _distance(tensors: Iterable[Tensor], others: Iterable[Any]) -> float:
