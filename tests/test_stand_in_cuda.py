@@ -20,6 +20,7 @@ from tlt.data.augment.plan import AugmentConfig, make_plan
 from tlt.data.backends import create_backend, dali
 from volo.cluster.distributed import World
 from volo.config.args import TRAIN
+from volo.train.distillation import DeviceTimer
 from volo.train.model import prepare_model
 from volo.train.optim import create_optimizer
 from volo.train.precision import Clipping, Precision
@@ -197,13 +198,16 @@ def test_the_first_batch_on_a_gpu_is_compared_with_the_cpus(
     if wrong:
         monkeypatch.setattr(device_stage, "warp", brighter)
     images = tlt.open_images(make_dataset(train=8), "train")
-    batches = tlt.Loader(images, None, config, batch_size=4, workers=0, device="cuda").epoch(0)
+    loader = tlt.Loader(images, None, config, batch_size=4, workers=0, device="cuda")
+    batches = loader.epoch(0)
     with warnings.catch_warnings(record=True) as told:
         next(batches)
         stand_in.waits.clear()
         next(batches)
     assert ["% of the values of the first batch differ" in str(line.message) for line in told] == [True] * wrong
     assert not stand_in.waits
+    # Memory that is freed on a stream is used again on that stream only: all passes have the same.
+    assert len({batch.images.block.owner for epoch in range(2) for batch in loader.epoch(epoch)}) == 1
 
 
 def test_a_step_starts_no_more_kernels_than_it_did(
@@ -257,11 +261,20 @@ def test_a_step_waits_at_most_to_learn_whether_to_skip(stand_in: StandIn, name: 
 def test_what_dali_decodes_on_a_gpu_is_finished_in_time_and_kept_long_enough(
     stand_in: StandIn, monkeypatch: pytest.MonkeyPatch, make_dataset: Callable[..., Path]
 ) -> None:
-    """DALI's pipeline of the CPU takes the place of the GPU's, which needs a driver."""
-    pipeline, taken = dali._pipeline, torch.from_dlpack
-    host = torch.device("cpu")
+    """DALI's pipeline of the CPU takes the place of the GPU's, which needs a driver. Its memory is always the same."""
+    pipeline, taken, memory = dali._pipeline, torch.from_dlpack, dict[Any, Tensor]()
+    host, of_dali = torch.device("cpu"), torch.cuda.Stream()
+
+    def given(values: Any) -> Tensor:
+        pixels = taken(values)
+        with torch.cuda.stream(of_dali):
+            if pixels.shape not in memory:
+                memory[pixels.shape] = torch.empty(pixels.shape, dtype=pixels.dtype, device="cuda")
+            memory[pixels.shape].copy_(pixels)
+        return memory[pixels.shape]
+
     monkeypatch.setattr(dali, "_pipeline", lambda room, threads, device, fill: pipeline(room, threads, host, fill))
-    monkeypatch.setattr(torch, "from_dlpack", lambda values: taken(values).to("cuda"))
+    monkeypatch.setattr(torch, "from_dlpack", given)
     photo = next((folder := make_dataset() / "train").rglob("*.jpg"))
     Image.open(photo).save(photo.with_suffix(".png"))  # which the host decodes, beside the others of its batch
     images, config = tlt.open_images(folder.parent, "train"), tlt.AugmentConfig((32, 32))
@@ -272,6 +285,16 @@ def test_what_dali_decodes_on_a_gpu_is_finished_in_time_and_kept_long_enough(
         return [batch.images.mean((1, 2, 3)).cpu() for batch in loader]
 
     torch.testing.assert_close(losses("dali-gpu"), losses("torchvision"), rtol=0, atol=0.05)
+
+
+def test_a_device_is_timed_without_a_wait_until_one_asks(stand_in: StandIn) -> None:
+    timer, x = DeviceTimer(), ones(2)
+    stand_in.waits.clear()
+    for _ in range(3):
+        with timer.measured(x.device):
+            x.add_(1)
+    assert len(timer.pending) == 3 and not stand_in.waits
+    assert timer.take() == pytest.approx(3e-3) and not timer.pending and timer.take() == 0
 
 
 def test_batchnorm_of_several_gpus_is_synchronised(stand_in: StandIn) -> None:

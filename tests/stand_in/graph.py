@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from tests.stand_in.streams import ACTIVE, Block, Stream, current_stream, on_stream
+from tests.stand_in.streams import ACTIVE, Block, Event, Stream, current_stream, on_stream
 
 
 class Kept(NamedTuple):
@@ -51,6 +51,7 @@ class Graph:
         self._made: set[int] = set()  # the graph's own storages
         self._used, self._written = weakref.WeakSet[Block](), weakref.WeakSet[Block]()
         self._outside: dict[int, weakref.ref[Block]] = {}  # memory that is not the graph's own
+        self._replayed: tuple[Any, Event] | None = None  # device and end of the newest replay
 
     def capture_begin(self) -> None:
         device = ACTIVE.device
@@ -104,6 +105,11 @@ class Graph:
                 for result, new in zip(kept.results, _tensors(kept.run()), strict=True):
                     if new is not result:
                         result.copy_(new)
+        self._replayed = device, current_stream().record_event()
+
+    def __del__(self) -> None:
+        if self._replayed is not None and not self._replayed[1].query():
+            self._replayed[0].race("a graph and its memory are freed while it may still run")
 
     def reset(self) -> None:
         self.__init__()  # type: ignore[misc]

@@ -56,6 +56,9 @@ class Stream:
     def synchronize(self) -> None:
         self.record_event().synchronize()
 
+    def query(self) -> bool:
+        return self.record_event().query()
+
     def is_capturing(self) -> bool:
         return ACTIVE.device.capturing is not None and self is current_stream()
 
