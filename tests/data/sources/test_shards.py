@@ -97,7 +97,11 @@ BAD_MEMBERS = {
     "absolute": ({"/etc/x.jpg": jpeg(0)}, "names /etc/x.jpg, which is absolute or leads out of it"),
     "two images": ({"a/x.jpg": jpeg(0), "a/x.png": jpeg(0), "a/x.cls": b"0"}, r"sample a/x has several images \(jpg"),
     "case": ({"a/x.jpg": jpeg(0), "a/x.JPG": jpeg(0)}, "holds two files named a/x.JPG"),
-    "no class": ({"a/x.jpg": jpeg(0)}, "sample a/x has no class"),
+    "no class": ({"a/x.jpg": jpeg(0)}, "sample a/x has no class: no .json is there, nor .cls$"),
+    "dots": (
+        {"a 2.0 (b).jpg": jpeg(0), "a 2.0 (b).cls": b"0"},
+        r"sample a 2 has no class: .*; a key ends at the first dot of a file's name: rename a 2.0 \(b\).jpg$",
+    ),
     "negative": ({"a/x.jpg": jpeg(0), "a/x.json": b'{"label": -1}'}, "'label' in .json is not a class number"),
     "other key": ({"a/x.jpg": jpeg(0), "a/x.json": b'{"class": 1}'}, "'label' in .json is not a class number"),
     "no image": ({"a/x.cls": b"0"}, "no image in 1 files"),
@@ -113,6 +117,15 @@ def test_bad_members_are_one_line(tmp_path: Path, case: str) -> None:
     assert not (tmp_path / "shards.json").exists()
 
 
+@pytest.mark.parametrize("name", ["1.jpg", "1.png"])
+@pytest.mark.parametrize("number", [b"0", b"1"])
+def test_a_key_is_in_one_shard_whatever_its_class(tmp_path: Path, name: str, number: bytes) -> None:
+    tar(tmp_path / "a.tar", {"1.jpg": jpeg(0), "1.cls": b"0"})
+    tar(tmp_path / "b.tar", {name: jpeg(1), "1.cls": number})
+    with refuses("1 keys are in several shards of .*shards, such as 1: a key names one image"):
+        opened(tmp_path)
+
+
 def test_a_tar_cut_anywhere_is_refused(tmp_path: Path) -> None:
     """At a member's border too, where Python's tarfile says nothing."""
     whole = tar(tmp_path / "whole.tar", samples(0, 2)).read_bytes()
@@ -123,6 +136,12 @@ def test_a_tar_cut_anywhere_is_refused(tmp_path: Path) -> None:
         cut.write_bytes(whole[:length])
         with pytest.raises(UserError, match="cut.tar is cut, damaged"):
             scan_tar(str(cut))
+    for after in (whole, bytes(30000) + b"x", b"x"):
+        cut.write_bytes(whole + after)
+        with pytest.raises(UserError, match="cut.tar goes on after its end marker at byte"):
+            scan_tar(str(cut))
+    cut.write_bytes(whole + bytes(30001))
+    assert len(scan_tar(str(cut)).names) == 2
     cut.write_bytes(gzip.compress(whole))
     with pytest.raises(UserError, match="no uncompressed tar"):
         scan_tar(str(cut))
@@ -172,6 +191,10 @@ BAD_FOLDERS: dict[str, tuple[Callable[[Path], object], str]] = {
     "cut": (lambda split: os.truncate(split / "a-01.tar", 512), "has 512 bytes instead of .*: copy it again, or"),
     "missing": (lambda split: (split / "a-01.tar").unlink(), "a-01.tar is missing or no regular file"),
     "more": (lambda split: tar(split / "b.tar", samples(20, 1)), "is of 2 files, not of the 3 that are there .b.tar."),
+    "other classes": (
+        lambda split: tar(split / "a-01.tar", samples(7, 5) | {"c1/image7.cls": b"2"}),
+        "a-01.tar has other images or classes than when .*shards.json was made: copy it again, or remove that",
+    ),
     "packing": (lambda split: (split / "shards.json").rename(split / "packing.json"), "run `tlt pack-images` again"),
     "cut description": (lambda split: os.truncate(split / "shards.json", 100), "can't be read"),
     "pipe": (lambda split: ((split / "a-01.tar").unlink(), os.mkfifo(split / "a-01.tar")), "no regular file"),
@@ -186,6 +209,14 @@ def test_shards_that_do_not_fit_their_table(data: Path, case: str) -> None:
     damage(data / "train")
     with refuses(message):
         open_images(str(data), "train")
+
+
+def test_a_copy_with_other_times_is_compared_once(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("a-00.tar", "a-01.tar"):
+        os.utime(data / "train" / name, (1, 1))
+    assert [*opened(data / "train").paths] == [*opened(data / "val").paths]
+    monkeypatch.setattr(records, "_scan", None)
+    assert len(opened(data / "train")) == 12
 
 
 def test_fault_26_a_flipped_bit_is_noticed(data: Path) -> None:
@@ -240,7 +271,7 @@ def test_a_table_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Monk
     with pytest.raises(UserError, match="shards.json can't be written .*make a folder with links"):
         opened(tmp_path / "x")
     shutil.move(tmp_path / "x" / "x.tar", tmp_path / "y")
-    with pytest.raises(UserError, match="1 images are there more than once, such as c0/image0.jpg"):
+    with pytest.raises(UserError, match="1 keys are in several shards of .*, such as c0/image0:"):
         opened(tmp_path / "y")
 
 
@@ -273,6 +304,12 @@ def test_images_and_classes_are_timms(name: str, named: Path) -> None:
     for index in range(len(ours)):
         (number,) = (number for image, number in theirs if np.array_equal(image, pixels(ours, index)))
         assert ours.classes[index] == number
+
+
+def test_a_table_is_of_the_classes_that_were_asked_for(named: Path) -> None:
+    for key, classes in (("label_12k", [0, 1, 2, 3, 4, 5, 6, 7]), ("", [0, 0, 0, 1, 1, 1, 2, 2])):
+        edit(named, alt_label=key)
+        assert sorted(open_images(str(named), "train", "wds/set").classes.tolist()) == classes
 
 
 @pytest.mark.parametrize("pattern", ["a-{000..011}.tar", "{b,c}-{8..11}.tar", "x.tar", "{00..02}/{9..9}.tar"])

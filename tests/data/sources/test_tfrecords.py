@@ -161,6 +161,9 @@ def test_prepared_data_set_has_its_own_class_list(prepared: Path) -> None:
     expected = {f"{['rose', 'tulip'][mark % 2]}/{mark}.jpg": (mark % 2, jpeg(mark)) for mark in range(5)}
     assert rows == expected
     assert "1.9.0" in open_images(str(prepared), "train", "tfds/flowers:1.9.0").path(0)
+    (prepared / "flowers" / "1.10.0" / "label.labels.txt").write_text("tulip\nrose\nlily\n")
+    with refuses(r"label.labels.txt was changed after .*records.json was made \(class 0 is rose there, tulip here\)"):
+        open_images(str(prepared), "train", "tfds/flowers")
 
 
 BAD_PREPARED: dict[str, tuple[str, str, str]] = {

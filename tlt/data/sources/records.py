@@ -6,7 +6,7 @@ The table has three files beside the large ones. The last one is written last, s
 |---|---|
 | `NAME.npy` | one row of `ROW` per image, read by `np.load(..., mmap_mode="r")` |
 | `NAME.names` | the concatenated names; each ends at its `name_end` |
-| `NAME.json` | the large files with their lengths, the classes, and what was left out |
+| `NAME.json` | the large files with their lengths and checksums, the classes, and what was left out |
 
 The table is made when a data set is opened for the first time, which reads every byte of the large files once. All
 processes of a machine share the mapped files.
@@ -20,6 +20,7 @@ import os
 import zlib
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from typing import Any
@@ -54,8 +55,11 @@ class FileRecords:
     names: list[str]  # name of each image, or ""
     class_texts: list[str] = field(default_factory=list)  # class name of each image, or ""
     left_out: dict[str, list[str]] = field(default_factory=dict)  # kind -> names of entries that are no images
+    texts: int = field(init=False)  # checksum of the names, classes and positions of its images
 
     def __post_init__(self) -> None:
+        positions = self.rows[["offset", "length", "class"]].tolist()
+        self.texts = zlib.crc32(json.dumps([positions, self.names, self.class_texts]).encode())
         for name in (*self.names, *self.class_texts):
             if "\0" in name or len(name) > LONGEST_NAME:
                 raise UserError(f"{printable(self.path)}: an image's name has {len(name)} characters, or NUL in it")
@@ -64,7 +68,7 @@ class FileRecords:
 def open_records(
     paths: list[str],
     table: str,
-    scan: Callable[[str], FileRecords],
+    scan: Callable[..., FileRecords],
     write: Callable[[str, list[FileRecords]], None],
     on_progress: ProgressCallback | None = None,
 ) -> RecordImages:
@@ -72,7 +76,8 @@ def open_records(
 
     Args:
         table: Path of their table without an extension.
-        scan: Reads every byte of a file. Raises UserError if it is cut, damaged or of another kind.
+        scan: Reads every byte of a file; with `texts_only` it may leave out the images, whose crc32 is then 0. Raises
+            UserError if the file is cut, damaged or of another kind.
         write: Writes the table of the scanned files, with `write_table`.
         on_progress: Called often with a message and the number of files so far; None prints lines.
 
@@ -107,10 +112,34 @@ def open_records(
             f"({some_names(sorted(map(os.path.basename, unlike)))}): put it back, or remove {name}: the table is then "
             "made anew"
         )
+    _check_texts(images, table, scan, on_progress)
     return images
 
 
-def _scan(scan: Callable[[str], FileRecords], path: str) -> FileRecords:
+def _check_texts(
+    images: RecordImages, table: str, scan: Callable[..., FileRecords], on_progress: ProgressCallback
+) -> None:
+    """Check that files that were written or copied after their table still say the same about their images.
+
+    Raises:
+        UserError: One of them doesn't.
+    """
+    name, made = f"{table}.json", os.stat(f"{table}.json").st_ctime_ns  # copying may preserve other times
+    newer = {path: texts for path, texts in images.texts.items() if os.stat(path).st_ctime_ns >= made}
+    light, workers = partial(scan, texts_only=True), min(available_cpus(), len(newer))
+    for done, file in enumerate(in_processes(_scan, light, [*newer], workers, "reading files") if newer else ()):
+        on_progress(f"comparing {len(newer)} files with {printable(name)}, which is older", done)
+        if file.texts != newer[file.path]:
+            raise UserError(
+                f"{printable(file.path)} has other images or classes than when {printable(name)} was made: copy it "
+                "again, or remove that: the table is then made anew"
+            )
+    if newer:
+        with suppress(OSError):  # where the data set is read-only, they are compared at each start
+            os.utime(name)
+
+
+def _scan(scan: Callable[..., FileRecords], path: str) -> FileRecords:
     with os_errors_as(lambda error: f"{printable(path)} can't be read ({error.strerror or error})"):
         return scan(path)
 
@@ -165,7 +194,7 @@ def write_table(
     packed = Names(names)
     rows["name_end"] = packed.ends
     description = {
-        "files": [[path, file.length] for path, file in zip(paths, files, strict=True)],
+        "files": [[path, file.length, file.texts] for path, file in zip(paths, files, strict=True)],
         "class_names": class_names,
         "folder_names": folder_names or [class_names[number] for number in np.unique(rows["class"])],
         "warnings": [*notes, *left_out_lines(left_out)],
@@ -191,14 +220,14 @@ def _read_table(table: str) -> tuple[np.ndarray, memoryview, dict[str, Any]]:
         sound = sound and _is_consistent(rows, names, description)
     if not sound:
         raise UserError(f"{table_name} and what belongs to it are damaged or something else: {remedy}")
-    if outside := next((name for name, _ in description["files"] if leads_out(name)), None):
+    if outside := next((name for name, *_ in description["files"] if leads_out(name)), None):
         raise UserError(f"{table_name} names {printable(outside)}, outside of its folder: {remedy}")
     return rows, names, description
 
 
 def _is_consistent(rows: np.ndarray, names: memoryview, description: dict[str, Any]) -> bool:
     """Return whether the rows refer to files, classes and names that are there. A checksum may be right by intent."""
-    files, class_names = [name for name, _ in description["files"]], description["class_names"]
+    files, class_names = [name for name, *_ in description["files"]], description["class_names"]
     ends = {"file": len(files), "class": len(class_names), "name_end": len(names) + 1}
     positions = (rows["offset"], rows["length"], rows["class"], np.diff(rows["name_end"], prepend=0))
     texts = [*files, *class_names, *description["folder_names"], *description["warnings"]]
@@ -218,6 +247,7 @@ class RecordImages(ImageSource):
     Attributes:
         rows: (N,) of `ROW`.
         files: Paths of the large files.
+        texts: The checksum `FileRecords.texts` of each file, as far as the table has it.
         about: The `about` of `write_table`.
 
     Raises:
@@ -229,8 +259,11 @@ class RecordImages(ImageSource):
     def __init__(self, table: str) -> None:
         self.rows, names, description = _read_table(table)
         folder = os.path.dirname(table) or "."
-        self.files, self.about = [os.path.join(folder, name) for name, _ in description["files"]], description["about"]
-        for path, (_, length) in zip(self.files, description["files"], strict=True):
+        self.files, self.about = [os.path.join(folder, name) for name, *_ in description["files"]], description["about"]
+        self.texts = {
+            path: noted[0] for path, (_, _, *noted) in zip(self.files, description["files"], strict=True) if noted
+        }
+        for path, (_, length, *_) in zip(self.files, description["files"], strict=True):
             size = os.path.getsize(path) if os.path.isfile(path) else None
             if size != length:
                 fault = "is missing or no regular file" if size is None else f"has {size} bytes instead of {length}"

@@ -7,7 +7,7 @@ in place of the split; it ignores NAME.
     pattern      --train-split 'imagenet-train-{0000..1023}.tar', or '...tar|1281167' with the number of images
 
 Python's `tarfile` treats a damaged header as the end of the archive, as most readers do, and silently loses what
-follows. We require the end marker that tar writers write.
+follows. We require the end marker that tar writers write, and nothing but zeros after it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ import os
 import re
 import tarfile
 import zlib
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
@@ -31,7 +32,7 @@ from tlt.data.sources import records
 from tlt.data.sources.folder import TABLE, split_names
 from tlt.data.sources.image_file import image_extensions
 from tlt.data.sources.records import ROW, FileRecords, RecordImages
-from tlt.data.sources.source import MAX_CLASS, ProgressCallback
+from tlt.data.sources.source import MAX_CLASS, ProgressCallback, class_folder
 from tlt.errors import MissingSplit, UserError
 from tlt.io.files import blamed_on, read_at, regular_only
 from tlt.io.text import leads_out, printable, some_names
@@ -85,6 +86,7 @@ def open_webdataset(_name: str, data: str, split: str, on_progress: ProgressCall
     missing = [path for path in paths if not os.path.isfile(path)]
     if missing or not files:
         raise UserError(f"{len(missing)} of {len(files)} shards are missing: {some_names(missing)}")
+    name += f".{class_folder(label_key)}" * (label_key != LABEL_KEY)  # other classes have a table of their own
     table, scan = os.path.join(data, f"{name}.shards"), partial(scan_tar, label_key=label_key)
     return records.open_records(paths, table, scan, write_tar_table, on_progress)
 
@@ -133,17 +135,17 @@ def _split_entry(data: str, split: str) -> tuple[str, list[str], str]:
     return name, files, label_key
 
 
-def scan_tar(path: str, label_key: str = LABEL_KEY) -> FileRecords:
+def scan_tar(path: str, label_key: str = LABEL_KEY, texts_only: bool = False) -> FileRecords:
     """Read a shard. A sample is one image with its class, in `KEY.cls` or as the number `label_key` in `KEY.json`. If
-    `label_key` is not the usual one, `KEY.cls` is ignored.
+    `label_key` is not the usual one, `KEY.cls` is ignored. With `texts_only` the images are not read.
 
     Raises:
         UserError: The shard is cut or damaged, or a sample has no class or several images.
     """
-    return scan_packed(path, label_key)[0]
+    return scan_packed(path, label_key, texts_only)[0]
 
 
-def scan_packed(path: str, label_key: str = LABEL_KEY) -> tuple[FileRecords, FileRecords]:
+def scan_packed(path: str, label_key: str = LABEL_KEY, texts_only: bool = False) -> tuple[FileRecords, FileRecords]:
     """Read the images of a shard as `scan_tar` does, and the label maps that `tlt pack-images` stored with them."""
     left_out, images, maps = dict[str, list[str]](), list[Member](), list[Member]()
     samples = list_members(path, left_out)
@@ -158,12 +160,13 @@ def scan_packed(path: str, label_key: str = LABEL_KEY) -> tuple[FileRecords, Fil
                 left_out.setdefault("samples without an image", []).append(key)
             if LABEL_EXTENSION in files:
                 maps.append(files[LABEL_EXTENSION]._replace(name=f"{key}.{LABEL_EXTENSION}"))
-        tables = [_file_records(path, descriptor, members) for members in (images, maps)]
+        crc32 = (lambda *_: 0) if texts_only else partial(_crc32, descriptor)
+        tables = [_file_records(path, descriptor, members, crc32) for members in (images, maps)]
     return replace(tables[0], left_out=left_out), tables[1]
 
 
-def _file_records(path: str, descriptor: int, members: list[Member]) -> FileRecords:
-    rows = [(0, offset, length, _crc32(descriptor, offset, length), label, 0) for _, offset, length, label in members]
+def _file_records(path: str, descriptor: int, members: list[Member], crc32: Callable[[int, int], int]) -> FileRecords:
+    rows = [(0, offset, length, crc32(offset, length), label, 0) for _, offset, length, label in members]
     return FileRecords(path, os.fstat(descriptor).st_size, np.array(rows, ROW), [member.name for member in members])
 
 
@@ -178,6 +181,12 @@ def write_tar_table(table: str, shards: list[FileRecords]) -> None:
     """Write the table of shards of other programs, in natural order of the names. Classes are named after the keys'
     folders if each class has exactly one folder of its own, else by their number."""
     rows, names = records.concatenated(shards), [name for shard in shards for name in shard.names]
+    keys = Counter(name[: -len(os.path.basename(name))] + os.path.basename(name).partition(".")[0] for name in names)
+    if twice := [key for key, count in keys.items() if count > 1]:
+        raise UserError(
+            f"{len(twice)} keys are in several shards of {printable(table)}, such as {printable(twice[0])}: a key "
+            "names one image; give each its own, or remove the copies"
+        )
     classes = rows["class"].tolist()
     folders = [os.path.basename(os.path.dirname(name)) for name in names]
     class_names = [str(number) for number in range(max(classes, default=-1) + 1)]
@@ -257,6 +266,12 @@ def _infos(path: str) -> Iterator[tarfile.TarInfo]:
             yield info
         if read_at(file.fileno(), tarfile.BLOCKSIZE, tar.offset) != bytes(tarfile.BLOCKSIZE):
             raise tarfile.ReadError(f"no end marker at byte {tar.offset}")
+        for start in range(tar.offset, length, _AT_ONCE):
+            if read_at(file.fileno(), _AT_ONCE, start).strip(b"\0"):
+                raise UserError(
+                    f"tar {printable(path)} goes on after its end marker at byte {tar.offset}, as files that were "
+                    "joined do: unpack it with tar --ignore-zeros, and make it again"
+                )
 
 
 def _image_of(files: dict[str, Member], sample: str) -> str:
@@ -274,7 +289,9 @@ def _image_of(files: dict[str, Member], sample: str) -> str:
 def _class_of(files: dict[str, Member], descriptor: int, label_key: str, sample: str) -> int:
     extension = "cls" if label_key == LABEL_KEY and "cls" in files else "json"
     if extension not in files:
-        raise UserError(f"{sample} has no class: no .json is there" + ", nor .cls" * (label_key == LABEL_KEY))
+        dotted = next((member.name for name, member in files.items() if "." in name), "")
+        hint = f"; a key ends at the first dot of a file's name: rename {printable(dotted)}" if dotted else ""
+        raise UserError(f"{sample} has no class: no .json is there" + ", nor .cls" * (label_key == LABEL_KEY) + hint)
     _, offset, length, _ = files[extension]
     text = read_at(descriptor, min(length, _LONGEST_TEXT), offset)
     try:

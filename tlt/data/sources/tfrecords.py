@@ -27,13 +27,14 @@ from tlt.data.sources.records import ROW, FileRecords, RecordImages
 from tlt.data.sources.source import MAX_CLASS, ProgressCallback, check_classes, class_folder, numbered_names
 from tlt.errors import MissingSplit, UserError, require
 from tlt.io.files import os_errors_as, regular_only
-from tlt.io.text import leads_out, natural_key, natural_sorted, printable, some_names
+from tlt.io.text import first_difference, leads_out, natural_key, natural_sorted, printable, some_names
 
 # Names of the features in TensorFlow's image records, then in those of tensorflow_datasets.
 _IMAGE = ("image/encoded", "image")
 _LABEL = ("image/class/label", "label")
 _CLASS_NAME = ("image/class/synset", "image/class/text")
 _FILE_NAME = ("image/filename", "file_name")
+_LABEL_FILE = "label.labels.txt"
 _GZIP = b"\x1f\x8b"
 _RECORDS = re.compile(r"(?!\.).*(\.tfrecords?(-\d+-of-\d+)?|-\d{5,}-of-\d{5,})")
 _PART = re.compile(r"(.*)-(\d{5,9})-of-(\d{5,9})")
@@ -72,10 +73,14 @@ def open_tfrecords(_name: str, data: str, split: str, on_progress: ProgressCallb
             folder, table = data, f"{name}.records"
             files = [file for file in _record_names(data) if re.search(rf"(^|-){re.escape(name)}[-._]", file)]
         if files:
-            paths = _complete_paths(folder, files)
-            return records.open_records(
-                paths, os.path.join(folder, table), scan_records, _write_record_table, on_progress
-            )
+            paths, table = _complete_paths(folder, files), os.path.join(folder, table)
+            images = records.open_records(paths, table, scan_records, _write_record_table, on_progress)
+            if (listed := _class_list(folder)) and listed != images.class_names:
+                raise UserError(
+                    f"{printable(folder)}: {_LABEL_FILE} was changed after {printable(table)}.json was made "
+                    f"({first_difference(images.class_names, listed)}): remove that: it is then made anew"
+                )
+            return images
     searched = ", ".join(map(printable, split_names(split)))
     raise MissingSplit(
         f"no TFRecord files of the split {printable(split)} in {printable(data)} (searched folders and files that are "
@@ -125,23 +130,29 @@ def _complete_paths(folder: str, names: Sequence[str]) -> list[str]:
     return [os.path.join(folder, name) for name in names]
 
 
+def _class_list(folder: str) -> list[str]:
+    """Return the classes that a file beside the records names; [] without such a file."""
+    file = Path(folder, _LABEL_FILE)
+    return file.read_text("utf-8").splitlines() if file.is_file() else []
+
+
 def _write_record_table(table: str, read: list[FileRecords]) -> None:
     """Write the table of TFRecord files.
 
     If the records name their classes, the classes are numbered in natural order, as in a folder; else as in the
     records. Images with unique names are in natural order, as in a folder; others are numbered in the files' order.
     """
-    rows, folder, class_names = records.concatenated(read), Path(read[0].path).parent, None
+    rows, folder, class_names = records.concatenated(read), os.path.dirname(read[0].path), None
     classes, texts = rows["class"].tolist(), [text for file in read for text in file.class_texts]
-    if (label_file := folder / "label.labels.txt").is_file():
-        named = class_names = label_file.read_text("utf-8").splitlines()
+    if listed := _class_list(folder):
+        named = class_names = listed
     elif all(texts) and len({*zip(texts, classes, strict=True)}) == len({*texts}) == len({*classes}):
         named = natural_sorted({*texts})
         numbers = {text: number for number, text in enumerate(named)}
         rows["class"] = [numbers[text] for text in texts]
     else:
         named = [str(number) for number in range(max(classes, default=-1) + 1)]
-    check_classes(rows["class"], named, printable(str(folder)))
+    check_classes(rows["class"], named, printable(folder))
     files = [name for file in read for name in file.names]
     names = [f"{class_folder(named[number])}/{file}" for number, file in zip(rows["class"], files, strict=True)]
     if all(files) and len({*names}) == len(names):
@@ -153,8 +164,8 @@ def _write_record_table(table: str, read: list[FileRecords]) -> None:
         )
 
 
-def scan_records(path: str) -> FileRecords:
-    """Read a TFRecord file.
+def scan_records(path: str, texts_only: bool = False) -> FileRecords:
+    """Read a TFRecord file, in any case wholly: the class of an image is beside its bytes.
 
     Raises:
         UserError: The file is cut, damaged or compressed, or a record lacks an image or a single class.
