@@ -232,6 +232,20 @@ OTHERS: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
         },
         "encoder_q.",
     ),
+    "DINO": (
+        lambda state: {
+            "student": _before("module.backbone.", {name: value + 1 for name, value in state.items()}),
+            "teacher": _before("backbone.", state) | {"head.last_layer.weight": torch.ones(9)},
+        },
+        "backbone.",
+    ),
+    "DINOv2": (
+        lambda state: {
+            "model": _before("student.backbone.", {name: value + 1 for name, value in state.items()})
+            | _before("teacher.backbone.", state)
+        },
+        "teacher.backbone.",
+    ),
     "two networks": (lambda state: {"critic": {"a.weight": torch.ones(2)}, "generator": state}, ""),
     "NumPy": (lambda state: {"net": state, "best": np.float32(0.7), "epoch": np.int64(3), "ok": np.bool_(True)}, ""),
 }
@@ -250,15 +264,21 @@ def test_checkpoints_of_others(tmp_path: Path, whose: str, legacy: bool) -> None
         report = load(model, tmp_path / "x.pth")
         assert len(report.kept) == len(state) and not report.dropped and report.prefix == prefix
         assert (f"names without their {prefix}" in str(report)) == bool(prefix)
+        assert report.entry != "student" and f"x.pth ({report.entry or 'the whole file'}" in str(report)
         assert_equal(model.state_dict(), state)
     load_pretrained_weights(model, tmp_path / "x.pth", use_ema=whose == "torchvision")
-    plain, checkpoint = "" if whose == "torchvision" else prefix, read_checkpoint(tmp_path / "x.pth")
+    plain = {"torchvision": "", "DINOv2": "student.backbone."}.get(whose, prefix)
+    checkpoint = read_checkpoint(tmp_path / "x.pth")
     optimizer = torch.optim.SGD(model.parameters())
     told = TrainState(model, optimizer, updates_per_epoch=1).load(checkpoint, "x.pth", load_optimizer=False)
     asked = dict.fromkeys(("gp", "img_size", "input_size", "model_kwargs", "pretrained"))
     seen = argparse.Namespace(model="test_resnet", num_classes=3, use_ema=False, no_use_ema=True, **asked)
     for lines in (told, load_model(seen, tmp_path / "x.pth").notes):
-        assert [each for each in lines if "their" in each] == [f"weights: names without their {plain}"] * bool(plain)
+        entry = {"DINO": "student", "DINOv2": "model"}.get(whose, report.entry or "the whole file")
+        expected = f"weights: {entry}, names without their {plain}"
+        assert [each for each in lines if "their" in each] == [expected] * bool(plain)
+    seen.no_use_ema, entry = False, {"DINO": "teacher", "torchvision": "model"}.get(whose, entry)
+    assert f"weights: {entry}" in load_model(seen, tmp_path / "x.pth").notes[-1]
 
 
 def test_what_few_names_share_is_no_prefix() -> None:

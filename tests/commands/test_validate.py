@@ -34,10 +34,12 @@ def test_all_checkpoints_of_a_folder(call: Call, trained_run: TrainedRun, tmp_pa
     assert rows[1]["top1"] == rows[2]["top1"] and all(row["images"] == "8" for row in rows)
     # Two epochs, two different files: each was evaluated once.
     assert ended.out.count("over 8 images") == 2
-    (shutil.copytree(run, tmp_path / "run") / "last.pth.tar").write_bytes(b"")  # what is measured before it stays
-    ended = call("validate", f"{data} -b 4 -j 0 --checkpoint {tmp_path / 'run'} --all --results-file {table}")
-    names = [Path(row["checkpoint"]).name for row in csv.DictReader(table.open())]
-    assert ended.refused("last.pth.tar") and names == ["checkpoint-0.pth.tar", "checkpoint-1.pth.tar"]
+    flags = f"{data} -b 4 -j 0 --checkpoint {tmp_path / 'run'} --all --results-file"
+    (shutil.copytree(run, tmp_path / "run") / "checkpoint-1.pth.tar").write_bytes(b"")  # the others are measured
+    assert call("validate", f"{flags} {table}").refused(f"--results-file {table} exists already")
+    assert call("validate", f"{flags} {tmp_path}/x.csv").refused(f"(--all): {tmp_path}/run/checkpoint-1.pth")
+    measured = [*csv.DictReader((tmp_path / "x.csv").open())]
+    assert [row["top1"] for row in measured] == [rows[number]["top1"] for number in (0, 2, 3)]
 
 
 def test_the_weights_by_which_training_selected_are_the_default(tmp_path: Path) -> None:
@@ -60,7 +62,7 @@ def test_the_weights_by_which_training_selected_are_the_default(tmp_path: Path) 
         assert (taken, line[: len(said)]) == (ema, said), name
         for use_ema in (True, False):
             assert choose_weights(Namespace(use_ema=use_ema, no_use_ema=not use_ema), checkpoint) == (use_ema, [])
-        assert choose_weights(flags, {**checkpoint, "state_dict_ema": None}) == (False, [])
+        assert choose_weights(flags, {**checkpoint, "state_dict_ema": None}) == (None, [])
 
 
 def test_a_class_without_validation_folder_keeps_its_number(

@@ -84,8 +84,8 @@ def look_of(name: str) -> str:
 
 def lookalikes(names: Iterable[str], others: Iterable[str]) -> str:
     """Return a hint if some names look like others without being equal, else ""."""
-    same = {*map(look_of, names)} & {*map(look_of, others)}
-    return "; names that look the same differ in their Unicode form (NFC, NFD) or in spaces" if same else ""
+    same = {look_of(name).casefold() for name in names} & {look_of(name).casefold() for name in others}
+    return "; names that look the same differ in their Unicode form (NFC, NFD), in case or in spaces" if same else ""
 
 
 def first_difference(there: Sequence[str], here: Sequence[str]) -> str:

@@ -26,6 +26,8 @@ from tlt.io.files import blamed_on
 WEIGHT_KEYS = ("state_dict", "model")
 EMA_KEYS = ("state_dict_ema", "model_ema")
 
+# Other programs' names of averaged weights, such as the teacher's in self-distillation.
+_AVERAGE = re.compile(r"(?i)(?<![a-z])(ema|teacher|averaged?|avg|swa|momentum|target)(?![a-z])")
 _DAMAGED = "is truncated or damaged"
 _NUMBERS = {
     *(torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.bool, torch.int8, torch.int16, torch.int32),
@@ -163,8 +165,8 @@ def weights_entry(
 
     Args:
         use_ema: True takes the moving average, False the plain weights, None the moving average if there is one.
-        wanted: The model's names. Among several entries, the one that has most of them is used; of equal ones, the
-            first.
+        wanted: The model's names. Among several entries, the one that has most of them is used; of equal ones, an
+            average or a teacher before others, unless `use_ema` is False, then the first.
 
     Raises:
         UserError: The checkpoint has no such weights.
@@ -176,7 +178,7 @@ def weights_entry(
     candidates = ema if use_ema else plain if use_ema is False else ema + plain
     entries = candidates if use_ema else candidates + [k for k in dicts if k not in EMA_KEYS + WEIGHT_KEYS]
     if candidates or len(entries) == 1 or (entries and wanted):
-        return max(entries, key=lambda k: _fitting(checkpoint[k], wanted)[1])
+        return max(entries, key=lambda k: (_fitting(checkpoint[k], wanted)[1], _preferred(k, use_ema)))
     if checkpoint and all(isinstance(v, Tensor) for v in checkpoint.values()):
         return ""
     names = ", ".join(map(str, list(checkpoint)[:8])) or "nothing"
@@ -200,23 +202,28 @@ def state_dict_of(
         if not isinstance(name, str) or not isinstance(value, Tensor):
             raise UserError(f"{path}: {name} in {entry} is a {type(value).__name__}, not a tensor with a name")
     clean = dict(zip(clean_names(list(weights)), weights.values(), strict=True))
-    prefix = foreign_prefix(clean, wanted)
+    prefix = foreign_prefix(clean, wanted, use_ema)
     return {name[len(prefix) :]: value for name, value in clean.items() if name.startswith(prefix)}
 
 
-def foreign_prefix(names: Collection[str], wanted: Collection[str]) -> str:
+def foreign_prefix(names: Collection[str], wanted: Collection[str], use_ema: bool | None = None) -> str:
     """Return the prefix (`model.`, `encoder_q.`) with which most of a foreign file's `names`, or most of the `wanted`
     ones, appear there; "" if there is none. Names without it, such as a counter's, are no weights of the model."""
-    prefix, count = _fitting(names, wanted)
+    prefix, count = _fitting(names, wanted, use_ema)
     return prefix if 2 * count > min(len(wanted), len(names)) else ""
 
 
-def _fitting(names: Iterable[str], wanted: Collection[str]) -> tuple[str, int]:
+def _preferred(name: str, use_ema: bool | None) -> bool:
+    """Return whether an entry or a prefix is, by its name, of the kind of weights that are asked for."""
+    return (_AVERAGE.search(str(name)) is not None) != (use_ema is False)
+
+
+def _fitting(names: Iterable[str], wanted: Collection[str], use_ema: bool | None = None) -> tuple[str, int]:
     """Return the prefix whose removal makes the most names the model's own, and how many these are."""
     counts, known = Counter({"": 0}), set(wanted)
     for parts in (str(name).split(".") for name in names) if known else ():
         counts.update("".join(f"{p}." for p in parts[:n]) for n in range(len(parts)) if ".".join(parts[n:]) in known)
-    return counts.most_common(1)[0]
+    return max(counts.items(), key=lambda item: (item[1], not item[0], _preferred(item[0], use_ema)))
 
 
 def count_weights(checkpoint: dict[str, Any]) -> int:

@@ -71,17 +71,17 @@ def label_files_below(root: str, on_progress: Callable[[str, int], None] | None 
     Raises:
         UserError: A folder can't be read.
     """
-
-    def unreadable(error: OSError) -> None:
-        raise UserError(
-            f"label folder {printable(str(error.filename))} can't be read ({error.strerror}): mend its permissions"
-        ) from error
-
-    paths, report = set[str](), on_progress or SearchProgress()
-    for folder, _, files in os.walk(root, onerror=unreadable, followlinks=True):
-        prefix = "" if folder == root else os.path.relpath(folder, root).replace(os.sep, "/") + "/"
-        # A hidden file is what a killed writer left behind.
-        paths.update(prefix + name for name in files if name.endswith(".pt") and not name.startswith("."))
+    paths, report, folders = set[str](), on_progress or SearchProgress(), [""]
+    explained = "label folder {0.filename} can't be read ({0.strerror}): mend its permissions"
+    while folders:  # os.walk calls itself for each level in Python below 3.12
+        prefix = folders.pop()
+        with os_errors_as(lambda e: printable(explained.format(e))), os.scandir(os.path.join(root, prefix)) as entries:
+            for entry in entries:
+                if entry.is_dir(follow_symlinks=False) or (entry.is_symlink() and os.path.isdir(entry)):
+                    folders.append(f"{prefix}{entry.name}/")
+                # A hidden file is what a killed writer left behind.
+                elif entry.name.endswith(".pt") and not entry.name.startswith("."):
+                    paths.add(prefix + entry.name)
         report(f"looking for labels in {printable(root)}", len(paths))
     return paths
 

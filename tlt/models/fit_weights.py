@@ -254,11 +254,12 @@ def joined_state_dict(
     return state | {name: v for name, v in extra.items() if hasattr(unwrap(model), name.partition(".")[0])}
 
 
-def prefix_of(model: nn.Module, checkpoint: dict[str, Any], use_ema: bool | None, path: Any) -> str:
-    """Return the foreign prefix that `joined_state_dict` removes from a file's names, or "" for none."""
+def place_of(model: nn.Module, checkpoint: dict[str, Any], use_ema: bool | None, path: Any) -> tuple[str, str]:
+    """Return the entry from which `joined_state_dict` takes the weights, and the foreign prefix that it removes from
+    their names; "" for none."""
     expected = clean_state_dict(model)
     entry = weights_entry(checkpoint, use_ema, path, expected)
-    return foreign_prefix(clean_names(list(checkpoint[entry] if entry else checkpoint)), expected)
+    return entry, foreign_prefix(clean_names(list(checkpoint[entry] if entry else checkpoint)), expected, use_ema)
 
 
 def dense_head_of(

@@ -12,8 +12,8 @@ from torch import nn
 
 from tlt.errors import UserError
 from tlt.io.files import blamed_on
-from tlt.io.weights import check_finite, clean_state_dict, load_clean, read_checkpoint, unwrap, weights_entry
-from tlt.models.fit_weights import Fit, fit_state_dict, head_names, is_dense_head, joined_state_dict, prefix_of
+from tlt.io.weights import check_finite, clean_state_dict, load_clean, read_checkpoint, unwrap
+from tlt.models.fit_weights import Fit, fit_state_dict, head_names, is_dense_head, joined_state_dict, place_of
 from tlt.models.wrap import WithDenseHead
 from volo import models as models  # registers the models with timm
 from volo.checkpoint.model_config import model_config_of
@@ -37,12 +37,15 @@ class FinetuneReport:
     notes: dict[str, str] = field(default_factory=dict)  # the reason for each resized or dropped name
     prefix: str = ""  # prefix that was removed from names in the file; names without it are ignored
 
+    @property
+    def place(self) -> str:
+        """Where in the file the weights are."""
+        return place_text(self.entry, self.prefix)
+
     def __str__(self) -> str:
-        entry = f" ({self.entry})" if self.entry else ""
-        entry += f", names without their {self.prefix}" if self.prefix else ""
         taken = len(self.kept) + len(self.resized)
         lines = [
-            f"{self.path}{entry}: {taken} of {taken + len(self.missing)} tensors of the model loaded, "
+            f"{self.path} ({self.place}): {taken} of {taken + len(self.missing)} tensors of the model loaded, "
             f"{100 * self.share:.1f} % of the values before its heads",
             f"  kept {len(self.kept)}",
             f"  resized {self._listed(self.resized)}",
@@ -55,6 +58,11 @@ class FinetuneReport:
         items = [f"{n} ({self.notes[n]})" if noted and n in self.notes else n for n in names[:_NAMES_SHOWN]]
         items += ["..."] if len(names) > _NAMES_SHOWN else []
         return f"{len(names)}" + (": " + ", ".join(items) if names else "")
+
+
+def place_text(entry: str, prefix: str) -> str:
+    """Return the result of `place_of` in words."""
+    return (entry or "the whole file") + (f", names without their {prefix}" if prefix else "")
 
 
 def load_weights(
@@ -155,6 +163,6 @@ def _fit(
     heads, expected = tuple(f"{h}." for h in head_names(model)), clean_state_dict(model)
     backbone = {n: v.numel() for n, v in expected.items() if not n.startswith(heads)}
     share = sum(count for n, count in backbone.items() if n in fit.weights) / max(sum(backbone.values()), 1)
-    entry, prefix = weights_entry(checkpoint, use_ema, path, expected), prefix_of(model, checkpoint, use_ema, path)
+    entry, prefix = place_of(model, checkpoint, use_ema, path)
     fates = fit.resized, fit.kept, fit.dropped, fit.missing
     return fit, FinetuneReport(str(path), entry, *fates, share, fit.notes, prefix)

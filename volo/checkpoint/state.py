@@ -21,8 +21,8 @@ from torch.optim import Optimizer
 from tlt.errors import UserError
 from tlt.io.files import blamed_on
 from tlt.io.weights import EMA_KEYS, check_finite, clean_names, clean_state_dict, first_non_finite, load_clean, unwrap
-from tlt.models.fit_weights import DENSE_ENTRIES, fit_state_dict, joined_state_dict, prefix_of, split_state_dict
-from volo.checkpoint.finetune import explain_misfit, needed
+from tlt.models.fit_weights import DENSE_ENTRIES, fit_state_dict, joined_state_dict, place_of, split_state_dict
+from volo.checkpoint.finetune import explain_misfit, needed, place_text
 from volo.cluster.tensor_parallel import own_model_state, own_optimizer_state, whole_model_state, whole_optimizer_state
 from volo.record.records import plain
 
@@ -114,8 +114,8 @@ class TrainState:
 
         load_clean(self.model, weights)
         loaded = [False] if averages is None else [False, True]
-        prefixes = {prefix_of(self.model, checkpoint, use_ema, path) for use_ema in loaded}
-        messages = [f"weights: names without their {prefix}" for prefix in sorted(prefixes) if prefix]
+        places = {place_of(self.model, checkpoint, use_ema, path) for use_ema in loaded}
+        messages = [f"weights: {place_text(*place)}" for place in sorted(places) if place[1]]
         messages += self._load_ema(averages if averages is not None else weights, has_ema)
         if resumable and load_optimizer:
             with optimizer_state_of(path):

@@ -31,7 +31,7 @@ from tlt.data.sources import open_images
 from tlt.data.sources.folder import check_num_classes, read_class_map
 from tlt.data.sources.source import ImageSource
 from tlt.errors import UserError
-from tlt.io.files import os_errors_as, read_bytes
+from tlt.io.files import os_errors_as, read_bytes, refuse_existing
 from tlt.models.folding import fold_batchnorm
 from tlt.models.layers import Constants
 from volo.cluster.distributed import World, primary_first
@@ -63,20 +63,30 @@ def validate(args: Namespace, world: World) -> None:
     if args.retry and world.size > 1:  # one rank could be out of memory while the others wait for it
         raise UserError(f"--retry works with one process, there are {world.size}: use a smaller -b")
     if args.results_file:
+        refuse_existing(args.results_file, "--results-file")
         check_writable(Path(args.results_file).parent, "--results-file")
-    rows: list[dict[str, Any]] = []
+    rows, faults = list[dict[str, Any]](), list[str]()
     row_of: dict[tuple[int, int], dict[str, Any]] = {}
     single = Path(args.checkpoint) if args.checkpoint else None  # None means pretrained weights
     for path in checkpoints_in(args.checkpoint, "--checkpoint") if args.all else [single]:
         inode = (path.stat().st_dev, path.stat().st_ino) if path and path.exists() else (0, len(row_of))
-        if inode not in row_of:  # a file may have several names
-            row_of[inode] = evaluate_with_retry(args, path, world)
+        try:
+            if inode not in row_of:  # a file may have several names
+                row_of[inode] = evaluate_with_retry(args, path, world)
+        except UserError as error:
+            if not args.all or type(error) is not UserError or str(path) not in str(error):
+                raise
+            faults.append(str(error))  # the other files may be sound
+            warn(faults[-1:], world.is_primary)
+            continue
         rows.append({"checkpoint": str(path or "pretrained"), **row_of[inode]})
         if world.is_primary:
             print(json.dumps(rows[-1]), flush=True)
         with primary_first():
-            if world.is_primary and args.results_file:  # after each checkpoint, because the next one may be damaged
+            if world.is_primary and args.results_file:  # after each checkpoint, because the command may be stopped
                 write_results(Path(args.results_file), rows, args.results_format)
+    if faults:
+        raise UserError(f"{len(faults)} of {len(faults) + len(rows)} files were not measured (--all): {faults[0]}")
 
 
 def evaluate_with_retry(args: Namespace, path: Path | None, world: World) -> dict[str, Any]:

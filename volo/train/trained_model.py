@@ -86,16 +86,16 @@ def _load(args: Namespace, path: str | Path | None, dense: bool | None, num_clas
     args = with_recorded(args, config, checkpoint, path)
     if path is not None:
         args.num_classes = num_classes if args.num_classes is None else args.num_classes
-    args.use_ema, notes = choose_weights(args, checkpoint)
+    use_ema, notes = choose_weights(args, checkpoint)
+    args.use_ema = bool(use_ema)
     kwargs = config.get("kwargs") if args.model == config.get("name") else None
     model = build_model(args, kwargs, count_weights(checkpoint))
     if path is not None:
         if dense is None:
             dense = bool(config.get("dense_head"))
-        if dense and dense_head_of(checkpoint, args.use_ema, path):
+        if dense and dense_head_of(checkpoint, use_ema, path):
             model = with_dense_head(model, image_size_of(args))
-        report = load_weights(model, path, args.use_ema, checkpoint)
-        notes += [f"weights: names without their {report.prefix}"] if report.prefix else []
+        notes.append(f"weights: {load_weights(model, path, use_ema, checkpoint).place}")
     if config.get("dense_head") is False and isinstance(model, TOKEN_LABEL_MODELS):
         model.set_dense_head(False)
     described = (getattr(model, "pretrained_cfg", None) or {}).get("label_names")
@@ -125,14 +125,16 @@ def with_recorded(
     return filled
 
 
-def choose_weights(args: Namespace, checkpoint: dict[str, Any]) -> tuple[bool, list[str]]:
-    """Return whether to take the moving average, and lines for the user.
+def choose_weights(args: Namespace, checkpoint: dict[str, Any]) -> tuple[bool | None, list[str]]:
+    """Return whether to take the moving average (see `tlt.io.weights.weights_entry`), and lines for the user.
 
     Without `--use-ema` and `--no-use-ema` the weights are those that training used to select its best epoch. If the
     file doesn't say, they are the plain weights, as in timm's validate.py.
     """
-    if args.use_ema or args.no_use_ema or not any(isinstance(checkpoint.get(key), dict) for key in EMA_KEYS):
+    if args.use_ema or args.no_use_ema:
         return args.use_ema, []
+    if not any(isinstance(checkpoint.get(key), dict) for key in EMA_KEYS):
+        return None, []
     selected = selected_by_ema(checkpoint)
     if selected:
         return True, ["weights: EMA (training selected by it); --no-use-ema takes the plain ones"]

@@ -70,6 +70,7 @@ LIKE = "names that look the same differ in their Unicode form"
         ([DECOMPOSED, "tea"], f"{CAFE}\ntea", LIKE),
         ([CAFE, "tea"], f"tea\n{DECOMPOSED}", LIKE),
         (["\u1112\u1161\u11ab"], "\ud55c", LIKE),  # Hangul
+        (["Cat", "tea"], "cat\ntea", LIKE),
     ],
 )
 def test_a_list_that_does_not_fit_says_what_it_holds(tmp_path: Path, own: list[str], imposed: str, line: str) -> None:
@@ -107,6 +108,11 @@ def test_folders_that_systems_make_are_no_classes(tmp_path: Path, name: str) -> 
     assert images.class_names == ["cat", "dog"] and list(images.paths) == ["cat/1.jpg", "dog/2.jpg"]
     assert any("left out 2 folders of the system: " in line for line in images.warnings)
     assert len(open_images(str(tmp_path), "train", classes=False)) == 2
+
+
+def test_classes_that_differ_in_case_alone_are_told(tmp_path: Path) -> None:
+    write(tmp_path / "train", {f"{name}/x.jpg": jpeg(0) for name in ("C0", "c0", "c1")})
+    assert open_images(str(tmp_path), "train").warnings[-1].endswith("classes that differ in case alone: C0, c0")
 
 
 @pytest.mark.parametrize("other", ["cafe\u0301", "caf\u00e9 "])

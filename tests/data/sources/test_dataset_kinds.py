@@ -127,6 +127,21 @@ def test_hub_data_sets_are_timms(hub: Path, tmp_path: Path) -> None:
     assert bytes(taken.read(0)) == jpeg(4) and taken.classes.tolist() == [1]
 
 
+@pytest.mark.parametrize("labels", [["owl", "b/ox", "owl"], [3, 0, 3]])
+@pytest.mark.parametrize("beside", [True, False])
+def test_hub_data_sets_of_plain_columns(tmp_path: Path, labels: list[Any], beside: bool) -> None:
+    datasets = pytest.importorskip("datasets")
+    images = [{"bytes": jpeg(mark), "path": None} if beside else jpeg(mark) for mark in range(3)]
+    table = datasets.Dataset.from_dict({"image": images, "label": labels, "size": [1, 2, 3]})
+    (tmp_path / "set").mkdir()
+    parquet = pytest.importorskip("pyarrow.parquet")
+    parquet.write_table(table.data.table.replace_schema_metadata(None), tmp_path / "set" / "train.parquet")
+    ours = open_images(str(tmp_path / "cache"), "train", f"hfds/{tmp_path}/set")
+    assert [ours.class_names[number] for number in ours.classes] == [*map(str, labels)]
+    assert len(ours.class_names) == (2 if labels[0] == "owl" else 4) and len(ours.folder_names) == 2
+    assert [bytes(ours.read(row)) for row in range(3)] == [jpeg(mark) for mark in range(3)]
+
+
 def test_hub_faults_are_one_line(hub: Path, tmp_path: Path) -> None:
     datasets = pytest.importorskip("datasets")
     cache = str(tmp_path / "cache")

@@ -5,12 +5,13 @@ The table of kinds is here so that flags can be checked before the module of a k
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING
 
 from tlt.errors import MissingSplit, UserError
-from tlt.io.text import printable
+from tlt.io.text import printable, some_names
 
 if TYPE_CHECKING:
     from tlt.data.sources.source import ImageSource
@@ -80,6 +81,9 @@ def open_images(
         hint += "" if kind or dataset is None else other_kinds(data or "")
         raise UserError(f"{error} ({split_flag}){hint}") from error
     check_classes(images.classes, images.class_names, printable(images.root))
+    folded = Counter(map(str.casefold, images.class_names))
+    if alike := [name for name in images.class_names if folded[name.casefold()] > 1]:
+        images.warnings.append(f"{printable(images.root)}: classes that differ in case alone: {some_names(alike)}")
     if class_names is not None:
         images.number_by(class_names)
     return images

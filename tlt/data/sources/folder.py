@@ -22,7 +22,7 @@ from tlt.errors import MissingSplit, UserError
 from tlt.io.files import os_errors_as, regular_only
 from tlt.io.jobs import SearchProgress
 from tlt.io.names import Names
-from tlt.io.text import leads_out, natural_key, natural_sorted, printable, some_names
+from tlt.io.text import leads_out, lookalikes, natural_key, natural_sorted, printable, some_names
 
 TRAIN_SPLITS = ("train", "training")
 VALIDATION_SPLITS = ("val", "valid", "validation", "eval", "evaluation")
@@ -60,14 +60,25 @@ class FolderListing:
         self._suffixes, self._real_root = image_extensions(), os.path.realpath(self.root)
         if not os.path.isdir(self.root):
             raise UserError(f"image folder {printable(self.root)} does not exist or is not a folder")
-        self._visit("")
+        self._list()
 
     @property
     def warnings(self) -> list[str]:
         """Return a line for each reason for which entries were left out."""
         return [f"{printable(self.root)}: {line}" for line in left_out_lines(self._left_out)]
 
-    def _visit(self, folder: str) -> None:
+    def _list(self) -> None:
+        pending = [("", -1)]  # paths, the next one last, with the leaf of an image or -1 for a folder
+        while pending:
+            path, leaf = pending.pop()
+            if leaf < 0:
+                pending += reversed(self._children(path))
+                self._on_progress(f"listing {printable(self.root)}", len(self.names))
+            else:
+                self.names.append(path)
+                self.leaf.append(leaf)
+
+    def _children(self, folder: str) -> list[tuple[str, int]]:
         prefix, (images, folders) = os.path.join(folder, ""), self._entries(folder)
         if self._classes and not folder:
             self._left_out["images outside of any class folder"] += images
@@ -80,13 +91,8 @@ class FolderListing:
         if (images or not folders) and (folder or not self._classes):
             self.leaves.append(folder)
         # Whole paths are in natural order if each folder is sorted as if a slash followed its name.
-        for name in sorted(sorted([*images, *folders]), key=lambda name: natural_key(name + "/" * (name in folders))):
-            if name in folders:
-                self._visit(prefix + name)
-            else:
-                self.names.append(prefix + name)
-                self.leaf.append(leaf)
-        self._on_progress(f"listing {printable(self.root)}", len(self.names))
+        names = sorted(sorted([*images, *folders]), key=lambda name: natural_key(name + "/" * (name in folders)))
+        return [(prefix + name, -1 if name in folders else leaf) for name in names]
 
     def _entries(self, folder: str) -> tuple[list[str], dict[str, bool]]:
         """Return the names of the images in a folder, and its subfolders with whether each is a link."""
@@ -302,7 +308,7 @@ def compare_classes(train: ImageSource, val: ImageSource) -> None:
         raise UserError(
             f"classes differ: {len(only_train)} in {printable(train.root)} only ({some_names(only_train)}), "
             f"{len(only_val)} in {printable(val.root)} only ({some_names(only_val)}): "
-            "make the missing folders (they may be empty) or remove the others"
+            f"make the missing folders (they may be empty) or remove the others{lookalikes(only_train, only_val)}"
         )
 
 

@@ -3,6 +3,7 @@ tables, and torchvision's CIFAR-10 and CIFAR-100 (`--dataset torch/NAME`) as ima
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,9 +11,9 @@ import numpy as np
 
 from tlt.data.sources.folder import TRAIN_SPLITS, VALIDATION_SPLITS
 from tlt.data.sources.image_file import DEFAULT_MAX_PIXELS, BadImage, check_length, read_file
-from tlt.data.sources.source import ImageSource, numbered_names
+from tlt.data.sources.source import MAX_CLASS, ImageSource, numbered_names
 from tlt.errors import MissingSplit, UserError, require
-from tlt.io.text import printable
+from tlt.io.text import natural_sorted, printable
 
 
 @dataclass
@@ -51,29 +52,47 @@ def open_hub_dataset(name: str, data: str | None, split: str, _on_progress: obje
     except Exception as error:
         reason = printable(str(error).strip().split("\n")[0])
         raise MissingSplit(f"{flag}, split {printable(split)}, can't be loaded: {reason}") from error
-    image = _column(table.features, datasets.Image, "image", flag)
-    label = _column(table.features, datasets.ClassLabel, "label", flag)
-    class_names = list(table.features[label].names)
+    image = _column(table.features, ("Image", "bytes"), "image", flag)
+    label = _column(table.features, ("ClassLabel", "text or whole number"), "label", flag)
     labels = table.select_columns(label).with_format("arrow")[:].column(0)
     if labels.null_count:
         raise UserError(
             f"{flag}, split {printable(split)}: {labels.null_count} of {len(labels)} images have no {label}: take a "
             "labelled split, or filter the data set"
         )
-    classes = labels.to_numpy().astype(np.int64)
+    values = labels.to_numpy()
+    if _kind(table.features[label]) == "ClassLabel":
+        class_names = folder_names = list(table.features[label].names)
+    else:  # whole numbers are classes as they are, as in tar shards
+        folder_names = natural_sorted(map(str, np.unique(values)))
+        last = min(int(values.max(initial=-1)), MAX_CLASS) if values.dtype != object else -1
+        class_names = [*map(str, range(last + 1))] or folder_names
+    if values.dtype == object:
+        numbers = {name: number for number, name in enumerate(class_names)}
+        values = np.array([numbers[name] for name in values], np.int64)
+    classes = values.astype(np.int64)
     # Arrow's values are views of the mapped file, so that we know a length before we copy.
     table = table.select_columns(image).cast_column(image, datasets.Image(decode=False)).with_format("arrow")
     paths = numbered_names(class_names[number] for number in classes)
-    return HubImages(f"{name}/{split}", paths, classes, class_names, class_names, table=table)
+    return HubImages(f"{name}/{split}", paths, classes, class_names, folder_names, table=table)
 
 
-def _column(features: Any, kind: type, preferred: str, flag: str) -> str:
-    """Return the name of the column of this kind: `preferred` if there is one, else the only one."""
-    columns = [column for column, feature in features.items() if isinstance(feature, kind)]
+def _kind(feature: Any) -> str:
+    """Return the kind of a column, in words for messages."""
+    dtype = str(getattr(feature, "dtype", ""))
+    if type(feature).__name__ != "Value":  # bytes may have a path beside them
+        return "bytes" if isinstance(feature, dict) and "bytes" in feature else type(feature).__name__
+    return "bytes" if "binary" in dtype else "text or whole number" if re.search("string|int", dtype) else dtype
+
+
+def _column(features: Any, kinds: tuple[str, ...], preferred: str, flag: str) -> str:
+    """Return the name of the column of the first kind that there is: `preferred`, else the only one."""
+    kind = next((kind for kind in kinds if kind in map(_kind, features.values())), kinds[0])
+    columns = [column for column, feature in features.items() if _kind(feature) == kind]
     if preferred in columns or len(columns) == 1:
         return preferred if preferred in columns else columns[0]
     raise UserError(
-        f"{flag} has {len(columns) or 'no'} {kind.__name__} column{'s' * (len(columns) > 1)} among "
+        f"{flag} has {len(columns) or 'no'} {kind} column{'s' * (len(columns) > 1)} among "
         f"{', '.join(features)}: name one of them {preferred!r}, by cast_column and rename_column of `datasets`"
     )
 
