@@ -98,18 +98,24 @@ def explained(path: Path, size: Callable[[], int]) -> Iterator[None]:
     try:
         yield
     except (OSError, RuntimeError) as error:
-        # torch's zip writer raises its own error, whose context is the system's error.
-        cause = error if isinstance(error, OSError) else error.__context__
-        if not isinstance(cause, OSError):
+        if not (reason := _of_system(error)):
             raise
         needed = free = 0
         with suppress(OSError):
             needed = size()
             free = shutil.disk_usage(next(parent for parent in path.parents if parent.exists())).free
         raise NotWrittenError(
-            f"cannot write {path}: {cause.strerror or cause}; it needs {needed / 2**20:.1f} MiB, "
+            f"cannot write {path}: {reason}; it needs {needed / 2**20:.1f} MiB, "
             f"{free / 2**20:.1f} MiB are free there; what was saved before is untouched"
         ) from error
+
+
+def _of_system(error: Exception) -> str:
+    """Return the reason if the system has caused an error, else "". The error isn't kept: its frames hold the file's
+    content, which the garbage collector would free much later."""
+    # torch's zip writer raises its own error, whose context is the system's error.
+    cause = error if isinstance(error, OSError) else error.__context__
+    return (cause.strerror or str(cause)) if isinstance(cause, OSError) else ""
 
 
 def tensor_bytes(value: Any) -> int:

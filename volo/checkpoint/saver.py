@@ -208,6 +208,8 @@ class Saver:
         in_place = in_place or self.policy.synchronous
         if not in_place:
             self._copy(save)
+        elif torch.cuda.is_initialized():
+            torch.cuda.synchronize()  # the thread that writes has another stream, which does not wait for this one
         self._last_save = began
         save.reason, save.blocked = reason, time.monotonic() - began
         self._pending = save
@@ -269,7 +271,7 @@ class Saver:
         self.logger.event("checkpoint", file=LAST, **fields)
 
     def _retry_later(self, save: Save, error: NotWrittenError) -> None:
-        save.error = error
+        save.error = NotWrittenError(str(error))  # the caught one holds the frames of its thread, and these the payload
         fields = {"reason": str(error), "update": save.payload["update"], "attempt": save.attempts}
         self.logger.event("checkpoint-failed", file=LAST, **fields)
         if self._ending:

@@ -152,6 +152,8 @@ def init_world(
     elif not 0 <= launch.rank < launch.size:
         raise UserError(f"of WORLD_SIZE={launch.size} processes RANK must number each from 0 on, as torchrun does")
     world = World(launch.rank, launch.local_rank, launch.size, choose_device(device, launch.local_rank))
+    # Otherwise NCCL's ranks wait for each other within the capture of a CUDA graph, where one of them may have failed.
+    os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
     if launch.size > 1 and not group_exists:
         own_gpu = device in (None, "auto", "cuda") and world.device.type == "cuda"
         with lost_rank_explained():

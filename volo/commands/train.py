@@ -92,7 +92,7 @@ from volo.train.optim import create_optimizer
 from volo.train.precision import Clipping, Precision, WorkingCopy, check_convolutions, compute_dtype
 from volo.train.run import BATCH_KEY, Run, Training, resolve_args
 from volo.train.schedule import LrSchedule, resolve_lr
-from volo.train.step_graph import use_own_stream
+from volo.train.step_graph import use_own_stream, why_launched
 
 if TYPE_CHECKING:  # imported only by runs that use them
     from volo.train.distillation import Distillation
@@ -284,6 +284,7 @@ def report_dry_run(run: Run, training: Training) -> None:
     """Print how many operations and how much memory the run needs, and which batch sizes would fit (`--dry-run`)."""
     from volo.memory.prediction import StepShape, memory_report, teachers_report
 
+    reason = why_launched(run, training)
     with primary_first():
         if run.world.is_primary:
             check_writable(run.directory, "--output")
@@ -301,7 +302,7 @@ def report_dry_run(run: Run, training: Training) -> None:
         shape = StepShape(size, device_type, precision.amp_dtype, dense)
         model = training.state.model
         computing = model if precision.working_copy is None else precision.working_copy.module
-        for line in memory_report(args, model, computing, shape, run.world.device):
+        for line in memory_report(args, model, computing, shape, run.world.device, graph=not reason):
             run.logger.line(line)
         if training.distillation is not None:
             teachers = [part.teacher for part in training.distillation.losses.parts]

@@ -11,7 +11,7 @@ import difflib
 import os
 import sys
 from argparse import Namespace
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import partial
 from shutil import get_terminal_size
@@ -173,7 +173,8 @@ class FlagParser(argparse.ArgumentParser):
     Args:
         program: Command of `volo`, or another way to start the program.
         usage: Text after the program's name.
-        undo: Add `--no-X` for every switch `--X`, and `--X` for `--no-X`, which undo a recipe's switch.
+        undo: Add `--no-X` for every switch `--X`, and `--X` for `--no-X`, which undo a recipe's switch, unless that is
+            a flag of its own.
     """
 
     instead: Mapping[str, str] = {}  # for flags that only another program has: what this one has in their place
@@ -186,11 +187,12 @@ class FlagParser(argparse.ArgumentParser):
         super().__init__(name, f"{name} {usage}", description, epilog, formatter_class=columns, allow_abbrev=False)
         self.add_argument("--version", action="version", version=f"volo-tlt {__version__}")
         self.flags: dict[str, Flag] = {}
+        taken = {name for group in groups for row in group.flags for name in row.names}
         for group in groups:
             section = self.add_argument_group(group.title, group.note)
             for row in group.flags:
                 self.flags[row.dest] = row
-                _add(section, row, undo)
+                _add(section, row, taken if undo else None)
 
     def error(self, message: str) -> NoReturn:
         """Raise a UserError with `message`, which is a single line.
@@ -270,16 +272,17 @@ def _started_as(program: str) -> str:
     return script if script and script == os.path.basename(sys.argv[0]) else f"volo {program}"
 
 
-def _add(section: argparse._ArgumentGroup, row: Flag, undo: bool) -> None:
-    """Add a row to a parser, without its default, so that the parser returns only what the user has set."""
+def _add(section: argparse._ArgumentGroup, row: Flag, taken: Set[str] | None) -> None:
+    """Add a row to a parser, without its default, so that the parser returns only what the user has set. Add a switch's
+    opposite unless its name is `taken`; None adds none."""
     options: dict[str, Any] = {"default": argparse.SUPPRESS, "help": row.help + _default_text(row)}
     if row.names[0].startswith("-"):
         options["dest"] = row.dest
     if row.switch:
         section.add_argument(*row.names, action="store_true", **options)
-        if undo:
-            opposites = [f"--{name[5:]}" if name.startswith("--no-") else f"--no-{name[2:]}" for name in row.names]
-            section.add_argument(*opposites, action="store_false", **options | {"help": argparse.SUPPRESS})
+        names = [f"--{name[5:]}" if name.startswith("--no-") else f"--no-{name[2:]}" for name in row.names]
+        if taken is not None and not taken & {*names}:
+            section.add_argument(*names, action="store_false", **options | {"help": argparse.SUPPRESS})
         return
     choices, kind = (row.type, str) if isinstance(row.type, tuple) else (None, row.type or str)
     metavar = row.metavar or getattr(kind, "metavar", None)

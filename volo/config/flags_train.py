@@ -221,7 +221,7 @@ EMA = Group(
         "--model-ema",
         flag("--model-ema-decay", t.SHARE, 0.99992, "share of the old average per update; less in short runs"),
         switch("--model-ema-warmup", "let the decay grow from small values at the start"),
-        switch("--model-ema-force-cpu", "keep the average on the CPU of rank 0, not validated"),
+        switch("--model-ema-force-cpu", "keep it on rank 0's CPU, not validated: each update waits for all weights"),
     ),
 )
 
@@ -232,7 +232,8 @@ PRECISION = Group(
     CHANNELS_LAST,
     switch("--grad-checkpointing", "recompute activations in the backward pass to save memory"),
     *COMPILE,
-    switch("--no-cuda-graph", "launch each operation of a step, which a GPU else repeats as one CUDA graph"),
+    switch("--cuda-graph", "repeat a step as one CUDA graph on several GPUs, too", excludes=("no_cuda_graph",)),
+    switch("--no-cuda-graph", "launch each operation of a step, which one GPU else repeats as one CUDA graph"),
     flag("--activation-memory-budget", t.SHARE, None, "keep this share of a graph's activations (1)", needs=INDUCTOR),
     OUTLOOK_KERNEL,
     switch("--torchscript", "refused: use --torchcompile", refused=NO_TORCHSCRIPT),

@@ -138,19 +138,23 @@ def _bytes(tensors: Iterable[Tensor]) -> int:
 
 
 def memory_report(
-    args: Namespace, master: nn.Module, model: nn.Module, shape: StepShape, device: torch.device
+    args: Namespace, master: nn.Module, model: nn.Module, shape: StepShape, device: torch.device, graph: bool = False
 ) -> list[str]:
     """Return the lines of `--dry-run` about operations and memory.
 
     Args:
         master: The model that is optimized.
         model: The module that computes: `master` or its bfloat16 copy. It is put into training mode.
+        graph: Whether a step is rehearsed before it is repeated as a CUDA graph.
     """
     set_train_mode(model, args.freeze_bn or args.freeze)
     fixed_parts = fixed_memory(args, master, device)
     total = sum(fixed_parts.values())
     terms = " + ".join(f"{name} {size / GIB:.2f}" for name, size in fixed_parts.items())
     lines = [f"memory without activations: {terms} = {total / GIB:.2f} GiB a rank"]
+    if graph:  # the host holds the state before the update, and the weights that both ways lead to
+        held = 2 * _bytes(master.parameters()) + sum(fixed_parts.get(n, 0) for n in ("weights", "optimizer", "EMA"))
+        lines.append(f"memory of the host while the CUDA graph of a step is tried: {held / GIB:.2f} GiB a rank")
     try:
         gmacs = flops_per_image(master, shape.input_size) / 2e9
         fixed, per_image = activations_of(model, shape)

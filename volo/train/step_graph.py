@@ -30,6 +30,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tlt.api import StepKey
 from tlt.data.batch import Batch
+from tlt.errors import UserError
 from tlt.mix import MixRatios
 from tlt.models.spatial import Size
 from tlt.models.wrap import MixPoint
@@ -61,22 +62,26 @@ def use_own_stream(device: torch.device) -> None:
 
 
 def step_of(run: Run, training: Training) -> Step:
-    """Return the step of a run. If it could be a graph but isn't, log why."""
-    if run.world.device.type != "cuda":
-        return Step(run, training)
+    """Return the step of a run. If a GPU launches it, log why. Raises UserError as `why_launched`."""
     if not (reason := why_launched(run, training)):
         return StepGraph(run, training)
-    run.logger.line(f"steps are launched, not repeated as a CUDA graph: {reason}")
+    if run.world.device.type == "cuda":
+        run.logger.line(f"steps are launched, not repeated as a CUDA graph: {reason}")
     return Step(run, training)
 
 
 def why_launched(run: Run, training: Training) -> str:
-    """Return the reason why steps can't be repeated as a graph: they involve the host, say; "" if they can."""
+    """Return the reason why steps are not repeated as a graph: they involve the host, say; "" if they are.
+
+    Raises:
+        UserError: They can't be, although `--cuda-graph` asks for it.
+    """
     args, model, several = run.args, training.model, run.world.size > 1
     kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
     hooks = [hook for module in model.modules() for kind in kinds for hook in getattr(module, kind).values()]
     plain = isinstance(model, DistributedDataParallel) and not model.find_unused_parameters  # not compiled as a whole
     reasons = {
+        "this is no GPU": run.world.device.type != "cuda",
         "--no-cuda-graph": args.no_cuda_graph,
         sharding_flag(args): bool(sharding_flag(args)),
         f"--torchcompile-mode {args.torchcompile_mode} makes graphs": args.torchcompile_mode in CUDA_GRAPH_MODES,
@@ -92,7 +97,11 @@ def why_launched(run: Run, training: Training) -> str:
         "--grad-compression": several and args.grad_compression != "none",
         "several GPUs, and weights without a gradient or a model that is compiled as a whole": several and not plain,
     }
-    return next((reason for reason, holds in reasons.items() if holds), "")
+    reason = next((reason for reason, holds in reasons.items() if holds), "")
+    if reason and args.cuda_graph:
+        raise UserError(f"--cuda-graph: steps can't be repeated as a CUDA graph ({reason}); leave it out")
+    unseen = "nobody has seen a graph on several GPUs yet, --cuda-graph asks for it"
+    return unseen if several and not (reason or args.cuda_graph) else reason
 
 
 @dataclass
@@ -215,6 +224,7 @@ class StepGraph(Step):
         self._warm_up, self.precision.keeps_gradients = math.inf, False
         for state in self._sizes.values():
             state.to_launch = math.inf
+            state.inputs = None
         for module in (self.model, self.state.model):
             forget_backward(module)
         gc.collect()  # the loop has switched the collector off, and launched steps need the capture's memory
