@@ -282,7 +282,7 @@ class EvalDataset(BatchDataset):
             try:
                 opened[index] = self._open(index)
             except BadImage as error:
-                failed[index] = error
+                failed[index] = BadImage(str(error))  # the caught one holds its frames, and so this batch
         self.worker_status.mark(-1)
         requests = [self._request(image) for image in opened.values()]
         decoded = self.backend.decode_batch(requests, self.size, self.fill)

@@ -86,15 +86,15 @@ class DaliBackend(Backend):
         host = self._host.decode_batch([requests[row] for row in host_rows], size, fill)
         bad = {host_rows[position]: error for position, error in host.bad.items()}
         if 1 < len(accelerated) == len(failed) and not bad.keys() >= set(accelerated):
-            raise UserError(f"--data-backend {self.name}: DALI fails at images that are fine: {_reason(failed[0])}")
+            raise UserError(f"--data-backend {self.name}: DALI fails at images that are fine: {failed[0]}")
         whole = torch.empty(len(requests), 3, *size, dtype=torch.uint8, device=self.device)
         whole[rows], whole[host_rows] = images, host.images.to(self.device)
         return Decoded(whole, bad)
 
     def _decode_accelerated(
         self, requests: list[Request], size: Size, fill: Sequence[int]
-    ) -> tuple[Tensor, dict[int, Exception]]:
-        """Return the images (n, 3, H, W) that the pipeline can decode, and the errors of the others by row.
+    ) -> tuple[Tensor, dict[int, str]]:
+        """Return the images (n, 3, H, W) that the pipeline can decode, and why the others failed, by row.
 
         One bad image fails a whole run. Then we decode each image alone, so that none depends on others of its batch.
         """
@@ -104,7 +104,7 @@ class DaliBackend(Backend):
             images = _run(requests, size, self.threads, self.device, tuple(fill) if self.resizes else None)
         except _FAILURES as error:
             if len(requests) == 1:
-                return torch.empty(0, 3, *size, dtype=torch.uint8, device=self.device), {0: error}
+                return torch.empty(0, 3, *size, dtype=torch.uint8, device=self.device), {0: _reason(error)}
             alone = [self._decode_accelerated([request], size, fill) for request in requests]
             failed = {row: error for row, (_, errors) in enumerate(alone) for error in errors.values()}
             return torch.cat([image for image, _ in alone]), failed

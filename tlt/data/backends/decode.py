@@ -109,7 +109,7 @@ class Backend:
                 pixels = self.decode(request.encoded, request.crop, request.size, request.interpolation)
                 images[row] = cut(pixels, request.top, request.left, size, fill)
             except BadImage as error:
-                bad[row] = error
+                bad[row] = BadImage(str(error))  # the caught one holds its frames, and so the memory of this batch
         return Decoded(images, bad)
 
 
