@@ -226,6 +226,7 @@ def time_arms(args: Namespace, rows: Rows, arms: Sequence[Arm], images: int, mak
     Raises:
         UserError: Not one arm runs here, or an arm computes something else; after the others were measured.
     """
+    gc.collect()  # what the model before has left
     device, works = choose_device(args.device, 0), dict[str, Callable[[], int]]()
     facts: dict[str, dict[str, Any]] = {}
     for arm in arms:
@@ -233,14 +234,16 @@ def time_arms(args: Namespace, rows: Rows, arms: Sequence[Arm], images: int, mak
         facts[arm.name] = {"model": flags.model, "arm": arm.name, "type": dtype, "images": images, "px": flags.img_size}
         with rows.measuring(facts[arm.name]):
             work = make(arm)
+            gc.collect()  # what the check of this arm needed
             began = time.perf_counter()
             with compile_errors_told(arm.flags):
                 _batches(work, args.warm_up + getattr(work, "launched_first", 0), images, device)
             facts[arm.name] |= {"start, s": time.perf_counter() - began, **_memory(work, images, device)}
+            facts[arm.name] |= {"note": note} if (note := getattr(work, "note", "")) else {}
             works[arm.name] = partial(_batches, work, args.steps, images, device)
             alone = in_turns({arm.name: works[arm.name]}, 1)
             rows.write(facts[arm.name] | {"rounds": "1, alone"} | _speed(alone, arm.name, images))
-        gc.collect()  # what the check of this arm needed
+        gc.collect()  # what an arm that failed has left
     timings = in_turns(works, args.rounds)
     for name in timings:
         rows.write(facts[name] | {"rounds": args.rounds} | _speed(timings, name, images))

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from benchmarks import arms
 from benchmarks.arms import Arm
-from benchmarks.rounds import OUTPUT, Rows
+from benchmarks.rounds import OUTPUT, Rows, synchronize
 from tlt import Batch, StepKey
 from tlt.errors import UserError
 from tlt.loss import LossTerms
@@ -88,15 +88,20 @@ class _Case:
         labels, _ = open_labels(ours.flags, folder, self.first.num_classes)
         loader = train_loader(ours.flags, folder, labels, self.settings, World(0, 0, 1, device))
         self.batches: list[Batch] = list(islice(loader.epoch(0), 2))
+        synchronize(device)  # arms use them on other streams
 
     def step(self, arm: Arm) -> TrainStep:
         """Return the arm's step. Raises DifferentResult: it computes something else than ours in float32."""
         still = Arm(arm.name, Namespace(**(vars(arm.flags) | {"drop_path": 0.0})))
         with arms.exact_float32(), compile_errors_told(arm.flags):
-            arms.check_same(arm.name, self._build(still)(), self._exact, arms.TOLERANCE[arm.dtype(self.device)])
+            found, exact = self._build(still)(), self._exact
+            synchronize(self.device)
+            arms.check_same(arm.name, found, exact, arms.TOLERANCE[arm.dtype(self.device)])
         return self._build(arm)
 
     def _build(self, arm: Arm) -> TrainStep:
+        if not arm.flags.no_cuda_graph:  # a graph that can't be captured makes others of its stream unusable
+            use_own_stream(self.device)
         return TrainStep(arm, arms.build(arm, self.first, self.device), self.criterion, self.batches, self.device)
 
     @cached_property
@@ -124,12 +129,21 @@ class TrainStep:
         training: Any = SimpleNamespace(model=compile_model(computing, arm.flags), state=state, precision=precision)
         training.criterion, training.distillation = replace(criterion, amp_dtype=dtype), None
         run: Any = SimpleNamespace(args=arm.flags, world=World(0, 0, 1, device))
-        run.logger = SimpleNamespace(line=lambda line: print(line) if line.startswith("warning") else None)
+        self._told: list[str] = []
+        self._launched = arm.flags.no_cuda_graph
+        run.logger = SimpleNamespace(line=self._told.append)
         run.guard = SimpleNamespace(watchdog=Watchdog(0, 0, 0, lambda **_: None))  # never started
+        self._stream = torch.cuda.current_stream() if device.type == "cuda" else None
         self.step = step_of(run, training)
         self.step.loss_of = self._loss_of
         self.launched_first = WARM_UP + 1 if isinstance(self.step, StepGraph) else 0
         self.logits: dict[str, Tensor] = {}  # of the newest batch that was launched
+
+    @property
+    def note(self) -> str:
+        """Why a GPU launches this step although its flags ask for a graph, or ""."""
+        newest = "" if self._launched else "".join(self._told[-1:])
+        return "" if newest.startswith("a step is one CUDA graph") else newest
 
     def _loss_of(self, model: Any, batch: Batch, drawn: Drawn) -> LossTerms:
         def kept(*images: Tensor, **options: Any) -> tuple[Tensor, ...]:
@@ -142,6 +156,8 @@ class TrainStep:
 
     def __call__(self) -> dict[str, Tensor]:
         """Do one step; return both heads' logits, the loss, and the norm of the gradient before clipping."""
+        if self._stream is not None:
+            torch.cuda.set_stream(self._stream)
         result = self.step(next(self.batches), StepKey(arms.SEED, next(self.updates)))
         assert result.norm is not None
         return {**self.logits, "loss": result.terms.total, "gradient": result.norm}

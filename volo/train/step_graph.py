@@ -217,7 +217,7 @@ class StepGraph(Step):
     def _capture_or_give_up(self, batch: Batch, key: StepKey) -> None:
         """Capture the graphs. If that fails, or they compute something else, launch all steps from now on."""
         self._watchdog.enter_phase("capture")
-        failure = self._rehearse(batch, key) if self.inputs is None else _failure_of(self._capture)
+        failure = self._capture_and_compare(batch, key) if self.inputs is None else _agreed(self._capture())
         if not failure:
             return
         self._clear()
@@ -230,7 +230,7 @@ class StepGraph(Step):
         gc.collect()  # the loop has switched the collector off, and launched steps need the capture's memory
         self._logger.line(f"warning: steps are launched, no CUDA graph of them: {failure}")
 
-    def _rehearse(self, batch: Batch, key: StepKey) -> str:
+    def _capture_and_compare(self, batch: Batch, key: StepKey) -> str:
         """Do one update with this batch twice from the same state, launched and as a graph, and then restore the state.
         Return how the results differ beyond rounding, or why there is no graph; "" if all is well, or if this update
         shows nothing: then a later one is tried. All ranks return alike.
@@ -238,14 +238,14 @@ class StepGraph(Step):
         The host waits for this once per image size, and holds a copy of the weights and all other state.
         """
         drawn, share = self.criterion.draw(batch, key), batch.size / batch.key.update_samples
-        before: list[Tensor] = []
-
-        def begin() -> None:
-            self.send(batch, drawn)
-            before.extend(value.cpu() for value in self._changed())
-
         self.precision.keeps_gradients = len(self._kinds) > 1
-        if failure := _failure_of(begin):
+        failure, before = "", list[Tensor]()
+        try:
+            self.send(batch, drawn)
+            before += [value.cpu() for value in self._changed()]
+        except Exception as error:  # too little memory
+            failure = _told(error)
+        if failure := _agreed(failure):
             return failure
         launched, weights = self._outcome(lambda last: self.compute(batch, drawn, share, last), key)
         self._go_back(before)
@@ -256,7 +256,7 @@ class StepGraph(Step):
             now.inputs, now.to_launch, now.pause = None, now.pause, 2 * now.pause
             self._logger.line("no CUDA graph yet: this update is not finite, or changes too little to be compared")
             return ""
-        if failure := _failure_of(self._capture):
+        if failure := _agreed(self._capture()):
             return failure
         repeated, weights_again = self._outcome(self._repeat, key)
         self._go_back(before)
@@ -271,8 +271,8 @@ class StepGraph(Step):
             self._logger.line(f"a step is one CUDA graph from here on: {told}")
         return failure
 
-    def _capture(self) -> None:
-        """Capture a graph for each kind of micro-batch. Raise what the operations and libraries raise."""
+    def _capture(self) -> str:
+        """Capture a graph for each kind of micro-batch. Return why that failed, or ""."""
         assert self.inputs is not None
         device, stream = self.numbers.get_device(), torch.cuda.current_stream()
         pool = self._pool = self._pool or torch.cuda.graph_pool_handle()
@@ -287,13 +287,14 @@ class StepGraph(Step):
                     with torch.cuda.graph(graph, pool, stream, capture_error_mode="thread_local"):
                         result = self.compute(*self.inputs, self.numbers[0], last)
                     self._now.graphs[last] = graph, result
-        except Exception:  # errors of operations and libraries, or too little memory
+            return ""
+        except Exception as error:  # errors of operations and libraries, or too little memory
             # torch leaves the generator and the allocator in the state of the failed capture, and keeps its memory.
             generator.graphsafe_set_state(draws)
             with suppress(RuntimeError):  # the capture has ended this already
                 torch._C._cuda_endAllocateToPool(device, pool)
                 torch._C._cuda_releasePool(device, pool)
-            raise
+            return _told(error)
 
     @contextmanager
     def rates_on_device(self) -> Iterator[None]:
@@ -329,16 +330,6 @@ class StepGraph(Step):
             result = run(last)
             numbers += [result.terms.total] if result.norm is None else [result.terms.total, result.norm]
         return torch.stack(numbers).cpu(), [weight.detach().cpu() for weight in self.state.model.parameters()]
-
-
-def _failure_of(work: Callable[[], None]) -> str:
-    """Do the work. Return as `_agreed` why that failed."""
-    failure = ""
-    try:
-        work()
-    except Exception as error:
-        failure = _told(error)
-    return _agreed(failure)
 
 
 def _agreed(failure: str) -> str:
