@@ -27,6 +27,8 @@ from tlt.data.loader import DeviceLoader
 from tlt.data.size_schedule import SizeSchedule
 from tlt.data.sources.image_file import DEFAULT_MAX_PIXELS
 from tlt.data.sources.source import ImageSource
+from tlt.errors import in_range, in_range_all, size_of
+from tlt.labels.store import check_label_classes
 from tlt.mixtoken import sample_box
 
 EMPTY_BOXES = "MixToken mixes nothing: with fewer than 3 tokens in a row or column its boxes are empty"
@@ -49,6 +51,9 @@ class StepKey:
     micro_batch: int = 0
     rank: int = 0
 
+    def __post_init__(self) -> None:
+        in_range_all(0, **self.__dict__)
+
     def seed_torch(self) -> None:
         """Restart torch's generators, which dropout and stochastic depth use, with the seed of this step."""
         torch.manual_seed(self._key(_TORCH_STREAM) >> 1)  # 63 bits
@@ -64,6 +69,7 @@ class StepKey:
 def draw_box(step: StepKey, grid: tuple[int, int]) -> Sequence[int]:
     """Draw MixToken's box `(row0, col0, row1, col1)` of a step, in tokens of `grid`. Warn if `grid` has fewer than 3
     rows or columns: every box is empty then."""
+    grid = size_of("grid", grid)
     if min(grid) < 3:
         warnings.warn(EMPTY_BOXES, stacklevel=2)
     return sample_box(step.generator(_MIX_BOX_STREAM), grid)
@@ -97,7 +103,8 @@ class Loader(DeviceLoader):
         loading: `pin_memory`, `prefetch`, `persistent_workers` and `timeout` of `DeviceLoader`.
 
     Raises:
-        UserError: The images do not fill one global batch, or the backend is unknown.
+        UserError: The images do not fill one global batch, the labels are of other images or classes, a number is out
+            of range, or the backend is unknown.
     """
 
     def __init__(
@@ -125,6 +132,12 @@ class Loader(DeviceLoader):
         label_view: LabelView | None = None,
         **loading: Any,
     ) -> None:
+        in_range_all(
+            1, batch_size=batch_size, micro_batches=micro_batches, world_size=world_size, max_pixels=max_pixels
+        )
+        in_range_all(0, seed=seed, max_bad_images=max_bad_images or 0)
+        if (info := getattr(labels, "info", None)) is not None:
+            check_label_classes(info, "the labels", None, images.class_names)
         if isinstance(backend, str):
             backend = create_backend(backend, max_pixels, workers, device, dct_scaling=not full_decode)
         mean_batch = batch_size if sizes is None else sizes.mean_batch
@@ -151,6 +164,7 @@ class Loader(DeviceLoader):
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of the next pass."""
+        in_range_all(0, epoch=epoch)
         self._next = epoch
 
     def __iter__(self) -> Iterator[Batch]:
@@ -164,8 +178,11 @@ class Loader(DeviceLoader):
 
         Raises:
             WorkerDied: A data worker was killed or ran out of memory.
-            UserError: There are too many unreadable images, a label map is bad, or reading a file takes too long.
+            UserError: There are too many unreadable images, a label map is bad, or reading a file takes too long; or
+                an epoch has no such update.
         """
+        in_range_all(0, epoch=epoch)
+        in_range("start_update", start_update, 0, self.index_stream.updates_per_epoch, whole=True)
         return self._load(self._keys(epoch, start_update))
 
     def _keys(self, epoch: int, start_update: int) -> Iterator[BatchKey]:

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tlt.data.batch import Batch
-from tlt.errors import UserError, in_range, one_of
+from tlt.errors import UserError, in_range, one_of, size_of
 from tlt.label_map import FULL_AREA, Area
 from tlt.mixtoken import Box, mix_tokens
 from tlt.models.extension import Extension, extend
@@ -129,7 +129,7 @@ def _channels(teacher: FeatureTeacher, kind: str) -> int:
 
 class TeacherTargets(NamedTuple):
     """The teacher's targets for B images: of tokens (B, N, C), with the share (B, N) of each that both networks see; or
-    pooled features or logits (B, C), with None."""
+    pooled features or logits (B, C), with 1 (B,) for images of which the teacher has a view, or None for all."""
 
     target: Tensor
     weight: Tensor | None
@@ -146,6 +146,7 @@ class DistillLoss(TokenPlaces):
         temperature: Divides logits; the loss of logits is multiplied by its square.
         grid, window: Those of the student's tokens, as in `tlt.TokenLabelLoss`.
         places: Grid and window for images of other sizes (H, W).
+        img_size: As in `tlt.TokenLabelLoss`.
         scale: Normalises the teacher's features; None leaves them as they are.
     """
 
@@ -156,6 +157,7 @@ class DistillLoss(TokenPlaces):
     grid: Size = (1, 1)
     window: Area = FULL_AREA
     places: Mapping[Size, tuple[Size, Area]] = field(default_factory=dict)
+    img_size: Size | None = None
     scale: TeacherScale | None = None
 
     def __post_init__(self) -> None:
@@ -181,8 +183,9 @@ class DistillLoss(TokenPlaces):
         count = 1 if isinstance(teacher, FeatureTeacher) else len(teacher)
         kinds, fitted = _for_each("kind", settings.get("kind", "token"), count), dict[str, Any]()
         if "token" in kinds:
+            fitted["img_size"], *others = (size_of("img_size", size) for size in (img_size, *sizes))
             fitted["grid"], fitted["window"], _ = token_map(model, img_size)
-            fitted["places"] = {size: token_map(model, size)[:2] for size in sizes}
+            fitted["places"] = {size: token_map(model, size)[:2] for size in others}
         if isinstance(teacher, FeatureTeacher):
             return cls(teacher, **settings, **fitted)
         if count > 1 and getattr(model, "kd_kinds", None) != kinds:
@@ -203,17 +206,19 @@ class DistillLoss(TokenPlaces):
             images: The images as the student sees them, if Mixup or CutMix has mixed them.
 
         Raises:
-            UserError: `seen` has another number of images, or is given together with `images`.
+            UserError: `seen` shows other images, or is given together with `images`; or these have another number.
         """
-        if seen is not None and (images is not None or seen.size != batch.size):
-            raise UserError("a lesson: `seen` has to show the images of the batch, and none that are mixed (`images`)")
         view = batch if seen is None else seen
+        known = {getattr(each.key, "indices", ()) for each in (batch, view)} - {()}  # in host memory
+        other = len(known) > 1 or {view.size, batch.size if images is None else len(images)} != {batch.size}
+        if other or (seen is not None and images is not None):
+            raise UserError("a lesson: `seen` has to show the images of the batch, and none that are mixed (`images`)")
         outputs = self.teacher(view.images if images is None else images, self.kind)
         if self.scale is not None:
             self.scale.update(outputs)
             outputs = self.scale(outputs)
-        if self.kind != "token":
-            return TeacherTargets(outputs, None)
+        if self.kind != "token":  # a view of another image replaces one that could not be decoded
+            return TeacherTargets(outputs, None if seen is None else (batch.indices == seen.indices).to(outputs))
         with torch.autocast(outputs.device.type, enabled=False):
             shares, weight = self.place_shares(batch, view)
             return TeacherTargets(shares @ outputs, weight)
@@ -250,17 +255,18 @@ class DistillLoss(TokenPlaces):
     def distances(self, student: Tensor, targets: TeacherTargets, mixed: float | Tensor = 0.0) -> Tensor:
         """Return the terms whose mean is the loss: (B,), or (B, N) for tokens, or (B, N, N) for pairs of tokens."""
         student, target, weight = student.float(), *targets
-        axes = 2 if weight is not None and self.dense_loss == "gram" else 3  # gram compares tokens of any width
+        axes = 2 if self.kind == "token" and self.dense_loss == "gram" else 3  # gram compares tokens of any width
         if student.shape[:axes] != target.shape[:axes]:
             raise UserError(
                 f"the student gives {tuple(student.shape)}, its teacher {tuple(target.shape)}: give `with_projector` "
                 "the kind, dense_loss and img_size of the loss"
             )
         with torch.autocast(student.device.type, enabled=False):
-            if weight is not None:
+            if self.kind == "token" and weight is not None:
                 return self._token_distance(student, target, weight)
             own_image, partner = (self._pooled_distance(student, image) for image in (target, target.flip(0)))
-            return own_image * (1 - mixed) + partner * mixed
+            weight = torch.ones_like(own_image) if weight is None else weight
+            return own_image * (1 - mixed) * weight + partner * mixed * weight.flip(0)
 
     def _token_distance(self, student: Tensor, target: Tensor, weight: Tensor) -> Tensor:
         if self.dense_loss == "cosine":

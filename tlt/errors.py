@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, metadata
-from numbers import Real
+from numbers import Integral, Real
 from types import ModuleType
 
 
@@ -49,12 +49,28 @@ def one_of(name: str, value: object, choices: Sequence[object]) -> None:
         raise UserError(f"{name} {value}: choose from {', '.join(map(str, choices))}")
 
 
-def in_range(name: str, value: object, low: float, high: float = math.inf, counts: Sequence[int] = (1,)) -> None:
-    """Raise UserError unless the argument `name` is `counts` numbers (one or more allowed counts) in [low, high]."""
-    values = value if isinstance(value, Sequence) else [value]
-    if len(values) not in counts or not all(isinstance(v, Real) and low <= float(v) <= high for v in values):
+def in_range(
+    name: str, value: object, low: float, high: float = math.inf, counts: Sequence[int] = (1,), whole: bool = False
+) -> None:
+    """Raise UserError unless the argument `name` is `counts` numbers (one or more allowed counts) in [low, high]. With
+    `whole` they must be integers."""
+    values, kind = value if isinstance(value, Sequence) else [value], Integral if whole else Real
+    if len(values) not in counts or not all(isinstance(v, kind) and low <= float(v) <= high for v in values):
         many = " or ".join(map(str, counts)) + f" number{'s' * (counts != (1,))}"
-        raise UserError(f"{name} {value}: give {many}, at least {low:g}" + f" and at most {high:g}" * (high < math.inf))
+        limit = f" and at most {high:g}" * (high < math.inf) + ", without a fraction" * whole
+        raise UserError(f"{name} {value}: give {many}, at least {low:g}{limit}")
+
+
+def in_range_all(low: int, **numbers: object) -> None:
+    """Raise UserError unless each of the named arguments is an integer that is not below `low`."""
+    for name, value in numbers.items():
+        in_range(name, value, low, whole=True)
+
+
+def size_of(name: str, size: Sequence[int]) -> tuple[int, int]:
+    """Return the argument `name`, a size (H, W) or a grid, as a tuple. Raise UserError if it is no such sequence."""
+    in_range(name, size, 1, counts=(2,), whole=True)
+    return int(size[0]), int(size[1])
 
 
 def require(module: str, extra: str) -> ModuleType:

@@ -97,6 +97,11 @@ def check_class_id(class_id: int, num_classes: int | None, source: str) -> None:
         raise UserError(f"{source}: class id {class_id} is not {limit}; were these labels made for other classes?")
 
 
+def on_host(tensor: torch.Tensor) -> bool:
+    """Return whether the values of a tensor can be compared now: no device has to be waited for, no code is traced."""
+    return tensor.device.type == "cpu" and not torch.compiler.is_compiling()
+
+
 @dataclass(frozen=True)
 class LabelBatch:
     """The labels of B images as tensors on one device.
@@ -106,13 +111,28 @@ class LabelBatch:
         ids: (B, k, h, w) int32 class ids.
         area: (B, 4) float32, the area `(x0, y0, x1, y1)` of each map.
         largest_id: The largest class id of the batch and the `source` of its map, in host memory, so that
-            `make_targets` can check it without waiting for the device. None if it is not known.
+            `make_targets` can check it without waiting for the device. None is replaced by the largest of ids in host
+            memory; for ids on a device it means that they are below the number of classes.
+
+    Raises:
+        UserError: The shapes do not fit each other, or an id is negative.
     """
 
     values: torch.Tensor
     ids: torch.Tensor
     area: torch.Tensor
     largest_id: tuple[int, str] | None = None
+
+    def __post_init__(self) -> None:
+        values, ids, area = self.values, self.ids, self.area
+        if values.ndim != 4 or values.shape != ids.shape or area.shape != (len(values), 4):
+            shapes = [tuple(part.shape) for part in (values, ids, area)]
+            raise UserError(f"LabelBatch: {shapes} are not values and ids of one shape (B, k, h, w), and areas (B, 4)")
+        object.__setattr__(self, "ids", ids.to(torch.int32))
+        if self.largest_id is None and on_host(ids) and ids.numel():
+            least, largest = map(int, self.ids.aminmax())
+            check_class_id(least, None, "LabelBatch")
+            object.__setattr__(self, "largest_id", (largest, "LabelBatch"))
 
     @classmethod
     def stack(cls, maps: Sequence[LabelMap]) -> LabelBatch:

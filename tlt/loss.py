@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tlt.data.batch import Batch
-from tlt.errors import UserError, in_range
+from tlt.errors import UserError, in_range, in_range_all, size_of
 from tlt.io.chunks import image_chunks
 from tlt.label_map import FULL_AREA, Area
 from tlt.mix import MixRatios
@@ -72,6 +72,7 @@ class TokenLabelLoss(TokenPlaces):
         uncovered: How to treat what no label covers, see `tlt.targets.make_targets`.
         window: The part of an image that the tokens cover (`tlt.models.spatial`).
         places: Grid and window for images of other sizes (H, W).
+        img_size: The size (H, W) of images with `grid` and `window`; None: all that `places` does not name.
     """
 
     grid: tuple[int, int]
@@ -86,8 +87,11 @@ class TokenLabelLoss(TokenPlaces):
     uncovered: str = "ignore"
     window: Area = FULL_AREA
     places: Mapping[tuple[int, int], tuple[tuple[int, int], Area]] = field(default_factory=dict)
+    img_size: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "grid", size_of("grid", self.grid))
+        in_range_all(1, num_classes=self.num_classes)
         for name in ("cls_weight", "dense_weight"):
             in_range(name, getattr(self, name), 0)
         for name in ("gt_weight_agree", "gt_weight_disagree"):
@@ -107,16 +111,16 @@ class TokenLabelLoss(TokenPlaces):
         """
         if not isinstance(model, TOKEN_LABEL_MODELS):
             raise UserError(f"{type(model).__name__} has no dense head: call tlt.with_dense_head(model, img_size)")
-        in_range("img_size", img_size, 1, counts=(2,))
+        img_size, *others = (size_of("img_size", size) for size in (img_size, *sizes))
         if not settings.get("dense_weight", cls.dense_weight):
             for layer in filter(None, (getattr(model, name, None) for name in DENSE_LAYERS)):
                 layer.requires_grad_(False)
         layouts = {
             size: (grid := model.token_grid(size), model.token_positions(size).window(grid, size))
-            for size in (img_size, *sizes)
+            for size in (img_size, *others)
         }
         grid, window = layouts.pop(img_size)
-        return cls(grid, model.num_classes, window=window, places=layouts, **settings)
+        return cls(grid, model.num_classes, window=window, places=layouts, img_size=img_size, **settings)
 
     def targets(self, batch: Batch) -> Targets:
         """Return the targets of a batch, on its device. Its images must not be mixed yet. Raise UserError if its data

@@ -18,6 +18,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tlt.errors import UserError
+from tlt.label_map import on_host
+
 Box: TypeAlias = Sequence[int] | Tensor
 
 
@@ -76,8 +79,15 @@ def unmix_tokens(tokens: Tensor, box: Box, grid: tuple[int, int]) -> Tensor:
 
 def mixed_share(box: Box, grid: tuple[int, int]) -> float | Tensor:
     """Return the share of tokens that show the partner, in [0, 1]; the published code calls one minus it lam. It is a
-    float for a box of ints, and a 0-d float32 tensor on the box's device for a tensor."""
+    float for a box of ints, and a 0-d float32 tensor on the box's device for a tensor. Raise UserError if the box is in
+    host memory and not within the grid."""
     row0, col0, row1, col1 = _edges(box)
+    known = not isinstance(box, Tensor) or on_host(box)
+    if known and not (0 <= row0 <= row1 <= grid[0] and 0 <= col0 <= col1 <= grid[1]):
+        raise UserError(
+            f"MixToken's box {[*map(int, (row0, col0, row1, col1))]} is not within {grid[0]} x {grid[1]} tokens: draw "
+            "it by tlt.draw_box(step, criterion.place(batch.images)[0])"
+        )
     return (row1 - row0) * (col1 - col0) / (grid[0] * grid[1])
 
 

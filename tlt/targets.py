@@ -33,9 +33,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tlt.errors import in_range, one_of
+from tlt.errors import UserError, in_range, in_range_all, one_of, size_of
 from tlt.io.chunks import image_chunks
-from tlt.label_map import FULL_AREA, Area, LabelBatch
+from tlt.label_map import FULL_AREA, Area, LabelBatch, check_class_id, on_host
 
 UNCOVERED = ("ignore", "uniform")
 _ROUNDING = 1e-5  # bound of the relative rounding error of a label's probabilities
@@ -64,15 +64,23 @@ class SparseLabels(NamedTuple):
 
 
 class TokenPlaces:
-    """What losses of tokens have in common: grid and window of the tokens, for images of other sizes in `places`."""
+    """What losses of tokens have in common: grid and window of the tokens in images of `img_size` (None: of any), and
+    for images of other sizes in `places`."""
 
     grid: tuple[int, int]
     window: Area
     places: Mapping[tuple[int, int], tuple[tuple[int, int], Area]]
+    img_size: tuple[int, int] | None
 
     def place(self, images: Tensor) -> tuple[tuple[int, int], Area]:
-        """Return grid and window of the tokens in images (B, 3, H, W)."""
-        return self.places.get((images.shape[-2], images.shape[-1]), (self.grid, self.window))
+        """Return grid and window of the tokens in images (B, 3, H, W). Raise UserError if their size is not known."""
+        size = (images.shape[-2], images.shape[-1])
+        if size not in self.places and self.img_size not in (None, size):
+            raise UserError(
+                f"the loss is for images of {[self.img_size, *self.places]}, not {size}: name all (H, W) in "
+                f"{type(self).__name__}.of(model, img_size, sizes)"
+            )
+        return self.places.get(size, (self.grid, self.window))
 
 
 @dataclass(frozen=True)
@@ -125,16 +133,21 @@ def make_targets(
         window: See `Targets`.
 
     Raises:
-        UserError: `uncovered` is unknown, `smoothing` is out of range, or a class id is too large.
+        UserError: `uncovered` is unknown, a number is out of range, the tensors are of unequal numbers of images, or a
+            class id is too large, where that is known without waiting for the device.
     """
     one_of("--uncovered", uncovered, UNCOVERED)
     in_range("--smoothing", smoothing, 0, 1)
+    grid = size_of("grid", grid)
+    _check_ids(labels, classes, num_classes)
     dtype = torch.promote_types(affine.dtype, torch.float32)
     truth = one_hot(classes, num_classes, smoothing, dtype)
     if labels is None:
         tokens = _truth_tokens(classes, grid, num_classes, smoothing, dtype) if dense else None
         return Targets(truth, tokens, truth, grid, window)
-    labels.check_ids(num_classes)
+    if {len(labels), len(affine), len(visible)} != {len(classes)}:
+        shapes = [tuple(part.shape) for part in (labels.ids, affine, visible, classes)]
+        raise UserError(f"make_targets: labels, affine, visible and classes {shapes} are of unequal numbers of images")
     affine, visible = affine.to(dtype), visible.to(dtype)
     crop_parts, token_parts = [], []
     _, k, h, w = labels.values.shape
@@ -150,6 +163,15 @@ def make_targets(
                 token_parts.append(_soft_labels(points, _token_logits(group, points), num_classes, smoothing))
     tokens = SparseLabels(*(torch.cat(parts) for parts in zip(*token_parts, strict=True))) if dense else None
     return Targets(torch.cat(crop_parts), tokens, truth, grid, window)
+
+
+def _check_ids(labels: LabelBatch | None, classes: Tensor, num_classes: int) -> None:
+    in_range_all(1, num_classes=num_classes)
+    if labels is not None:
+        labels.check_ids(num_classes)
+    if classes.numel() and on_host(classes):
+        for class_id in classes.aminmax():
+            check_class_id(int(class_id), num_classes, "the images")
 
 
 def is_best(labels: SparseLabels, classes: Tensor, num_classes: int) -> tuple[Tensor, Tensor]:
@@ -209,7 +231,8 @@ def _without_repeats(labels: LabelBatch, num_classes: int, dtype: torch.dtype) -
         other = values[:, j : j + 1]
         wins = (other > values) | ((other == values) & (position > j))
         duplicate |= wins & (ids == ids[:, j : j + 1])
-    return LabelBatch(values.masked_fill(duplicate, 0), ids.masked_fill(duplicate, num_classes), labels.area.to(dtype))
+    ids, largest = ids.masked_fill(duplicate, num_classes), labels.largest_id
+    return LabelBatch(values.masked_fill(duplicate, 0), ids, labels.area.to(dtype), largest)
 
 
 class _Points(NamedTuple):

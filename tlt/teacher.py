@@ -15,7 +15,7 @@ from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from torch import Tensor, nn
 
 from tlt.data.augment.device_stage import check_normalisation
-from tlt.errors import UserError, in_range
+from tlt.errors import UserError, size_of
 from tlt.label_map import Area
 from tlt.models.spatial import Size, feature_map
 from tlt.models.wrap import check_interface, find_tokens
@@ -56,7 +56,8 @@ class FeatureTeacher:
         compiled: Callable[[Callable[..., Tensor]], Callable[..., Tensor]] = lambda function: function,
     ) -> None:
         check_interface(model, "forward_features", "pretrained_cfg")
-        self.model, self.img_size, self.amp_dtype = model.eval().requires_grad_(False), img_size, amp_dtype
+        self.model, self.amp_dtype = model.eval().requires_grad_(False), amp_dtype
+        self.img_size = size_of("img_size", img_size)
         check_normalisation(mean, std)
         own = model.pretrained_cfg["mean"], model.pretrained_cfg["std"]
         self._renormalise = Renormalise((mean, std), own, next(model.parameters()).device)
@@ -70,7 +71,7 @@ class FeatureTeacher:
     def __call__(self, images: Tensor, kind: str = "token") -> Tensor:
         """Return, in float32, the logits (B, K) of images (B, 3, H, W), or for kind "feature" the features (B, C) after
         pooling, or for "token" the last map (B, T, C)."""
-        if kind == "token" and tuple(images.shape[2:]) != tuple(self.img_size):
+        if kind == "token" and tuple(images.shape[2:]) != self.img_size:
             raise UserError(f"the teacher is for images of img_size {self.img_size}, not {tuple(images.shape[2:])}")
         with torch.inference_mode(), torch.autocast(images.device.type, self.amp_dtype, self.amp_dtype is not None):
             outputs = self._run(self.model, self._renormalise(images), kind)
@@ -88,7 +89,7 @@ def _features(model: Any, images: Tensor, kind: str) -> Tensor:
 
 def token_map(model: Any, img_size: Size) -> tuple[Size, Area, int]:
     """Return the grid of a model's last map, the part of the image that it covers, and its channels."""
-    in_range("img_size", img_size, 1, counts=(2,))
+    img_size = size_of("img_size", img_size)
     grid, positions, channels, *_ = find_tokens(model, img_size)
     return grid, positions.window(grid, img_size), channels
 
@@ -113,7 +114,7 @@ class TeacherScale(nn.Module):
     def __init__(self, channels: int) -> None:
         super().__init__()
         for name, shape in (("mean", (channels,)), ("variance", ()), ("count", ())):
-            self.register_buffer(name, torch.zeros(shape))
+            self.register_buffer(name, torch.zeros(shape, dtype=torch.float32))
 
     @torch.no_grad()
     def update(self, features: Tensor) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -24,7 +24,6 @@ import volo
 from tests.commands.conftest import ROOT
 from tests.conftest import LIMIT
 from tests.data.conftest import refuses
-from tlt.distill import TeacherTargets
 from volo.config.args import TRAIN
 from volo.train.data import augment_config
 
@@ -125,87 +124,7 @@ def test_augmentation_is_that_of_volo_train_by_default() -> None:
     assert tlt.AugmentConfig((224, 224)) == augment_config(args, settings)
 
 
-SIZE, SQUARE = (64, 64), tlt.AugmentConfig((32, 32))
-MISTAKES: list[tuple[Callable[..., Any], str]] = [
-    (lambda s: tlt.TokenLabelLoss.of(s.plain, SIZE), r"ResNet has no dense head: call tlt.with_dense_head\(model"),
-    (lambda s: tlt.with_dense_head(s.plain, 64), "img_size 64: give 2 numbers, at least 1"),
-    (lambda s: s.loader(32, world_size=2), "20 images, fewer than one global batch of 64"),
-    (lambda s: s.loader(backend="jpg"), "--data-backend jpg: there are torchvision"),
-    (lambda s: s.loader(mean=(124, 116, 104)), r"--mean \(124, 116, 104\): give 1 or 3 numbers, at least 0 and at"),
-    (lambda s: s.loader(mean=(0.5,)), "--std .*: give 1 number"),
-    (lambda s: s.loader(std=(0, 0, 0)), r"--std \(0, 0, 0\): give 3 numbers"),
-    (lambda s: s.loader(std=(58.4, 57.1, 57.4)), "--std .* at most 1"),
-    (lambda s: s.loader(repeats=0), "--aug-repeats 0: give 1 number, at least 1"),
-    (lambda s: s.loader(rank=1), "rank 1: give 1 number, at least 0 and at most 0"),
-    (lambda s: s.loader(workers=-1), "--workers -1"),
-    (lambda s: s.loader(timeout=-5.0), "--loader-timeout -5"),
-    (lambda s: tlt.AugmentConfig(224), "--img-size 224: give 2 numbers"),
-    (lambda s: tlt.AugmentConfig((224, 224), scale=0.5), "--scale 0.5: give 2"),
-    (lambda s: tlt.AugmentConfig((224, 224), ratio=(1.5, 0.5)), r"--ratio \(1.5, 0.5\): give 0 < smallest <= large"),
-    (lambda s: tlt.AugmentConfig((224, 224), hflip="0.5"), "--hflip 0.5"),
-    (lambda s: tlt.AugmentConfig((224, 224), mean=(0.5,)), "--mean .*: give 3 numbers"),
-    (lambda s: tlt.AugmentConfig((224, 224), color_jitter=[0.4, 0.4]), "--color-jitter .*: give 3 numbers"),
-    (lambda s: tlt.AugmentConfig((224, 224), remode="noise"), "--remode noise: choose from const, rand, pixel"),
-    (lambda s: s.loss(dense_weight=-1), "dense_weight -1"),
-    (lambda s: s.loss(gt_weight_agree=50), "gt_weight_agree 50: give 1 number, at least 0 and at most 1"),
-    (lambda s: s.loss(smoothing=1.1).targets(s.batch), "--smoothing 1.1"),
-    (lambda s: s.loss(uncovered="ignored").targets(s.batch), "--uncovered ignored: choose from ignore, uniform"),
-    (lambda s: s.loss(num_classes=3).targets(s.batch), "images are of 4 classes, the model has 3: create it with num"),
-    (lambda s: s.compared(tlt.with_dense_head(s.plain, (32, 32)), s.loss()), "other tokens or classes than the targ"),
-    (lambda s: s.compared(tlt.with_dense_head(s.plain, (32, 32)), s.loss((1, 1), 5)), "other tokens or classes"),
-    (lambda s: s.opened(label_tail="Exact"), "--label-tail Exact: choose from zero, exact"),
-    (lambda s: s.opened(bad_label="none"), "--bad-label none: choose from stop, skip"),
-    (lambda s: tlt.FeatureTeacher(s.plain, SIZE, mean=(124, 116, 104)), "--mean"),
-    (lambda s: s.student(SIZE, "tokens"), "kind tokens: choose from token, feature, logit"),
-    (lambda s: s.student(SIZE, dense_loss="l1"), "dense_loss l1: choose from cosine, smooth-l1"),
-    (lambda s: s.student(64), "img_size 64: give 2 numbers"),
-    (lambda s: tlt.DistillLoss(s.teacher, dense_loss="smooth_l1"), "dense_loss smooth_l1: choose from cosine, smooth-"),
-    (lambda s: tlt.DistillLoss(s.teacher, kind="features"), "kind features: choose from token, feature, logit"),
-    (lambda s: s.teacher(torch.ones(2, 3, 96, 96)), r"teacher is for images of img_size \(64, 64\), not \(96, 96\)"),
-    (lambda s: tlt.TokenLabelLoss.of(tlt.with_dense_head(s.plain, SIZE), 64), "img_size 64: give 2 numbers"),
-    (lambda s: tlt.DistillLoss.of(s.plain, 64, s.teacher), "img_size 64: give 2 numbers"),
-    (lambda s: tlt.DistillLoss(s.teacher, "logit", temperature=0), "temperature 0"),
-    (lambda s: s.lesson("logit", s.batch, s.batch.images), "none that are mixed"),
-    (lambda s: s.lesson("logit", s.batch.select(slice(3))), "the images of the batch"),
-    (lambda s: s.distilled("feature", torch.ones(8, 2, 3), torch.ones(8, 3)), "the student"),
-]
-
-
-@pytest.fixture
-def setting(images: Any, make_labels: Callable[..., Path]) -> SimpleNamespace:
-    """A model of four classes, a teacher, a batch of 8 images and what makes others."""
-
-    def loader(batch_size: int = 8, **options: Any) -> tlt.Loader:
-        return tlt.Loader(images, None, SQUARE, batch_size, **{"workers": 0, **options})
-
-    def loss(grid: tuple[int, int] = (2, 2), num_classes: int = 4, **options: Any) -> tlt.TokenLabelLoss:
-        return tlt.TokenLabelLoss(grid, num_classes, **options)
-
-    def compared(model: Any, criterion: tlt.TokenLabelLoss) -> Any:
-        return criterion(model(batch.images, dense=True), criterion.targets(batch))
-
-    batch, plain = next(iter(loader())), timm.create_model("test_resnet", num_classes=4)
-    labels, teacher = make_labels(Path(images.root).parent), tlt.FeatureTeacher(timm.create_model("test_vit"), SIZE)
-
-    def opened(**options: Any) -> Any:
-        return tlt.open_labels(labels, images.paths, **options)
-
-    def student(*arguments: Any, **options: Any) -> Any:
-        return tlt.with_projector(plain, teacher, *arguments, **options)
-
-    def lesson(kind: str, *arguments: Any) -> Any:
-        return tlt.DistillLoss(teacher, kind).lesson(batch, *arguments)
-
-    def distilled(kind: str, outputs: torch.Tensor, pooled: torch.Tensor) -> Any:
-        return tlt.DistillLoss(teacher, kind)(outputs, TeacherTargets(pooled, None))
-
-    return SimpleNamespace(**locals())
-
-
-def test_fault_41_mistakes_are_one_line(setting: SimpleNamespace) -> None:
-    for mistake, message in MISTAKES:
-        with refuses(message):
-            mistake(setting)
+SQUARE = tlt.AugmentConfig((32, 32))
 
 
 def test_three_strengths_of_colour_jitter_may_be_a_list(images: Any) -> None:

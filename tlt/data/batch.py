@@ -66,8 +66,8 @@ class IndexStream:
     sizes: SizeSchedule | None = None
 
     def __post_init__(self) -> None:
-        in_range("rank", self.rank, 0, self.world_size - 1)
-        in_range("--aug-repeats", self.repeats, 1)
+        in_range("rank", self.rank, 0, self.world_size - 1, whole=True)
+        in_range("--aug-repeats", self.repeats, 1, whole=True)
         largest, parts = self.global_batch, self.world_size * self.micro_batches
         if self.sizes is not None:
             largest = max(self.sizes.batch_sizes) * parts

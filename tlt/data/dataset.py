@@ -63,7 +63,8 @@ class WorkerStatus:
 
     def __init__(self, workers: int) -> None:
         # Without workers the only row belongs to the main process.
-        self._rows = torch.full((max(workers, 1), 2), -1.0, dtype=torch.float64).share_memory_()  # index, time
+        rows = np.full((max(workers, 1), 2), -1.0)  # index, time
+        self._rows = torch.from_numpy(rows).share_memory_()
 
     def mark(self, index: int) -> None:
         """Record that this worker starts to read image `index`, or with -1 that it reads none."""

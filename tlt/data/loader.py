@@ -69,7 +69,7 @@ class DeviceLoader:
         timeout: float = DEFAULT_TIMEOUT,
         skips: SkipCounter | None = None,
     ) -> None:
-        in_range("--workers", workers, 0)
+        in_range("--workers", workers, 0, whole=True)
         in_range("--loader-timeout", timeout, 0)
         self.skips = skips or SkipCounter(len(dataset))
         self.device = torch.device(device)
@@ -208,7 +208,7 @@ class Workers:
         self._sampler.keys = keys
         self.dataset.worker_status.clear()
         try:
-            batches = _start_pass(loader)
+            batches: Any = _start_pass(loader)
         except (RuntimeError, OSError) as error:
             reason = str(error).split("\n")[0]
             raise WorkerDied(f"data workers can't be started, or do not answer ({reason}): {LESS_MEMORY}") from error
@@ -217,9 +217,12 @@ class Workers:
         while (batch := self._next(batches, processes)) is not None:
             if isinstance(batch, UserError):
                 raise batch
+            # The consumer may not ask for the pass's end, as `zip` does not; the workers are kept after the last batch.
+            if ended := self.persistent and batches._send_idx == batches._rcvd_idx:
+                self._loader = loader
             yield batch
-        if self.persistent:
-            self._loader = loader
+            if ended:
+                return
 
     def _new_loader(self) -> DataLoader[Batch | UserError]:
         if self.workers and torch.multiprocessing.get_sharing_strategy() == "file_descriptor":
@@ -249,7 +252,8 @@ class Workers:
                 if wait(sentinels, 0):
                     raise _death_error(processes)
                 try:
-                    return next(batches, None)
+                    with torch.device("cpu"):  # the default device may be another one
+                        return next(batches, None)
                 except (RuntimeError, OSError, EOFError) as error:
                     timed_out = "DataLoader timed out" in str(error)
                     if wait(sentinels, 0 if timed_out else _DYING_S):
@@ -303,7 +307,7 @@ def _start_pass(loader: DataLoader[Batch | UserError]) -> Iterator[Batch | UserE
     the main process, even within an optimizer step; `Workers._next` checks for dead workers instead."""
     settable = hasattr(signal, "SIGCHLD") and threading.current_thread() is threading.main_thread()
     handler = signal.getsignal(signal.SIGCHLD) if settable else None
-    with starting_processes():
+    with starting_processes(), torch.device("cpu"):
         batches = iter(loader)
     if handler is not None:
         signal.signal(signal.SIGCHLD, handler)

@@ -10,7 +10,7 @@ import numpy as np
 from timm.data import ScheduledBatchSampler
 
 from tlt.data.augment.counter import Floats, Ints, keys
-from tlt.errors import UserError
+from tlt.errors import UserError, in_range, size_of
 
 _SIZES = 0x517E5  # id of this random stream; it differs from those of permutations and augmentation
 _AT_LAST = 0.1  # share of a progressive schedule's epochs, at least one, that have the last size only
@@ -48,6 +48,9 @@ class SizeSchedule:
         if len(self.batch_sizes) != len(self.sizes):
             count = f"{len(self.batch_sizes)} batch sizes (--train-batch-sizes)"
             raise UserError(f"{count} for {len(self.sizes)} image sizes (--train-img-sizes): give one for each")
+        object.__setattr__(self, "sizes", tuple(size_of("--train-img-sizes", size) for size in self.sizes))
+        in_range("--train-batch-sizes", self.batch_sizes, 1, counts=(len(self.sizes),), whole=True)
+        in_range("epochs", 1 if self.epochs is None else self.epochs, 1, whole=True)
         self._timm  # noqa: B018 - it checks the numbers
 
     @cached_property

@@ -96,7 +96,7 @@ def open_labels(
         reader = TreeReader(os.fspath(path), packed, num_classes, on_progress)
     root, warnings = printable(reader.root), list[str]()
     if reader.info is not None:
-        _check_classes(reader.info, f"token labels {root}", num_classes, class_names)
+        check_label_classes(reader.info, f"token labels {root}", num_classes, class_names)
         num_classes = num_classes or reader.info.num_classes
         if area not in (None, reader.info.area):
             warnings.append(f"the area {area} overrides {reader.info.area}, which {root} records")
@@ -231,8 +231,8 @@ def sampled_agreement(labels: LabelStore, classes: np.ndarray, sample: int) -> A
     return tally
 
 
-def _check_classes(info: LabelInfo, where: str, count: int | None, class_names: Sequence[str] | None) -> None:
-    """Raise UserError if the labels have other classes than the model or the class folders."""
+def check_label_classes(info: LabelInfo, where: str, count: int | None, class_names: Sequence[str] | None) -> None:
+    """Raise UserError if the labels have other classes than the model, or others or fewer than the class folders."""
     if count and info.num_classes and count != info.num_classes:
         raise UserError(
             f"{where} has labels of {info.num_classes} classes, but the model has {count}: give "
@@ -243,9 +243,11 @@ def _check_classes(info: LabelInfo, where: str, count: int | None, class_names: 
             f"{where} has class ids up to {info.max_id}, which are not in 0..{count - 1} (--num-classes {count}); "
             "were these labels made for other classes?"
         )
-    if class_names is None or info.transfer or info.class_names in (None, list(class_names)):
+    if class_names is None or info.transfer:
         return
-    difference = first_difference(info.class_names or [], class_names)
+    if info.class_names in (None, list(class_names)) and len(class_names) <= (info.num_classes or len(class_names)):
+        return
+    difference = first_difference(info.class_names or list(class_names)[: info.num_classes], class_names)
     raise UserError(f"{where} was made for other class folders ({difference}); make labels for this data set")
 
 

@@ -18,7 +18,7 @@ import torch
 from timm.layers import to_2tuple
 from torch import Tensor, nn
 
-from tlt.errors import UserError, in_range
+from tlt.errors import UserError, size_of
 from tlt.mixtoken import Box, mix_cells, mix_tokens
 from tlt.models.extension import Extension, extend
 from tlt.models.spatial import Size, TokenGrid, downsampling_layers, feature_map, norm_after_pooling, positions_of
@@ -167,8 +167,7 @@ def with_dense_head(model: Any, img_size: tuple[int, int] | None = None) -> Any:
     if isinstance(model, TOKEN_LABEL_MODELS):
         return model
     check_interface(model, "num_classes", "forward_features", "forward_head")
-    in_range("img_size", img_size or _own_size(model), 1, counts=(2,))
-    size = _own_size(model) if img_size is None else (img_size[0], img_size[1])
+    size = size_of("img_size", _own_size(model) if img_size is None else img_size)
     try:
         if not model.num_classes:
             raise UserError("it has no classes")

@@ -47,7 +47,7 @@ def absorb(state: Tensor | int, word: Tensor) -> Tensor:
 def _words(values: npt.ArrayLike | int) -> Tensor:
     """Turn integers into words, at least one-dimensional."""
     if isinstance(values, int):
-        return torch.tensor([_signed(values)])
+        return torch.tensor([_signed(values)], device="cpu")
     return torch.from_numpy(np.atleast_1d(np.asarray(values, np.int64)))
 
 

@@ -187,7 +187,8 @@ class EvalStage(Constants):
     def __init__(self, mean: Sequence[float], std: Sequence[float]) -> None:
         super().__init__()
         check_normalisation(mean, std)
-        levels, deviations = (255 * torch.tensor(tuple(part), device="cpu").view(1, -1, 1, 1) for part in (mean, std))
+        parts = (torch.tensor(tuple(part), dtype=torch.float32, device="cpu") for part in (mean, std))
+        levels, deviations = (255 * part.view(1, -1, 1, 1) for part in parts)
         self.hold(mean=levels, scale=1 / deviations)
 
     @torch.no_grad()

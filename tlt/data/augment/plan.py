@@ -26,7 +26,7 @@ from tlt import geometry
 from tlt.data.augment import rand_augment
 from tlt.data.augment.counter import Bools, Floats, Ints, keys, uniform
 from tlt.data.augment.rand_augment import Kernel, RandAugmentPolicy
-from tlt.errors import UserError, in_range, one_of
+from tlt.errors import UserError, in_range, one_of, size_of
 
 Range = tuple[float, float]
 Draw = Callable[[int, int], Floats]  # (stream, k) -> uniform numbers (B, k)
@@ -74,14 +74,14 @@ class AugmentConfig:
     no_aug: bool = False  # squash the whole image to `size` and do nothing else, as timm's --no-aug
 
     def __post_init__(self) -> None:
-        in_range("--img-size", self.size, 1, counts=(2,))
+        object.__setattr__(self, "size", size_of("--img-size", self.size))
         for name in ("scale", "ratio"):
             in_range(f"--{name}", pair := getattr(self, name), 0, counts=(2,))
             if not 0 < pair[0] <= pair[1]:
                 raise UserError(f"--{name} {pair}: give 0 < smallest <= largest")
         for name in ("hflip", "vflip", "reprob"):
             in_range(f"--{name}", getattr(self, name), 0, 1)
-        in_range("--recount", self.recount, 1)
+        in_range("--recount", self.recount, 1, whole=True)
         one_of("--remode", self.remode, ERASE_MODES)
         one_of("--train-interpolation", self.interpolation, tuple(INTERPOLATIONS))
         in_range("--color-jitter", self._strengths, 0, counts=(3,))

@@ -5,6 +5,7 @@ The table of kinds is here so that flags can be checked before the module of a k
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Callable, Sequence
 from importlib import import_module
@@ -30,7 +31,7 @@ KINDS = [f"{kind}/{name}".rstrip("/") for kind, (_, _, names) in OPENERS.items()
 
 
 def open_images(
-    data: str | None,
+    data: str | os.PathLike[str] | None,
     split: str,
     dataset: str | None = "",
     class_names: Sequence[str] | None = None,
@@ -60,6 +61,7 @@ def open_images(
     from tlt.data.sources.source import check_classes
 
     kind, name = parse_kind(dataset)
+    data = data and os.fspath(data)
     if data is None and needs_folder(dataset):
         raise UserError("DATA is missing: the folder that holds the images")
     try:
@@ -78,7 +80,7 @@ def open_images(
         # For a folder without splits, --val-fraction makes both splits.
         held_out = split_flag == "--val-split" or (split_flag == "--train-split" and not kind)
         hint = "; --val-fraction 0.1 makes a split" if held_out else ""
-        hint += "" if kind or dataset is None else other_kinds(data or "")
+        hint += "" if kind or dataset is None else other_kinds(os.fspath(data or ""))
         raise UserError(f"{error} ({split_flag}){hint}") from error
     check_classes(images.classes, images.class_names, printable(images.root))
     folded = Counter(map(str.casefold, images.class_names))

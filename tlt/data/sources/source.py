@@ -62,7 +62,7 @@ class ImageSource:
     def number_by(self, class_names: Sequence[str]) -> None:
         """Renumber the classes by another class list, that of the training set or a class map, matching names. If the
         list has none of the names and they are numbers, class i becomes entry i of the list. Raise UserError if the
-        list lacks a class."""
+        list lacks a class or has one twice."""
         names, numbers = self.class_names, {name: number for number, name in enumerate(class_names)}
         if numbers.keys().isdisjoint(names) and names == [str(n) for n in range(min(len(names), len(numbers)))]:
             self.folder_names = [class_names[int(name)] for name in self.folder_names]
@@ -75,6 +75,7 @@ class ImageSource:
                 )
             self.classes = np.array([numbers.get(name, -1) for name in names], np.int64)[self.classes]
         self.class_names = list(class_names)
+        check_classes(self.classes, class_names, f"the class list for {printable(self.root)}")
 
     def select(self, rows: Sequence[int] | np.ndarray) -> ImageSource:
         """Return a source of the images `rows`, in that order, or of those for which a mask `rows` (N,) is true."""
