@@ -1,16 +1,21 @@
 """The checkpoints of a run: which are kept, which is the best; what a kill leaves."""
 
+import errno
 import os
 import random
+import stat
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from timm.utils import CheckpointSaver
 
 from tests.train.small_run import build, epoch_of, names, resumed, same, save, train
 from tlt.errors import NonFiniteError
-from volo.checkpoint.checkpoint import CheckpointDir, save_checkpoint
+from tlt.io import files as io_files
+from volo.checkpoint.checkpoint import CheckpointDir, NotWrittenError, save_checkpoint
 from volo.checkpoint.resume import find_resume
 from volo.checkpoint.state import TrainState
 
@@ -130,6 +135,28 @@ def test_fault_02_order_of_syncs_and_renames(tmp_path: Path, monkeypatch: pytest
     staged = f".staged-{os.getpid()}-last.pth.tar"
     expected = [f"fsync {staged}", f"replace {staged}", f"fsync {tmp_path.name}"]
     assert [e for e in events if not e.startswith("unlink")] == expected
+
+
+@pytest.mark.parametrize("number", [errno.EINVAL, errno.EOPNOTSUPP, errno.EIO])
+def test_a_folder_that_can_not_be_synced(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Shared folders of virtual machines and mounts by CIFS and sshfs refuse it. A disk's error is a failure."""
+    fsync = os.fsync
+
+    def sync(descriptor: int) -> None:
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise OSError(number, os.strerror(number))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", sync)
+    monkeypatch.setattr(io_files, "_told_unsynced", False)
+    for name in ("last.pth.tar", "checkpoint-0.pth.tar"):
+        with pytest.raises(NotWrittenError) if number == errno.EIO else nullcontext():
+            save_checkpoint(tmp_path / name, {"x": 1})
+    assert torch.load(tmp_path / "last.pth.tar", weights_only=True)["x"] == 1
+    told = capfd.readouterr().err
+    assert told.count("can't sync folders") == (number != errno.EIO) and told.count("\n") <= 1
 
 
 def two_epochs_of_three(directory: Path) -> tuple[TrainState, CheckpointDir]:

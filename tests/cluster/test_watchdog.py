@@ -110,3 +110,32 @@ def test_a_program_is_loaded_whole_before_a_signal_ends_it_and_no_other_one(tmp_
     command, env = [sys.executable, "-c", TOLD_WHILE_LOADED], {**os.environ, "PYTHONPATH": f"{ROOT}:{tmp_path}"}
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=LIMIT)
     assert done.stdout.split() == ["loaded", "85", "0"], done.stderr
+
+
+SUSPENDED = """
+import sys, time
+from volo.cluster.watchdog import Watchdog
+Watchdog.START_S = 2.0
+dog = Watchdog(0, 2.0, 50.0, note=lambda **fields: print("noted"))
+dog.start()
+for _ in range(4):
+    dog.enter_phase("step")
+    print("step", flush=True)
+    time.sleep(0.7)
+time.sleep(600)
+"""
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGSTOP"), reason="stops a process")
+def test_a_suspended_process_hangs_only_if_it_does_so_later() -> None:
+    with subprocess.Popen([sys.executable, "-c", SUSPENDED], cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        try:
+            assert process.stdout.readline() == "step\n"
+            process.send_signal(signal.SIGSTOP)
+            time.sleep(5)
+            process.send_signal(signal.SIGCONT)
+            assert process.stdout.read().split() == ["step", "step", "step", "noted"]
+            assert process.wait(LIMIT) == 5
+        finally:
+            process.kill()

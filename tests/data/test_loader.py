@@ -1,8 +1,8 @@
 """Loaders: the same batches for any number of workers, each image once, and faults reported in one line."""
 
+import errno
 import gc
 import itertools
-import json
 import multiprocessing
 import os
 import random
@@ -232,23 +232,55 @@ def test_a_tmpdir_with_too_long_a_name_for_sockets_is_told_before_workers_start(
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="forks")
-def test_no_worker_outlives_a_main_process_that_is_killed_even_one_that_hangs() -> None:
+@pytest.mark.parametrize("state", ["hangs", "has not begun"])
+def test_no_worker_outlives_a_killed_main_process(state: str, monkeypatch: pytest.MonkeyPatch) -> None:
     reads, writes = os.pipe()
+
+    def begin() -> None:
+        if state == "hangs":
+            jobs.begin_process()
+        os.write(writes, f"{os.getpid():8d}".encode())
+        time.sleep(0 if state == "hangs" else LIMIT)
+
+    monkeypatch.setattr(loading, "begin_process", begin)
     if not (main := os.fork()):
         try:
-            batches = loader(2, Hostile("hang")).epoch(0)
-            next(batches)
-            os.write(writes, json.dumps([worker.pid for worker in multiprocessing.active_children()]).encode())
-            time.sleep(LIMIT)
+            list(loader(2, Hostile("hang")).epoch(0))
         finally:
             os._exit(1)
     os.close(writes)
-    assert select.select([reads], [], [], LIMIT)[0]
-    workers = json.loads(os.read(reads, 999))
+    workers = list[int]()
+    for _ in range(2):
+        assert select.select([reads], [], [], LIMIT)[0]
+        workers.append(int(os.read(reads, 8)))
+    time.sleep(0.3 if state == "hangs" else 0)
     os.kill(main, signal.SIGKILL)
     os.waitpid(main, 0)
-    assert len(workers) == 2
     wait_until(lambda: not any(map(alive, workers)))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="forks")
+def test_a_fork_ends_if_its_parent_has_ended_already() -> None:
+    if not (fork := os.fork()):
+        try:
+            jobs._starting = 1  # another process than its parent
+            jobs._end_with_forking_process()
+        finally:
+            os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(fork, 0)[1]) == 1
+
+
+def test_shared_memory_is_for_workers_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: object, **__: object) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    expected = [*loader().epoch(0)]
+    monkeypatch.setattr(torch.Tensor, "share_memory_", lambda tensor: refused())
+    monkeypatch.setattr(multiprocessing.synchronize.SemLock, "__init__", refused)
+    assert same(loader().epoch(0), expected) and list(jobs.in_processes(slowly, None, range(2), 1, "")) == [0, 1]
+    assert refusal(loader(1).epoch(0)).startswith("data workers can't be started, or do not answer ([Errno 30] Read-")
+    with pytest.raises(UserError, match=r"reading: no processes \(Read-only .*\): make room in /dev/shm"):
+        list(jobs.in_processes(slowly, None, range(2), 2, "reading"))
 
 
 def alive(process: int) -> bool:

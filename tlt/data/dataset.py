@@ -59,21 +59,21 @@ class LabelReader(Protocol):
 
 
 class WorkerStatus:
-    """Records which image each worker is reading and since when, in memory that all processes share."""
+    """Records which image each worker is reading and since when, in memory that all processes share.
+
+    Raises:
+        RuntimeError: There are workers, and torch gets no shared memory.
+    """
 
     def __init__(self, workers: int) -> None:
         # Without workers the only row belongs to the main process.
         rows = np.full((max(workers, 1), 2), -1.0)  # index, time
-        self._rows = torch.from_numpy(rows).share_memory_()
+        self._rows = torch.from_numpy(rows).share_memory_() if workers else torch.from_numpy(rows)
 
     def mark(self, index: int) -> None:
         """Record that this worker starts to read image `index`, or with -1 that it reads none."""
         worker = get_worker_info()
         self._rows.numpy()[worker.id if worker else 0] = index, time.monotonic()  # one clock for all processes
-
-    def clear(self) -> None:
-        """Clear all records, before new workers start."""
-        self._rows.fill_(-1)
 
     def longest(self) -> tuple[int, float] | None:
         """Return the image that a worker has been reading for longest, and for how many seconds, or None."""

@@ -196,7 +196,6 @@ class Workers:
         self.persistent = persistent and self.workers > 0
         self._sampler = _Keys()
         self._loader: DataLoader[Batch | UserError] | None = None
-        dataset.worker_status = WorkerStatus(self.workers)
 
     def run(self, keys: Iterator[BatchKey]) -> Iterator[Batch]:
         """Yield the batches of the keys, in their order. Raises UserError."""
@@ -204,10 +203,10 @@ class Workers:
         return _from_one_thread(batches, self.dataset, self.timeout) if self.in_thread else batches
 
     def _run(self, keys: Iterator[BatchKey]) -> Iterator[Batch]:
-        loader, self._loader = self._new_loader() if self._loader is None else self._loader, None
         self._sampler.keys = keys
-        self.dataset.worker_status.clear()
         try:
+            loader = self._new_loader() if self._loader is None else self._loader
+            self._loader = None  # a pass that begins meanwhile has workers of its own
             batches: Any = _start_pass(loader)
         except (RuntimeError, OSError) as error:
             reason = str(error).split("\n")[0]
@@ -227,6 +226,7 @@ class Workers:
     def _new_loader(self) -> DataLoader[Batch | UserError]:
         if self.workers and torch.multiprocessing.get_sharing_strategy() == "file_descriptor":
             _check_sockets()
+        self.dataset.worker_status = WorkerStatus(self.workers)
         return DataLoader(
             self.dataset,
             batch_size=None,
@@ -245,12 +245,14 @@ class Workers:
 
     def _next(self, batches: Iterator[Batch | UserError], processes: list[BaseProcess]) -> Batch | UserError | None:
         """Wait for the next batch and return it, or None at the end. Raise UserError if that fails."""
-        began, sentinels = time.monotonic(), [process.sentinel for process in processes]
+        sentinels = [process.sentinel for process in processes]
+        waited = 0.0  # seconds; at most a wait's limit for each, because this process may have been suspended in it
         try:
             while True:
                 # Check before each wait: a worker that was killed while sending may have left half a batch.
                 if wait(sentinels, 0):
                     raise _death_error(processes)
+                began = time.monotonic()
                 try:
                     with torch.device("cpu"):  # the default device may be another one
                         return next(batches, None)
@@ -260,7 +262,8 @@ class Workers:
                         raise _death_error(processes) from error
                     if not timed_out:
                         raise out_of_memory(error) or error from error
-                if self.timeout and time.monotonic() - began >= self.timeout:
+                waited += min(time.monotonic() - began, _LOOK_S)
+                if self.timeout and waited >= self.timeout:
                     raise _timeout_error(self.dataset, self.timeout)
         except BaseException:
             _kill(processes, os.getpid())  # otherwise torch would wait 10 s for each worker that hangs

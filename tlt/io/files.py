@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import stat
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -25,6 +26,9 @@ _OF_THE_FILE = {
     *(errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.EACCES, errno.EPERM),
     *(errno.ENXIO, errno.ENODEV, errno.EINVAL, errno.EOVERFLOW, errno.EFBIG, errno.ESPIPE, errno.EILSEQ),
 }
+# Error numbers of a folder's fsync that say "this file system can't", not "it failed".
+_CANNOT_SYNC = {errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS}
+_told_unsynced = False  # whether this process has said so
 
 Result = TypeVar("Result")
 
@@ -110,12 +114,24 @@ def read_bytes(path: str | Path) -> bytes:
 
 
 def sync_folder(folder: str | Path) -> None:
-    """Wait until the names in a folder are on the disk (not on Windows, where folders can't be opened)."""
+    """Wait until the names in a folder are on the disk.
+
+    Windows can't open folders, and some file systems (CIFS, sshfs, shared folders of virtual machines) can't sync them.
+    The latter is told once, because it is no failure: the files are there, and only a power cut may lose new names.
+    """
+    global _told_unsynced
     if os.name == "nt":
         return
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in _CANNOT_SYNC:
+            raise
+        if not _told_unsynced:
+            _told_unsynced = True
+            where = f"the file system of {printable(str(folder))} can't sync folders ({error.strerror})"
+            print(f"warning: {where}: a power cut may lose the newest files", file=sys.stderr, flush=True)
     finally:
         os.close(descriptor)
 

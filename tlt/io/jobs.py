@@ -25,6 +25,7 @@ from typing import Any, TypeVar
 from tqdm import tqdm
 
 from tlt.errors import WorkerDied
+from tlt.io.files import os_errors_as
 
 Job = TypeVar("Job")
 Item = TypeVar("Item")
@@ -37,11 +38,14 @@ Result = TypeVar("Result")
 START_METHOD = "fork" if sys.platform == "linux" else "spawn"
 _ROOT = Path("/")
 _PR_SET_PDEATHSIG = 1
+_C_LIBRARY = ctypes.CDLL(None) if sys.platform == "linux" else None
 _JOB: list[Any] = []  # the job of this process
-_by_main_thread = False  # whether the main thread started this process, or is starting processes
+_starting = 0  # the process whose main thread is starting others, or 0
+_ends_with_parent = False  # whether the kernel ends this process when the one that forked it ends
 _REPORT_SECONDS = 10.0  # between progress lines if there is no terminal
 _LOOK_SECONDS = 0.2  # between checks that the main process is alive
 _FIRST_SECONDS = 3.0  # until the first line of a search; most searches take less
+_ALONE = "make room in /dev/shm (docker --shm-size), or give --workers 1"
 _START_SECONDS = 300.0  # for a process to start; a forked one takes milliseconds
 
 
@@ -144,28 +148,42 @@ def starting_processes() -> Iterator[None]:
     Garbage of the main process must not be collected in a fork: a DALI pipeline that is freed there waits for ever for
     threads that only the main process has.
     """
-    global _by_main_thread
-    _by_main_thread = threading.current_thread() is threading.main_thread()
+    global _starting
+    _starting = os.getpid() if threading.current_thread() is threading.main_thread() else 0
     collecting = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
+        _starting = 0
         if collecting:
             gc.enable()
 
 
-def begin_process() -> None:
-    """Initialise a process: never collect garbage of the main process, and end when the main process ends.
+def _end_with_forking_process() -> None:
+    """Let the kernel end this process, even if it is stopped or hangs, when the thread that forked it ends.
 
-    On Linux the kernel ends it, even if it is stopped or hangs, when the thread that forked it ends. That thread must
-    be the main thread: another one may end long before the main process.
+    That thread must be the main thread: another one may end long before the main process. This is the first that a
+    fork does: the main process may be killed at any time, and what comes next may hang beside threads of C++ libraries.
     """
+    global _starting, _ends_with_parent
+    parent, _starting = _starting, 0
+    if parent and _C_LIBRARY is not None:
+        _C_LIBRARY.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:  # it has ended already
+            os._exit(1)
+        _ends_with_parent = True
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_end_with_forking_process)
+
+
+def begin_process() -> None:
+    """Initialise a process: never collect garbage of the main process, and end when the main process ends."""
     gc.freeze()
     gc.enable()
-    if sys.platform == "linux" and _by_main_thread:
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    else:
+    if not _ends_with_parent:
         threading.Thread(target=_end_with_main_process, daemon=True).start()
 
 
@@ -193,16 +211,20 @@ def in_processes(
         UserError: `function` raised it.
     """
     progress = Progress(what, len(items), unit) if unit else None
-    context, others = multiprocessing.get_context(START_METHOD), {*multiprocessing.active_children()}
-    started, processes = context.Semaphore(0), set[BaseProcess]()
-    arguments = min(workers, len(items)), context, _begin, (job, started)
-    pool = ProcessPoolExecutor(*arguments) if workers > 1 and items else None
+    processes, pool = set[BaseProcess](), None
     try:
-        with starting_processes():
-            results = pool.map(partial(_run, function), items) if pool else (function(job, item) for item in items)
-            processes = {*multiprocessing.active_children()} - others if pool else set()
-            if not all(started.acquire(timeout=_START_SECONDS) for _ in processes):
-                raise WorkerDied(f"{what}: a process did not start in {_START_SECONDS:g} s: run the same command again")
+        if workers > 1 and items:
+            with starting_processes(), os_errors_as(lambda error: f"{what}: no processes ({error.strerror}): {_ALONE}"):
+                others, context = {*multiprocessing.active_children()}, multiprocessing.get_context(START_METHOD)
+                started = context.Semaphore(0)
+                pool = ProcessPoolExecutor(min(workers, len(items)), context, _begin, (job, started))
+                results = pool.map(partial(_run, function), items)
+                processes = {*multiprocessing.active_children()} - others
+                if not all(started.acquire(timeout=_START_SECONDS) for _ in processes):
+                    late = f"a process did not start in {_START_SECONDS:g} s"
+                    raise WorkerDied(f"{what}: {late}: run the same command again")
+        else:
+            results = (function(job, item) for item in items)
         for result in results:
             if progress:
                 progress.step()

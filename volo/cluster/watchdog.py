@@ -28,6 +28,7 @@ T = TypeVar("T")
 Phase = Literal["start", "data", "others", "step", "capture", "validation", "saving"]
 
 HUNG = 5
+_STOOD_STILL_S = 2.0  # so much later than asked for this thread wakes only if time stood still for the whole process
 _OTHERS_S = 2.0  # a rank that hangs waits so long before it ends, so that the other ranks can print their stacks
 
 
@@ -91,8 +92,12 @@ class Watchdog:
         return waits
 
     def _watch(self) -> None:
-        while not self._ended.wait(min(1.0, self.timeout / 10)):
-            phase, idle = self._phase, time.monotonic() - self._since
+        pause, woke = min(1.0, self.timeout / 10), time.monotonic()
+        while not self._ended.wait(pause):
+            slept, woke = time.monotonic() - woke, time.monotonic()
+            if slept > pause + _STOOD_STILL_S:  # the process was suspended (SIGSTOP, a frozen container, a laptop)
+                self._since = woke
+            phase, idle = self._phase, woke - self._since
             if idle > self.allowed() and not self._ended.is_set():
                 # Other threads may hold any lock, so this code waits for no lock except that of the event's file.
                 reason = f"no progress for {idle:.0f} s (--dist-timeout {self.timeout:g}), in phase {phase}"
