@@ -1,5 +1,6 @@
 """benchmark.py step and infer: arms are peers, what computes something else is not timed, what fails is told."""
 
+import weakref
 from argparse import Namespace
 from collections.abc import Callable
 from typing import Any
@@ -12,6 +13,7 @@ from torch import nn
 from benchmarks import arms, infer, step
 from benchmarks.arms import Arm, TimmVolo
 from tests.benchmarks.conftest import Measure, benchmark
+from volo.train.step_graph import StepGraph
 
 CPU = torch.device("cpu")
 QUICK = "--device cpu --rounds 2 --warm-up 1"
@@ -52,13 +54,32 @@ def test_step_in_bfloat16_compiled_and_with_subset(measure: Measure) -> None:
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_ours_is_a_graph(measure: Measure, monkeypatch: pytest.MonkeyPatch) -> None:
-    repeated, replay = [], torch.cuda.CUDAGraph.replay
+@pytest.mark.parametrize("fails", [False, True])
+def test_on_a_gpu_ours_is_a_graph_or_the_row_says_why_not(
+    measure: Measure, monkeypatch: pytest.MonkeyPatch, fails: bool
+) -> None:
+    """When it is captured, nothing is left of the model before, and of what it was checked with."""
+    made, alive, streams, repeated = list[Any](), list[int](), list[Any](), list[Any]()
+    capture, replay = StepGraph._capture, torch.cuda.CUDAGraph.replay
+
+    class Watched(step.TrainStep):
+        def __init__(self, *args: Any) -> None:
+            made.append(weakref.ref(self))
+            super().__init__(*args)
+
+    def captured(graph: StepGraph) -> str:
+        alive.append(sum(each() is not None for each in made))
+        streams.append(torch.cuda.current_stream())
+        return "OutOfMemoryError: 2 GiB" if fails else capture(graph)
+
+    monkeypatch.setattr(step, "TrainStep", Watched)
+    monkeypatch.setattr(StepGraph, "_capture", captured)
     monkeypatch.setattr(torch.cuda.CUDAGraph, "replay", lambda graph: repeated.append(replay(graph)))
-    flags = "--device cuda --model volo_test --img-size 32 -b 2 --rounds 1 --warm-up 1"
-    rows = measure(f"step {flags} --peer")
-    assert [row["arm"] for row in rows] == 2 * ["ours"] and all("note" not in row for row in rows)
-    assert len(repeated) > 4  # beside the launched step, and in each turn
+    rows = measure("step --device cuda --model volo_test volo_test --img-size 32 -b 2 --rounds 1 --warm-up 1 --peer")
+    note = "warning: steps are launched, no CUDA graph of them: OutOfMemoryError: 2 GiB" if fails else None
+    assert [(row["arm"], row.get("note")) for row in rows] == 4 * [("ours", note)]
+    assert alive == [1, 1] and len({*streams}) == 2
+    assert fails or len(repeated) > 8  # beside the launched step, and in each turn
 
 
 def test_infer_folds_ours_and_no_other_arm(measure: Measure, monkeypatch: pytest.MonkeyPatch) -> None:

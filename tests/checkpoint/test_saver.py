@@ -1,8 +1,10 @@
 """Saving while training goes on, and what becomes of a save that fails."""
 
 import errno
+import gc
 import os
 import threading
+import weakref
 from concurrent.futures import wait
 from pathlib import Path
 from types import SimpleNamespace
@@ -185,6 +187,23 @@ def test_fault_14_a_save_that_failed_gives_way_to_the_next_and_is_not_ranked(tmp
     assert "epoch 2 could not be saved and is not among the kept checkpoints" in logger.lines[-1]
     again, _, messages = resumed(tmp_path)
     assert same(again, state) and messages == []
+
+
+def test_a_save_that_has_failed_leaves_no_copy_of_the_weights_behind(tmp_path: Path, world: World) -> None:
+    """The loop has switched the garbage collector off, and a copy is as large as the model."""
+    saver, _ = saver_of(build(), tmp_path)
+    gc.disable()
+    try:
+        world.error = errno.ENOSPC
+        an_epoch(saver, 1.0)
+        ended(saver)
+        assert saver._pending is not None
+        copy, world.error = weakref.ref(saver._pending.payload["state_dict"]["0.weight"]), None
+        an_epoch(saver, 2.0)
+        ended(saver)
+        assert saver._pending is None and copy() is None
+    finally:
+        gc.enable()
 
 
 def test_fault_14_too_many_failed_saves_end_the_run_with_exit_code_4(tmp_path: Path, world: World) -> None:

@@ -75,6 +75,27 @@ def test_a_rank_knows_itself_whoever_started_it(env: dict[str, str], expected: t
     assert launch.one_machine == (expected[2] == expected[3])
 
 
+@pytest.mark.parametrize("users", [None, "1"])
+def test_ranks_do_not_talk_within_a_capture_unless_the_user_wants_it(
+    monkeypatch: pytest.MonkeyPatch, users: str | None
+) -> None:
+    """Where one of them fails in it, the others would wait for it until a time limit."""
+    monkeypatch.setenv("NCCL_GRAPH_REGISTER", users or "")
+    if users is None:
+        monkeypatch.delenv("NCCL_GRAPH_REGISTER")
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    set_before = list[str | None]()
+    monkeypatch.setattr(
+        distributed,
+        "_join",
+        lambda world, launch, *_: (set_before.append(os.environ.get("NCCL_GRAPH_REGISTER")), launch)[1],
+    )
+    monkeypatch.setattr(distributed, "launch_of", lambda *_: launch_of(ALONE | HERE | {"RANK": "0"}))
+    init_world("cpu")
+    assert set_before == [users or "0"]
+
+
 def test_where_the_ranks_meet_is_told_by_slurm_too_and_threads_by_the_user_alone() -> None:
     for nodes, first in {"node[07-12,3]": "node07", "a-1,b[1-2]": "a-1", "x": "x", "r[1-2]n[4,5]s": "r1n4s"}.items():
         launch = launch_of(STEP | {"SLURM_STEP_NODELIST": nodes, "SLURM_JOB_ID": "70003"})

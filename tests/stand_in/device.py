@@ -78,7 +78,8 @@ class StandIn:
 
     def synchronize(self, _: Any = None) -> None:
         event = self.default.record_event()
-        event.known |= {**self.main.known, self.main: self.main.time}
+        for stream in self.mains:
+            event.known |= {**stream.known, stream: stream.time}
         event.synchronize()
 
     def race(self, message: str) -> None:

@@ -71,17 +71,25 @@ def step_of(run: Run, training: Training) -> Step:
 
 
 def why_launched(run: Run, training: Training) -> str:
-    """Return the reason why steps are not repeated as a graph: they involve the host, say; "" if they are.
+    """Return the reason why steps are not repeated as a graph; "" if they are.
 
     Raises:
         UserError: They can't be, although `--cuda-graph` asks for it.
     """
+    reason = _hindrance(run, training) if run.world.device.type == "cuda" else "this is no GPU"
+    if reason and run.args.cuda_graph:
+        raise UserError(f"--cuda-graph: steps can't be repeated as a CUDA graph ({reason}); leave it out")
+    unseen = "nobody has seen a graph on several GPUs yet, --cuda-graph asks for it"
+    return unseen if run.world.size > 1 and not (reason or run.args.cuda_graph) else reason
+
+
+def _hindrance(run: Run, training: Training) -> str:
+    """Return why the steps of a GPU can't be repeated as a graph: they involve the host, say; "" if they can."""
     args, model, several = run.args, training.model, run.world.size > 1
     kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
     hooks = [hook for module in model.modules() for kind in kinds for hook in getattr(module, kind).values()]
     plain = isinstance(model, DistributedDataParallel) and not model.find_unused_parameters  # not compiled as a whole
     reasons = {
-        "this is no GPU": run.world.device.type != "cuda",
         "--no-cuda-graph": args.no_cuda_graph,
         sharding_flag(args): bool(sharding_flag(args)),
         f"--torchcompile-mode {args.torchcompile_mode} makes graphs": args.torchcompile_mode in CUDA_GRAPH_MODES,
@@ -97,11 +105,7 @@ def why_launched(run: Run, training: Training) -> str:
         "--grad-compression": several and args.grad_compression != "none",
         "several GPUs, and weights without a gradient or a model that is compiled as a whole": several and not plain,
     }
-    reason = next((reason for reason, holds in reasons.items() if holds), "")
-    if reason and args.cuda_graph:
-        raise UserError(f"--cuda-graph: steps can't be repeated as a CUDA graph ({reason}); leave it out")
-    unseen = "nobody has seen a graph on several GPUs yet, --cuda-graph asks for it"
-    return unseen if several and not (reason or args.cuda_graph) else reason
+    return next((reason for reason, holds in reasons.items() if holds), "")
 
 
 @dataclass

@@ -1,11 +1,13 @@
 """Decoding against Pillow: at most one grey level apart, and damaged files named as such by both backends. Where JPEGs
 are decoded at 1/2, 1/4 or 1/8, the same window and nearly the same grey levels."""
 
+import gc
 import importlib.util
 import io
 import itertools
 import os
 import struct
+import weakref
 import zlib
 from pathlib import Path
 from typing import Any
@@ -124,6 +126,22 @@ def test_fault_24_truncated_jpeg_is_bad_wherever_it_is_cut(tmp_path: Path, name:
         with pytest.raises(BadImage) as caught:
             backend.decode(backend.open(str(path)), None, (16, 16), "bilinear")
         assert "\n" not in str(caught.value) and "0x" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_a_bad_image_does_not_keep_the_memory_of_its_batch(name: str) -> None:
+    """While the training loop has the garbage collector switched off."""
+    backend, data = create_backend(name), encoded(picture(), quality=90)
+    requests = [Request(Encoded("a", part, 96, 72), None, (16, 16), "bilinear") for part in (data, data[:300])]
+    gc.disable()
+    try:
+        decoded = backend.decode_batch(requests, (16, 16))
+        assert [*decoded.bad] == [1] and str(decoded.bad[1])
+        images = weakref.ref(decoded.images)
+        del decoded
+        assert images() is None
+    finally:
+        gc.enable()
 
 
 def test_fault_40_pixel_bomb_is_refused_by_its_header(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
