@@ -234,11 +234,12 @@ def test_a_save_in_place_waits_for_the_gpu(tmp_path: Path, stand_in: StandIn, mo
     """The thread that writes reads the weights on another stream than that of the last step."""
     monkeypatch.setattr(checkpoint, "first_non_finite", lambda weights: None)  # else this would wait
     run, training = small_run("", 8)
+    saver = Saver(training.state, checkpoint.CheckpointDir(tmp_path), Mock(), SavePolicy())
     train(run, training, step_of(run, training))
     with torch.no_grad():
         for weight in training.state.model.parameters():
             weight.add_(1)
-    Saver(training.state, checkpoint.CheckpointDir(tmp_path), Mock(), SavePolicy()).save_now("SIGTERM")
+    saver.save_now("SIGTERM")
     assert (tmp_path / "last.pth.tar").is_file() and not stand_in.races
 
 
