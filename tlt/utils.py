@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from torch import nn
 
 from tlt.errors import UserError
 from tlt.io.weights import check_finite, load_clean, read_checkpoint
-from tlt.models.fit_weights import Fit, fit_state_dict, joined_state_dict
+from tlt.models.fit_weights import Fit, fit_state_dict, joined_state_dict, recorded_names
 
 
 def load_pretrained_weights(
-    model: nn.Module, checkpoint_path: str | Path, use_ema: bool = False, strict: bool = True, num_classes: int = 1000
+    model: nn.Module,
+    checkpoint_path: str | Path,
+    use_ema: bool = False,
+    strict: bool = True,
+    num_classes: int = 1000,
+    class_names: Sequence[str] | None = None,
 ) -> Fit:
     """Load pretrained weights for fine-tuning, as published. Return which weights were loaded.
 
-    Both heads are dropped only if the file has another number of classes than the model. The position embedding is
-    resized to the model's image size.
+    Both heads are dropped only if the file has other classes than the model, by name or else by number. The position
+    embedding is resized to the model's image size.
 
     Args:
         model: The model to change. An error leaves it unchanged.
@@ -26,6 +32,7 @@ def load_pretrained_weights(
         strict: Require that everything except dropped heads fits. False leaves out what does not fit.
         num_classes: Number of classes of the model. A number that contradicts the model is an error, except for the
             default 1000, which the published examples use for any model.
+        class_names: Names of the model's classes, by which it takes the rows of heads if the file names its own.
 
     Raises:
         UserError: The file can't be read, holds NaN or lacks EMA weights; or a tensor misfits (not strict: all do).
@@ -33,8 +40,9 @@ def load_pretrained_weights(
     model_classes = getattr(model, "num_classes", num_classes)
     if num_classes not in (model_classes, 1000):
         raise UserError(f"load_pretrained_weights: num_classes is {num_classes}, the model has {model_classes}")
-    state = joined_state_dict(model, read_checkpoint(checkpoint_path), use_ema, checkpoint_path)
-    fit = fit_state_dict(model, state)
+    checkpoint = read_checkpoint(checkpoint_path)
+    state = joined_state_dict(model, checkpoint, use_ema, checkpoint_path)
+    fit = fit_state_dict(model, state, None, recorded_names(checkpoint), class_names)
     misfits = [
         n for n in fit.missing + fit.dropped if n not in fit.replaced_heads and not n.endswith("batches_tracked")
     ]

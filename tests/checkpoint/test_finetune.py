@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import volo  # noqa: F401  (registers the models)
 from tlt.errors import UserError
+from tlt.models.fit_weights import rows_by_name
 from tlt.utils import load_pretrained_weights
 from volo.checkpoint.finetune import FinetuneReport, load_finetune, load_weights
 from volo.checkpoint.model_config import model_config_of
@@ -234,3 +235,71 @@ def test_model_config_is_checked() -> None:
 def test_model_config_of_a_wrong_kind(key: str, value: Any) -> None:
     with pytest.raises(UserError, match=f"file.pth: model_config has {key}"):
         model_config_of({"model_config": {key: value}}, "file.pth")
+
+
+THEIRS = ["cat", "dog", "owl", "ox"]
+
+
+@pytest.mark.parametrize("name", ["volo_test", "vit_tiny_patch16_224", "resnet10t"])
+@pytest.mark.parametrize(
+    ("ours", "said"),
+    [
+        (["ox", "cat", "dog", "owl"], "4 of 4"),
+        (["owl", "emu", "cat", "gnu"], "2 of 4"),
+        (["dog", "ox"], "2 of 2"),
+        (["emu", "owl", "gnu", "cat", "dog", "ox"], "4 of 6"),
+        (["a", "b", "c", "d"], ""),
+    ],
+)
+def test_rows_of_heads_go_by_the_names_of_the_classes(tmp_path: Path, name: str, ours: list[str], said: str) -> None:
+    kwargs = NARROW if name.startswith("vit") else {}
+    kwargs |= {"img_size": 64} if name != "resnet10t" else {}
+    torch.manual_seed(1)
+    source = timm.create_model(name, num_classes=4, **kwargs).eval()
+    torch.manual_seed(2)
+    model = timm.create_model(name, num_classes=len(ours), **kwargs).eval()
+    config = {"name": name, "num_classes": 4, "class_names": THEIRS}
+    torch.save({"state_dict": source.state_dict(), "model_config": config}, tmp_path / "x")
+    before, x = states(model), torch.randn(2, 3, 64, 64)
+    same = [(row, THEIRS.index(each)) for row, each in enumerate(ours) if each in THEIRS]
+    if sorted(ours) == THEIRS:
+        load_weights(model, tmp_path / "x", class_names=ours)
+    else:
+        with pytest.raises(UserError, match="--finetune takes what fits"):
+            load_weights(model, tmp_path / "x", class_names=ours)
+    for load in (load_finetune, load_pretrained_weights):
+        model.load_state_dict(before)
+        report = load(model, tmp_path / "x", class_names=ours)
+        heads = [n for n in before if n.split(".")[0] in ("head", "fc", "aux_head")]
+        logits, theirs = model(x), source(x)
+        for row in range(len(ours)):
+            kept = dict(same).get(row)
+            expected = {n: before[n][row] if kept is None else source.state_dict()[n][kept] for n in heads}
+            assert all(torch.equal(model.state_dict()[n][row], value) for n, value in expected.items())
+        if said:
+            torch.testing.assert_close(logits[:, [a for a, _ in same]], theirs[:, [b for _, b in same]])
+            assert {*report.resized} >= {*heads} and f"of which the file has {said}" in report.notes[heads[0]]
+        else:
+            assert {*report.dropped} == {*heads} and "class 0 is cat there, a here" in report.notes[heads[0]]
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours", "counts", "rows"),
+    [
+        (["a", "b"], ["b", "a"], (2, 2), [1, 0]),
+        (["a", "b"], ["a", "b"], (2, 2), None),
+        (["a", "b"], ["a", "c"], (2, 2), [0, -1]),
+        (["a", "b"], ["a"], (3, 3), None),  # one name for three classes
+        (["a", "b"], ["b", "a", "c"], (3, 3), [1, 0, -1]),
+        (["a", "b"], ["b", "a"], (3, 3), [1, 0, 2]),  # the third has no name
+        (["a", "b"], [], (2, 2), None),
+        ([], ["a", "b"], (2, 2), None),
+        (["a", "b"], ["0", "1"], (2, 2), None),
+        (["1", "0"], ["0", "1"], (2, 2), [1, 0]),
+        (["a", "b", "c"], ["c", "a"], (3, 2), [2, 0]),
+    ],
+)
+def test_names_decide_where_both_sides_have_them(
+    theirs: list[str], ours: list[str], counts: tuple[int, int], rows: list[int] | None
+) -> None:
+    assert rows_by_name(theirs, ours, counts) == rows

@@ -1,15 +1,17 @@
 """A user's own images: class folders without splits, or a table; the defaults fit them."""
 
+import os
 import shutil
 from pathlib import Path
 
 import numpy as np
 import pandas
+import pytest
 import torch
 import yaml
 from PIL import Image
 
-from tests.commands.conftest import Call, Make
+from tests.commands.conftest import QUICK, Call, Make, TrainedRun, metrics
 from tlt.data.sources.source import ImageSource
 from volo.record.records import epochs_of
 from volo.train.data import as_list, listed_images
@@ -130,3 +132,38 @@ def test_folders_that_are_numbers_are_the_classes_of_the_map_in_every_program(
     for program in (f"train {data['numbers']} {OWN} --output {tmp_path}", f"validate {data['numbers']} {flags}"):
         assert call(*program.split(" ", 1)).refused("has 1 classes that are not in the class list")
     assert call("validate", f"{data['numbers']} --checkpoint {last} -j 0 --knn {data['words']}").refused("classes that")
+
+
+def test_classes_of_checkpoints_go_by_name_in_every_program(
+    call: Call, trained_run: TrainedRun, tmp_path: Path
+) -> None:
+    """With its classes in another order a checkpoint is the same model: as start, as teacher, and as measured."""
+    data, run = trained_run
+    names, file = sorted(os.listdir(data / "train")), run / "last.pth.tar"
+    (tmp_path / "map.txt").write_text("\n".join([*names[1:], names[0]]))
+    flags = f"{data} {QUICK} --epochs 1 --lr 0 --min-lr 0 --no-aug --output {tmp_path} --kd-model-name {file}"
+    flags += f" --kd-distill-type logit --finetune {file}"
+    found = []
+    for name, more in (("own", ""), ("map", f"--class-map {tmp_path}/map.txt")):
+        ended = call("train", f"{flags} {more} --experiment {name}").ok()
+        found.append([{n: v for n, v in row.items() if "loss" in n} for row in metrics(tmp_path / name)])
+        assert ("by the names of the classes, of which the file has 4 of 4" in ended.out) == (name == "map")
+        assert ("its 4 classes are numbered by their names: 4 of 4 are kept" in ended.out) == (name == "map")
+        found[-1].append(call("validate", f"{data} -j 0 --checkpoint {tmp_path}/{name}/last.pth.tar").ok().row["loss"])
+    assert found[1][-1] == pytest.approx(found[0][-1]), found
+    for own, mapped in zip(found[0][:-1], found[1][:-1], strict=True):
+        assert mapped == pytest.approx(own, rel=1e-4)
+    assert call("validate", f"{data} -j 0 --checkpoint {file} --class-map {tmp_path}/map.txt").refused(
+        f"--class-map: class 0 is {names[1]}, which is class 1 of the checkpoint"
+    )
+    (tmp_path / "map.txt").write_text("\n".join([*names[:3], "new"]))
+    for split in ("train", "validation"):
+        for each in names[:3]:
+            shutil.copytree(data / split / each, tmp_path / "other" / split / each)
+        shutil.copytree(data / split / names[3], tmp_path / "other" / split / "new")
+    other = flags.replace(str(data), f"{tmp_path}/other")
+    assert call("train", f"{other} --experiment x").refused("without 1 of 4 classes (new): use one that was trained on")
+    ended = call("train", f"{other.partition('--kd')[0]} --finetune {file} --experiment y").ok()
+    assert "of which the file has 3 of 4" in ended.out
+    resume = f"{other.partition('--kd')[0]} --experiment z --resume {file} --allow-changed-data --epochs 3"
+    assert call("train", resume).refused(f"it has other classes (class 3 is {names[3]} there, new here)")

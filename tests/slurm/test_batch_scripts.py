@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gzip
 import os
 import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from shutil import make_archive
 from typing import NamedTuple
@@ -123,7 +125,6 @@ def test_d3_is_pretrained_on_five_nodes_in_a_container_with_data_staged(slurm: F
     image, golden = slurm.folder / "volo.sqsh", Path(__file__).with_name("pretrain_container.txt")
     image.touch()
     more = {"CONTAINER_MOUNTS": "/etc/x:/etc/x:ro", "NCCL_DEBUG": "WARN", "STAGE_TO": "/raid", "LABELS": "/data/labels"}
-    os.utime(slurm.folder / "data", (0, 0))
     ended = slurm.run("pretrain.sbatch", "--model", "volo_d3", CONTAINER_IMAGE=str(image), **more)
     assert (ended.code, ended.err) == (0, "")
     assert not [*(slurm.folder / "logs").iterdir()]  # markers are gone
@@ -261,6 +262,24 @@ def test_a_folder_or_a_tar_is_staged_once(tmp_path: Path, packed: str) -> None:
     assert "data are staged" in stage(source, target).stdout and (target / "kept").exists()
 
 
+def test_data_that_changed_anywhere_are_staged_again(slurm: FakeSlurm) -> None:
+    file = slurm.folder / "data" / "train" / "c0" / "1.jpg"
+    changes: list[Callable[[], object]] = [
+        lambda: file.parent.mkdir(parents=True),
+        lambda: file.write_bytes(b"1"),
+        lambda: os.utime(file, ns=(1, 1)),
+        lambda: file.with_name("2.jpg").write_bytes(b"2"),
+        lambda: file.rename(file.with_name("3.jpg")),
+        lambda: os.utime(slurm.folder / "data", (0, 0)),  # which is no change of what it holds
+    ]
+    named = []
+    for change in changes:
+        change()
+        steps = slurm.run("pretrain.sbatch", STAGE_TO="/raid").steps
+        named.append([step for step in steps if "stage.sh" in step][-1].split()[-1])
+    assert len({*named}) == 5 and named[-2] == named[-1] and all(name.startswith("/raid/data-") for name in named)
+
+
 def test_nothing_is_staged_of_a_tar_that_is_cut_off_or_a_folder_without_train(tmp_path: Path) -> None:
     data, raid = write_dataset(tmp_path / "data"), tmp_path / "raid"
     cut = Path(make_archive(str(tmp_path / "cut"), "tar", tmp_path, "data"))
@@ -269,7 +288,12 @@ def test_nothing_is_staged_of_a_tar_that_is_cut_off_or_a_folder_without_train(tm
     entries = len(between.read_bytes().rstrip(b"\0"))
     between.write_bytes(between.read_bytes()[: -(-entries // 512) * 512])  # without the blocks that end it
     not_whole = f"could not be brought to {raid}"
-    for source, told in ((cut, not_whole), (between, not_whole), (data / "train", "has no train/")):
+    joined = tmp_path / "joined.tar"
+    joined.write_bytes(2 * Path(make_archive(str(tmp_path / "whole"), "tar", tmp_path, "data")).read_bytes())
+    packed = tmp_path / "joined.tar.gz"
+    packed.write_bytes(gzip.compress(joined.read_bytes()))
+    cases = [*((source, not_whole) for source in (cut, between, joined, packed)), (data / "train", "has no train/")]
+    for source, told in cases:
         ended = stage(source, raid / "data-1")
         assert ended.returncode == 2 and os.listdir(raid) == []
         assert ended.stderr.splitlines()[-1].startswith(f"error: {os.uname().nodename}: DATA={source} {told}")

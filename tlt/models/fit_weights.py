@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -17,12 +17,14 @@ from timm.models import adapt_input_conv
 from torch import Tensor, nn
 
 from tlt.errors import UserError
+from tlt.io.text import first_difference
 from tlt.io.weights import (
     EMA_KEYS,
     WEIGHT_KEYS,
     clean_names,
     clean_state_dict,
     foreign_prefix,
+    load_clean,
     state_dict_of,
     unwrap,
     weights_entry,
@@ -52,12 +54,20 @@ class Fit:
     changeable: set[str]  # names in heads and the input convolution; other classes or channels explain their misfit
     replaced_heads: set[str]  # names in heads, if the class counts differ
     of_other_size: list[str]  # dropped names whose shape may belong to another image size
+    reordered: bool = False  # whether the heads were resized only in the order of their classes
 
 
-def fit_state_dict(model: nn.Module, state: dict[str, Tensor], source_size: tuple[int, int] | None = None) -> Fit:
+def fit_state_dict(
+    model: nn.Module,
+    state: dict[str, Tensor],
+    source_size: tuple[int, int] | None = None,
+    theirs: Sequence[str] | None = None,
+    ours: Sequence[str] | None = None,
+) -> Fit:
     """Find the part of `state` that the model can take. The model is not changed.
 
-    If the class count differs, both heads are dropped. The input convolution is adapted to another channel count as
+    Rows of heads go by the names of the classes, if both sides have names. Otherwise all heads are dropped if the class
+    count differs. The input convolution is adapted to another channel count as
     timm does it. Tensors that depend on the image size (position embeddings, tables of relative positions) are resized,
     for timm models by timm's own rules. Tensors that the model lacks or that still differ in shape are dropped.
 
@@ -65,10 +75,11 @@ def fit_state_dict(model: nn.Module, state: dict[str, Tensor], source_size: tupl
         state: Weights under clean names, from `state_dict_of`.
         source_size: (H, W) in pixels at which the weights were trained, if known. Only a position embedding (1, N, C)
             of a grid that is not square needs it.
+        theirs, ours: Names of the classes of the weights and of the model, as far as they are known.
     """
     expected, target = clean_state_dict(model), unwrap(model)
-    dropped_heads = _drop_heads(model, expected, state)
-    changes = dropped_heads | _adapt_input(model, expected, _changed(state, dropped_heads))
+    changed_heads, reordered = _fit_heads(model, expected, state, theirs or (), ours or ())
+    changes = changed_heads | _adapt_input(model, expected, _changed(state, changed_heads))
     weights = _changed(state, changes)
     has_own_sizes = bool((getattr(target, "pretrained_cfg", None) or {}).get("fixed_input_size"))
     is_sized_by_timm = has_own_sizes and not isinstance(target, TokenLabelModel)
@@ -85,11 +96,11 @@ def fit_state_dict(model: nn.Module, state: dict[str, Tensor], source_size: tupl
     weights, notes = _changed(state, changes), {name: note for name, (_, note) in changes.items()}
     kept, resized = [n for n in weights if n not in notes], [n for n in notes if n in weights]
     dropped, missing = [n for n in notes if n not in weights], [n for n in expected if n not in weights]
-    heads = tuple(f"{layer}." for layer in head_names(model)) if dropped_heads else ()
+    heads = tuple(f"{layer}." for layer in head_names(model)) if changed_heads else ()
     ends = tuple(f"{layer}." for layer in head_names(model) + input_names(model))
     changeable, replaced = ({n for n in [*expected, *state] if n.startswith(starts)} for starts in (ends, heads))
     of_other_size = [n for n in dropped if n in expected and n not in changeable] if is_sized_by_timm else []
-    return Fit(weights, kept, resized, dropped, missing, notes, changeable, replaced, of_other_size)
+    return Fit(weights, kept, resized, dropped, missing, notes, changeable, replaced, of_other_size, reordered)
 
 
 def _changed(state: dict[str, Tensor], changes: Changes) -> dict[str, Tensor]:
@@ -116,15 +127,74 @@ def input_names(model: nn.Module) -> tuple[str, ...]:
     return (first,) if isinstance(first, str) else tuple(first)
 
 
-def _drop_heads(model: nn.Module, expected: dict[str, Tensor], state: dict[str, Tensor]) -> Changes:
-    """Drop all heads if the class count of one differs from the model's."""
+def recorded_names(checkpoint: Mapping[str, Any]) -> list[str]:
+    """Return the names of the classes of a checkpoint's weights; [] if it names none."""
+    config = checkpoint.get("model_config")
+    names = config.get("class_names") if isinstance(config, dict) else None
+    return [*map(str, names)] if isinstance(names, (list, tuple)) else []
+
+
+def rows_by_name(theirs: Sequence[str], ours: Sequence[str], counts: tuple[int, int]) -> list[int] | None:
+    """Return for each of `counts[1]` classes the number of the class of the same name among `counts[0]`, or -1.
+
+    Classes beyond a list's end have no name, and are equal if their numbers are. The result is None if names decide
+    nothing: the lists agree, one is empty or of a single name for all classes, or one is of numbers that the other
+    lacks.
+    """
+    for names, count in ((theirs, counts[0]), (ours, counts[1])):
+        numbers = [*names] == [str(number) for number in range(len(names))]
+        if not names or len(names) > count or len(names) == 1 < count or (numbers and {*theirs}.isdisjoint(ours)):
+            return None
+    row_of: dict[str | int, int] = {key: row for row, key in enumerate((*theirs, *range(len(theirs), counts[0])))}
+    rows = [row_of.get(key, -1) for key in (*ours, *range(len(ours), counts[1]))]
+    return None if rows == [*range(counts[0])] else rows
+
+
+def _fit_heads(
+    model: nn.Module, expected: dict[str, Tensor], state: dict[str, Tensor], theirs: Sequence[str], ours: Sequence[str]
+) -> tuple[Changes, bool]:
+    """Fit all heads to the model's classes, by name or else by their count. Return also whether the order of the
+    classes alone has changed."""
     heads = tuple(f"{layer}." for layer in head_names(model))
+    matrices = [n for n in state if n.endswith("weight") and n in expected and state[n].ndim > 1]
+    last = [n for head in heads for n in [n for n in matrices if n.startswith(head)][-1:]]  # with a row for each class
+    counts = (len(state[last[0]]), len(expected[last[0]])) if last else (0, 0)
+    if (rows := rows_by_name(theirs, ours, counts)) is None:
+        return _drop_heads(heads, expected, state), False
+    found = [number for number, row in enumerate(rows) if row >= 0]
+    if {*theirs}.isdisjoint(ours):
+        note = f"the classes have other names: {first_difference(theirs, ours)}"
+        return {name: (None, note) for name in state if name.startswith(heads)}, False
+    changes: Changes = {}
+    note = f"by the names of the classes, of which the file has {len(found)} of {counts[1]}"
+    for name in (n for weight in last for n in (weight, f"{weight.removesuffix('weight')}bias") if n in state):
+        new = expected[name].clone()
+        new[found] = state[name][[rows[number] for number in found]].to(new)
+        changes[name] = (new, note)
+    return changes, sorted(rows) == [*range(counts[0])]
+
+
+def _drop_heads(heads: tuple[str, ...], expected: dict[str, Tensor], state: dict[str, Tensor]) -> Changes:
+    """Drop all heads if the class count of one differs from the model's."""
     weights = [n for head in heads if (n := f"{head}weight") in state]
     counts = [(state[n].shape[:1].numel(), expected[n].shape[:1].numel() if n in expected else 0) for n in weights]
     if not (differing := [pair for pair in counts if pair[0] != pair[1]]):
         return {}
     note = f"{differing[0][0]} classes, the model has {differing[0][1]}"
     return {name: (None, note) for name in state if name.startswith(heads)}
+
+
+def number_classes(model: Any, theirs: Sequence[str], ours: Sequence[str], count: int) -> str:
+    """Give a model the classes `ours`, of `count` in all, in place of `theirs`, by their names; return a line for the
+    user, or "" if names decide nothing (`rows_by_name`). Classes that the model lacks get new rows."""
+    if (rows := rows_by_name(theirs, ours, (model.num_classes, count))) is None:
+        return ""
+    before = {name: value.clone() for name, value in clean_state_dict(model).items()}
+    if sorted(rows) != [*range(model.num_classes)]:
+        model.reset_classifier(count)
+    load_clean(model, fit_state_dict(model, before, None, theirs, ours).weights, strict=False)
+    kept = sum(row >= 0 for row in rows)
+    return f"its {len(theirs)} classes are numbered by their names: {kept} of {count} are kept, {count - kept} are new"
 
 
 def _adapt_input(model: nn.Module, expected: dict[str, Tensor], state: dict[str, Tensor]) -> Changes:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,15 @@ from torch import nn
 from tlt.errors import UserError
 from tlt.io.files import blamed_on
 from tlt.io.weights import check_finite, clean_state_dict, load_clean, read_checkpoint, unwrap
-from tlt.models.fit_weights import Fit, fit_state_dict, head_names, is_dense_head, joined_state_dict, place_of
+from tlt.models.fit_weights import (
+    Fit,
+    fit_state_dict,
+    head_names,
+    is_dense_head,
+    joined_state_dict,
+    place_of,
+    recorded_names,
+)
 from tlt.models.wrap import WithDenseHead
 from volo import models as models  # registers the models with timm
 from volo.checkpoint.model_config import model_config_of
@@ -66,26 +74,32 @@ def place_text(entry: str, prefix: str) -> str:
 
 
 def load_weights(
-    model: nn.Module, path: str | Path, use_ema: bool | None = None, checkpoint: dict[str, Any] | None = None
+    model: nn.Module,
+    path: str | Path,
+    use_ema: bool | None = None,
+    checkpoint: dict[str, Any] | None = None,
+    class_names: Sequence[str] | None = None,
 ) -> FinetuneReport:
-    """Load weights whose names and shapes must all fit, except in two cases: the position embedding may be of another
-    image size, and the file may lack the dense head that `with_dense_head` added to a timm model.
+    """Load weights whose names and shapes must all fit, except in three cases: the position embedding may be of another
+    image size, the classes in another order, and the file may lack the dense head that `with_dense_head` added to a
+    timm model.
 
     Args:
         model: The bare model, or one wrapped by DDP or torch.compile.
         path: safetensors or .pth(.tar).
         use_ema: True loads the moving average, False the plain weights, None the moving average if there is one.
         checkpoint: The result of `read_checkpoint(path)`, which avoids reading the file twice.
+        class_names: Names of the model's classes, by which it takes the rows of heads if the file names its own.
 
     Raises:
         UserError: The file can't be read, holds NaN, or is of another model (the message names it if it can).
     """
     checkpoint = read_checkpoint(path) if checkpoint is None else checkpoint
-    fit, report = _fit(model, checkpoint, use_ema, path)
+    fit, report = _fit(model, checkpoint, use_ema, path, class_names)
     missing = needed(fit.missing)
     if isinstance(unwrap(model), WithDenseHead):
         missing = [n for n in missing if not is_dense_head(n)]
-    if missing or fit.dropped or fit.changeable & set(fit.resized):
+    if missing or fit.dropped or (fit.changeable & set(fit.resized) and not fit.reordered):
         raise UserError(explain_misfit(model, fit, checkpoint, path))
     check_finite(fit.weights, path)
     load_clean(model, fit.weights, strict=False)
@@ -93,18 +107,23 @@ def load_weights(
 
 
 def load_finetune(
-    model: nn.Module, path: str | Path, use_ema: bool | None = None, checkpoint: dict[str, Any] | None = None
+    model: nn.Module,
+    path: str | Path,
+    use_ema: bool | None = None,
+    checkpoint: dict[str, Any] | None = None,
+    class_names: Sequence[str] | None = None,
 ) -> FinetuneReport:
     """Load what fits from weights that were trained at another image size, or with other classes or input channels.
 
-    The position embedding is resized, and the input convolution is adapted as in timm. Both heads are dropped if the
-    numbers of classes differ. Arguments as in `load_weights`.
+    The position embedding is resized, and the input convolution is adapted as in timm. Both heads keep the rows of the
+    classes that have the same names; without names they are dropped if the numbers of classes differ. Arguments as in
+    `load_weights`.
 
     Raises:
         UserError: The file can't be read, holds NaN, belongs to another architecture, or almost nothing of it fits.
     """
     checkpoint = read_checkpoint(path) if checkpoint is None else checkpoint
-    fit, report = _fit(model, checkpoint, use_ema, path)
+    fit, report = _fit(model, checkpoint, use_ema, path, class_names)
     misfits = [name for name in needed(fit.missing) + fit.dropped if name not in fit.changeable]
     if misfits and (architecture_name := other_architecture(model, checkpoint)):
         raise UserError(f"checkpoint is {architecture_name}, --model is {architecture(model)}: {path} (--finetune)")
@@ -154,12 +173,17 @@ def other_architecture(model: nn.Module, checkpoint: dict[str, Any]) -> str | No
 
 
 def _fit(
-    model: nn.Module, checkpoint: dict[str, Any], use_ema: bool | None, path: str | Path
+    model: nn.Module,
+    checkpoint: dict[str, Any],
+    use_ema: bool | None,
+    path: str | Path,
+    class_names: Sequence[str] | None,
 ) -> tuple[Fit, FinetuneReport]:
     with blamed_on(path):
         config = model_config_of(checkpoint, path) or {}
         trained_size = tuple(config["img_size"]) if "img_size" in config else None
-        fit = fit_state_dict(model, joined_state_dict(model, checkpoint, use_ema, path), trained_size)
+        state = joined_state_dict(model, checkpoint, use_ema, path)
+        fit = fit_state_dict(model, state, trained_size, recorded_names(checkpoint), class_names)
     heads, expected = tuple(f"{h}." for h in head_names(model)), clean_state_dict(model)
     backbone = {n: v.numel() for n, v in expected.items() if not n.startswith(heads)}
     share = sum(count for n, count in backbone.items() if n in fit.weights) / max(sum(backbone.values()), 1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import reprlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from timm.data import ImageNetInfo
 from tlt.data.backends.decode import RESIZE_FILTERS
 from tlt.data.dataset import CROP_MODES
 from tlt.errors import UserError
+from tlt.io.text import printable
 
 
 def model_config_of(checkpoint: dict[str, Any], path: str | Path = "the checkpoint") -> dict[str, Any] | None:
@@ -33,6 +35,27 @@ def model_config_of(checkpoint: dict[str, Any], path: str | Path = "the checkpoi
         if not _CHECKS[key](value):
             raise UserError(f"{path}: model_config has {key} {reprlib.repr(value)[:60]}, which cannot be")
     return known
+
+
+def own_names(recorded: dict[str, Any], others: Sequence[str]) -> list[str]:
+    """Return the names of the classes in a checkpoint or a description; [] without them. A description's names of 1000
+    classes count only if one of them is in `others`: ImageNet's folders are not named as its classes are. `LABEL_0` is
+    what Transformers writes without names."""
+    names, described = recorded.get("class_names"), recorded.get("label_names") or ()
+    if "LABEL_0" in described or (len(described) == 1000 and {*described}.isdisjoint(others)):
+        described = ()
+    return [*(names or described)]
+
+
+def check_numbers(flag: str, given: Sequence[str], recorded: Sequence[str]) -> None:
+    """Raise UserError if the list of a flag gives a class another number than the checkpoint does."""
+    numbers = {name: number for number, name in enumerate(recorded)}
+    for number, name in enumerate(given):
+        if numbers.get(name, number) != number:
+            raise UserError(
+                f"{flag}: class {number} is {printable(name)}, which is class {numbers[name]} of the checkpoint: leave "
+                "the flag out, or give the list in the checkpoint's order"
+            )
 
 
 def class_names(recorded: dict[str, Any], num_classes: int) -> list[str]:

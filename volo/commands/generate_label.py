@@ -29,7 +29,7 @@ from tlt.data.sources import open_images
 from tlt.data.sources.source import ImageSource
 from tlt.errors import UserError
 from tlt.io.jobs import Progress
-from tlt.io.text import first_difference, printable
+from tlt.io.text import printable
 from tlt.label_map import FULL_AREA, LabelMap
 from tlt.labels.annotate import Annotator, check_dense, labelled_area
 from tlt.labels.archive_writer import ArchiveWriter
@@ -40,7 +40,7 @@ from volo.commands.console import say, warn
 from volo.commands.inference import load, place, run_on_ranks
 from volo.train.compilation import check_scope, feature_compiler
 from volo.train.data import validation_loader
-from volo.train.trained_model import TrainedModel
+from volo.train.trained_model import TrainedModel, take_classes
 
 _RANK_TIMEOUT = 7 * 86400.0  # seconds for which the other ranks wait while rank 0 checks the existing labels
 
@@ -56,7 +56,7 @@ def label_folder(args: Namespace, world: World) -> None:
     say(args.notes, world.is_primary)
     warn(folder.warnings, world.is_primary)
     trained = load(args, on_this_rank=world.is_primary)
-    check(trained, folder)
+    check(trained, folder, world.is_primary)
     annotator = prepare_annotator(trained, world)
     size = trained.settings["input_size"]
     grid = annotator(torch.zeros(1, *size, device=world.device)).values.shape[2:]
@@ -73,8 +73,11 @@ def label_folder(args: Namespace, world: World) -> None:
     make_labels(trained, folder, writer, pending, annotator, world)
 
 
-def check(trained: TrainedModel, folder: ImageSource) -> None:
-    """Compare the annotator's classes with the class folders, unless `--transfer` allows other classes.
+def check(trained: TrainedModel, folder: ImageSource, first: bool) -> None:
+    """Give the annotator's classes the numbers of the class folders, unless `--transfer` allows other classes.
+
+    Args:
+        first: Whether this rank prints lines.
 
     Raises:
         UserError: The classes differ, the annotator has no classes, or the flags ask for a crop.
@@ -84,13 +87,16 @@ def check(trained: TrainedModel, folder: ImageSource) -> None:
         raise UserError(f"--crop-pct {args.crop_pct:g}: the whole image is labelled: leave it out, or give 1.0")
     if not count:
         raise UserError(f"--model {args.model} has no classes: give --num-classes and weights with a head")
-    names, ours = trained.config.get("class_names") or folder.class_names, folder.class_names
-    if not args.transfer and (count != len(ours) or list(names) != ours):
-        theirs = f"{count} classes" if count != len(ours) else f"other class names ({first_difference(names, ours)})"
-        raise UserError(
-            f"--model {args.model} has {theirs}, {printable(folder.root)} {len(ours)} class folders: use an "
-            "annotator trained on these, or --transfer to label with its own classes"
-        )
+    if args.transfer:
+        return
+    told, ours = len(trained.notes), len(folder.class_names)
+    try:
+        take_classes(trained, folder.class_names, ours)
+        if trained.model.num_classes != ours:
+            raise UserError(f"it has {count} classes, {printable(folder.root)} {ours} class folders: use another one")
+    except UserError as error:
+        raise UserError(f"--model {args.model}: {error}, or --transfer to label with its own classes") from error
+    say(trained.notes[told:], first)
 
 
 def prepare_annotator(trained: TrainedModel, world: World) -> Annotator:

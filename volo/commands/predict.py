@@ -36,7 +36,7 @@ from tlt.models.folding import fold_batchnorm
 from tlt.models.spatial import feature_map
 from tlt.tools.drawing import Cells, check_format, drawable, pixels_of, save_figure, shorten
 from volo.checkpoint.checkpoint import explained, install
-from volo.checkpoint.model_config import class_names
+from volo.checkpoint.model_config import check_numbers, class_names, own_names
 from volo.commands.attention import TOP, View, answers_page
 from volo.commands.console import say, warn
 from volo.commands.inference import load, place, world_of_one
@@ -143,7 +143,8 @@ def names_of_classes(path: str, trained: TrainedModel) -> list[str]:
     """Return the name of each class from `--class-names`, the checkpoint or ImageNet, or else its number.
 
     Raises:
-        UserError: The file can't be read, or its number of names is not the model's number of classes.
+        UserError: The file can't be read, its number of names is not the model's number of classes, or it contradicts
+            the checkpoint.
     """
     count = trained.model.num_classes
     if not path:
@@ -155,6 +156,7 @@ def names_of_classes(path: str, trained: TrainedModel) -> list[str]:
         raise UserError(f"--class-names {path} can't be read: {error}") from error
     if len(names) != count:
         raise UserError(f"--class-names {path} holds {len(names)} lines: give a name for each of {count} classes")
+    check_numbers("--class-names", names, own_names(trained.config, names))
     return names
 
 

@@ -22,6 +22,8 @@ from tlt.api import EMPTY_BOXES
 from tlt.data.batch import IndexStream
 from tlt.errors import UserError, install_command
 from tlt.io.files import blamed_on
+from tlt.io.text import first_difference
+from tlt.models.fit_weights import recorded_names, rows_by_name
 from tlt.models.flops import flops_per_image, run_on_meta
 from volo.checkpoint.checkpoint import CheckpointDir
 from volo.checkpoint.resume import DATA_KEY, Resume, check_behaviour, check_same_data, find_resume
@@ -103,6 +105,10 @@ def restore_state(resume: Resume, run: Run, training: Training) -> None:
             check_behaviour(resume.checkpoint, resume.path)
             data = state.metadata[DATA_KEY]
             messages += check_same_data(resume.checkpoint, data, resume.path, args.allow_changed_data)
+            config = state.metadata["model_config"]
+            theirs, ours = recorded_names(resume.checkpoint), config["class_names"]
+            if rows_by_name(theirs, ours, (config["num_classes"], config["num_classes"])) is not None:
+                raise UserError(f"it has other classes ({first_difference(theirs, ours)}): --finetune goes by names")
             messages += state.load(resume.checkpoint, resume.path, not args.no_resume_opt)
             messages += changed_settings(resume.checkpoint.get("args"), settings_of(args))
         messages.append(f"resumed {resume.path}: {state.epoch} epochs, {state.update} updates done")

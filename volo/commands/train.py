@@ -78,7 +78,7 @@ from volo.train.loop import garbage_collected_by_the_loop, out_of_memory_explain
 from volo.train.model import (
     TimmModel,
     add_dense_head,
-    build_model,
+    build_named_model,
     eval_settings,
     freeze_backbone,
     heads_of,
@@ -143,7 +143,9 @@ def start(args: TrainArgs, world: World, logger: Logger, guard: StopGuard) -> No
             logger.line(message)
         run = Run(resolved, world, logger, guard, directory, lock, resume.path)
         torch.manual_seed(run.args.seed)  # the same initial weights on every rank
-        model = build_model(run.args)
+        model, notes = build_named_model(run.args, folders.train.class_names)
+        for note in notes:
+            logger.line(note)
         labels, warnings = open_labels(run.args, folders.train, model.num_classes, on_progress)
         beyond = [] if run.args.kd_only else check_num_classes(folders.train, model.num_classes)
         for warning in folders.warnings + beyond + warnings:
@@ -166,7 +168,7 @@ def build(run: Run, folders: Folders, labels: LabelReader | None, model: TimmMod
     settings = eval_settings(args, model)
     input_size, dtype = settings["input_size"], compute_dtype(args, world.device)
     model = add_dense_head(model, args, input_size[1:])
-    load_start(model, args, run.logger)
+    load_start(model, args, run.logger, [] if args.kd_only else folders.train.class_names)
     online, distillation = load_teachers(run, folders.train, model, settings)
     criterion = make_criterion(args, model, input_size[1:], dtype, online)
 
@@ -187,7 +189,8 @@ def build(run: Run, folders: Folders, labels: LabelReader | None, model: TimmMod
     norm_of = TensorParallelParams(model).total_norm
     precision = Precision(world.device, dtype, clip, args.max_nonfinite, working_copy, norm_of)
     optimizer = create_optimizer(args, model, world.device)
-    config = model_config(model, args, settings, folders.train.class_names)
+    names = distillation.class_names if distillation and args.kd_only else folders.train.class_names
+    config = model_config(model, args, settings, names)
     data = fingerprint(folders.train, labels, None if distillation is None else distillation.checksum)
     metadata = {"arch": config["name"], "args": settings_of(args), "model_config": config}
     metadata |= {DATA_KEY: data, BATCH_KEY: batch}
@@ -220,7 +223,8 @@ def load_teachers(
 
         online = load_online_annotator(run.args, model, settings, images.class_names, run.world)
         size = sum(p.numel() for p in online.annotator.model.parameters())
-        run.logger.line(f"annotator {online.name}: {size / 1e6:.2f} M parameters")
+        for line in (f"{size / 1e6:.2f} M parameters", *online.notes):
+            run.logger.line(f"annotator {online.name}: {line}")
     if run.args.kd_model_name:
         from volo.train.distillation import load_distillation
 
@@ -259,12 +263,12 @@ def wrap_models(
     return working_copy, forward_model, wrap_model(ema.module, args, world, meshes)
 
 
-def load_start(model: TimmModel, args: Namespace, logger: Logger) -> None:
+def load_start(model: TimmModel, args: Namespace, logger: Logger, class_names: list[str]) -> None:
     """Load `--initial-checkpoint` or `--finetune`, initialise the heads, and freeze the backbone, as the flags say."""
     if args.initial_checkpoint:
-        logger.line(str(load_weights(model, args.initial_checkpoint)))
+        logger.line(str(load_weights(model, args.initial_checkpoint, class_names=class_names)))
     if args.finetune:
-        logger.line(str(load_finetune(model, args.finetune)))
+        logger.line(str(load_finetune(model, args.finetune, class_names=class_names)))
     if args.head_init_scale is not None or args.head_init_bias is not None:
         init_heads(model, args.head_init_scale, args.head_init_bias)
     if args.freeze:

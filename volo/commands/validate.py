@@ -34,6 +34,7 @@ from tlt.errors import UserError
 from tlt.io.files import os_errors_as, read_bytes, refuse_existing
 from tlt.models.folding import fold_batchnorm
 from tlt.models.layers import Constants
+from volo.checkpoint.model_config import check_numbers, own_names
 from volo.cluster.distributed import World, primary_first
 from volo.commands.console import say, warn
 from volo.commands.inference import load, place, run_on_ranks
@@ -122,7 +123,7 @@ def evaluate_checkpoint(args: Namespace, path: Path | None, world: World) -> dic
     if args.probe:
         return segmentation_row(trained, precision, world)
     outputs = model.num_classes if numbers is None else len(numbers)
-    folder = open_folder(args, trained.config.get("class_names"), outputs, world)
+    folder = open_folder(args, trained.config, outputs, world, numbers)
     if args.knn:
         return knn_row(trained, folder, precision, world)
     score = DenseScore(args, "--token-label-data", model, settings, folder, world) if args.token_label_data else None
@@ -151,18 +152,28 @@ def evaluate_checkpoint(args: Namespace, path: Path | None, world: World) -> dic
     return row | (real.accuracy() if real else {})
 
 
-def open_folder(args: Namespace, recorded_names: list[str] | None, outputs: int, world: World) -> ImageSource:
+def open_folder(
+    args: Namespace, config: dict[str, Any], outputs: int, world: World, numbers: list[int] | None
+) -> ImageSource:
     """Open the validation images, with classes numbered as in training.
 
     Args:
-        recorded_names: Names of the checkpoint's classes, if it has them.
-        outputs: The model's number of classes.
+        config: The checkpoint's record or a description, which may have names of classes.
+        outputs: The number of classes that the model tells apart.
+        numbers: Those of the model's classes that these are; None for all.
 
     Raises:
-        UserError: A class folder is not among the checkpoint's classes, or there are more classes than outputs.
+        UserError: A class folder is not among the checkpoint's classes, there are more classes than outputs, or
+            `--class-map` contradicts the checkpoint.
     """
-    names = read_class_map(args.class_map) if args.class_map else None if args.knn else recorded_names
-    folder = open_images(args.data, args.split, args.dataset, names, allow_root=True)
+    listed = read_class_map(args.class_map) if args.class_map else None
+    folder = open_images(args.data, args.split, args.dataset, listed, allow_root=True)
+    if names := [] if args.knn else own_names(config, folder.class_names):
+        names = names if numbers is None else [names[number] for number in numbers if number < len(names)]
+        if listed:
+            check_numbers("--class-map", listed, names)
+        else:
+            folder.number_by(names)
     if args.image_list:
         folder = part(folder, listed_images(folder, args.image_list))
     if args.num_samples is not None and args.num_samples < len(folder):

@@ -28,6 +28,7 @@ from tlt.errors import UserError
 from tlt.loss import LossTerms
 from tlt.mixtoken import mixed_share
 from tlt.teacher import FeatureTeacher
+from volo.checkpoint.model_config import own_names
 from volo.cluster.distributed import World
 from volo.config.checkpoint_files import BEST, ENDINGS, LAST
 from volo.config.flag_rules import other_sizes, teachers_of
@@ -37,7 +38,7 @@ from volo.train.criterion import Drawn
 from volo.train.data import size_schedule, train_loader
 from volo.train.model import TimmModel, place_model
 from volo.train.precision import autocast, check_convolutions, compute_dtype
-from volo.train.trained_model import load_frozen
+from volo.train.trained_model import TrainedModel, load_frozen
 
 
 class DeviceTimer:
@@ -85,6 +86,7 @@ class Distillation:
         checksum: Checksum of the teachers' weights.
         names: Names of the teachers in the records, all different.
         views: For each teacher, the loader of its images; None if it sees the student's images.
+        class_names: Names of the classes of the teachers' logits, as far as they are known.
         only: Whether the teachers' losses are the only ones (`--kd-only`).
         timer: Measures the teachers' work.
     """
@@ -93,6 +95,7 @@ class Distillation:
     losses: DistillLosses
     names: Sequence[str]
     views: Sequence[Loader | None]
+    class_names: list[str]
     only: bool
     timer: DeviceTimer = field(default_factory=DeviceTimer)
     _seen: dict[Loader | None, Batch] = field(default_factory=dict)  # for each loader, its part of the current batch
@@ -144,6 +147,7 @@ def load_distillation(
         UserError: A teacher does not exist, its weights can't be fetched, it can't take such images, or teacher and
             student differ in classes or have no tokens.
     """
+    names_of_classes = [] if args.kd_only else images.class_names  # without labels, those of the teacher
     flags, (channels, *size) = teachers_of(args), settings["input_size"]
     kinds, names = flags.kd_distill_type, _names_in_records(flags.kd_model_name)
     schedule = size_schedule(args, (size[0], size[1]))
@@ -152,7 +156,12 @@ def load_distillation(
         hw, whole = list(flags.kd_size[number] or size), view == "whole"
         sized = settings | {"input_size": (channels, *hw)}
         with _blamed(f"--kd-model-name {model}"):
-            teacher, digest = _load_teacher(args, model, kind, sized, world, logger)
+            taught = (names_of_classes, student.num_classes) if kind == "logit" else ((), 0)
+            teacher, digest, trained = _load_teacher(args, model, kind, sized, world, taught)
+            for line in trained.notes:
+                logger.line(f"teacher {model}: {line}")
+            if kind == "logit":
+                names_of_classes = names_of_classes or own_names(trained.config, ())
             classes = teacher.model.num_classes
             if kind == "logit" and classes != student.num_classes:
                 raise UserError(f"it has {classes} classes, --model {args.model} has {student.num_classes}")
@@ -175,7 +184,7 @@ def load_distillation(
         options = {"kind": kinds, "dense_loss": flags.kd_dense_loss, "temperature": flags.kd_temperature}
         options |= {"weight": flags.kd_loss_weight, "drop": args.kd_drop}
         losses = DistillLoss.of(student, (size[0], size[1]), teachers, other_sizes(args), **options)
-    return Distillation(" ".join(digests), losses, names, views, args.kd_only)
+    return Distillation(" ".join(digests), losses, names, views, names_of_classes, args.kd_only)
 
 
 @contextmanager
@@ -188,23 +197,22 @@ def _blamed(what: str) -> Iterator[None]:
 
 
 def _load_teacher(
-    args: Namespace, name: str, kind: str, settings: dict[str, Any], world: World, logger: Logger
-) -> tuple[FeatureTeacher, str]:
-    """Return a teacher for images of this input_size, and the checksum of its weights."""
+    args: Namespace, name: str, kind: str, settings: dict[str, Any], world: World, classes: tuple[Sequence[str], int]
+) -> tuple[FeatureTeacher, str, TrainedModel]:
+    """Return a teacher for images of this input_size, the checksum of its weights, and how it was trained."""
     path = name if name.endswith(ENDINGS) and not timm.is_model(name) else None
-    trained = load_frozen(None if path else name, path, settings["input_size"], dense=False)
+    trained = load_frozen(None if path else name, path, settings["input_size"], None, classes, dense=False)
     model = trained.model
     model.pretrained_cfg = model.pretrained_cfg | {key: trained.settings[key] for key in ("mean", "std")}
     digest, model = checksum(model), place_model(model, args, world)
     dtype = None if compute_dtype(args, world.device) is None else torch.bfloat16
-    for line in check_convolutions(model, settings["input_size"], dtype, world.device):
-        logger.line(line)
+    trained.notes += check_convolutions(model, settings["input_size"], dtype, world.device)
     pixels = settings["mean"], settings["std"]
     teacher = FeatureTeacher(model, settings["input_size"][1:], *pixels, dtype, feature_compiler(model, args))
     teacher(torch.zeros(2, *settings["input_size"], device=world.device), kind)
     if kind == "token":
         _ = teacher.tokens  # raises here, where the teacher is blamed and not the student
-    return teacher, digest
+    return teacher, digest, trained
 
 
 def _names_in_records(models: Sequence[str]) -> list[str]:

@@ -18,16 +18,19 @@ from torch import nn
 from tlt.errors import UserError
 from tlt.io.jobs import physical_memory
 from tlt.io.weights import check_finite, clean_state_dict, read_checkpoint
+from tlt.models.fit_weights import number_classes, rows_by_name
 from tlt.models.flops import run_on_meta
 from tlt.models.token_labeling import TokenLabelModel
 from tlt.models.wrap import TOKEN_LABEL_MODELS, WithDenseHead, with_dense_head
+from volo.checkpoint.model_config import own_names
 from volo.cluster.distributed import World
 from volo.cluster.shard import Meshes, distribute, shard, shard_meshes, units_of
 from volo.cluster.tensor_parallel import divide_layers
+from volo.config.args import FrozenArgs, TrainArgs
 from volo.config.flag_rules import other_sizes, sharding_flag
 from volo.config.flags_train import BATCH_NORM
 from volo.models import VOLO
-from volo.train.architecture import architecture_of, image_size_of, is_ours, takes_image_size
+from volo.train.architecture import architecture_of, image_size_of, is_ours, known_config, takes_image_size
 from volo.train.compilation import compile_model, compile_modules
 from volo.train.precision import compute_dtype
 
@@ -78,6 +81,17 @@ def build_model(args: Namespace, recorded: dict[str, Any] | None = None, weights
         check_finite(clean_state_dict(model), f"the file of --model {args.model}")
     _set_modes(model, getattr(args, "outlook_kernel", "auto"), getattr(args, "drop_path_mode", "mask"))
     return model
+
+
+def build_named_model(args: TrainArgs, class_names: list[str]) -> tuple[TimmModel, list[str]]:
+    """Return `build_model(args)` and lines for the user. Published weights that name their classes keep the rows of
+    those that are among `class_names`, under the numbers that these have there."""
+    theirs = own_names(known_config(args.model), class_names) if args.pretrained and not args.kd_only else []
+    count = args.num_classes or len(theirs)
+    if rows_by_name(theirs, class_names, (len(theirs), count)) is None:
+        return build_model(args), []
+    model = build_model(FrozenArgs(args, num_classes=len(theirs)))
+    return model, [f"--model {args.model}: {number_classes(model, theirs, class_names, count)}"]
 
 
 def _flexible(name: str, kwargs: dict[str, Any], sizes: list[tuple[int, int]]) -> dict[str, Any]:

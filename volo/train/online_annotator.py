@@ -7,7 +7,7 @@ label of that position, so that no geometry has to be undone. The annotator is n
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +15,6 @@ import torch
 
 from tlt.data.batch import Batch
 from tlt.errors import UserError
-from tlt.io.text import first_difference
 from tlt.label_map import FULL_AREA, Area, LabelBatch
 from tlt.labels.annotate import Annotator, check_dense, labelled_area
 from tlt.labels.store import relative_to_tail
@@ -38,6 +37,7 @@ class OnlineAnnotator:
         student, own: (mean, std) with which a batch is normalised, and which the annotator expects.
         areas: For each image size (H, W), the area that the annotator labels (`tlt.labels.annotate.labelled_area`).
         exact_tail: Whether `--label-tail exact` is used (`tlt.labels.store.relative_to_tail`).
+        notes: Lines for the user.
     """
 
     def __init__(
@@ -48,8 +48,9 @@ class OnlineAnnotator:
         own: MeanStd,
         areas: Mapping[Size, Area],
         exact_tail: bool = False,
+        notes: Sequence[str] = (),
     ) -> None:
-        self.name, self.annotator, self.exact_tail = name, annotator, exact_tail
+        self.name, self.annotator, self.exact_tail, self.notes = name, annotator, exact_tail, notes
         model: Any = annotator.model  # has timm's interface
         self._num_classes, device = int(model.num_classes), next(model.parameters()).device
         self._renormalise = Renormalise(student, own, device)
@@ -85,7 +86,9 @@ def load_online_annotator(
     name, path = args.token_label_teacher, args.token_label_teacher_checkpoint
     size, flag = settings["input_size"], f"--token-label-teacher {name}"
     try:
-        trained = load_frozen(name, path or None, size, args.train_img_sizes, num_classes=student.num_classes)
+        count = student.num_classes
+        taught = class_names, count
+        trained = load_frozen(name, path or None, size, args.train_img_sizes, taught, num_classes=count)
         sizes = [(size[1], size[2]), *other_sizes(trained.args)]
         model = place_model(trained.model.requires_grad_(False), args, world)
         for image_size in sizes:
@@ -98,17 +101,14 @@ def load_online_annotator(
             f"{flag} does not take images of {size[1]} x {size[2]} px ({reason}): use another annotator, or another "
             "--img-size"
         ) from error
-    if model.num_classes != student.num_classes:
+    if model.num_classes != count:
         raise UserError(
-            f"{flag} has {model.num_classes} classes, --model {args.model} has {student.num_classes}: use an "
+            f"{flag} has {model.num_classes} classes, --model {args.model} has {count}: use an "
             "annotator for these classes, or --num-classes"
         )
-    if (recorded := trained.config.get("class_names")) and list(recorded) != class_names:
-        difference = first_difference(recorded, class_names)
-        raise UserError(f"{flag} was trained on other class folders ({difference}): use an annotator trained on these")
     dtype, own_settings = compute_dtype(args, world.device), trained.settings
     annotator = Annotator(model, args.token_label_teacher_top_k, dtype, feature_compiler(model, args))
     pixels = (settings["mean"], settings["std"]), (own_settings["mean"], own_settings["std"])
     name += " (EMA)" if trained.args.use_ema else ""
     areas = {image_size: labelled_area(model, image_size) for image_size in sizes}
-    return OnlineAnnotator(name, annotator, *pixels, areas, args.label_tail == "exact")
+    return OnlineAnnotator(name, annotator, *pixels, areas, args.label_tail == "exact", trained.notes)

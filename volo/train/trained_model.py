@@ -10,11 +10,12 @@ from typing import Any
 
 from tlt.errors import UserError
 from tlt.io.files import blamed_on
+from tlt.io.text import first_difference, some_names
 from tlt.io.weights import EMA_KEYS, count_weights, read_checkpoint
-from tlt.models.fit_weights import dense_head_of
+from tlt.models.fit_weights import dense_head_of, number_classes, rows_by_name
 from tlt.models.wrap import TOKEN_LABEL_MODELS, with_dense_head
 from volo.checkpoint.finetune import load_weights
-from volo.checkpoint.model_config import model_config_of
+from volo.checkpoint.model_config import model_config_of, own_names
 from volo.checkpoint.state import selected_by_ema
 from volo.train.architecture import image_size_of
 from volo.train.model import TimmModel, build_model, eval_settings
@@ -56,6 +57,7 @@ def load_frozen(
     path: str | None,
     input_size: tuple[int, int, int],
     other_sizes: Sequence[int] | None = None,
+    classes: tuple[Sequence[str], int] = ((), 0),
     **options: Any,
 ) -> TrainedModel:
     """Build a network that a run uses but doesn't train, as `load_model` does.
@@ -65,10 +67,11 @@ def load_frozen(
         path: Path of the checkpoint; None takes the published weights.
         input_size: (channels, H, W) of the run's images.
         other_sizes: Sides of further images, as of `--train-img-sizes`.
+        classes: Names and number of the student's classes, for `take_classes`.
         options: Further arguments of `load_model`.
 
     Raises:
-        UserError: As in `load_model`; or the network takes images of another number of channels.
+        UserError: As in `load_model`; or the network takes images of another number of channels, or lacks a class.
     """
     channels, *img_size = input_size
     args = Namespace(model=model, pretrained=path is None, img_size=tuple(img_size), input_size=None, model_kwargs={})
@@ -77,7 +80,28 @@ def load_frozen(
     trained = load_model(args, path, **options)
     if (own_channels := trained.settings["input_size"][0]) != channels:
         raise UserError(f"it takes images of {own_channels} channels, the student of {channels}")
+    take_classes(trained, *classes)
     return trained
+
+
+def take_classes(trained: TrainedModel, class_names: Sequence[str], count: int) -> None:
+    """Renumber the classes of a model as `count` classes, of which the first have `class_names`, if the model names its
+    own. It may have more classes than these.
+
+    Raises:
+        UserError: The model lacks a class.
+    """
+    model, names = trained.model, own_names(trained.config, class_names)
+    rows = rows_by_name(names, class_names, (model.num_classes, count)) or ()
+    numbered = (*class_names, *map(str, range(len(class_names), count)))
+    if missing := [name for name, row in zip(numbered, rows, strict=False) if row < 0]:
+        raise UserError(
+            f"it was trained on other class folders ({first_difference(names, class_names)}), without {len(missing)} "
+            f"of {count} classes ({some_names(missing)}): use one that was trained on these"
+        )
+    if line := number_classes(model, names, class_names, count):
+        trained.notes.append(line)
+        trained.config = trained.config | {"class_names": list(class_names), "num_classes": count}
 
 
 def _load(args: Namespace, path: str | Path | None, dense: bool | None, num_classes: int | None) -> TrainedModel:
