@@ -86,8 +86,8 @@ class Distillation:
         checksum: Checksum of the teachers' weights.
         names: Names of the teachers in the records, all different.
         views: For each teacher, the loader of its images; None if it sees the student's images.
-        class_names: Names of the classes of the teachers' logits, as far as they are known.
         only: Whether the teachers' losses are the only ones (`--kd-only`).
+        class_names: Names of the classes of the teachers' logits, as far as they are known.
         timer: Measures the teachers' work.
     """
 
@@ -95,8 +95,8 @@ class Distillation:
     losses: DistillLosses
     names: Sequence[str]
     views: Sequence[Loader | None]
-    class_names: list[str]
     only: bool
+    class_names: list[str] = field(default_factory=list)
     timer: DeviceTimer = field(default_factory=DeviceTimer)
     _seen: dict[Loader | None, Batch] = field(default_factory=dict)  # for each loader, its part of the current batch
 
@@ -184,7 +184,7 @@ def load_distillation(
         options = {"kind": kinds, "dense_loss": flags.kd_dense_loss, "temperature": flags.kd_temperature}
         options |= {"weight": flags.kd_loss_weight, "drop": args.kd_drop}
         losses = DistillLoss.of(student, (size[0], size[1]), teachers, other_sizes(args), **options)
-    return Distillation(" ".join(digests), losses, names, views, names_of_classes, args.kd_only)
+    return Distillation(" ".join(digests), losses, names, views, args.kd_only, names_of_classes)
 
 
 @contextmanager
