@@ -18,8 +18,8 @@ TEST_ARGS ?=
 # A process that has crashed is not started again: xdist would give it the test that it has crashed in.
 PARALLEL ?= --numprocesses auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 DEMO_ARGS ?=
-# CALLS=volo_d5 is one of them, and TIMM a checkout of timm, whose train.py is timed; DEVICE=cpu rehearses them with small
-# models. No network, and nothing is installed.
+# CALLS=day asks a GPU first whether all is right; CALLS=volo_d5 is one of the others, and TIMM a checkout of timm, whose
+# train.py is timed; DEVICE=cpu rehearses them with small models. No network, and nothing is installed.
 CALLS ?= tests steps volo_d5 files
 TIMM ?=
 DEVICE ?= cuda
@@ -83,6 +83,9 @@ benchmark-gpu:
 	  echo "make benchmark-gpu: $(PYTHON) lacks torch, timm or pytest: name another with PYTHON=..." >&2; exit 2; }
 	@mkdir -p $(OUT)
 	@for call in $(CALLS); do $(MAKE) --no-print-directory -k benchmark-gpu-$$call || code=$$?; done; exit $${code:-0}
+
+benchmark-gpu-day:
+	timeout --signal=INT $(if $(ON_CPU),3600,600) $(PYTHON) -m tests.gpu_day --device $(DEVICE) --output $(OUT)
 
 XDIST = $(shell $(PYTHON) -c 'import xdist' 2>/dev/null && echo --numprocesses 6)
 benchmark-gpu-tests:
