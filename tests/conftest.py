@@ -98,13 +98,14 @@ def gpu_or_its_stand_in(request: pytest.FixtureRequest) -> None:
 
 @pytest.fixture(autouse=True)
 def float32_as_on_the_cpu(request: pytest.FixtureRequest) -> Iterator[None]:
-    """What is marked `gpu` computes without TF32, which rounds convolutions to 10 bits unless told not to."""
+    """What is marked `gpu` computes without TF32, which rounds convolutions to 10 bits unless told not to, and with
+    convolutions that add in the same order each time."""
     if request.node.get_closest_marker("gpu") is None:
         yield
         return
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
-    with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
+    with torch.backends.cudnn.flags(enabled=True, deterministic=True, allow_tf32=False):
         yield
     torch.set_float32_matmul_precision(before)
 

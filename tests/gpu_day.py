@@ -97,7 +97,7 @@ class Day:
 
 
 def tests(day: Day) -> Iterator[Line]:
-    yield day.pytest("tests/train/test_step_graph.py", *([] if day.rehearsed else ["tests/commands/test_gpu.py"]))
+    yield day.pytest("tests/train", *([] if day.rehearsed else ["tests/commands/test_gpu.py"]))
 
 
 def launched(day: Day) -> Iterator[Line]:
@@ -203,7 +203,7 @@ def resume(day: Day) -> Iterator[Line]:
 
 
 def ranks(day: Day) -> Iterator[Line]:
-    yield day.pytest("tests/train/test_step_graph.py", "-k", "nccl")
+    yield day.pytest("tests/train", "-k", "nccl")
 
 
 # Each check, and the seconds it may take on a GPU: the most important first. An H100 is expected to need half of them.

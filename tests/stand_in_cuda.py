@@ -15,6 +15,16 @@ their losses can be compared. What a GPU punishes, the stand-in finds:
 Not here: the rounding of a GPU, and autocast's list of operations for CUDA (the CPU's takes its place); Triton's
 programs (the operator of `volo.kernels.windows` answers for them, `tests/models/test_outlook_triton.py` interprets
 them); torch.compile and NCCL; worker processes (-j 0). C++ takes a tensor for one of the CPU.
+
+What it can't see, because nothing here runs later than it is asked for, and no memory is used twice:
+- Memory that a graph's pool gives to two tensors: on a GPU, `test_graphs_compute_what_launched_steps_do` of
+  `tests/train/test_step_graph.py`, with sizes and accumulation.
+- Page-locked memory that is used again before it was copied: there, `test_numbers_that_are_sent_to_a_busy_gpu_arrive`.
+- What a failed capture leaves of the allocator: there, `test_a_capture_that_fails_gives_its_memory_back`.
+- Kernels that wait and do not say so: no test, for torch reports none. A capture refuses them; elsewhere the GPU's
+  pauses show them (`profiled` in `tests/gpu_day.py`).
+- Failures that are reported later than they happen: no test, for a process can't use the GPU after one. Each check of
+  `tests/gpu_day.py` is a process, and CUDA_LAUNCH_BLOCKING=1 names the kernel.
 """
 
 from __future__ import annotations

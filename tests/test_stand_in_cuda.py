@@ -273,6 +273,19 @@ def test_what_dali_decodes_on_a_gpu_is_finished_in_time_and_kept_long_enough(
             memory[pixels.shape].copy_(pixels)
         return memory[pixels.shape]
 
+    def finished(*arguments: Any) -> Any:
+        decoded = decode(*arguments)
+        assert arguments[0]._stream.query()  # the training thread's streams do not wait for it
+        return decoded
+
+    def ran(requests: Any, *rest: Any) -> Any:
+        if len(requests) == 3:  # the batch with the PNG: as with a bad image, each is then decoded alone
+            raise dali._FAILURES[0]("one of them is bad")
+        return run(requests, *rest)
+
+    decode, run = dali.DaliBackend.decode_batch, dali._run
+    monkeypatch.setattr(dali.DaliBackend, "decode_batch", finished)
+    monkeypatch.setattr(dali, "_run", ran)
     monkeypatch.setattr(dali, "_pipeline", lambda room, threads, device, fill: pipeline(room, threads, host, fill))
     monkeypatch.setattr(torch, "from_dlpack", given)
     photo = next((folder := make_dataset() / "train").rglob("*.jpg"))
