@@ -121,3 +121,16 @@ def test_a_trunk_is_asked_for_no_milestone_beyond_its_end(call: Call, milestone:
     (tmp_path / "b" / "milestone-3.pth.tar").unlink()
     again = f"{milestone.parents[1]}/data {QUICK} --epochs 4 --save-epochs 4 --experiment b --output {tmp_path}"
     assert call("train", f"{again} --resume auto").code == 0 and "milestone-4" in files(tmp_path / "b")
+
+
+def test_a_rate_that_jumps_where_a_decay_had_begun_is_told(call: Call, milestone: Path, tmp_path: Path) -> None:
+    data = f"{milestone.parents[1]}/data {QUICK} --sched wsd --output {tmp_path}"
+    assert call("train", f"{data} --epochs 4 --decay-epochs 3 --save-epochs 2 3 --experiment trunk").ok()
+    jumps = "warning: the learning rate jumps from "
+    within = call("train", f"{data} --epochs 8 --decay-epochs 2 --resume {tmp_path}/trunk/milestone-3.pth.tar").ok()
+    assert jumps in within.out and "a milestone (--save-epochs), goes on without a jump" in within.out
+    longer = call("train", f"{data} --epochs 6 --decay-epochs 1 --resume auto --experiment trunk").ok()
+    assert jumps in longer.out and "to 1.25e-05" in longer.out
+    stable = call("train", f"{data} --epochs 6 --decay-epochs 2 --resume {tmp_path}/trunk/milestone-2.pth.tar").ok()
+    again = call("train", f"{data} --epochs 6 --decay-epochs 1 --resume auto --experiment trunk").ok()
+    assert jumps not in stable.out + again.out

@@ -9,7 +9,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from tests.commands.conftest import QUICK, Call, Described, Make
+from tests.commands.conftest import QUICK, Call, Described, Make, metrics
 from tests.commands.test_exact_resume import assert_same
 from tests.labels.brute_force import brute_force
 from tlt.api import StepKey
@@ -50,6 +50,19 @@ def test_killed_around_a_change_of_size_and_gone_on_to_the_same_bits(
     *_, summary = csv.DictReader((tmp_path / "whole" / "summary.csv").open())
     assert row["img_size"] == "80x80" and float(row["loss"]) == pytest.approx(float(summary["eval_loss"]), abs=1e-4)
     assert peek_checkpoint(tmp_path / "whole" / "last.pth.tar")["model_config"]["img_size"] == [96, 96]
+
+
+def test_an_epoch_of_other_batches_with_the_same_mean_starts_anew(
+    call: Call, make_dataset: Make, tmp_path: Path, stop_at: Callable[[set[int]], None]
+) -> None:
+    flags = f"{make_dataset(train=16, validation=4)} {QUICK} --train-img-sizes 16 32 --epochs 1 --output {tmp_path}"
+    flags += " --experiment run --resume auto --train-batch-sizes"
+    stop_at({2})
+    assert call("train", f"{flags} 6 2").code == 130
+    anew = "the updates of an epoch had other images than now: epoch 1 starts anew"
+    again = call("train", f"{flags} 6 2 --dry-run").ok(), call("train", f"{flags} 2 6").ok()
+    assert [anew in ended.out for ended in again] == [False, True] and "0 updates done" in again[1].out
+    assert [record["update"] for record in metrics(tmp_path / "run")] == [1, 2, 3, 4]
 
 
 @pytest.mark.parametrize("model", ["volo_test", "lvvit_test", "test_vit --drop-path 0", "test_resnet --no-mix-token"])

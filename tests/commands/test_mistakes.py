@@ -35,8 +35,16 @@ TRAIN = [
     ("--model test_vit --drop-path 0 --val-img-size 8", "3 x 8 x 8 (--train-img-sizes, --val-img-size)"),
     ("--model mixer_s32_224 --img-size 224 --train-img-sizes 192 224", "does not run on images of 3 x 192 x 192"),
     ("--train-img-sizes 32 48 --train-batch-sizes 4", "1 batch sizes (--train-batch-sizes) for 2 image sizes"),
-    ("--train-img-sizes 32 48 --train-batch-sizes auto 4", "--train-img-sizes 32 48: invalid literal for int()"),
-    ("--train-img-sizes 32 48 --train-size-probs 0 0", "choice_weights must have a positive sum"),
+    (
+        "--train-img-sizes 32 48 --train-batch-sizes auto 4",
+        "for 2 image sizes (--train-img-sizes): give one for each, or auto alone",
+    ),
+    (
+        "--train-img-sizes 32 48 --train-size-probs 0 0",
+        "--train-img-sizes 32 48: --train-size-probs must have a positive sum",
+    ),
+    ("--train-img-sizes 32 48 --train-size-probs 1", "--train-size-probs and the sizes must have the same length"),
+    ("--train-img-sizes 16 32 --train-batch-sizes 500 4", "one global batch of 500: lower --train-batch-sizes, or"),
     ("--train-img-sizes 32 --train-size-schedule progressive", "requires at least two choices"),
     ("--train-size-schedule progressive", "has no effect without --train-img-sizes"),
     ("--train-img-sizes 32 48 --train-size-random-mix 0.2", "without --train-size-schedule progressive"),

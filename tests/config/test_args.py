@@ -53,6 +53,7 @@ train | LABELS --uncovered ignore --compat uncovered | --uncovered ignore contra
 train | LABELS --cls-weight 0 --dense-weight 0 | --cls-weight 0 leaves nothing to train
 train | --amp --model-dtype bfloat16 | --amp and --model-dtype bfloat16 both set the precision: keep one of them
 train | --drop-path-mode subset --drop-path 0.1 -b 4 | drops nothing at --drop-path 0.1 with --batch-size 4
+train | --drop-path-mode subset --drop-path 0.1 --train-img-sizes 64 96 --train-batch-sizes 16 2 | sizes 2
 train | --torchcompile --torchcompile-mode reduce-overhead --torchcompile-scope blocks | --torchcompile-scope model
 train | --shard 2 --channels-last | --shard 2 and --channels-last: torch divides contiguous weights alone
 train | --shard 2 --clip-grad 1 --clip-mode agc | --shard 2 and --clip-mode agc

@@ -40,6 +40,15 @@ from volo.train.schedule import LrSchedule
         ("--model-ema -b 1024 --epochs 30 --cooldown-epochs 10", 1_281_167, 1000, "hist 3 warmup 6 decay 0.999867"),
         ("--model-ema --model-ema-decay 0.99992 -b 64 --epochs 30", 512, 1000, "hist 3 warmup 6"),
         ("--model-ema --model-ema-warmup -b 64 --epochs 30", 512, 1000, "hist 3 warmup 6"),
+        ("--sched wsd --epochs 30", 1_281_167, 1000, "hist 3 warmup 6 cooldown 0 sched_on_updates True"),
+        ("--sched rsqrt --no-sched-on-updates", 1_281_167, 1000, "cooldown 0"),
+        # The smallest images come in batches that are twelve times as large, and an epoch of them has four updates.
+        (
+            "--num-classes 7 --train-img-sizes 64 224 --train-batch-sizes auto",
+            512,
+            7,
+            "batch_size 8 lr_base_scale sqrt",
+        ),
     ],
 )
 def test_defaults_fit_the_data_and_what_is_given_stays(flags: str, images: int, classes: int, fitted: str) -> None:
@@ -90,13 +99,17 @@ def test_an_average_forgets_the_initial_weights_within_the_run_or_is_told_not_to
         ("--epochs 10 --warmup-epochs 0", 100, 1, ["all training images are of one class"]),
         ("--epochs 10 --warmup-epochs 0 --kd-only --kd-model-name x", 100, 1, []),
         ("--epochs 1 --warmup-epochs 1", 9, 1, ["one class", "0 % of its peak", "updates are few"]),
+        ("--epochs 2 --warmup-epochs 2 --lr 0", 100, 3, ["never gets beyond 1e-06: --warmup-epochs 2 is long for"]),
+        ("--epochs 10 --sched poly --decay-rate 9", 100, 3, ["the fitted --warmup-epochs 2 is long for --epochs 10"]),
     ],
 )
 def test_a_run_that_learns_less_than_it_seems_to_is_told(
     flags: str, images: int, classes: int, told: list[str]
 ) -> None:
     args = arguments(f"{flags} --cooldown-epochs 0")
-    lines = surprises(args, LrSchedule(args, 1e-3, images), np.arange(images) % classes)  # one image an update
+    args.warmup_epochs = 2 if "warmup_epochs" in args.defaulted else args.warmup_epochs
+    peak = 1e-3 if args.lr is None else args.lr
+    lines = surprises(args, LrSchedule(args, peak, images), np.arange(images) % classes)  # one image an update
     assert len(lines) == len(told) and all(text in line for text, line in zip(told, lines, strict=True)), lines
 
 
@@ -173,6 +186,40 @@ def test_a_resumed_run_keeps_what_its_checkpoint_was_fitted_to() -> None:
     assert (given.batch_size, given.num_classes) == (2, 9)
 
 
+@pytest.mark.parametrize(
+    ("trunk", "branch", "more"),
+    [
+        ("--epochs 300", "--epochs 10", {"epoch": 7}),
+        ("--epochs 10", "--epochs 300", {"epoch": 9}),
+        ("--epochs 40 --sched wsd", "--epochs 40 --sched cosine", {}),
+        ("--epochs 40 --model-ema", "--epochs 40 --model-ema -b 16", {}),
+        ("--epochs 40", "--epochs 40 --model-ema", {}),
+        ("--epochs 30 --model-ema", "--epochs 10 --model-ema", {"epoch": 7}),
+        ("--epochs 8 --model-ema --train-img-sizes 96 224 --train-batch-sizes auto", "--epochs 40 --model-ema", {}),
+    ],
+)
+def test_what_is_fitted_to_a_length_is_fitted_again(trunk: str, branch: str, more: dict[str, int]) -> None:
+    fresh, batch, _ = resolve_args(arguments(f"-b 8 {trunk}"), {}, 5000, 1000, 1)
+    checkpoint = {"args": vars(fresh), "batch": batch, **more}
+    sizes = trunk[trunk.find("--train-img") :] if "sizes" in trunk else ""
+    args = arguments(f"-b 8 {branch} {sizes}")
+    expected = vars(resolve_args(args, {}, 5000, 1000, 1)[0])
+    resolved = resolve_args(args, checkpoint, 5000, 1000, 1)[0]
+    assert vars(resolved) == expected
+    # What the trunk was given stays, on the same images and on others.
+    given = {"warmup_epochs": 3, "cooldown_epochs": 3, "checkpoint_hist": 7}
+    checkpoint["args"] = vars(fresh) | given
+    again = vars(resolve_args(args, checkpoint, 900, 1000, 1)[0])
+    assert {name: again[name] for name in given} == given
+
+
+def test_a_short_branch_forgets_what_a_long_trunk_has_left_in_its_average() -> None:
+    trunk, batch, _ = resolve_args(arguments("--epochs 300 --model-ema -b 8"), {}, 400, 1000, 1)
+    checkpoint = {"args": vars(trunk), "batch": batch, "epoch": 7}
+    branch = resolve_args(arguments("--epochs 10 --model-ema -b 8"), checkpoint, 400, 1000, 1)[0]
+    assert trunk.model_ema_decay ** (8 * 50) * branch.model_ema_decay ** (2 * 50) == pytest.approx(0.1, rel=0.1)
+
+
 def test_what_subsets_drop_is_judged_by_the_batch_that_the_checkpoint_decides() -> None:
     args = arguments("--epochs 4 --num-classes 3 --drop-path 0.1 --drop-path-mode subset")
     with pytest.raises(UserError, match="--drop-path-mode subset"):  # of batches of two images
@@ -180,6 +227,12 @@ def test_what_subsets_drop_is_judged_by_the_batch_that_the_checkpoint_decides() 
     assert resolve_args(args, {"args": {"batch_size": 16}}, 10, 3, 1)[0].batch_size == 16
     with pytest.raises(UserError, match="--drop-path-mode subset"):
         resolve_args(args, {"args": {"batch_size": 2}}, 500, 3, 1)
+    for sizes in ("-b 16 --train-batch-sizes 16 2", "-b 4 --train-batch-sizes auto"):
+        with pytest.raises(UserError, match="--drop-path-mode subset"):
+            flags = "--num-classes 3 --drop-path 0.1 --drop-path-mode subset --train-img-sizes 64 224"
+            resolve_args(arguments(f"{flags} {sizes}"), {}, 500, 3, 1)
+    flags += " -b 2 --train-batch-sizes 16 8"  # what -b says is the batch of no update
+    assert resolve_args(arguments(flags), {}, 500, 3, 1)[0].batch_size == 2
 
 
 def test_fault_61_what_a_checkpoint_decides_is_checked_as_its_flag_is() -> None:

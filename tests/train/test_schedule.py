@@ -1,13 +1,19 @@
 """The learning rate is one pure function of the update number."""
 
+import itertools
 import math
 from argparse import Namespace
 
+import numpy as np
 import pytest
 import torch
 from timm.scheduler import create_scheduler
 
 from tests.train.small_run import arguments
+from tlt.errors import UserError
+from volo.commands.run_start import surprises
+from volo.config.flags_train import ENDING_SCHEDULES
+from volo.train.run import resolve_args
 from volo.train.schedule import LrSchedule, resolve_lr
 
 
@@ -98,6 +104,35 @@ def test_a_stable_phase(line: str, epochs: int, curve: tuple[float, float, float
 def test_a_run_that_stops_has_the_same_schedule() -> None:
     whole, part = (LrSchedule(arguments(f"--sched wsd {more}"), 1.0, 2) for more in ("", "--stop-epoch 200"))
     assert part.total_updates == 400 and all(part(update) == whole(update) for update in range(whole.total_updates))
+
+
+CURVES = [f"--sched {sched} {more}" for sched in ENDING_SCHEDULES for more in ("", "--sched-on-updates --min-lr 1e-4")]
+CURVES += [f"--sched {sched} --no-sched-on-updates --decay-epochs 1 --lr-decay-fn linear" for sched in ("wsd", "rsqrt")]
+CURVES += ["--sched wsd --cooldown-epochs 1", "--sched cosine --lr-cycle-limit 2 --lr-noise 0.95", "--sched constant"]
+CURVES += ["--sched step --decay-epochs 4", "--sched step --warmup-epochs 3", "--sched multistep --decay-rate 0.5"]
+CURVES += ["--sched multistep --decay-milestones 2 9 --lr-noise 0.5", "--sched poly --warmup-epochs 1 --warmup-prefix"]
+
+
+@pytest.mark.parametrize("flags", CURVES)
+def test_a_curve_ends_where_it_says_or_a_line_tells_of_it(flags: str) -> None:
+    told = set[bool]()
+    for epochs, updates in itertools.product((1, 2, 3, 4, 5, 8, 13, 29, 30, 100), (1, 4, 30)):
+        args = resolve_args(arguments(f"--epochs {epochs} {flags}"), {}, 128 * updates, 1000, 1)[0]
+        try:
+            schedule = LrSchedule(args, 1e-3, updates)
+        except UserError as refused:
+            assert "--sched" in str(refused) and epochs < 5
+            continue
+        last, steps = schedule(schedule.total_updates - 1), {"step": 1, "multistep": len(args.decay_milestones)}
+        says = args.min_lr if args.sched in ENDING_SCHEDULES else 1e-3 * args.decay_rate ** steps.get(args.sched, 0)
+        lines = [line for line in surprises(args, schedule, np.arange(9)) if line.startswith("the learning rate ")]
+        near = 1.7 if args.lr_noise else 1.01
+        if last > near * says + 1e-4 * (args.sched in ENDING_SCHEDULES):
+            assert lines, (epochs, updates, last)
+        elif last <= near * says:
+            assert not lines or "never gets beyond" in lines[0], (epochs, updates, lines)
+        told.add(bool(lines))
+    assert told
 
 
 @pytest.mark.parametrize(

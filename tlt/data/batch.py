@@ -79,7 +79,8 @@ class IndexStream:
         if self.length < largest:
             raise UserError(
                 f"the training set has {self.length} images, fewer than one global batch of {largest}: lower "
-                "--batch-size (or --grad-accum-steps, or the number of processes)"
+                f"{'--batch-size' if self.sizes is None else '--train-batch-sizes, or --batch-size beside auto'} "
+                "(or --grad-accum-steps, or the number of processes)"
             )
 
     @property

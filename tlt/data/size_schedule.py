@@ -45,9 +45,10 @@ class SizeSchedule:
     random_mix: float = 0.1
 
     def __post_init__(self) -> None:
-        if len(self.batch_sizes) != len(self.sizes):
+        if len(self.batch_sizes) != len(self.sizes) or "auto" in self.batch_sizes:
             count = f"{len(self.batch_sizes)} batch sizes (--train-batch-sizes)"
-            raise UserError(f"{count} for {len(self.sizes)} image sizes (--train-img-sizes): give one for each")
+            how = "give one for each, or auto alone"
+            raise UserError(f"{count} for {len(self.sizes)} image sizes (--train-img-sizes): {how}")
         object.__setattr__(self, "sizes", tuple(size_of("--train-img-sizes", size) for size in self.sizes))
         in_range("--train-batch-sizes", self.batch_sizes, 1, counts=(len(self.sizes),), whole=True)
         in_range("epochs", 1 if self.epochs is None else self.epochs, 1, whole=True)
@@ -62,7 +63,8 @@ class SizeSchedule:
                 range(1), self.batch_sizes, self.weights, 0, True, True, 1, mode, self.epochs, **settings
             )
         except ValueError as error:
-            raise UserError(f"--train-img-sizes {' '.join(str(h) for h, _ in self.sizes)}: {error}") from error
+            reason = str(error).replace("choice_weights", "--train-size-probs").replace("batch_sizes", "the sizes")
+            raise UserError(f"--train-img-sizes {' '.join(str(h) for h, _ in self.sizes)}: {reason}") from error
 
     def weights_of(self, epoch: int) -> Floats:
         """Return the share of each size in the updates of an epoch."""

@@ -80,7 +80,7 @@ def _newest_first(directory: Path, messages: list[str]) -> list[Path]:
 
 def check_behaviour(checkpoint: dict[str, Any], path: Path) -> None:
     """Raise UserError if the checkpoint's run used published behaviour that this version can't set back."""
-    removed = [f"--compat {row}" for row in _table(checkpoint, "args").get("compat") or () if row not in ROWS]
+    removed = [f"--compat {row}" for row in table(checkpoint, "args").get("compat") or () if row not in ROWS]
     if removed:
         raise UserError(
             f"{path} is of a run with {', '.join(removed)}, which this version has no more (docs/parity.md): "
@@ -88,7 +88,7 @@ def check_behaviour(checkpoint: dict[str, Any], path: Path) -> None:
         )
 
 
-def _table(checkpoint: dict[str, Any], key: str) -> dict[str, Any]:
+def table(checkpoint: dict[str, Any], key: str) -> dict[str, Any]:
     """Return the dict that a checkpoint holds under `key`; {} if it holds none there."""
     return value if isinstance(value := checkpoint.get(key), dict) else {}
 
@@ -132,7 +132,7 @@ def check_same_data(checkpoint: dict[str, Any], current: dict[str, Any], path: s
     Raises:
         UserError: The data differ, and `allow` is False.
     """
-    recorded = _table(checkpoint, DATA_KEY)
+    recorded = table(checkpoint, DATA_KEY)
     changed = [text for name, text in _DATA.items() if name in recorded and recorded[name] != current[name]]
     if not changed:
         return []

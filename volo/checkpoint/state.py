@@ -28,6 +28,7 @@ from volo.record.records import plain
 
 SCALER_KEY = "amp_scaler"
 STATISTICS_KEY = "rank_statistics"
+ORDER_KEY = "order"  # what decides which images an epoch's updates have
 _FORMAT = 2  # timm's: `epoch` is the last finished one
 
 
@@ -124,6 +125,10 @@ class TrainState:
             messages += self._load_scaler(checkpoint.get(SCALER_KEY))
         elif load_optimizer:
             messages.append("it holds weights only: optimizer, schedule and epoch count start anew")
+        order = self.metadata.get(ORDER_KEY)
+        if update != epoch * self.updates_per_epoch and checkpoint.get(ORDER_KEY, order) != order:
+            update = epoch * self.updates_per_epoch
+            messages.append(f"the updates of an epoch had other images than now: epoch {epoch + 1} starts anew")
         if checkpoint.get("updates_per_epoch", self.updates_per_epoch) != self.updates_per_epoch:
             before = f"an epoch had {checkpoint['updates_per_epoch']} updates, now {self.updates_per_epoch}"
             messages.append(f"{before} (another global batch or data set): epoch {epoch + 1} starts anew")

@@ -48,6 +48,7 @@ from volo.train.schedule import LrSchedule
 
 _WARM = 0.8  # share of the peak learning rate: with the default warm-up, a cosine reaches 0.9
 _FEW_UPDATES = 200
+_JUMP = 1.05  # factor from which on a step of the learning rate at a resume is told
 
 
 def note_start(args: Namespace, world: World, logger: Logger) -> None:
@@ -138,6 +139,13 @@ def _check_way(path: Path, run: Run, training: Training) -> None:
         raise UserError(
             f"--epochs {run.args.epochs}: {path} is of {state.epoch} epochs, the run has {schedule.total_epochs}: "
             "nothing is left to train; name a larger number, or an earlier checkpoint"
+        )
+    before, there = state.loaded_progress.get("lr"), min(schedule(state.update - 1), schedule(state.update))
+    as_it_was = run.args.start_epoch is None and run.args.variable_batch_loss_scale == "none"
+    if as_it_was and isinstance(before, float) and there > _JUMP * before > 0:
+        run.logger.line(
+            f"warning: the learning rate jumps from {before:.3g}, the last of {path}, to {schedule(state.update):.3g}: "
+            "a checkpoint from before that decay, such as a milestone (--save-epochs), goes on without a jump"
         )
     if not branches:
         return
@@ -267,9 +275,18 @@ def surprises(args: Namespace, schedule: LrSchedule, classes: np.ndarray) -> lis
     if not args.kd_only and classes.min() == classes.max():
         lines.append("all training images are of one class, so that any model comes to a loss of 0 and 100 %")
     if largest < _WARM * schedule.peak or 0 < args.epochs <= args.warmup_epochs * (not args.warmup_prefix):
+        share = f", {100 * largest / schedule.peak:.0f} % of its peak" if schedule.peak else ""
+        fitted = "the fitted " * ("warmup_epochs" in args.defaulted)
         lines.append(
-            f"the learning rate never gets beyond {largest:.3g}, {100 * largest / schedule.peak:.0f} % of its peak: "
-            f"--warmup-epochs {args.warmup_epochs} is long for --epochs {args.epochs}"
+            f"the learning rate never gets beyond {largest:.3g}{share}: {fitted}--warmup-epochs {args.warmup_epochs} "
+            f"is long for --epochs {args.epochs}"
+        )
+    elif missed := schedule.missed_end:
+        nearer = "--cooldown-epochs 1" if args.sched_on_updates else "--sched-on-updates or --cooldown-epochs 1"
+        remedies = {"step": "fewer --decay-epochs", "multistep": f"--decay-milestones up to {args.epochs}"}
+        lines.append(
+            f"the learning rate ends at {missed[0]:.3g}, the {args.sched} curve at {missed[1]:.3g}: "
+            f"{remedies.get(args.sched, nearer)} would take it there"
         )
     if schedule.total_updates < _FEW_UPDATES:
         lines.append(f"{schedule.total_updates} updates are few: more --epochs or a smaller --batch-size give more")

@@ -14,6 +14,7 @@ import math
 import os
 import time
 from argparse import Namespace
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +31,7 @@ from tlt.io.jobs import SearchProgress
 from volo.checkpoint.checkpoint import LAST, NotWrittenError
 from volo.checkpoint.finetune import load_finetune, load_weights
 from volo.checkpoint.resume import DATA_KEY, fingerprint
-from volo.checkpoint.state import TrainState
+from volo.checkpoint.state import ORDER_KEY, TrainState
 from volo.cluster.distributed import (
     JOIN_S,
     World,
@@ -193,7 +194,8 @@ def build(run: Run, folders: Folders, labels: LabelReader | None, model: TimmMod
     config = model_config(model, args, settings, names)
     data = fingerprint(folders.train, labels, None if distillation is None else distillation.checksum)
     metadata = {"arch": config["name"], "args": settings_of(args), "model_config": config}
-    metadata |= {DATA_KEY: data, BATCH_KEY: batch}
+    order = repr(replace(stream, world_size=1, rank=0, micro_batches=1))
+    metadata |= {DATA_KEY: data, BATCH_KEY: batch, ORDER_KEY: order}
     lr, lr_formula = resolve_lr(args, stream.global_batch)
     return Training(
         state=TrainState(
@@ -310,7 +312,8 @@ def report_dry_run(run: Run, training: Training) -> None:
             run.logger.line(line)
         if training.distillation is not None:
             teachers = [part.teacher for part in training.distillation.losses.parts]
-            for line in teachers_report(training.distillation.names, teachers, model, shape, args.batch_size):
+            most = run.args.batch_size if largest is None else max(largest.batch_sizes)  # all of the teacher's own size
+            for line in teachers_report(training.distillation.names, teachers, model, shape, most):
                 run.logger.line(line)
     run.logger.line("--dry-run: flags, data and model are fine; nothing was trained or written")
 

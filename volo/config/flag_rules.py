@@ -177,14 +177,15 @@ def teachers_of(args: Namespace) -> Namespace:
 
 
 def check_drop_path(args: Namespace) -> None:
-    """Raise UserError if `--drop-path-mode subset` drops nothing at this batch size."""
-    if args.drop_path_mode == "mask" or args.drop_path is None:
+    """Raise UserError if `--drop-path-mode subset` drops nothing at one of the batch sizes."""
+    if args.drop_path_mode == "mask" or args.drop_path is None or args.train_batch_sizes == ["auto"]:
         return
+    batch, label = min(args.train_batch_sizes or [args.batch_size]), "--train-batch-sizes"
     # The number of dropped images is rounded to a whole number, and is never all images.
-    if args.batch_size == 1 or args.batch_size * args.drop_path < 0.5:
+    if batch == 1 or batch * args.drop_path < 0.5:
         raise UserError(
             f"--drop-path-mode {args.drop_path_mode} drops nothing at --drop-path {args.drop_path:g} with "
-            f"--batch-size {args.batch_size}: leave it out, or take larger batches"
+            f"{label if args.train_batch_sizes else '--batch-size'} {batch}: leave it out, or take larger batches"
         )
 
 

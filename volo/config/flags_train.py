@@ -155,7 +155,7 @@ SCHEDULE = Group(
     flag("--lr-base-size", t.POSITIVE, 1024, "global batch that --lr-base is meant for"),
     flag("--lr-base-scale", ("linear", "sqrt"), "linear", "how it grows with the global batch"),
     flag("--sched", SCHEDULES, "cosine", "course of the learning rate"),
-    switch("--sched-on-updates", "change the learning rate at every update, not every epoch"),
+    switch("--sched-on-updates", "change the rate at every update, not every epoch (wsd, rsqrt: on)"),
     flag("--epochs", t.POSITIVE, 300, "epochs without the cool-down"),
     flag("--warmup-epochs", t.EPOCHS, 20, "epochs of linear warm-up; at most a fifth of --epochs"),
     flag("--warmup-lr", t.AMOUNT, 1e-6, "learning rate at the start of the warm-up", metavar="LR", needs=WARMED_UP),
@@ -316,7 +316,7 @@ TRAIN_GROUPS = (
 # Flags whose defaults depend on the data if neither command line nor recipe sets them (volo/train/run.py).
 FITTED = (
     *("batch_size", "checkpoint_hist", "cooldown_epochs", "drop_last", "lr_base_scale", "model_ema_decay"),
-    *("num_classes", "warmup_epochs"),
+    *("num_classes", "sched_on_updates", "warmup_epochs"),
 )
 # Arguments that say only how a run was started, and so are no settings of it.
 START_ONLY = {

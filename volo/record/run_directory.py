@@ -99,11 +99,11 @@ def _newest_alike(root: Path, suffix: str, args: Namespace, report: Callable[[st
     A setting that the data determine, because neither command gives it, is not compared (see `FITTED` in flags_train).
     """
     now = {k: v for k, v in settings_of(args).items() if k in EXPERIMENT}
-    defaulted = {name: "left to the data" for name in getattr(args, "defaulted", ()) if name in now}
+    defaulted = getattr(args, "defaulted", ())
     alike, passed_over = None, ""
     for run in sorted((file.parent for file in root.glob(f"*{suffix}/args.yaml")), key=_begun, reverse=True):
         fitted = _starts(run)[-1].get("fitted", list(defaulted))  # earlier versions don't record it
-        asked = {k: v for k, v in (now | defaulted).items() if k not in defaulted or k not in fitted}
+        asked = {k: v for k, v in now.items() if k not in defaulted or k not in fitted}
         changes: list[str] = []
         with suppress(OSError, yaml.YAMLError):  # if the file is damaged, the run's checkpoints are compared later
             changes = changed_settings(yaml.safe_load((run / "args.yaml").read_bytes()), asked)

@@ -17,17 +17,19 @@ from torch import nn
 
 from tlt.api import Loader
 from tlt.data.loader import EvalLoader
+from volo.checkpoint.resume import table
 from volo.checkpoint.state import TrainState
 from volo.cluster.distributed import World
 from volo.cluster.watchdog import StopGuard
 from volo.config.args import FrozenArgs, TrainArgs, checked_settings
 from volo.config.flag_rules import check_drop_path
-from volo.config.flags_train import CYCLIC_SCHEDULES
+from volo.config.flags_train import CYCLIC_SCHEDULES, STABLE_SCHEDULES
 from volo.record.logger import Logger
 from volo.record.metrics import Arithmetic
 from volo.record.run_directory import RunLock
-from volo.train.architecture import known_config
+from volo.train.architecture import image_size_by_name, known_config
 from volo.train.criterion import Criterion
+from volo.train.data import size_schedule
 from volo.train.dense_score import DenseScore
 from volo.train.precision import Precision
 from volo.train.schedule import LrSchedule
@@ -107,45 +109,83 @@ def resolve_args(
             accept the checkpoint's value.
     """
     recorded = settings_from_checkpoint(checkpoint, args, world_size)
-    changed = fit_to_data(args, recorded, images, classes, world_size)
-    check_drop_path(decided := Namespace(**vars(args) | changed))
+    changed = fit_to_data(args, checkpoint, recorded, images, classes, world_size)
+    decided = FrozenArgs(args, **changed)
+    sizes = size_schedule(decided, image_size_by_name(args))
+    check_drop_path(decided if sizes is None else FrozenArgs(decided, train_batch_sizes=sizes.batch_sizes))
     steps, kept_batch = steps_to_keep(checkpoint, decided.batch_size, args.grad_accum_steps, world_size)
     batch = batch_record(decided.batch_size, steps, world_size, args.grad_accum_steps)
+    begun = {name: value for name, value in changed.items() if recorded.get(name) == value}
+    new = {name: value for name, value in changed.items() if name not in begun}
     source = f"defaults for {images} images of {classes} classes and {args.epochs} epochs"
-    useless_average = _useless_average(decided, decided.epochs * math.ceil(images / batch["global"]))
-    messages = _as_flags("as the run has begun" if recorded else source, changed), kept_batch, useless_average
-    return FrozenArgs(args, **changed, grad_accum_steps=steps), batch, [line for line in messages if line]
+    messages = _as_flags("as the run has begun", begun), _as_flags(source, new), kept_batch
+    useless_average = _useless_average(decided, _updates(decided, images, batch["global"]))
+    decided = FrozenArgs(decided, grad_accum_steps=steps)
+    return decided, batch, [line for line in (*messages, useless_average) if line]
 
 
 def fit_to_data(
-    args: TrainArgs, recorded: dict[str, Any], images: int, classes: int, world_size: int
+    args: TrainArgs, checkpoint: dict[str, Any], recorded: dict[str, Any], images: int, classes: int, world_size: int
 ) -> dict[str, Any]:
     """Return new values for flags of `FITTED`, one row of this table each: a flag that the user has not set takes the
-    value that the resumed checkpoint has `recorded`, or else the row's, which follows from the data."""
+    value that the resumed checkpoint has `recorded`, or else the row's, which follows from the data. What was fitted to
+    the length of the checkpoint's run is fitted again, because this one may be of another length."""
     decided: dict[str, Any] = {}
+    then = Namespace(**vars(args) | _length_of(checkpoint, args))
 
-    def row(name: str, from_data: Any) -> Any:
-        decided[name] = recorded.get(name, from_data) if name in args.defaulted else getattr(args, name)
+    def row(name: str, from_data: Any, before: Any = None) -> Any:
+        kept = {k: v for k, v in recorded.items() if v != before}
+        decided[name] = kept.get(name, from_data) if name in args.defaulted else getattr(args, name)
         return decided[name]
 
-    row("warmup_epochs", min(20, args.epochs // 5))
-    row("cooldown_epochs", 10 if args.epochs >= 30 and args.sched in CYCLIC_SCHEDULES else 0)
-    row("checkpoint_hist", min(10, max(3, args.epochs // 10)))
+    row("warmup_epochs", *(min(20, run.epochs // 5) for run in (args, then)))
+    row("cooldown_epochs", *(10 * (run.epochs >= 30 and run.sched in CYCLIC_SCHEDULES) for run in (args, then)))
+    row("checkpoint_hist", *(min(10, max(3, run.epochs // 10)) for run in (args, then)))
+    row("sched_on_updates", *(run.sched in STABLE_SCHEDULES for run in (args, then)))
     if args.kd_only:  # only logits train heads
         row("num_classes", args.num_classes if "logit" in args.kd_distill_type else 0)
     else:
         row("num_classes", args.num_classes if classes == known_config(args.model).get("num_classes") else classes)
     # The largest power of two with which an epoch has at least _LEAST_UPDATES updates.
     share = images // (args.grad_accum_steps * world_size)
+    if args.train_batch_sizes == ["auto"]:  # the smallest images come in the largest batches
+        full = math.prod(image_size_by_name(args))
+        share = share * min(full, min(args.train_img_sizes) ** 2) // full
     most = min(_LARGEST_BATCH, max(2, share // _LEAST_UPDATES), max(1, share))  # BatchNorm may need 2 images
     size, fitted = row("batch_size", 1 << (most.bit_length() - 1)), "batch_size" in args.defaulted
     row("drop_last", fitted and size > 1 and images // world_size % size == 1)
     # A rate in proportion to 8 images would be as small as 1e-5; Adam's noise grows with the square root.
     row("lr_base_scale", "sqrt" if fitted and size < _LARGEST_BATCH and args.lr is None else args.lr_base_scale)
-    updates = args.epochs * math.ceil(images / (size * args.grad_accum_steps * world_size))
-    decay = min(args.model_ema_decay, max(0.0, round(1 - _HORIZONS / updates, 6)))
-    row("model_ema_decay", decay if args.model_ema and not args.model_ema_warmup else args.model_ema_decay)
+    batch = size * world_size * steps_to_keep(checkpoint, size, args.grad_accum_steps, world_size)[0]
+    updates = _updates(Namespace(**vars(args) | {"batch_size": size}), images, batch)
+    updates_then = _updates(then, images, (_recorded_batch(checkpoint) or {"global": batch})["global"])
+    # The rest of the run has to forget the initial weights that the checkpoint's average still holds.
+    gone = _HORIZONS * then.done / max(1, then.epochs) if then.model_ema else 0.0
+    horizons = max(_HORIZONS, (-math.log(_WARNED_SHARE) - gone) / (1 - then.done / args.epochs))
+    row("model_ema_decay", _average_decay(args, updates, horizons), _average_decay(then, updates_then, _HORIZONS))
     return {name: value for name, value in decided.items() if value != getattr(args, name)}
+
+
+def _length_of(checkpoint: dict[str, Any], args: Namespace) -> dict[str, Any]:
+    """Return what the length of the checkpoint's run follows from, as far as the checkpoint has it, and the number of
+    epochs that this run need not do."""
+    settings, epoch = table(checkpoint, "args"), checkpoint.get("epoch")
+    known = {name: settings.get(name) for name in ("epochs", "sched", "batch_size", "model_ema", "model_ema_warmup")}
+    done = epoch + 1 if type(epoch) is int and -1 <= epoch < args.epochs - 1 else 0
+    return {k: v for k, v in known.items() if type(v) is type(getattr(args, k))} | {"done": done}
+
+
+def _updates(args: Namespace, images: int, global_batch: int) -> int:
+    """Return the number of updates of a run with this global batch, or with several image sizes one in proportion."""
+    sizes = size_schedule(args, image_size_by_name(args))
+    mean = 1 if sizes is None else sizes.mean_batch / args.batch_size
+    return args.epochs * -(-images // max(1, round(mean * global_batch)))
+
+
+def _average_decay(args: Namespace, updates: int, horizons: float) -> float:
+    if not args.model_ema or args.model_ema_warmup:
+        return args.model_ema_decay
+    return min(args.model_ema_decay, max(0.0, round(1 - horizons / max(1, updates), 6)))
 
 
 def _useless_average(args: Namespace, updates: int) -> str:
@@ -155,7 +195,7 @@ def _useless_average(args: Namespace, updates: int) -> str:
         return ""
     return (
         f"warning: after the {updates} updates of this run {100 * share:.0f} % of its moving average are still the "
-        f"initial weights: without --model-ema-decay {args.model_ema_decay:g} it is fitted to the run"
+        f"initial weights: --model-ema-decay {args.model_ema_decay:g} was given, without it one is fitted to the run"
     )
 
 
@@ -168,8 +208,7 @@ def _as_flags(title: str, values: dict[str, Any]) -> str:
 def settings_from_checkpoint(checkpoint: dict[str, Any], args: TrainArgs, world_size: int) -> dict[str, Any]:
     """Return the checkpoint's values of fitted arguments, with which a resumed run continues. If more processes can't
     make the checkpoint's global batch of its batches, these are smaller."""
-    contents = (checkpoint.get(name) for name in ("args", "model_config"))
-    settings, config = (content if isinstance(content, dict) else {} for content in contents)
+    settings, config = table(checkpoint, "args"), table(checkpoint, "model_config")
     recorded = checked_settings({k: v for k, v in settings.items() if k in args.defaulted and k != "num_classes"})
     if "num_classes" in args.defaulted and type(classes := config.get("num_classes")) is int:
         recorded["num_classes"] = classes

@@ -9,6 +9,9 @@ import torch
 from timm.scheduler import WSDLRScheduler, create_scheduler_v2, scheduler_kwargs
 
 from tlt.errors import UserError
+from volo.config.flags_train import ENDING_SCHEDULES
+
+_NEAR = 0.1  # a curve's last rate lies at most so far above its end, as a share of its last fall
 
 
 def resolve_lr(args: Namespace, global_batch: int) -> tuple[float, str]:
@@ -50,7 +53,7 @@ class LrSchedule:
 
     def __init__(self, args: Namespace, lr: float, updates_per_epoch: int) -> None:
         self.updates_per_epoch, self.peak = updates_per_epoch, lr
-        self._on_updates: bool = args.sched_on_updates
+        self._args, self._on_updates = args, args.sched_on_updates
         # timm's schedulers write the learning rate into an optimizer, so they get one of their own.
         self._optimizer = torch.optim.SGD([torch.zeros(1)], lr=lr)
         curve = scheduler_kwargs(args) | {"decay_milestones": sorted(args.decay_milestones)}
@@ -83,6 +86,17 @@ class LrSchedule:
             return math.inf
         begin = self._scheduler.get_cycle_length() - self._scheduler.decay_t
         return begin * (1 if self._on_updates else self.updates_per_epoch)
+
+    @property
+    def missed_end(self) -> tuple[float, float] | None:
+        """The last update's rate and the one that the curve promises for its end, if the last is well above it."""
+        args, last = self._args, self(self.total_epochs * self.updates_per_epoch - 1)
+        falls = {"cosine": args.lr_cycle_limit, "step": 1, "multistep": len(args.decay_milestones)}.get(args.sched, 0)
+        end = args.min_lr if args.sched in ENDING_SCHEDULES else self.peak * args.decay_rate**falls
+        stable = self.decay_begins < math.inf
+        before = self(int(self.decay_begins)) if stable else self.peak * args.decay_rate ** max(0, falls - 1)
+        noise = args.lr_noise_pct if args.lr_noise else 0.0
+        return (last, end) if last > (1 + noise) * (end + _NEAR * max(0.0, before - end)) else None
 
     @property
     def largest(self) -> float:
