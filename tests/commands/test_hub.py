@@ -18,6 +18,7 @@ import yaml
 from tests.commands.conftest import QUICK, Call, Described, Make, TrainedRun
 from tests.conftest import LIMIT
 from volo.config.args import TRAIN
+from volo.train.model import build_named_model
 
 # Folders are loaded where neither package is there.
 LOAD = """
@@ -59,6 +60,28 @@ def test_a_model_described_by_a_folder_is_trained_resumed_and_validated(
     gone = flags.replace(str(folder), str(tmp_path / "gone"))
     refused = call("train", f"{data} {gone} --epochs 1 --output {tmp_path} --experiment other")
     assert refused.code == 2 and "local-dir:" in refused.err and not (tmp_path / "other").exists()
+
+
+@pytest.mark.parametrize(
+    ("ours", "rows"),
+    [
+        (["c", "a", "b"], [2, 0, 1]),
+        (["c", "x"], [2, None]),
+        (["x", "y", "z"], [None] * 3),
+        (["0", "1", "2"], [0, 1, 2]),
+        (["c", "a", "q", "r"], [2, 0, None, None]),
+    ],
+)
+def test_a_folder_that_names_its_classes_gives_rows_by_name(
+    tmp_path: Path, ours: list[str], rows: list[int | None]
+) -> None:
+    start = timm.create_model("test_resnet", num_classes=3)
+    described = {"label_names": ["a", "b", "c"]}
+    timm.models.save_for_hf(start, tmp_path, safe_serialization=True, model_config=described)
+    flags = ["DATA", "--model", f"local-dir:{tmp_path}", "--pretrained", "--num-classes", str(len(ours))]
+    model, notes = build_named_model(TRAIN.parse(flags), ours)
+    where = [[row for row in range(3) if torch.equal(each, start.fc.weight[row])] for each in model.fc.weight]
+    assert where == [[] if row is None else [row] for row in rows] and len(notes) == (ours[0] != "0")
 
 
 def test_a_folder_for_the_hub_is_loaded_by_timm_alone(call: Call, described: Described, tmp_path: Path) -> None:
