@@ -313,7 +313,9 @@ def test_a_device_is_timed_without_a_wait_until_one_asks(stand_in: StandIn) -> N
 def test_batchnorm_of_several_gpus_is_synchronised(stand_in: StandIn) -> None:
     flags = ["/data", "--model", "test_resnet", "--sync-bn", "--channels-last", "--bn-momentum", "0.3"]
     world = World(1, 0, 2, torch.device("cuda", 0))
-    model = prepare_model(timm.create_model("test_resnet"), TRAIN.parse(flags), world)
+    model = tlt.with_dense_head(timm.create_model("test_efficientnet"), (64, 64))
+    model = prepare_model(model, TRAIN.parse(flags), world)
+    assert model.mix_point in model.bn1._forward_hooks.values()  # before torch.compile traces the model
     norms = [module for module in model.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
     assert norms and all(isinstance(norm, nn.SyncBatchNorm) and norm.momentum == 0.3 for norm in norms)
     assert all(value.is_cuda for value in model.state_dict().values())

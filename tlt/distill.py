@@ -28,13 +28,13 @@ from tlt.label_map import FULL_AREA, Area
 from tlt.mixtoken import Box, mix_tokens
 from tlt.models.extension import Extension, extend
 from tlt.models.spatial import Size, feature_map
-from tlt.models.wrap import TOKEN_LABEL_MODELS, check_interface
+from tlt.models.wrap import TOKEN_LABEL_MODELS, bare, check_interface
 from tlt.targets import TokenPlaces, linear_weights, points_per_token, token_points
-from tlt.teacher import FeatureTeacher, TeacherScale, token_map
+from tlt.teacher import KINDS, FeatureTeacher, TeacherScale, token_map, width_of
 
 
 def _check_kind(kind: str, dense_loss: str) -> None:
-    one_of("kind", kind, ("token", "feature", "logit"))
+    one_of("kind", kind, KINDS)
     one_of("dense_loss", dense_loss, ("cosine", "smooth-l1", "gram"))
 
 
@@ -58,14 +58,28 @@ class Student(Extension):
     kd_kinds: list[str]
     kd_listed: bool  # several teachers, or a list of one
 
-    def forward(self, x: Tensor, taught: bool = False, mix_box: Box | None = None, **options: Any) -> Any:
-        """Return the model's own result; with `taught` a pair of it and the features."""
+    def forward(
+        self, x: Tensor, taught: bool = False, dense: bool = False, mix_box: Box | None = None, **options: Any
+    ) -> Any:
+        """Return the model's own result; with `taught` a pair of it and the features.
+
+        Raises:
+            UserError: `dense` or `mix_box` is given, and the model has no dense head; or `taught` with other options.
+        """
+        two_heads = isinstance(self, TOKEN_LABEL_MODELS)
+        if (dense or mix_box is not None) and not two_heads:
+            raise UserError(
+                "dense=True and mix_box need the dense head: call tlt.with_dense_head(model, img_size) first"
+            )
         if not taught:
-            return super().forward(x, **options, **({} if mix_box is None else {"mix_box": mix_box}))
+            options |= {"dense": dense, "mix_box": mix_box} if two_heads else {}
+            return super().forward(x, **options)
+        if options:
+            raise UserError(f"{', '.join(options)}: not together with taught=True")
         model, size = cast(Any, self), (x.shape[-2], x.shape[-1])
-        if isinstance(self, TOKEN_LABEL_MODELS):
+        if two_heads:
             features = model.mixed_features(x, mix_box)
-            outputs = model.apply_heads(features, size, options.get("dense", False), mix_box)
+            outputs = model.apply_heads(features, size, dense, mix_box)
         else:
             features = model.forward_features(x)
             outputs = model.forward_head(features)
@@ -106,11 +120,12 @@ def with_projector(
     kinds, losses = _for_each("kind", kind, len(teachers)), _for_each("dense_loss", dense_loss, len(teachers))
     for kind_and_loss in zip(kinds, losses, strict=True):
         _check_kind(*kind_and_loss)
+    bare(model, "with_projector")
     check_interface(model, "forward_features", "forward_head")
     like = next(model.parameters())
-    widths = {"feature": model.head_hidden_size} if "feature" in kinds else {}
-    widths |= {"token": token_map(model, img_size)[2]} if "token" in kinds else {}
-    channels = [_channels(*teacher_and_kind) for teacher_and_kind in zip(teachers, kinds, strict=True)]
+    widths = {kind: width_of(model, img_size, kind) for kind in dict.fromkeys(kinds)}
+    channels = [width_of(each.model, each.img_size, kind) for each, kind in zip(teachers, kinds, strict=True)]
+    parts: dict[str, nn.Module] = {}
     extend(model, Student, outermost=True)
     model.kd_kinds, model.kd_listed = kinds, not isinstance(teacher, FeatureTeacher)
     for number, (kind, dense_loss) in enumerate(zip(kinds, losses, strict=True)):
@@ -118,13 +133,14 @@ def with_projector(
         if kind == "feature" or (kind == "token" and dense_loss != "gram"):
             projector.extend([nn.LayerNorm(widths[kind]), nn.Linear(widths[kind], channels[number])])
             if len(teachers) > 1:
-                setattr(model, _numbered("kd_scale", number), TeacherScale(channels[number]).to(like.device))
-        setattr(model, _numbered("kd_projector", number), projector.to(like))
+                parts[_numbered("kd_scale", number)] = TeacherScale(channels[number]).to(like.device)
+        parts[_numbered("kd_projector", number)] = projector.to(like)
+    for name in [name for name, _ in model.named_children() if name.startswith(("kd_projector", "kd_scale"))]:
+        if name not in parts:
+            delattr(model, name)  # of earlier teachers, of which there were more
+    for name, part in parts.items():
+        setattr(model, name, part)
     return model
-
-
-def _channels(teacher: FeatureTeacher, kind: str) -> int:
-    return teacher.tokens[2] if kind == "token" else 0 if kind == "logit" else int(teacher.model.head_hidden_size)
 
 
 class TeacherTargets(NamedTuple):
@@ -182,6 +198,7 @@ class DistillLoss(TokenPlaces):
         """
         count = 1 if isinstance(teacher, FeatureTeacher) else len(teacher)
         kinds, fitted = _for_each("kind", settings.get("kind", "token"), count), dict[str, Any]()
+        model = bare(model, "DistillLoss.of" if "token" in kinds else "", inside=True)
         if "token" in kinds:
             fitted["img_size"], *others = (size_of("img_size", size) for size in (img_size, *sizes))
             fitted["grid"], fitted["window"], _ = token_map(model, img_size)

@@ -21,7 +21,7 @@ from tlt.io.chunks import image_chunks
 from tlt.label_map import FULL_AREA, Area
 from tlt.mix import MixRatios
 from tlt.mixtoken import Box, mixed_share
-from tlt.models.wrap import DENSE_LAYERS, TOKEN_LABEL_MODELS
+from tlt.models.wrap import TOKEN_LABEL_MODELS, bare
 from tlt.targets import SparseLabels, Targets, TokenPlaces, make_targets
 
 if TYPE_CHECKING:
@@ -103,24 +103,27 @@ class TokenLabelLoss(TokenPlaces):
 
         Args:
             model: VOLO, LV-ViT, or a model from `with_dense_head`, before DistributedDataParallel or compilation. If
-                `dense_weight` is 0, its dense head is frozen: DistributedDataParallel would wait for its gradients.
+                `dense_weight` is 0, its dense head is frozen, because DistributedDataParallel would wait for its
+                gradients, and adds nothing to `model(x)`.
             settings: Other arguments of the class.
 
         Raises:
             UserError: The model has no dense head, or does not take this size.
         """
+        trained = bool(settings.get("dense_weight", cls.dense_weight))
+        model = bare(model, "" if trained else "TokenLabelLoss.of with dense_weight=0, which freezes the dense head")
         if not isinstance(model, TOKEN_LABEL_MODELS):
             raise UserError(f"{type(model).__name__} has no dense head: call tlt.with_dense_head(model, img_size)")
         img_size, *others = (size_of("img_size", size) for size in (img_size, *sizes))
-        if not settings.get("dense_weight", cls.dense_weight):
-            for layer in filter(None, (getattr(model, name, None) for name in DENSE_LAYERS)):
-                layer.requires_grad_(False)
         layouts = {
             size: (grid := model.token_grid(size), model.token_positions(size).window(grid, size))
             for size in (img_size, *others)
         }
         grid, window = layouts.pop(img_size)
-        return cls(grid, model.num_classes, window=window, places=layouts, img_size=img_size, **settings)
+        criterion = cls(grid, model.num_classes, window=window, places=layouts, img_size=img_size, **settings)
+        if not trained:
+            model.set_dense_head(model.dense_head, trained=False)
+        return criterion
 
     def targets(self, batch: Batch) -> Targets:
         """Return the targets of a batch, on its device. Its images must not be mixed yet. Raise UserError if its data

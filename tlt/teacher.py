@@ -15,12 +15,13 @@ from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from torch import Tensor, nn
 
 from tlt.data.augment.device_stage import check_normalisation
-from tlt.errors import UserError, size_of
+from tlt.errors import UserError, one_of, size_of
 from tlt.label_map import Area
 from tlt.models.spatial import Size, feature_map
-from tlt.models.wrap import check_interface, find_tokens
+from tlt.models.wrap import bare, check_interface, evaluated, find_tokens, probe
 
 MeanStd = tuple[Sequence[float], Sequence[float]]
+KINDS = ("token", "feature", "logit")  # what a teacher gives
 
 
 class Renormalise:
@@ -55,12 +56,18 @@ class FeatureTeacher:
         amp_dtype: torch.dtype | None = None,
         compiled: Callable[[Callable[..., Tensor]], Callable[..., Tensor]] = lambda function: function,
     ) -> None:
+        model = bare(model, "FeatureTeacher", inside=True)
         check_interface(model, "forward_features", "pretrained_cfg")
-        self.model, self.amp_dtype = model.eval().requires_grad_(False), amp_dtype
-        self.img_size = size_of("img_size", img_size)
+        self.img_size, self.amp_dtype = size_of("img_size", img_size), amp_dtype
         check_normalisation(mean, std)
-        own = model.pretrained_cfg["mean"], model.pretrained_cfg["std"]
-        self._renormalise = Renormalise((mean, std), own, next(model.parameters()).device)
+        self.channels: int = getattr(model, "in_chans", 3)
+        own: MeanStd = model.pretrained_cfg["mean"], model.pretrained_cfg["std"]
+        # For grey images all have one mean, as in training.
+        rows = [row if len(row) == self.channels else (sum(row) / len(row),) for row in (mean, std, *own)]
+        like = next(model.parameters())
+        self._renormalise = Renormalise((rows[0], rows[1]), (rows[2], rows[3]), like.device)
+        self._dtype = like.dtype
+        self.model = model.eval().requires_grad_(False)
         self._run = compiled(_features)
 
     @functools.cached_property
@@ -69,12 +76,15 @@ class FeatureTeacher:
         return token_map(self.model, self.img_size)
 
     def __call__(self, images: Tensor, kind: str = "token") -> Tensor:
-        """Return, in float32, the logits (B, K) of images (B, 3, H, W), or for kind "feature" the features (B, C) after
-        pooling, or for "token" the last map (B, T, C)."""
+        """Return, in float32, the logits (B, K) of images (B, channels, H, W) for kind "logit", or for "feature" the
+        features (B, C) after pooling, or for "token" the last map (B, T, C)."""
+        one_of("kind", kind, KINDS)
+        if images.shape[1] != self.channels:
+            raise UserError(f"the teacher takes images of {self.channels} channels, not {images.shape[1]}")
         if kind == "token" and tuple(images.shape[2:]) != self.img_size:
             raise UserError(f"the teacher is for images of img_size {self.img_size}, not {tuple(images.shape[2:])}")
         with torch.inference_mode(), torch.autocast(images.device.type, self.amp_dtype, self.amp_dtype is not None):
-            outputs = self._run(self.model, self._renormalise(images), kind)
+            outputs = self._run(self.model, self._renormalise(images).to(self._dtype), kind)
         return outputs.to(torch.float32, copy=True)  # a tensor of inference mode can't be part of a loss
 
 
@@ -85,6 +95,15 @@ def _features(model: Any, images: Tensor, kind: str) -> Tensor:
     if kind == "feature":
         return cast(Tensor, model.forward_head(features, pre_logits=True))
     return feature_map(model, features, (images.shape[-2], images.shape[-1])).flatten(1, 2)
+
+
+def width_of(model: Any, img_size: Size, kind: str) -> int:
+    """Return the channels of what a network gives for `kind`, tried with an image of (H, W). Raise UserError if it does
+    not take this size, or for tokens if it has no map."""
+    if kind == "token":
+        return token_map(model, img_size)[2]
+    images = probe(model, 1, size_of("img_size", img_size))
+    return evaluated(model, images, lambda x: _features(model, x, kind)).shape[-1]
 
 
 def token_map(model: Any, img_size: Size) -> tuple[Size, Area, int]:

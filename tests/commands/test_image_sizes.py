@@ -7,7 +7,9 @@ from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
+import timm
 import torch
+from timm.data import resolve_data_config
 
 from tests.commands.conftest import QUICK, Call, Described, Make, metrics
 from tests.commands.test_exact_resume import assert_same
@@ -15,13 +17,16 @@ from tests.labels.brute_force import brute_force
 from tlt.api import StepKey
 from tlt.data.backends.synthetic import SyntheticLabels, synthetic_folder
 from tlt.distill import DistillLoss
+from tlt.errors import UserError
 from tlt.io.weights import peek_checkpoint
 from volo.cluster.distributed import World
+from volo.commands.hub import write_folder
 from volo.config.args import TRAIN
 from volo.train.criterion import TokenLabelCriterion, make_criterion
 from volo.train.data import train_loader
 from volo.train.distillation import load_distillation
-from volo.train.model import add_dense_head, build_model, eval_settings
+from volo.train.model import add_dense_head, build_model, eval_settings, model_config
+from volo.train.trained_model import load_frozen
 
 SIZES = "--img-size 96 --train-img-sizes 64 80 96"
 
@@ -116,3 +121,51 @@ def test_a_teacher_sees_its_own_size_and_speaks_of_the_places_of_tokens_at_every
             assert torch.equal(found, expected)
         sizes.add(size)
     assert len(sizes) == 3
+
+
+SWIN = "embed_dim=16 depths=[1,2] num_heads=[1,1]"
+FAMILIES = {  # the smallest of each: image sizes of training and validation, constructor arguments
+    "swin_tiny_patch4_window7_224": (64, 96, f"{SWIN} window_size=4"),
+    "swinv2_tiny_window8_256": (64, 96, f"{SWIN} window_size=4"),
+    "swinv2_cr_tiny_224": (64, 96, SWIN),
+    "maxvit_pico_rw_256": (64, 128, "embed_dim=[32,32,32,32] depths=[1,1,1,1]"),
+    "samvit_base_patch16_224": (64, 96, "embed_dim=32 depth=3 num_heads=2"),
+    "efficientvit_m0": (96, 160, ""),
+    "crossvit_9_240": (240, 288, "embed_dim=[16,16] num_heads=[1,1]"),
+    "vit_tiny_patch16_224": (64, 96, "embed_dim=32 depth=1 num_heads=2"),
+    "swiftformer_xs": (64, 96, ""),
+    "mvitv2_tiny": (224, 288, None),  # None: training refuses the second size
+    "hiera_tiny_224": (224, 256, None),
+    "coatnet_pico_rw_224": (224, 256, None),
+    "gcvit_xxtiny": (224, 256, None),
+}
+
+
+SLOW = {"efficientvit_m0", "crossvit_9_240", "swiftformer_xs", "mvitv2_tiny", "hiera_tiny_224", "gcvit_xxtiny"}
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow if n in SLOW else ()) for n in FAMILIES])
+def test_a_run_is_measured_as_the_network_that_it_validated(name: str, tmp_path: Path) -> None:
+    trained, other, settings = FAMILIES[name]
+    flags = f"data --model {name} --img-size {trained} --val-img-size {other} --num-classes 6"
+    args = TRAIN.parse((flags + (f" --model-kwargs {settings}" if settings else "")).split())
+    if settings is None:
+        with pytest.raises(UserError, match=f"--model {name} does not run on images of 3 x {other} x {other}"):
+            build_model(args)
+        return
+    torch.manual_seed(0)
+    model = build_model(args).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():  # tables of positions are 0 at first
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    config = model_config(model, args, eval_settings(args, model), list("abcdef"))
+    torch.save({"state_dict": model.state_dict(), "model_config": config, "arch": name}, tmp_path / "run.pth.tar")
+    found = load_frozen(None, str(tmp_path / "run.pth.tar"), (3, other, other))
+    images = torch.randn(2, 3, other, other)
+    with torch.no_grad():
+        assert torch.equal(found.model(images), model(images)) and found.settings["input_size"] == (3, other, other)
+    write_folder(found, "", tmp_path / "hub", "", "")
+    theirs = timm.create_model(f"local-dir:{tmp_path / 'hub'}", pretrained=True).eval()
+    with torch.no_grad():
+        assert torch.equal(theirs(images), model(images))
+    assert resolve_data_config({}, model=theirs)["input_size"] == (3, other, other)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import timm
 import torch
+from timm.layers import convert_sync_batchnorm, freeze_batch_norm_2d
 from torch import nn
 from torch.utils._pytree import tree_flatten
 
@@ -108,6 +109,54 @@ def test_images_are_mixed_behind_the_embedding_and_tokens_sent_back(name: str) -
         torch.testing.assert_close(tokens[0, ~inside], mixed[0, ~inside], rtol=1e-5, atol=1e-6)
         assert not torch.allclose(expected, plain(name)(images()), atol=1e-5)
         assert torch.equal(model(images()), plain(name)(images()))  # nothing of the box is left
+
+
+class Inside(nn.Module):
+    """As LoRA and quantizers do, stands in a layer's place and calls it."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x)
+
+
+REPLACEMENTS: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "SyncBatchNorm": convert_sync_batchnorm,
+    "frozen BatchNorm": freeze_batch_norm_2d,
+    "within": Inside,
+    "compiled": lambda layer: torch.compile(layer, backend="eager"),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "point"), [("test_efficientnet", "bn1"), ("test_convnext", "stem"), ("test_resnet", "maxpool")]
+)
+@pytest.mark.parametrize("replaced", REPLACEMENTS)
+def test_mixing_goes_on_when_other_programs_replace_layers(name: str, point: str, replaced: str) -> None:
+    """In training, where SyncBatchNorm without other ranks equals BatchNorm to the bit."""
+    model = with_dense_head(plain(name), SIZE).train(replaced != "frozen BatchNorm")
+    twin = copy.deepcopy(model)
+    setattr(twin, point, REPLACEMENTS[replaced](getattr(twin, point)))
+    results = []
+    for each in (model, twin, pickle.loads(pickle.dumps(twin)) if replaced == "SyncBatchNorm" else twin):
+        outputs = each(images(), dense=True, mix_box=(0, 1, 1, 2))
+        each.zero_grad()
+        sum(output.square().sum() for output in outputs).backward()
+        results.append([*outputs, next(each.parameters()).grad])
+    tolerance = 1e-5 if "frozen" in replaced else 0.0
+    for found in results[1:]:
+        torch.testing.assert_close(found, results[0], rtol=tolerance, atol=tolerance)
+
+
+def test_an_unmixed_pass_is_an_error_and_leaves_no_box_behind() -> None:
+    model = with_dense_head(plain("test_efficientnet"), SIZE)
+    model.bn1.compile(backend="eager")  # its hooks are in the compiled part
+    before = model(images())
+    with pytest.raises(UserError, match="test_efficientnet did not mix images: the hook of its bn1 was not"):
+        model(images(), dense=True, mix_box=(0, 0, 1, 1))
+    assert not model.mix_point.calls and torch.equal(model(images()), before)
 
 
 def test_a_failing_forward_pass_leaves_no_box_behind() -> None:

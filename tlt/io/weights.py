@@ -232,6 +232,10 @@ def count_weights(checkpoint: dict[str, Any]) -> int:
     return sum(value.numel() for entry in entries for value in entry.values() if isinstance(value, Tensor))
 
 
+# Where wrappers have their model: torch.compile's; DistributedDataParallel, DataParallel, timm's ModelEmaV3; FSDP1.
+_WRAPPED = ("_orig_mod", "module", "_fsdp_wrapped_module")
+
+
 def clean_names(names: list[str]) -> list[str]:
     """Remove `_orig_mod.` (torch.compile) everywhere, and `module.` (DDP) if every name starts with it."""
     names = [re.sub(r"(^|\.)(?:_orig_mod\.)+", r"\1", name) for name in names]
@@ -241,11 +245,9 @@ def clean_names(names: list[str]) -> list[str]:
 
 
 def unwrap(model: nn.Module) -> nn.Module:
-    """Return the model inside DistributedDataParallel, DataParallel and torch.compile wrappers, in any order."""
-    if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
-        return unwrap(model.module)
-    inner = getattr(model, "_orig_mod", None)
-    return unwrap(inner) if isinstance(inner, nn.Module) else model
+    """Return the model inside wrappers of torch and timm, in any order."""
+    inner = next((model._modules[name] for name in _WRAPPED if name in model._modules), None)
+    return model if inner is None else unwrap(inner)
 
 
 def clean_state_dict(model: nn.Module) -> dict[str, Tensor]:

@@ -18,7 +18,7 @@ from timm.models._features import feature_take_indices
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from tlt.errors import UserError
+from tlt.errors import UserError, in_range, one_of
 from tlt.mixtoken import Box, mix_tokens, unmix_tokens
 from tlt.models.fast_ops import linear
 from tlt.models.layers import (
@@ -60,6 +60,7 @@ class TokenLabelModel(Constants):
     dynamic_img_size = True  # tells timm that the model takes any (H, W), not only that of its construction
     block_types: tuple[type[nn.Module], ...] = (TransformerBlock,)  # classes of the repeated blocks
     class_tokens = 1  # in the output of `forward_features`; timm's num_prefix_tokens counts those in stages
+    dense_trained = True  # whether the dense head, if it is on, learns and adds to `model(x)`
     mix_scale = 1  # cells of the embedding per token of the final grid, along each axis
 
     patch_embed: Any  # images (B, in_chans, H, W) -> (B, rows * mix_scale, columns * mix_scale, channels)
@@ -186,13 +187,13 @@ class TokenLabelModel(Constants):
         if pre_logits:
             return pooled
         logits = self.head(pooled)
-        if self.dense_head and self.num_classes > 0 and self.global_pool:
+        if self.dense_head and self.dense_trained and self.num_classes > 0 and self.global_pool:
             logits = self.both_heads(logits, linear(self.aux_head, x[:, 1:]))
         return logits
 
     def both_heads(self, cls_logits: Tensor, token_logits: Tensor) -> Tensor:
         """Combine the logits of `model(x, dense=True)`, (B, K) and (B, N, K), into those of `model(x)`, (B, K)."""
-        return cls_logits + DENSE_SHARE * token_logits.max(dim=1).values
+        return cls_logits + DENSE_SHARE * token_logits.max(dim=1).values if self.dense_trained else cls_logits
 
     def pool(self, x: Tensor) -> Tensor:
         """Pool (B, 1 + N, C) to (B, C): class token or mean of the others. Pooling '' returns all tokens unchanged."""
@@ -286,18 +287,19 @@ class TokenLabelModel(Constants):
             mode: "mask" multiplies them by 0, as published; "subset" computes them only for a fixed number of images
                 (see `tlt.models.layers`).
         """
+        one_of("drop_path_mode", mode, ("mask", "subset"))
         self.drop_path_mode = mode
 
     # Heads ---------------------------------------------------------------------------------------------------------
 
-    def set_dense_head(self, enabled: bool) -> None:
+    def set_dense_head(self, enabled: bool, trained: bool = True) -> None:
         """Switch the dense head on or off.
 
-        Switched off, `model(x)` returns the class token's logits only, `dense=True` is refused, and the head's
-        parameters remain but get no gradient. Call it before you build the optimizer.
+        Switched off or not `trained`, its parameters remain but get no gradient, and `model(x)` returns the class
+        token's logits only. Switched off, it refuses `dense=True`, too. Call it before you build the optimizer.
         """
-        self.dense_head = enabled
-        self.aux_head.requires_grad_(enabled)
+        self.dense_head, self.dense_trained = enabled, trained
+        self.aux_head.requires_grad_(enabled and trained)
 
     def get_classifier(self) -> nn.Module:
         """Return the class head; the dense head is `aux_head`."""
@@ -310,6 +312,7 @@ class TokenLabelModel(Constants):
             num_classes: Number of classes of both heads.
             global_pool: "token", "avg" or "", as in the constructor; None keeps the present one.
         """
+        in_range("num_classes", num_classes, 0)
         if global_pool is not None:
             self.global_pool = _checked_pool(global_pool)
         self.num_classes = num_classes
@@ -317,7 +320,7 @@ class TokenLabelModel(Constants):
 
     def _init_heads(self) -> None:
         self.head, self.aux_head = new_head(self, self.num_features), new_head(self, self.num_features)
-        self.aux_head.requires_grad_(self.dense_head)
+        self.aux_head.requires_grad_(self.dense_head and self.dense_trained)
 
     # Image size ----------------------------------------------------------------------------------------------------
 
@@ -330,14 +333,14 @@ class TokenLabelModel(Constants):
             img_size: One side or (H, W) in pixels.
 
         Raises:
-            UserError: The images are smaller than one token.
+            UserError: The images are smaller than one token. The model stays as it was.
         """
-        self.img_size = to_2tuple(img_size)
-        grid = self.token_grid()
+        in_range("img_size", img_size, 1, counts=(1, 2))
+        grid = self.token_grid(img_size)
         if self.pos_embed is not None:
             resized = self.resized_pos_embed(grid).detach().clone()
             self.pos_embed = nn.Parameter(resized, requires_grad=self.pos_embed.requires_grad)
-        self.pos_grid = grid
+        self.img_size, self.pos_grid = to_2tuple(img_size), grid
         self.record_size()
 
     def record_size(self) -> None:

@@ -19,6 +19,7 @@ from timm.layers import to_2tuple
 from torch import Tensor, nn
 
 from tlt.errors import UserError, size_of
+from tlt.io.weights import unwrap
 from tlt.mixtoken import Box, mix_cells, mix_tokens
 from tlt.models.extension import Extension, extend
 from tlt.models.spatial import Size, TokenGrid, downsampling_layers, feature_map, norm_after_pooling, positions_of
@@ -103,7 +104,7 @@ class WithDenseHead(Extension):
             return self.forward_features(x)
         self.check_mix_token()
         assert self.mix_point is not None
-        return self.mix_point.mixed(self.forward_features, x, mix_box, self._tokens((x.shape[-2], x.shape[-1])))
+        return self.mix_point.mixed(self, self.forward_features, x, mix_box, self._tokens((x.shape[-2], x.shape[-1])))
 
     def check_mix_token(self) -> None:
         """Raise UserError if images can't be mixed after this model's embedding."""
@@ -130,14 +131,14 @@ class WithDenseHead(Extension):
             self._layout_by_size[size] = find_tokens(self, size, self.mix_point)
         return self._layout_by_size[size]
 
-    def set_dense_head(self, enabled: bool) -> None:
-        """Switch the dense head on or off. Switched off, it remains but gets no gradient.
+    def set_dense_head(self, enabled: bool, trained: bool = True) -> None:
+        """Switch the dense head on or off. Switched off or not `trained`, it remains but gets no gradient.
 
         Call it before you build the optimizer.
         """
         self.dense_head = enabled
         for layer in DENSE_LAYERS:
-            getattr(self, layer).requires_grad_(enabled)
+            getattr(self, layer).requires_grad_(enabled and trained)
 
     def reset_classifier(self, num_classes: int, *args: Any, **kwargs: Any) -> None:
         """Call timm's method, and replace the dense head by a fresh one with as many classes."""
@@ -164,8 +165,9 @@ def with_dense_head(model: Any, img_size: tuple[int, int] | None = None) -> Any:
     Raises:
         UserError: The model has no classes, weights or spatial features, or does not take this size.
     """
-    if isinstance(model, TOKEN_LABEL_MODELS):
+    if isinstance(bare(model), TOKEN_LABEL_MODELS):
         return model
+    bare(model, "with_dense_head")
     check_interface(model, "num_classes", "forward_features", "forward_head")
     size = size_of("img_size", _own_size(model) if img_size is None else img_size)
     try:
@@ -186,10 +188,30 @@ def with_dense_head(model: Any, img_size: tuple[int, int] | None = None) -> Any:
     model.set_dense_head(True)
     model.mix_point, model.mix_refusal = None, ""
     try:
-        model.mix_point, model._layout_by_size[size] = add_mix_point(model, _probe(model, 2, size))
+        model.mix_point, model._layout_by_size[size] = add_mix_point(model, probe(model, 2, size))
     except UserError as error:
         model.mix_refusal = str(error)
     return model
+
+
+def bare(model: Any, action: str = "", inside: bool = False) -> Any:
+    """Return the model inside wrappers such as torch.compile's, DistributedDataParallel and timm's ModelEmaV3.
+
+    Args:
+        action: What changes the model, or runs a part of it; "" if the caller only reads what the model knows.
+        inside: Whether this can be done to a model inside a wrapper. FSDP, of either version, allows it never: it has
+            divided the weights.
+
+    Raises:
+        UserError: The action is not possible any more.
+    """
+    if not isinstance(model, nn.Module):
+        return model
+    inner, kinds = unwrap(model), {kind for part in model.modules() for kind in type(part).__mro__}
+    divided = any(kind.__module__.startswith("torch.distributed.fsdp") for kind in kinds)
+    if action and (divided or (inner is not model and not inside)):
+        raise UserError(f"{action}: {type(model).__name__} wraps or divides the model already: do this before")
+    return inner
 
 
 def check_interface(model: nn.Module, *names: str) -> None:
@@ -204,9 +226,10 @@ def find_tokens(model: Any, size: Size, mix_point: MixPoint | None = None) -> To
     it. Raises like `with_dense_head`."""
     if isinstance(model, TokenLabelModel):
         return TokenLayout(model.token_grid(size), model.token_positions(size), model.num_features)
+    bare(model, f"to find the tokens of images of {size}", inside=True)
     layer = getattr(model, mix_point.layer) if mix_point else model
     with downsampling_layers(model) as layers:
-        features, output = _map_and_output(model, layer, _probe(model, 1, size))
+        features, output = _map_and_output(model, layer, probe(model, 1, size))
     grid = features.shape[1], features.shape[2]
     positions, cells = positions_of(layers, grid, size), None
     if mix_point and mix_point.layout != "NLC":
@@ -215,14 +238,20 @@ def find_tokens(model: Any, size: Size, mix_point: MixPoint | None = None) -> To
     return TokenLayout(grid, positions, features.shape[3], cells)
 
 
-@torch.no_grad()
 def _last_map(model: Any, images: Tensor) -> Tensor:
-    """Return the last features (B, h, w, C) in evaluation mode, and restore the model's mode."""
+    """Return the last features (B, h, w, C) in evaluation mode. Raise UserError if the model does not take the size."""
+    size = images.shape[-2], images.shape[-1]
+    return evaluated(model, images, lambda images: feature_map(model, model.forward_features(images), size))
+
+
+@torch.no_grad()
+def evaluated(model: Any, images: Tensor, run: Callable[[Tensor], Tensor]) -> Tensor:
+    """Return `run(images)` in evaluation mode, and restore the model's mode. Raise UserError if layers refuse it."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     size = images.shape[-2], images.shape[-1]
     try:
-        return feature_map(model, model.forward_features(images), size)
+        return run(images)
     except (AssertionError, IndexError, RuntimeError, ValueError) as error:  # what layers raise for other sizes
         reason = str(error).split("\n")[0]
         raise UserError(f"{_name(model)} does not take images of {size[0]} x {size[1]} px: {reason}") from error
@@ -231,7 +260,7 @@ def _last_map(model: Any, images: Tensor) -> Tensor:
             module.training = training
 
 
-def _probe(model: Any, batch: int, size: tuple[int, int]) -> Tensor:
+def probe(model: Any, batch: int, size: tuple[int, int]) -> Tensor:
     """Return noise (batch, channels, H, W) for a trial run of the model; the same on every rank."""
     config = getattr(model, "pretrained_cfg", None) or {}
     channels = getattr(model, "in_chans", config.get("input_size", (3,))[0])
@@ -260,26 +289,52 @@ class MixPoint:
         layout: "NLC" (patches row by row), "NHWC" or "NCHW".
 
     Attributes:
-        calls: Thread id -> the box and the token layout, for every running call that mixes.
+        calls: Thread id -> the box and the token layout, for every running call that has yet to mix.
     """
 
     def __init__(self, layer: str, layout: str) -> None:
         self.layer, self.layout = layer, layout
         self.calls: dict[int, tuple[Box, TokenLayout]] = {}
 
-    def mixed(self, run: Callable[[Tensor], Tensor], images: Tensor, box: Box, tokens: TokenLayout) -> Tensor:
-        """Return `run(images)`, which runs the layer, while the hook mixes its output by `box`."""
+    def attach(self, model: nn.Module) -> None:
+        """Hook the layer that has the name now: programs replace layers, for SyncBatchNorm, LoRA or quantization."""
+        layer: nn.Module = getattr(model, self.layer)
+        if self not in layer._forward_hooks.values():
+            self.detach(model)
+            layer.register_forward_hook(self)
+
+    def detach(self, model: nn.Module) -> None:
+        """Remove the hook from whichever layers have it."""
+        for module in model.modules():
+            for number in [number for number, hook in module._forward_hooks.items() if hook is self]:
+                del module._forward_hooks[number]
+
+    def mixed(
+        self, model: nn.Module, run: Callable[[Tensor], Tensor], images: Tensor, box: Box, tokens: TokenLayout
+    ) -> Tensor:
+        """Return `run(images)`, which runs the layer of `model`, while the hook mixes its output by `box`.
+
+        Raises:
+            UserError: The layer ran without its hook, so that the images were not mixed.
+        """
+        self.attach(model)
         call = _this_call()
         self.calls[call] = box, tokens
         try:
-            return run(images)
+            result = run(images)
         finally:
-            del self.calls[call]
+            unmixed = self.calls.pop(call, None)
+        if unmixed is not None:
+            raise UserError(
+                f"{_name(model)} did not mix images: the hook of its {self.layer} was not called; if that layer alone "
+                "is compiled, compile the whole model"
+            )
+        return result
 
     def __call__(self, module: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> Tensor | None:
         if (call := _this_call()) not in self.calls:
             return None
-        box, tokens = self.calls[call]
+        box, tokens = self.calls.pop(call)
         if self.layout == "NLC":
             return mix_tokens(output.unflatten(1, tokens.grid), box).flatten(1, 2)
         x = output if self.layout == "NHWC" else output.permute(0, 2, 3, 1)
@@ -316,10 +371,9 @@ def add_mix_point(model: nn.Module, images: Tensor) -> tuple[MixPoint, TokenLayo
     lower[:, :, images.shape[2] // 2 :] *= -1
     point = MixPoint(name, _layout(name, layer, grid, output, _map_and_output(model, layer, lower)[1]))
     tokens = find_tokens(model, (images.shape[2], images.shape[3]), point)
-    handle = layer.register_forward_hook(point)
-    mixed = point.mixed(partial(_last_map, model), images, (0, 0, *grid), tokens)
+    mixed = point.mixed(model, partial(_last_map, model), images, (0, 0, *grid), tokens)
     if not (mixed - partner).abs().max() <= _TOLERANCE * partner.abs().max():
-        handle.remove()
+        point.detach(model)
         raise UserError(f"images reach its features past its {name}, where MixToken would mix")
     return point, tokens
 

@@ -127,6 +127,7 @@ def divide_layers(model: nn.Module, mesh: DeviceMesh) -> None:
     for name, module in modules:
         if problem := _problem(module, mesh.size()):
             raise UserError(f"--tensor-parallel {mesh.size()} can't divide {name}: {problem}")
+    for _, module in modules:
         first, last = _LAYERS[type(module)]
         for key, pieces in first.items():
             setattr(module, key, FirstLinear(getattr(module, key), pieces, mesh))

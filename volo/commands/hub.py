@@ -11,7 +11,7 @@ from typing import Any
 
 import timm
 import yaml
-from timm.models import save_for_hf
+from timm.models import get_model_traits, save_for_hf
 
 from tlt.errors import UserError, install_command
 from tlt.io.files import blamed_on, os_errors_as
@@ -64,6 +64,8 @@ def write_folder(trained: TrainedModel, checkpoint: str, folder: Path, licence: 
         config["pretrained_cfg"] = theirs | settings | ({"origin_url": origin_url} if origin_url else {})
         if name != trained.args.model:  # timm's own model of that name has one fixed image size
             config["model_args"] = {"img_size": trained.settings["input_size"][1:], "num_classes": classes}
+        elif get_model_traits(trained.model).get("img_size") not in (None, tuple(settings["input_size"][1:])):
+            config["pretrained_cfg"]["fixed_input_size"] = False  # timm would take the size of `model_args` for images
         (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
         (folder / "README.md").write_text(text, "utf-8")
     return f"wrote {folder}: {name}, {classes} classes; {needed_import(name) or 'timm alone loads it'}"

@@ -12,6 +12,7 @@ import timm
 import torch
 from timm.data import resolve_data_config
 from timm.layers import convert_sync_batchnorm, to_2tuple
+from timm.models import get_model_traits
 from timm.models._hub import _EXT_PRIORITY, _PREFERRED_FILES
 from torch import nn
 
@@ -50,7 +51,9 @@ def build_model(args: Namespace, recorded: dict[str, Any] | None = None, weights
     """Build `args.model` on the CPU.
 
     Args:
-        recorded: The model's keyword arguments from a checkpoint; flags override them.
+        recorded: The model's keyword arguments from a checkpoint; flags override them, except for `img_size`, that of
+            training. The model is built for it if it takes the flags' size, too, as in the validation of training
+            (`--val-img-size`): built for another size, some timm models have other windows or tables of positions.
         weights: Number of weights in that checkpoint. A model that is far larger is refused.
 
     Raises:
@@ -65,7 +68,11 @@ def build_model(args: Namespace, recorded: dict[str, Any] | None = None, weights
     try:
         if recorded or kwargs.get("num_classes", 0) > _MANY_CLASSES:
             _refuse_huge(name, kwargs, weights if recorded else None)
-        kwargs |= _flexible(name, kwargs, other_sizes(args))
+        trained_size, sizes = (recorded or {}).get("img_size"), other_sizes(args)
+        wanted: Any = kwargs.get("img_size")
+        if resized := not is_ours(name) and trained_size not in (None, wanted):
+            kwargs, sizes = kwargs | {"img_size": trained_size}, [wanted, *sizes]
+        kwargs |= _flexible(name, kwargs, sizes)
         model = timm.create_model(name, pretrained_cfg=copy.deepcopy(source), **kwargs)
         if not hasattr(model, "num_classes"):
             raise TypeError(f"{type(model).__name__} is no classifier")
@@ -76,7 +83,12 @@ def build_model(args: Namespace, recorded: dict[str, Any] | None = None, weights
         if fetched and not folder and "loading state_dict" not in reason:
             raise UserError(_not_fetched(name, reason, args)) from error
         raise UserError(f"--model {args.model} cannot be built with {kwargs}: {reason}") from error
-    _try(model, args, kwargs)
+    try:
+        _try(model, args, kwargs)
+    except UserError:
+        if not resized:
+            raise
+        return build_model(args, {**(recorded or {}), "img_size": wanted}, weights)  # it takes images of one size only
     if fetched:
         check_finite(clean_state_dict(model), f"the file of --model {args.model}")
     _set_modes(model, getattr(args, "outlook_kernel", "auto"), getattr(args, "drop_path_mode", "mask"))
@@ -117,7 +129,9 @@ def _try(model: nn.Module, args: Namespace, kwargs: dict[str, Any]) -> None:
 def _try_size(model: nn.Module, args: Namespace, kwargs: dict[str, Any], size: tuple[int, int, int]) -> None:
     with suppress(Exception):  # a run on meta tensors is cheap, but shows only shapes and fails for some models
         run_on_meta(model, size)
-        if not getattr(args, "model_kwargs", None):
+        # Tables of positions may be too small for another size than that of the construction.
+        is_known = isinstance(model, TokenLabelModel) or get_model_traits(model).get("img_size") in (None, size[1:])
+        if is_known and not getattr(args, "model_kwargs", None):
             return
     try:
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
@@ -244,6 +258,8 @@ def prepare_model(model: TimmModel, args: Namespace, world: World) -> TimmModel:
         if world.device.type != "cuda":
             raise UserError("--sync-bn needs GPUs (torch has no SyncBatchNorm for the CPU); use --dist-bn reduce")
         model = convert_sync_batchnorm(model)
+        if (mix_point := getattr(model, "mix_point", None)) is not None:
+            mix_point.attach(model)  # here, and not in the first forward pass, which torch.compile traces
     return place_model(model, args, world)
 
 
@@ -324,9 +340,10 @@ def freeze_backbone(model: TimmModel) -> None:
 
 def init_heads(model: TimmModel, scale: float | None, bias: float | None) -> None:
     """Multiply the heads' initial weights by `scale` and set their biases (`--head-init-scale`, `--head-init-bias`)."""
-    for head in heads_of(model):
-        if not isinstance(head, nn.Linear):
-            raise UserError("--head-init-scale and --head-init-bias need a linear head")
+    heads: list[Any] = heads_of(model)
+    if not all(isinstance(head, nn.Linear) for head in heads):
+        raise UserError("--head-init-scale and --head-init-bias need a linear head")
+    for head in heads:
         with torch.no_grad():
             if scale is not None:
                 head.weight.mul_(scale)

@@ -17,7 +17,7 @@ from tlt.models.wrap import TOKEN_LABEL_MODELS, with_dense_head
 from volo.checkpoint.finetune import load_weights
 from volo.checkpoint.model_config import model_config_of, own_names
 from volo.checkpoint.state import selected_by_ema
-from volo.train.architecture import image_size_of
+from volo.train.architecture import image_size_of, takes_image_size
 from volo.train.model import TimmModel, build_model, eval_settings
 
 
@@ -113,6 +113,8 @@ def _load(args: Namespace, path: str | Path | None, dense: bool | None, num_clas
     use_ema, notes = choose_weights(args, checkpoint)
     args.use_ema = bool(use_ema)
     kwargs = config.get("kwargs") if args.model == config.get("name") else None
+    if kwargs is not None and "img_size" in config and takes_image_size(args.model):
+        kwargs = kwargs | {"img_size": tuple(config["img_size"])}
     model = build_model(args, kwargs, count_weights(checkpoint))
     if path is not None:
         if dense is None:
