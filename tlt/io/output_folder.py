@@ -66,8 +66,8 @@ class OutputFolder:
             self._write(self.settings, complete=False)
         self.complete = state is not None and state["complete"] is True
         for key, value in json.loads(json.dumps(self.settings)).items():  # JSON turns tuples into lists
-            if state is not None and state.get(key) != value:
-                was, says = (printable(str(setting))[:_SHOWN] for setting in (state.get(key), value))
+            if state is not None and state.get(key, value) != value:  # older versions recorded fewer settings
+                was, says = (printable(str(setting))[:_SHOWN] for setting in (state[key], value))
                 raise UserError(
                     f"{label} was made with {key} {was}, this command says {says}: choose another OUT, or --overwrite"
                 )

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import io
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -36,6 +37,7 @@ class ArchiveWriter:
         names: The image path of every row, or its label file (.pt) if the image is not known.
         overwrite: First remove the archive in this folder, complete or not, and nothing else.
         first: Whether this process creates the archive; False in the other processes of the command.
+        made_by: Other settings that must be equal for continuing, and what identifies the source of the labels.
 
     Attributes:
         complete: Whether the same command has finished this archive before. Then rows must not be written.
@@ -45,9 +47,15 @@ class ArchiveWriter:
     """
 
     def __init__(
-        self, root: str | Path, info: LabelInfo, names: Sequence[str], overwrite: bool = False, first: bool = True
+        self,
+        root: str | Path,
+        info: LabelInfo,
+        names: Sequence[str],
+        overwrite: bool = False,
+        first: bool = True,
+        made_by: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
-        self.root, self.info = Path(root), info
+        self.root, self.info, self._made_by = Path(root), info, made_by
         self.names = names if isinstance(names, Names) else Names(names)
         with self._writing():
             self._folder = self._begin(overwrite) if first else None
@@ -61,6 +69,12 @@ class ArchiveWriter:
             if self._rows.read(row, int(crc32[row])) is None:
                 done[row] = 0
         return np.flatnonzero(done != LABEL).tolist()
+
+    def holds(self, row: int, label_map: LabelMap) -> bool:
+        """Return whether this map is the one that was written into a row."""
+        stored = self._rows.read(row, int(self._rows.states()[1][row]))
+        pairs = ((stored.ids, label_map.ids), (stored.values, label_map.values)) if stored else ()
+        return bool(pairs) and all(np.array_equal(*pair) for pair in pairs)
 
     def write(self, row: int, label_map: LabelMap) -> None:
         """Write a map into a row.
@@ -135,6 +149,7 @@ class ArchiveWriter:
         block, ends = np.frombuffer(self.names.block, np.uint8), np.asarray(self.names.ends, np.int64)
         described = {key: value for key, value in asdict(self.info).items() if key not in ("skipped", "max_id")}
         settings = {"format": FORMAT, **described, "records": len(self.names), "names_crc32": names_crc(block, ends)}
+        settings |= self._made_by
         columns = ("values", "ids", "lse", "crc32", "done", "names", "name_ends")
         folder = OutputFolder(self.root, META_NAME, settings, [f"{name}.npy" for name in columns], overwrite)
         if folder.complete:

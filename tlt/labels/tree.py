@@ -66,19 +66,25 @@ def find_labels(names: Sequence[str], files: Set[str], root: str) -> Names:
 
 
 def label_files_below(root: str, on_progress: Callable[[str, int], None] | None = None) -> set[str]:
-    """Return the label files below a folder, relative to it. `on_progress` gets a message and the number so far.
+    """Return the label files below a folder, relative to it. `on_progress` gets a message and the number so far. Links
+    are followed, except those to a folder in which they lie.
 
     Raises:
         UserError: A folder can't be read.
     """
-    paths, report, folders = set[str](), on_progress or SearchProgress(), [""]
+    paths, report = set[str](), on_progress or SearchProgress()
+    folders = [("", frozenset[str]())]  # with the real paths of the folders whose links led there
     explained = "label folder {0.filename} can't be read ({0.strerror}): mend its permissions"
     while folders:  # os.walk calls itself for each level in Python below 3.12
-        prefix = folders.pop()
+        prefix, way = folders.pop()
         with os_errors_as(lambda e: printable(explained.format(e))), os.scandir(os.path.join(root, prefix)) as entries:
             for entry in entries:
-                if entry.is_dir(follow_symlinks=False) or (entry.is_symlink() and os.path.isdir(entry)):
-                    folders.append(f"{prefix}{entry.name}/")
+                if entry.is_dir(follow_symlinks=False):
+                    folders.append((f"{prefix}{entry.name}/", way))
+                elif entry.is_symlink() and os.path.isdir(entry):
+                    above, real = way | {os.path.realpath(os.path.join(root, prefix))}, os.path.realpath(entry)
+                    if not any(f"{each}/".startswith(f"{real}/") for each in above):
+                        folders.append((f"{prefix}{entry.name}/", above))
                 # A hidden file is what a killed writer left behind.
                 elif entry.name.endswith(".pt") and not entry.name.startswith("."):
                     paths.add(prefix + entry.name)

@@ -89,7 +89,7 @@ def _check(command: ArgumentParser) -> None:
     """Count missing, extra, wrong-shaped and unusable labels, and say how often labels name the class of the image's
     folder. LABELS is a tree or an archive."""
     _images_and_labels(command)
-    command.add_argument("--num-classes", type=int, metavar="N", help="class ids must be below it")
+    command.add_argument("--num-classes", type=_positive, metavar="N", help="class ids must be below it")
 
 
 def _images_and_labels(command: ArgumentParser) -> None:
@@ -114,14 +114,18 @@ def _show(command: ArgumentParser) -> None:
     command.add_argument("--reprob", type=float, default=0.25, metavar="P", help="volo train's (0.25)")
     command.add_argument("--uncovered", choices=("ignore", "uniform"), default="ignore", help="volo train's (ignore)")
     command.add_argument("--compat", nargs="+", choices=WINDOW_ROWS, default=(), help="volo train's, for these labels")
-    command.add_argument("--seed", type=int, default=0, help="of the choice of images and of the augmentation (0)")
+    command.add_argument("--seed", type=_whole, default=0, help="of the choice of images and of the augmentation (0)")
     command.add_argument("--epoch", type=_positive, default=1, metavar="N", help="the augmentation of this epoch (1)")
 
 
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise ArgumentTypeError(f"{text!r} is not a whole number of 1 or more")
+def _whole(text: str, least: int = 0) -> int:
+    if not text.isdecimal() or int(text) < least:
+        raise ArgumentTypeError(f"{text!r} is not a whole number of {least} or more")
     return int(text)
+
+
+def _positive(text: str) -> int:
+    return _whole(text, 1)
 
 
 _COMMANDS = {  # name -> positional arguments, help line, function that adds flags (its docstring is the description)

@@ -20,6 +20,8 @@ from tlt.labels.archive_writer import ArchiveWriter
 from tlt.labels.label_info import INFO_NAME, LabelInfo, agreement_text
 from tlt.labels.tree import find_labels, label_files_below, label_names, read_map, write_map
 
+_COMPARED = 100  # rows of an interrupted command that are compared with the tree
+
 
 def pack(
     tree: str,
@@ -52,10 +54,14 @@ def pack(
 
     k, h, w = read(0).shape
     info = replace(recorded or LabelInfo(k, (h, w)), k=k, grid=(h, w), log_sum_exp=False, skipped=[], max_id=None)
-    writer = ArchiveWriter(out, replace(info, area=area or info.area), names, overwrite)
+    made_by = {"--transposed": transposed}
+    writer = ArchiveWriter(out, replace(info, area=area or info.area), names, overwrite, made_by=made_by)
     if writer.complete:
         raise UserError(f"OUT {printable(out)} is a complete label archive: choose another folder, or --overwrite")
     pending = writer.pending()
+    written = sorted({*range(len(labels))}.difference(pending))
+    if not all(writer.holds(row, read(row)) for row in written[:: max(1, len(written) // _COMPARED)]):
+        raise UserError(f"OUT {printable(out)} holds labels of another tree: choose another OUT, or --overwrite")
     progress = Progress("packing", len(pending), "label")
     for row in pending:
         writer.write(row, read(row))
@@ -118,6 +124,10 @@ def unpack(archive: str, out: str, overwrite: bool = False) -> list[str]:
                 raise UserError(f"OUT {printable(out)} is not empty: choose another folder, or --overwrite")
             if LabelInfo.read(root / INFO_NAME) is None:
                 raise UserError(f"OUT {printable(out)} holds other things than a label tree: choose another folder")
+            for old in label_files_below(out).difference(labels):  # those of another archive
+                if leads_out(os.path.relpath((root / old).parent.resolve(), root.resolve())):
+                    raise UserError(f"OUT {printable(out)} holds a link to a folder elsewhere: choose another folder")
+                (root / old).unlink()
         replace(info, log_sum_exp=False).write(root / INFO_NAME)
         progress = Progress("unpacking", len(labels), "label")
         for row, label in enumerate(labels):

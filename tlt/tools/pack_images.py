@@ -84,7 +84,8 @@ def pack_images(
     for split, source in sources.items():
         label_args = source.paths, None, None, "skip", source.class_names
         store = open_labels(labels, *label_args) if labels and split == splits[0] else None
-        lines += [f"warning: {warning}" for warning in source.warnings]
+        warnings = [*source.warnings, *(store.warnings if store else ())]
+        lines += [f"warning: {warning.removesuffix('; --bad-label skip')}" for warning in warnings]
         packing = Packing(os.path.join(out, split), source, store, max_side)
         try:
             lines.append(packing.run(shard_mb, workers, overwrite))
@@ -191,7 +192,9 @@ def make_shard(packing: Packing, shard: tuple[int, range]) -> tuple[FileRecords,
     if os.path.exists(path):
         images, maps = scan_packed(path)
         labels = [_label_name(packing.names[row]) for row in rows if row in packing.labelled]
-        if images.names != [packing.names[row] for row in rows] or maps.names != labels:
+        members = ((name, zlib.crc32(data)) for name, data in _members(packing, rows[0]) if not name.endswith(".cls"))
+        same = images.names == [packing.names[row] for row in rows] and maps.names == labels
+        if not same or {*members}.difference(_crcs(images, maps).items()):
             raise UserError(
                 f"OUT {printable(path)} holds other images or labels: remove it, and run the same command again"
             )
@@ -199,12 +202,16 @@ def make_shard(packing: Packing, shard: tuple[int, range]) -> tuple[FileRecords,
     temporary = os.path.join(packing.folder, f".{number:05d}.tar.tmp")
     written = _write(packing, rows, temporary)
     images, maps = scan_packed(temporary)
-    read = {name: crc for table in (images, maps) for name, crc in zip(table.names, table.rows["crc32"], strict=True)}
-    if read != written or (images.rows["class"] != packing.source.classes[rows]).any():
+    if _crcs(images, maps) != written or (images.rows["class"] != packing.source.classes[rows]).any():
         raise UserError(f"OUT {printable(path)} reads other than it was written: is the disk damaged?")
     os.replace(temporary, path)
     sync_folder(packing.folder)
     return replace(images, path=path), replace(maps, path=path)
+
+
+def _crcs(*tables: FileRecords) -> dict[str, int]:
+    """Return the crc32 of each record by name."""
+    return {name: crc for table in tables for name, crc in zip(table.names, table.rows["crc32"].tolist(), strict=True)}
 
 
 def _write(packing: Packing, rows: range, path: str) -> dict[str, int]:

@@ -65,7 +65,8 @@ def show(**flags: Any) -> list[str]:
         names = folder.class_names if num_classes == len(folder.class_names) else []
     grid = tuple(args.grid) if args.grid else tuple(max(1, side // _TOKEN_PIXELS) for side in args.size)
     # No smoothing, so that opacity 1 means certainty.
-    label_args = batch.labels, batch.affine, batch.visible, batch.classes
+    # The labels may have fewer classes than there are folders, whose numbers are not drawn.
+    label_args = batch.labels, batch.affine, batch.visible, batch.classes.clamp(max=num_classes - 1)
     targets = make_targets(*label_args, grid, num_classes, smoothing=0.0, uncovered=args.uncovered)
     try:
         examples = read_examples(dataset, unmirrored, targets, IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD)

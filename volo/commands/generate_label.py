@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import hashlib
 from argparse import Namespace
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -26,6 +27,7 @@ import torch
 
 from tlt.data.batch import SkipCounter, Skipped
 from tlt.data.sources import open_images
+from tlt.data.sources.image_file import BadImage
 from tlt.data.sources.source import ImageSource
 from tlt.errors import UserError
 from tlt.io.jobs import Progress
@@ -63,7 +65,10 @@ def label_folder(args: Namespace, world: World) -> None:
     info = describe(trained, folder, (grid[0], grid[1]))
     with primary_first():
         first = world.is_primary
-        writer = ArchiveWriter(args.token_label_root, info, folder.paths, args.overwrite and first, first)
+        made_by = {"--batch-size": args.batch_size, "--model-kwargs": args.model_kwargs}
+        with suppress(BadImage):
+            made_by["sha256 of the first image"] = hashlib.sha256(folder.read(0)).hexdigest()[:16]
+        writer = ArchiveWriter(args.token_label_root, info, folder.paths, args.overwrite and first, first, made_by)
     if from_primary(writer.complete):
         writer.close()
         return say([f"{printable(args.token_label_root)} was complete already"], world.is_primary)

@@ -16,6 +16,7 @@ from timm.models import get_model_traits, save_for_hf
 from tlt.errors import UserError, install_command
 from tlt.io.files import blamed_on, os_errors_as
 from tlt.io.weights import peek_checkpoint
+from volo.checkpoint.checkpoint import ABANDONED
 from volo.checkpoint.model_config import class_names
 from volo.config.args import changed_flags
 from volo.config.checkpoint_files import ENDINGS
@@ -133,6 +134,8 @@ def _accuracy(trained: TrainedModel, checkpoint: str) -> list[str]:
     is_whole = type(epoch) is int and saved.get("update") == (epoch + 1) * (saved.get("updates_per_epoch") or 0)
     for row in epochs_of(Path(checkpoint).parent) if as_trained and is_whole else ():
         top1, images = row.get(f"eval_top1{suffix}"), row.get(f"eval_images{suffix}")
+        if Path(checkpoint).name.startswith(ABANDONED):  # the record may be of the epoch that took its place
+            top1 = saved["scores"].get(epoch, {}).get(f"top1{suffix}")
         if row.get("epoch") == epoch and top1 is not None:
             which = " (averaged weights)" if suffix else ""
             return [f"Top-1 {top1:.2f} % of {images} validation images{which}."]

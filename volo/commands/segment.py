@@ -60,9 +60,14 @@ def segmentation_row(trained: TrainedModel, precision: Precision, world: World) 
         predicted = _at_pixels(F.linear(tokens.to(world.device), *layer), mask.shape, window).argmax(0)
         true = torch.from_numpy(mask).to(predicted)
         confusion += torch.bincount((true * 256 + predicted).flatten(), minlength=256 * 256)
-    percent, classes = mean_iou(sum_over_ranks(confusion).view(256, 256)[:_LEFT_OUT, :_LEFT_OUT])
+    confusion = sum_over_ranks(confusion).view(256, 256)[:_LEFT_OUT, :_LEFT_OUT]
+    percent, classes = mean_iou(confusion)
     if not classes:
         raise UserError(f"--probe seg: no pixel of the validation masks in {printable(args.data)} has a class")
+    pixels = sum((np.bincount(mask.ravel(), minlength=256) for _, mask in train.values()), np.zeros(256, np.int64))
+    learned = sum_over_ranks(torch.from_numpy(pixels))[:_LEFT_OUT].to(confusion)
+    if never := ((confusion.sum(1) > 0) & (learned == 0)).nonzero().flatten().tolist():
+        warn([f"--probe seg: no training mask has the classes {never} of validation masks: IoU 0"], world.is_primary)
     say([f"mIoU {percent:.2f} %"], world.is_primary)
     counts = sum_over_ranks(torch.tensor([len(validation), len(train)])).tolist()
     row = {"model": args.model, "probe": args.probe, "miou": round(percent, 4), "classes": classes}
