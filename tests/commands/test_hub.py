@@ -148,6 +148,9 @@ def test_the_card_tells_settings_and_the_accuracy_of_the_weights_that_are_export
     for more in ("--img-size 64", "--crop-pct 0.5", "--mean 0.5"):
         assert "Top-1" not in card(more)
     assert "Top-1" not in card("", "later.pth.tar")  # saved within the next epoch
+    shutil.copy(run / "last.pth.tar", run / "superseded-last.pth.tar")  # another epoch of that number is recorded now
+    own = saved["scores"][saved["epoch"]]
+    assert f"Top-1 {own['top1_ema']:.2f} % of 8" in card("--use-ema", "superseded-last.pth.tar")
     file.write_text(file.read_text().replace("62.5", "null"))
     assert "Top-1" not in card("--use-ema")
 

@@ -55,7 +55,11 @@ def test_tokens_that_show_their_colour_tell_the_classes(call: Call, line: str, t
     ended = call("validate", f"{line} --epochs 20 --lr 1e-2")
     assert "warning: left out" in ended.out and "train/masks/deep/2.png" in ended.out
     row = ended.row
-    assert (row["images"], row["train_images"]) == (2, 5) and row["miou"] > 99
+    assert (row["images"], row["train_images"]) == (2, 5) and row["miou"] > 99 and "no training mask" not in ended.out
+    for path in (tmp_path / "val/masks/deep").iterdir():
+        Image.new("L", Image.open(path).size, 9).save(path)
+    ended = call("validate", f"{line} --epochs 1")
+    assert "no training mask has the classes [9] of validation masks: IoU 0" in ended.out and ended.row["miou"] == 0
 
 
 def _saved(pixels: np.ndarray) -> Callable[[Path], None]:

@@ -116,6 +116,12 @@ def test_what_is_in_out_decides(command: list[str], tmp_path: Path, capsys: pyte
     assert "16 label maps of 4 classes on 2 x 2 cells" in said(0, *command)
     before = top()
     assert "was complete already" in said(0, *command)
+    assert "was made with --batch-size 5, this command says 3: choose another" in said(2, *command, "-b", "3")
+    elsewhere = shutil.copytree(command[0], tmp_path / "elsewhere")
+    assert "was complete already" in said(0, str(elsewhere), *command[1:])
+    for path in elsewhere.rglob("*.jpg"):
+        Image.new("RGB", (40, 40)).save(path)
+    assert "was made with sha256 of the first image" in said(2, str(elsewhere), *command[1:])
     assert "choose another" in said(2, *other) and (top() == before).all()
     assert "16 label maps" in said(0, *other, "--overwrite") and (top() != before).any()
 

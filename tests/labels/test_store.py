@@ -19,7 +19,7 @@ from tlt.label_map import FULL_AREA, NO_AREA, LabelMap
 from tlt.labels.label_info import LabelInfo
 from tlt.labels.shards import ShardReader
 from tlt.labels.store import LabelStore, open_labels
-from tlt.labels.tree import label_names, read_map, write_map
+from tlt.labels.tree import label_files_below, label_names, read_map, write_map
 
 NAMES = ["c0/0.jpg", "c0/1.png", "c1/0.jpg"]
 SHAPE = (2, 3, 4)
@@ -58,6 +58,15 @@ def test_a_published_tree_is_read_as_it_was_written_also_in_a_worker(tree: Path)
     assert (stored.values.dtype, stored.ids.dtype, stored.area) == (np.float16, np.int32, FULL_AREA)
     np.testing.assert_array_equal(stored.values, expected[0].numpy())
     np.testing.assert_array_equal(stored.ids, expected[1].int().numpy())
+
+
+def test_links_of_a_tree_are_followed_but_not_in_circles(tree: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    expected = label_files_below(str(tree))
+    (tree / "c0" / "across").symlink_to(shutil.copytree(tree / "c1", tmp_path_factory.mktemp("aside") / "c1"))
+    for name, target in (("one", tree), ("two", tree), ("c1/up", tree.parent), ("c0/across/back", tree / "c0")):
+        (tree / name).symlink_to(target)
+    across = {f"c0/across/{name[3:]}" for name in expected if name.startswith("c1/")}
+    assert label_files_below(str(tree)) == expected | across
 
 
 def test_a_tree_is_known_by_what_its_files_hold(tree: Path, tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Packing trees, and unpacking: the same maps, whatever they come from."""
 
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -78,7 +79,15 @@ def test_unpacking_gives_files_with_the_same_maps(tree: Path, images: Path, name
     archive, before = str(tmp_path / "known.tlt"), {path: path.read_bytes() for path in tree.rglob("*.pt")}
     with pytest.raises(UserError, match="is not empty: choose another folder, or --overwrite"):
         unpack(archive, str(tmp_path / "known"))
+    (stale := tmp_path / "known" / "b" / "old.pt").write_bytes(b"")
     unpack(archive, str(tmp_path / "known"), overwrite=True)
+    assert not stale.exists()
+    (elsewhere := tmp_path / "elsewhere").mkdir()
+    (elsewhere / "kept.pt").write_bytes(b"")
+    (tmp_path / "known" / "link").symlink_to(elsewhere)
+    with pytest.raises(UserError, match="holds a link to a folder elsewhere"):
+        unpack(archive, str(tmp_path / "known"), overwrite=True)
+    assert (elsewhere / "kept.pt").exists()
     (tree / "labels.json").unlink()
     with pytest.raises(UserError, match="holds other things than a label tree"):
         unpack(archive, str(tree), overwrite=True)
@@ -113,6 +122,20 @@ def test_transposed_trees_are_turned(tree: Path, names: list[str], tmp_path: Pat
     np.testing.assert_array_equal(found.ids, label_map(7).ids.transpose(0, 2, 1))
 
 
+def test_labels_of_another_tree_do_not_go_on(tree: Path, names: list[str], tmp_path: Path) -> None:
+    broken = tree / label_names(names)[5]
+    content = broken.read_bytes()
+    broken.write_bytes(b"")
+    with pytest.raises(UserError):
+        pack(str(tree), str(tmp_path / "out"))
+    broken.write_bytes(content)
+    other = shutil.copytree(tree, tmp_path / "other")
+    for path in other.rglob("*.pt"):
+        torch.save(torch.load(path) * 0, path)
+    with pytest.raises(UserError, match="holds labels of another tree: choose another OUT, or --overwrite"):
+        pack(str(other), str(tmp_path / "out"))
+
+
 def test_labels_that_cannot_be_trained_on_are_not_packed(tree: Path, names: list[str], tmp_path: Path) -> None:
     path, out = tree / label_names(names)[5], str(tmp_path / "out")
     good = torch.load(path)
@@ -123,8 +146,10 @@ def test_labels_that_cannot_be_trained_on_are_not_packed(tree: Path, names: list
         torch.save(content, path)
         with pytest.raises(UserError, match=message):
             pack(str(tree), out)
+    with pytest.raises(UserError, match="was made with --transposed False, this command says True: choose another"):
+        pack(str(tree), out, transposed=True)
     torch.save(good, path)
-    pack(str(tree), out)  # the same command goes on
+    pack(str(shutil.copytree(tree, tmp_path / "moved")), out)  # the same command goes on
     with pytest.raises(UserError, match="--split val has no effect without --images"):
         pack(str(tree), out, split="val")
     with pytest.raises(UserError, match="complete label archive: choose another folder, or --overwrite"):

@@ -210,7 +210,8 @@ def test_images_without_label(data: Path, tmp_path: Path) -> None:
     folder = scan_folder(data / "train")
     root = make_tree(tmp_path / "labels", folder)
     (root / label_names(folder.paths)[2]).unlink()
-    pack_images(str(data), str(tmp_path / "out"), labels=str(root))
+    said = pack_images(str(data), str(tmp_path / "out"), labels=str(root))
+    assert [line for line in said if "1 of 9 images have no label" in line and "b/1%2E.v2.png" in line]
     with pytest.raises(UserError, match=r"1 of 9 images have no label .* first is b/1%2E.v2.png"):
         open_labels(tmp_path / "out", folder.paths)
     store = open_labels(tmp_path / "out", folder.paths, bad_label="skip")

@@ -16,6 +16,7 @@ from tlt import geometry
 from tlt.data.augment.plan import AugmentConfig, make_plan
 from tlt.data.dataset import TrainDataset
 from tlt.data.sources.folder import scan_folder
+from tlt.labels.label_info import LabelInfo
 from tlt.labels.store import open_labels
 from tlt.targets import make_targets
 from tlt.tools.cli import main, parser
@@ -158,6 +159,7 @@ def test_all_text_is_inside_of_the_page_and_speaks_of_what_is_drawn(parts: tuple
     [
         ("--images nothing", "--images nothing names 0 images"),
         ("-n 3 --images a", "-n 3 has no effect with --images"),
+        ("--seed -1", "--seed: '-1' is not a whole number of 0 or more"),
         ("--hflip nan", "--hflip nan: give 1 number, at least 0 and at most 1"),
         ("-o page.doc", "end the name in .png"),
         ("-o nowhere/page.png", "can't be written: No such file"),
@@ -191,6 +193,11 @@ def test_the_command_writes_a_page_and_nothing_else(
     images = ["--images", "d.v1.png", "c/c.v1.png"]
     assert main(["show", *map(str, data), "-o", str(out / "p.png"), "--size", "32", "48", *images]) == 0
     assert "2 images of 3" in capsys.readouterr().out
+    LabelInfo(2, (5, 7), 3, class_names=["x", "y", "z"], transfer=True).write(data[1] / "labels.json")
+    (extra := data[0] / "zz").mkdir()  # a folder whose number is none of the labels' classes
+    Image.new("RGB", (32, 32)).save(extra / "z.png")
+    assert main(["show", *map(str, data), "-o", str(tmp_path / "few.png"), "--size", "32", "32"]) == 0
+    capsys.readouterr()
     assert [p.name for p in out.iterdir()] == ["p.png"]
     with Image.open(out / "p.png") as page:
         assert min(page.size) > 300

@@ -148,8 +148,8 @@ class ArchiveWriter:
         """Write meta.json, then create the files that are missing or that an interrupted earlier run left cut."""
         block, ends = np.frombuffer(self.names.block, np.uint8), np.asarray(self.names.ends, np.int64)
         described = {key: value for key, value in asdict(self.info).items() if key not in ("skipped", "max_id")}
-        settings = {"format": FORMAT, **described, "records": len(self.names), "names_crc32": names_crc(block, ends)}
-        settings |= self._made_by
+        settings = {"format": FORMAT, **self._made_by, **described}
+        settings |= {"records": len(self.names), "names_crc32": names_crc(block, ends)}
         columns = ("values", "ids", "lse", "crc32", "done", "names", "name_ends")
         folder = OutputFolder(self.root, META_NAME, settings, [f"{name}.npy" for name in columns], overwrite)
         if folder.complete:

@@ -123,7 +123,7 @@ def evaluate_checkpoint(args: Namespace, path: Path | None, world: World) -> dic
     if args.probe:
         return segmentation_row(trained, precision, world)
     if not model.num_classes and not args.knn:
-        raise UserError(f"{path or args.model} has no class head (as after --kd-only): measure features by --knn")
+        raise UserError(f"{path or args.model} has no class head, only features: measure these by --knn")
     outputs = model.num_classes if numbers is None else len(numbers)
     folder = open_folder(args, trained.config, outputs, world, numbers)
     if args.knn:
