@@ -266,9 +266,7 @@ def test_without_labels_and_then_with_them(call: Call, trained_run: TrainedRun, 
     flags = f"{student} --experiment only --kd-model-name {teacher} {TOKENS} --kd-only"
     ended, checkpoint = call("train", f"{tmp_path}/flat {flags}"), tmp_path / "only" / "last.pth.tar"
     assert ended.code == 0 and "validation:" not in ended.out, ended.err
-    assert call("validate", f"{data} --checkpoint {checkpoint} -j 0").refused(
-        "no class head (as after --kd-only): measure"
-    )
+    assert call("validate", f"{data} --checkpoint {checkpoint} -j 0").refused("no class head, only features")
     row = call("validate", f"{data} --checkpoint {checkpoint} -j 0 --knn {data}").row
     assert (row["images"], row["train_images"]) == (8, 16) and 0 <= row["knn20"] <= 100
     ended = call("train", f"{data} {student} --finetune {checkpoint} --freeze")
