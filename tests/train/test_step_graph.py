@@ -67,8 +67,20 @@ def check_same(found: Any, expected: Any, rtol: float = 1e-4, atol: float = 1e-5
 
 @pytest.fixture(autouse=True)
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Graphs begin with the second update."""
+    """Graphs begin with the second update of each size: in the first one libraries choose their kernels."""
     monkeypatch.setattr(step_graph, "WARM_UP", 1)
+    launch, rehearse, sizes = Step.__call__, StepGraph._capture_and_compare, set[int]()
+
+    def launch_noted(step: Step, batch: Batch, key: StepKey) -> Any:
+        sizes.add(batch.images.shape[-1])
+        return launch(step, batch, key)
+
+    def rehearse_noted(step: StepGraph, batch: Batch, key: StepKey) -> str:
+        assert batch.images.shape[-1] in sizes
+        return rehearse(step, batch, key)
+
+    monkeypatch.setattr(Step, "__call__", launch_noted)
+    monkeypatch.setattr(StepGraph, "_capture_and_compare", rehearse_noted)
 
 
 @pytest.mark.parametrize(
@@ -93,19 +105,7 @@ def test_graphs_compute_what_launched_steps_do(flags: str, resumed: bool, monkey
 def test_sizes_that_take_turns_keep_their_graphs_where_memory_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: torch.cuda.mem_get_info()[1])
     capture, captures, replays = StepGraph._capture, count(), count()
-    launch, rehearse, repeat = Step.__call__, StepGraph._capture_and_compare, StepGraph._repeat
-    sizes = set[int]()  # that were launched, in which libraries choose their kernels
-
-    def launch_noted(step: Step, batch: Batch, key: StepKey) -> Any:
-        sizes.add(batch.images.shape[-1])
-        return launch(step, batch, key)
-
-    def rehearse_noted(step: StepGraph, batch: Batch, key: StepKey) -> str:
-        assert batch.images.shape[-1] in sizes
-        return rehearse(step, batch, key)
-
-    monkeypatch.setattr(Step, "__call__", launch_noted)
-    monkeypatch.setattr(StepGraph, "_capture_and_compare", rehearse_noted)
+    repeat = StepGraph._repeat
     monkeypatch.setattr(StepGraph, "_capture", lambda step: (next(captures), capture(step))[1])
     monkeypatch.setattr(StepGraph, "_repeat", lambda step, last: (next(replays), repeat(step, last))[1])
     run, training = small_run(SIZES, 80)
