@@ -43,6 +43,11 @@ class NonFiniteError(UserError):
     exit_code = 3
 
 
+def reason_of(error: BaseException, length: int = 300) -> str:
+    """Return the message of another library's error in one line, cut to `length`; the error's type if it has none."""
+    return " ".join(str(error).split())[:length] or type(error).__name__
+
+
 def one_of(name: str, value: object, choices: Sequence[object]) -> None:
     """Raise UserError if the argument `name` is none of the choices."""
     if value not in choices:

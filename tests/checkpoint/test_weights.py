@@ -198,6 +198,7 @@ def test_prefixes_of_wrappers_are_removed() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_fault_06_non_finite_weights_name_the_tensor(dtype: torch.dtype) -> None:
     state = {k: v.to(dtype) for k, v in weights().items()} | {"steps": torch.tensor(3)}
+    state["bound"] = torch.tensor(float("inf"))  # that bounds nothing
     check_finite(state, "file.pth")
     for value in (float("nan"), float("inf"), float("-inf")):
         state["a.bias"][4, 6] = value

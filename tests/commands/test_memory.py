@@ -7,6 +7,8 @@ from unittest.mock import Mock
 import pytest
 import timm
 import torch
+from torch import Tensor
+from torch.nn import Linear
 
 from tests.commands.conftest import QUICK, Call
 from tlt.models.flops import flops_per_image
@@ -35,6 +37,23 @@ def test_a_dry_run_says_what_fits(call: Call, flags: str, more: str) -> None:
     for (_, most), card in zip(sizes, (23.6, 39.4, 79.2, 139.8), strict=True):  # GiB; 1 is CUDA's, 5 % a margin
         room = 1024 * (0.95 * (card - 1) - kept - batch) + 8 * image
         assert most == pytest.approx(room / image, rel=0.005 + 0.05 / image)  # which is printed with one digit
+
+
+@pytest.mark.parametrize("error", [AssertionError("Expected gradient\nfunction"), KeyError("x"), TypeError()])
+def test_what_layers_raise_on_meta_tensors_ends_nothing(
+    call: Call, flags: str, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    forward, reason = Linear.forward, " ".join(str(error).split()) or "TypeError"
+
+    def without_meta(layer: Linear, x: Tensor) -> Tensor:
+        if type(x) is Tensor and x.is_meta:
+            raise error
+        return forward(layer, x)
+
+    monkeypatch.setattr(Linear, "forward", without_meta)
+    flags = f"{flags} --amp --model test_vit"
+    assert f"operations of a step: unknown ({reason})" in call("train", f"{flags} --experiment run").ok().out
+    assert f"operations and activations can't be predicted: {reason}" in call("train", f"{flags} --dry-run").ok().out
 
 
 @pytest.mark.parametrize(

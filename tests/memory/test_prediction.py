@@ -5,6 +5,8 @@ import timm
 import torch
 from torch import Tensor, nn
 from torch.distributed._tools.mem_tracker import MemTracker, _MemRefType
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 
 import volo  # noqa: F401  (registers the models)
 from tlt.models.flops import flops_per_image
@@ -84,6 +86,17 @@ def test_what_stays_from_step_to_step(flags: str, optimizer: int, ema: int, whol
     gradients = trained if whole_gradients else trained // args.shard
     assert (found["weights"], found["gradients"]) == (weights // args.shard, gradients)
     assert (found["optimizer"], found.get("EMA", 0)) == (optimizer * trained // args.shard, ema * weights // args.shard)
+
+
+@pytest.mark.parametrize("name", ["coat_tiny", "test_vit3"])
+def test_a_count_is_that_of_a_run_and_changes_nothing(name: str) -> None:
+    """Of a model with layers under two names, and of one with a weight that is a layer's input."""
+    model = timm.create_model(name, num_classes=4)
+    size = model.pretrained_cfg["input_size"]
+    counted = flops_per_image(model, size)
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+        model(torch.zeros(2, *size))
+    assert counted == counter.get_total_flops() / 2
 
 
 GMACS = {"volo_d1": 6.92, "volo_d5": 72.30, "lvvit_s": 6.55}  # as published

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 
@@ -20,6 +21,8 @@ def flops_per_image(
         backward: Whether to add the backward pass of the trained parameters.
         images: Batch size, at least 2 for BatchNorm. `--drop-path-mode subset` makes the work per image depend on it.
         options: Other arguments of the model.
+
+    Raises what the model's layers raise on meta tensors, which may be of any type.
     """
     with FlopCounterMode(display=False) as counter:
         run_on_meta(model, input_size, backward, images, **options)
@@ -29,22 +32,20 @@ def flops_per_image(
 def run_on_meta(
     model: nn.Module, input_size: tuple[int, int, int], backward: bool = False, images: int = 2, **options: Any
 ) -> None:
-    """Run a forward and optionally a backward pass on meta tensors. The arguments are those of `flops_per_image`."""
-    values = [*model.named_parameters(), *model.named_buffers()]
-    state = {f"model.{name}": value.detach().to("meta").requires_grad_(value.requires_grad) for name, value in values}
-    batch = torch.empty(images, *input_size, device="meta")
+    """Run a forward and optionally a backward pass on meta tensors. Arguments and errors are `flops_per_image`'s."""
+    model = on_meta(model)
+    if not backward:
+        model.requires_grad_(False)  # torch's counter fails on a weight that is the input of a layer
     with torch.set_grad_enabled(backward):
-        torch.func.functional_call(_Pass(model), state, (batch, options))
-
-
-class _Pass(nn.Module):
-    """Runs forward, and backward if gradients are on, in one module, because recomputed blocks need the same state."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, images: Tensor, options: dict[str, Any]) -> None:
-        outputs = self.model(images, **options)
-        if torch.is_grad_enabled():
+        outputs = model(torch.empty(images, *input_size, device="meta"), **options)
+        if backward:
             sum(output.sum() for output in (outputs if isinstance(outputs, tuple) else (outputs,))).backward()
+
+
+def on_meta(model: nn.Module) -> Any:
+    """Return a copy of a model whose weights and buffers are meta tensors. A copy, because `torch.func.functional_call`
+    doesn't give a layer that a model has under two names its weights back."""
+    copies: dict[int, Any] = {id(buffer): buffer.to("meta") for buffer in model.buffers()}
+    for weight in model.parameters():
+        copies[id(weight)] = nn.Parameter(weight.detach().to("meta"), weight.requires_grad)
+    return copy.deepcopy(model, copies)

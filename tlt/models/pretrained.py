@@ -22,7 +22,7 @@ from timm.models import (
 )
 from torch import Tensor, nn
 
-from tlt.errors import UserError
+from tlt.errors import UserError, reason_of
 from tlt.io.weights import read_checkpoint, state_dict_of
 from tlt.models.fit_weights import adapt_state_dict, source_grid
 
@@ -112,9 +112,8 @@ def published_weights(cfg: dict[str, Any]) -> dict[str, Tensor]:
             file.parent.mkdir(parents=True, exist_ok=True)
             torch.hub.download_url_to_file(url, str(file), progress=False)
     except OSError as error:  # includes the errors of urllib and ssl
-        reason = " ".join(str(error).split())[:120]
         raise UserError(
-            f"{name}: the weights can't be fetched ({type(error).__name__}: {reason}). "
+            f"{name}: the weights can't be fetched ({type(error).__name__}: {reason_of(error, 120)}). "
             f"Download {url} and save it as {file}"
         ) from error
     return state_dict_of(read_checkpoint(file))

@@ -18,7 +18,7 @@ import torch
 from timm.layers import to_2tuple
 from torch import Tensor, nn
 
-from tlt.errors import UserError, size_of
+from tlt.errors import UserError, reason_of, size_of
 from tlt.io.weights import unwrap
 from tlt.mixtoken import Box, mix_cells, mix_tokens
 from tlt.models.extension import Extension, extend
@@ -252,9 +252,11 @@ def evaluated(model: Any, images: Tensor, run: Callable[[Tensor], Tensor]) -> Te
     size = images.shape[-2], images.shape[-1]
     try:
         return run(images)
-    except (AssertionError, IndexError, RuntimeError, ValueError) as error:  # what layers raise for other sizes
-        reason = str(error).split("\n")[0]
-        raise UserError(f"{_name(model)} does not take images of {size[0]} x {size[1]} px: {reason}") from error
+    except UserError:
+        raise
+    except Exception as error:  # layers raise errors of any type for other sizes
+        message = f"{_name(model)} does not take images of {size[0]} x {size[1]} px: {reason_of(error)}"
+        raise UserError(message) from error
     finally:
         for module, training in modes:
             module.training = training

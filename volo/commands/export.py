@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 
-from tlt.errors import UserError, require
+from tlt.errors import UserError, reason_of, require
 from tlt.io.files import refuse_existing
 from tlt.io.text import printable
 from tlt.models.folding import fold_batchnorm
@@ -77,9 +77,8 @@ def trace(module: ExportModule, images: Tensor) -> ExportedProgram:
     try:
         with torch.no_grad():
             return torch.export.export(module, (images,), dynamic_shapes={INPUT: {0: Dim("batch", min=1)}})
-    except RuntimeError as error:
-        reason = str(error).strip().splitlines()[0]
-        raise UserError(f"{type(module.model).__name__} can't be exported for any batch: {reason}") from error
+    except Exception as error:  # torch raises errors of any type for what it can't trace
+        raise UserError(f"{type(module.model).__name__} can't be exported for any batch: {reason_of(error)}") from error
 
 
 def write_onnx(program: ExportedProgram, outputs: list[str], config: str, path: Path, opset: int) -> None:
@@ -122,8 +121,9 @@ def load_onnx(path: Path) -> Callable[[Tensor], tuple[Tensor, ...]]:
     try:
         session = runtime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
     except Exception as error:  # onnxruntime's errors share no narrower class
-        reason = " ".join(str(error).split())[:200]
-        raise UserError(f"onnxruntime can't run the model ({reason}): use a lower --opset, or float32") from error
+        raise UserError(
+            f"onnxruntime can't run the model ({reason_of(error)}): use a lower --opset, or float32"
+        ) from error
     return lambda images: tuple(map(torch.from_numpy, session.run(None, {INPUT: images.numpy()})))
 
 

@@ -13,7 +13,7 @@ import timm
 import yaml
 from timm.models import get_model_traits, save_for_hf
 
-from tlt.errors import UserError, install_command
+from tlt.errors import UserError, install_command, reason_of
 from tlt.io.files import blamed_on, os_errors_as
 from tlt.io.weights import peek_checkpoint
 from volo.checkpoint.checkpoint import ABANDONED
@@ -166,7 +166,8 @@ def run(args: Namespace) -> int:
             repo_id=args.repository, folder_path=folder, revision=args.revision or None, commit_message=args.message
         )
     except Exception as error:  # the errors of huggingface_hub, httpx and requests share no narrower class
-        reason = " ".join(str(error).split())[:300]
-        raise UserError(f"{args.repository} was not uploaded: {reason} (log in: `hf auth login`, HF_TOKEN)") from error
+        raise UserError(
+            f"{args.repository} was not uploaded: {reason_of(error)} (log in: `hf auth login`, HF_TOKEN)"
+        ) from error
     print(f"uploaded: {done.commit_url}")
     return 0

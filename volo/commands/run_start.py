@@ -20,7 +20,7 @@ from torch import nn
 
 from tlt.api import EMPTY_BOXES
 from tlt.data.batch import IndexStream
-from tlt.errors import UserError, install_command
+from tlt.errors import UserError, install_command, reason_of
 from tlt.io.files import blamed_on
 from tlt.io.text import first_difference
 from tlt.models.fit_weights import recorded_names, rows_by_name
@@ -331,7 +331,7 @@ def check_smallest_batch(args: Namespace, model: nn.Module, size: tuple[int, int
     size = size if stream.sizes is None else (size[0], *min(stream.sizes.sizes))
     try:
         run_on_meta(model, size, images=1)
-    except (NotImplementedError, RuntimeError, ValueError) as error:
+    except Exception as error:  # layers raise errors of any type
         if "more than 1 value per channel" not in str(error):
             return  # another reason, such as an operation that needs a tensor's contents
         last = f"the last batch of an epoch of {stream.length} images has one: --drop-last leaves it out"
@@ -345,7 +345,7 @@ def step_arithmetic(
     run: Run, model: nn.Module, criterion: Criterion, input_size: tuple[int, int, int]
 ) -> Arithmetic | None:
     """Count a step's operations without computing anything or drawing random numbers. Return None if torch can't count
-    them, if images have several sizes, or if this rank writes no records.
+    them, which is said, if images have several sizes, or if this rank writes no records.
 
     Args:
         input_size: (channels, H, W).
@@ -358,7 +358,8 @@ def step_arithmetic(
     set_train_mode(model, args.freeze_bn or args.freeze)
     try:
         forward = flops_per_image(model, input_size, images=args.batch_size, **options)
-    except (NotImplementedError, RuntimeError):  # an operation that needs a tensor's contents
+    except Exception as error:  # layers raise errors of any type without a tensor's contents
+        run.logger.line(f"operations of a step: unknown ({reason_of(error)})")
         return None
     # Each product of the forward pass has two in the backward pass, unless its parameters are frozen.
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad) / sum(p.numel() for p in model.parameters())

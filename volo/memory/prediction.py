@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from tlt.errors import UserError
+from tlt.errors import UserError, reason_of
 from tlt.models.flops import flops_per_image
 from tlt.teacher import FeatureTeacher
 from volo.cluster.shard import units_of
@@ -158,8 +158,8 @@ def memory_report(
     try:
         gmacs = flops_per_image(master, shape.input_size) / 2e9
         fixed, per_image = activations_of(model, shape)
-    except (NotImplementedError, RuntimeError, UserError) as error:  # the model depends on values of tensors
-        return [*lines, "operations and activations can't be predicted: " + str(error).strip().partition("\n")[0]]
+    except Exception as error:  # layers raise errors of any type without a tensor's contents
+        return [*lines, f"operations and activations can't be predicted: {reason_of(error)}"]
     dtype = str(shape.amp_dtype or torch.float32).removeprefix("torch.")
     lines += [
         f"operations: {gmacs:.2f} GMACs an image in a forward pass",

@@ -14,7 +14,7 @@ from timm.layers import to_2tuple
 from timm.models import load_model_config_from_hf
 from timm.models._hub import download_from_hf, load_cfg_from_json, load_model_config_from_path
 
-from tlt.errors import UserError
+from tlt.errors import UserError, reason_of
 from tlt.models import transformers_vit
 
 
@@ -49,8 +49,7 @@ def architecture_of(model: str) -> Architecture:
     except UserError as error:
         raise UserError(f"--model {model}: {error}") from error
     except Exception as error:  # errors of huggingface_hub and requests share no narrower class
-        reason = " ".join(str(error).split())[:200] or type(error).__name__
-        raise UserError(f"--model {model} can't be read: {reason}") from error
+        raise UserError(f"--model {model} can't be read: {reason_of(error)}") from error
     if not timm.is_model(name):
         raise UserError(f"--model {model} is a {name}, which timm does not know: install the package that registers it")
     return Architecture(name, kwargs or {}, config)

@@ -24,7 +24,7 @@ from tlt.api import Loader
 from tlt.data.batch import Batch
 from tlt.data.sources.source import ImageSource
 from tlt.distill import DistillLoss, DistillLosses, with_projector
-from tlt.errors import UserError
+from tlt.errors import UserError, reason_of
 from tlt.loss import LossTerms
 from tlt.mixtoken import mixed_share
 from tlt.teacher import FeatureTeacher
@@ -192,8 +192,8 @@ def _blamed(what: str) -> Iterator[None]:
     """Turn a UserError, or an error of a layer about the image size, into a UserError that begins with `what`."""
     try:
         yield
-    except (UserError, AssertionError, RuntimeError, ValueError) as error:
-        raise UserError(f"{what}: {str(error).splitlines()[0]}") from error
+    except Exception as error:  # layers raise errors of any type
+        raise UserError(f"{what}: {reason_of(error, 1000)}") from error
 
 
 def _load_teacher(

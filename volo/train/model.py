@@ -16,7 +16,7 @@ from timm.models import get_model_traits
 from timm.models._hub import _EXT_PRIORITY, _PREFERRED_FILES
 from torch import nn
 
-from tlt.errors import UserError
+from tlt.errors import UserError, reason_of
 from tlt.io.jobs import physical_memory
 from tlt.io.weights import check_finite, clean_state_dict, read_checkpoint
 from tlt.models.fit_weights import number_classes, rows_by_name
@@ -79,7 +79,7 @@ def build_model(args: Namespace, recorded: dict[str, Any] | None = None, weights
     except UserError:
         raise
     except Exception as error:  # constructors, hubs and readers of weights raise errors of any type
-        reason = " ".join(str(error).split())[:300] or type(error).__name__
+        reason = reason_of(error)
         if fetched and not folder and "loading state_dict" not in reason:
             raise UserError(_not_fetched(name, reason, args)) from error
         raise UserError(f"--model {args.model} cannot be built with {kwargs}: {reason}") from error
@@ -137,8 +137,7 @@ def _try_size(model: nn.Module, args: Namespace, kwargs: dict[str, Any], size: t
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
             copy.deepcopy(model)(torch.zeros(2, *size))
     except Exception as error:  # layers raise errors of any type
-        reason = " ".join(str(error).split())[:300] or type(error).__name__
-        shape = " x ".join(map(str, size))
+        shape, reason = " x ".join(map(str, size)), reason_of(error)
         flag = "--train-img-sizes, --val-img-size" if size[1:] in other_sizes(args) else "--img-size"
         message = f"--model {args.model} does not run on images of {shape} ({flag}), built with {kwargs}: {reason}"
         raise UserError(message) from error

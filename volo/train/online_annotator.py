@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from tlt.data.batch import Batch
-from tlt.errors import UserError
+from tlt.errors import UserError, reason_of
 from tlt.label_map import FULL_AREA, Area, LabelBatch
 from tlt.labels.annotate import Annotator, check_dense, labelled_area
 from tlt.labels.store import relative_to_tail
@@ -95,11 +95,10 @@ def load_online_annotator(
             check_dense(model, torch.randn(2, size[0], *image_size, device=world.device), f"--model {name}")
     except UserError as error:
         raise UserError(f"{flag}: {error}") from error
-    except (AssertionError, RuntimeError, ValueError) as error:  # layers raise these for a wrong image size
-        reason = str(error).partition("\n")[0]
+    except Exception as error:  # layers raise errors of any type for a wrong image size
         raise UserError(
-            f"{flag} does not take images of {size[1]} x {size[2]} px ({reason}): use another annotator, or another "
-            "--img-size"
+            f"{flag} does not take images of {size[1]} x {size[2]} px ({reason_of(error)}): use another annotator, or "
+            "another --img-size"
         ) from error
     if model.num_classes != count:
         raise UserError(

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules.conv import _ConvNd
 
 from tlt.errors import NonFiniteError, UserError
-from tlt.models.flops import run_on_meta
+from tlt.models.flops import on_meta
 from volo.cluster.distributed import from_all
 from volo.cluster.shard import total_norm
 
@@ -348,23 +348,30 @@ def check_convolutions(
     """
     if dtype is not torch.bfloat16 or device.type != "cpu":
         return []
-    name_of: dict[nn.Module, str] = {layer: name for name, layer in model.named_modules() if isinstance(layer, _ConvNd)}
-    samples: dict[object, tuple[nn.Module, Tensor]] = {}  # a layer of each kind and input shape, with a meta input
+    layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, _ConvNd)}
+    samples: dict[object, tuple[str, Tensor]] = {}  # a layer of each kind and input shape, with an input
 
-    def note(layer: nn.Module, inputs: tuple[Tensor]) -> None:
-        if layer in name_of:
-            samples.setdefault((*_kind(layer), inputs[0].shape, inputs[0].stride()), (layer, inputs[0]))
+    def note(name: str, layer: nn.Module, inputs: tuple[Tensor]) -> None:
+        samples.setdefault((*_kind(layer), inputs[0].shape, inputs[0].stride()), (name, inputs[0]))
 
-    with nn.modules.module.register_module_forward_pre_hook(note):
-        run_on_meta(model, input_size)
-    wrong = [name_of[layer] for layer, x in samples.values() if not _error(layer, x) <= _TOLERANCE]  # also if it is NaN
+    def run(network: nn.Module, images: Tensor) -> None:
+        for name in layers:
+            network.get_submodule(name).register_forward_pre_hook(partial(note, name))
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            network(images)
+
+    try:
+        run(on_meta(model), torch.empty(2, *input_size, device="meta"))
+    except Exception:  # layers that need the values of tensors raise errors of any type
+        run(copy.deepcopy(model), torch.zeros(2, *input_size))
+    wrong = [name for name, x in samples.values() if not _error(layers[name], x) <= _TOLERANCE]  # also if it is NaN
     wrong = sorted({name for of_rank in from_all(wrong) for name in of_rank})
     if not wrong:
         return []
     kinds, remedy = {_kind(model.get_submodule(name)) for name in wrong}, "float32 computes them"
-    for layer in name_of:
+    for layer in layers.values():
         if _kind(layer) in kinds and type(layer).forward in _OWN_FORWARD:
-            layer._conv_forward = partial(_in_float32, layer._conv_forward)  # type: ignore[assignment, arg-type]
+            layer._conv_forward = partial(_in_float32, layer._conv_forward)  # type: ignore[method-assign]
         elif _kind(layer) in kinds:
             remedy = "use float32 (without --amp and --model-dtype), or another version of torch"
     return [
