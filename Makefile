@@ -1,6 +1,8 @@
 # make demo   train VOLO with token labels on real images, from nothing      make test   run the tests
 # make test-versions   the tests on every promised Python that is here, on the oldest with the oldest packages (uv)
 # make test-newest   the tests with the newest torch, torchvision and timm there are
+# make test-wrong-bfloat16   the tests on a processor that computes bfloat16 convolutions wrong, as some with AMX do
+# make test-timm   a model of every family of timm through every program: an hour on two cores
 # make test-all   the tests and the slow ones: test, test-slow and test-faults, which end within half an hour each
 # make test-faults   do every fault of docs/reliability.md to it, hundreds of kill -9 among them (stress-ng: as root, from Debian)
 # make test-slurm   as root: a Slurm cluster on this machine, and jobs on it (installs Debian's packages of Slurm, says so)
@@ -29,7 +31,7 @@ BENCHMARK_ARGS ?=
 # Container images of Python often set this. Without bytecode each of the programs that tests start takes twice as long.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: benchmark-gpu clean demo docs docs-serve house lint test test-all test-docker test-faults test-newest test-slow test-slurm test-versions
+.PHONY: benchmark-gpu clean demo docs docs-serve house lint test test-all test-docker test-faults test-newest test-slow test-slurm test-timm test-versions test-wrong-bfloat16
 
 # One stamp per set of extras: installing again is skipped until pyproject.toml changes. `dev` has what `test` has. Python
 # compiles what is imported; pip would compile everything, which takes a minute.
@@ -44,6 +46,14 @@ demo: $(VENV)/.installed-demo
 
 test: $(VENV)/.installed-test
 	$(BIN)/python -m pytest $(PARALLEL) $(TEST_ARGS)
+
+# The Python processes that tests start are of that processor too.
+test-wrong-bfloat16: $(VENV)/.installed-test
+	PYTHONPATH=$(CURDIR)/tests/processor $(BIN)/python -m pytest $(PARALLEL) $(TEST_ARGS)
+
+# TEST_ARGS="-k 'cait or levit'" are some modules of timm.
+test-timm: $(VENV)/.installed-test
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PARALLEL:loadfile=load) -m timm $(TEST_ARGS)
 
 test-versions:
 	.ci/test-versions $(PARALLEL) $(TEST_ARGS)

@@ -62,6 +62,11 @@ def pytest_xdist_auto_num_workers() -> int:
     return available_cpus() + 1
 
 
+def python_path(*folders: str | Path) -> str:
+    """PYTHONPATH of a process: these folders, then those of this one, in which the processor may be a wrong one."""
+    return os.pathsep.join([*map(str, folders), *filter(None, [os.environ.get("PYTHONPATH")])])
+
+
 def free_port() -> int:
     """A port to listen on that no connection is given meanwhile: below those that Linux hands out."""
     for port in (10000 + secrets.randbelow(20000) for _ in range(1000)):

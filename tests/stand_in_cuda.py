@@ -12,9 +12,10 @@ their losses can be compared. What a GPU punishes, the stand-in finds:
 - `races` lists where a stream reads or writes what another one may still be writing or reading, and memory that is
   given back while another stream than its own may still use it.
 
-Not here: the rounding of a GPU, and autocast's list of operations for CUDA (the CPU's takes its place); Triton's
-programs (the operator of `volo.kernels.windows` answers for them, `tests/models/test_outlook_triton.py` interprets
-them); torch.compile and NCCL; worker processes (-j 0). C++ takes a tensor for one of the CPU.
+Not here: the rounding of a GPU (products of bfloat16 are float32's, rounded, on every processor), and autocast's list
+of operations for CUDA (the CPU's takes its place); Triton's programs (the operator of `volo.kernels.windows` answers
+for them, `tests/models/test_outlook_triton.py` interprets them); torch.compile and NCCL; worker processes (-j 0). C++
+takes a tensor for one of the CPU.
 
 What it can't see, because nothing here runs later than it is asked for, and no memory is used twice:
 - Memory that a graph's pool gives to two tensors: on a GPU, `test_graphs_compute_what_launched_steps_do` of

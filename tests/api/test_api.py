@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 import tlt
 import volo
 from tests.commands.conftest import ROOT
-from tests.conftest import LIMIT
+from tests.conftest import LIMIT, python_path
 from tests.data.conftest import refuses
 from volo.config.args import TRAIN
 from volo.train.data import augment_config
@@ -237,6 +237,6 @@ def test_an_import_registers_the_models_whatever_sys_argv_holds_and_loads_the_re
         "assert not {'tlt.api', 'tlt.data.loader', 'tlt.labels.store'} & set(sys.modules);"
         "tlt.open_labels; assert 'tlt.labels.store' in sys.modules"
     )
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    env = {**os.environ, "PYTHONPATH": python_path(ROOT)}
     ended = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=LIMIT)
     assert ended.returncode == 0, ended.stderr

@@ -11,7 +11,7 @@ import pytest
 
 from tests.cluster.machines import AMD_NPS4, DGX_A100, LAPTOP, build, device, process, write
 from tests.commands.conftest import ROOT
-from tests.conftest import LIMIT
+from tests.conftest import LIMIT, python_path
 from volo.cluster import binding
 from volo.cluster.binding import Share, apply, bind_process, describe, make_plan, variables
 from volo.cluster.topology import Gpu, listed, numbers, read_machine, visible_gpus
@@ -282,7 +282,7 @@ def test_the_interface_is_found_by_the_route_to_an_address() -> None:
     code = f"__file__ = 'volo'; from volo.cluster.topology import interface_to; print(*map(interface_to, {asked}))"
     script = f'{card} && {addresses} && echo made && exec {sys.executable} -c "{code}"'
     namespace = ["unshare", "--map-root-user", "--net", "sh", "-c", script]
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    env = {**os.environ, "PYTHONPATH": python_path(ROOT)}
     done = subprocess.run(namespace, env=env, capture_output=True, text=True, timeout=LIMIT)
     if not done.stdout.startswith("made"):
         pytest.skip(f"no network namespace can be made: {done.stderr}")

@@ -15,7 +15,7 @@ from torch.distributed import PrefixStore
 
 from tests.commands.conftest import ROOT, Running
 from tests.commands.conftest import nothing_left_running as nothing_left_running  # a fixture
-from tests.conftest import LIMIT, free_port
+from tests.conftest import LIMIT, free_port, python_path
 from tlt.errors import UserError
 from tlt.io import jobs
 from volo.cluster import distributed
@@ -196,7 +196,7 @@ def test_a_rank_that_is_told_to_end_while_it_connects_ends(peer: Callable[..., N
     starts = "import sys; from argparse import Namespace; from volo.cluster.stopping import STOP\n"
     starts += "from volo.commands.console import run_program\n"
     starts += "with STOP.handled(): sys.exit(run_program(lambda argv: Namespace(), 'program'))"
-    rank = Running([sys.executable, "-c", starts], PYTHONPATH=f"{ROOT}:{tmp_path}")
+    rank = Running([sys.executable, "-c", starts], PYTHONPATH=python_path(ROOT, tmp_path))
     peer()
     assert rank.end() == 85, rank.output
 

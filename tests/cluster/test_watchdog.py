@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.commands.conftest import ROOT
-from tests.conftest import LIMIT
+from tests.conftest import LIMIT, python_path
 from tlt.data.batch import Batch, BatchKey
 from volo.cluster.stopping import Stopped, StopSignal
 from volo.cluster.watchdog import StopGuard, Watchdog
@@ -107,7 +107,7 @@ def test_a_program_is_loaded_whole_before_a_signal_ends_it_and_no_other_one(tmp_
     # An exception while torch's C++ is loaded, which itself imports Python, aborts the process.
     (tmp_path / "program.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGTERM)\nprint('loaded')\n")
     (tmp_path / "another.py").write_text("run = lambda args: 0\n")
-    command, env = [sys.executable, "-c", TOLD_WHILE_LOADED], {**os.environ, "PYTHONPATH": f"{ROOT}:{tmp_path}"}
+    command, env = [sys.executable, "-c", TOLD_WHILE_LOADED], {**os.environ, "PYTHONPATH": python_path(ROOT, tmp_path)}
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=LIMIT)
     assert done.stdout.split() == ["loaded", "85", "0"], done.stderr
 

@@ -22,7 +22,7 @@ from torch import nn
 
 from tests.commands import interrupted_train
 from tests.config.test_remedies import foreign_flags
-from tests.conftest import LIMIT, wait_until, write_dataset
+from tests.conftest import LIMIT, python_path, wait_until, write_dataset
 from tests.train.small_run import tensors
 from tlt.io.weights import read_checkpoint
 from volo import cli
@@ -208,7 +208,7 @@ os.open = opening
 def storage(folder: Path, does: str) -> dict[str, str]:
     """The environment of Python processes that do this line whenever they open the file at `path`."""
     (folder / "sitecustomize.py").write_text(_STORAGE.format(does))
-    return {"PYTHONPATH": f"{folder}{os.pathsep}{ROOT}"}
+    return {"PYTHONPATH": python_path(folder, ROOT)}
 
 
 def held(folder: Path, at: int, where: str = "/train/") -> dict[str, str]:

@@ -13,6 +13,7 @@ import torch
 from benchmarks import program as benchmarks
 from tests.benchmarks.conftest import benchmark
 from tests.commands.conftest import ROOT, TrainedRun
+from tests.conftest import python_path
 from tests.stand_in_cuda import StandIn
 from tlt.errors import UserError
 from volo import cli
@@ -100,7 +101,7 @@ def test_every_program_with_a_device_is_among_those() -> None:
 
 @pytest.mark.parametrize("redirected", ["", ">&-", "<&- >&- 2>&-"])
 def test_streams_that_are_closed_or_lack_letters_end_nothing(redirected: str, tmp_path: Path) -> None:
-    environment = {**os.environ, "PYTHONIOENCODING": "ascii", "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii", "PYTHONPATH": python_path(ROOT)}
     for words, code in (("slurm é", 0), ("slurm d --é", 2)):
         command = f"{sys.executable} -m volo {words} {redirected}"
         done = subprocess.run(command, shell=True, cwd=tmp_path, env=environment, capture_output=True, text=True)

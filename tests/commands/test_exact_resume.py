@@ -11,7 +11,7 @@ import torch
 
 from tests.commands import interrupted_train
 from tests.commands.conftest import QUICK, ROOT, Call, Make, TrainedRun, launch, metrics
-from tests.conftest import LIMIT
+from tests.conftest import LIMIT, python_path
 from tests.same_records import without_times
 from tests.train.small_run import tensors
 from tlt.io.weights import peek_checkpoint, read_checkpoint
@@ -75,7 +75,7 @@ def test_fault_11_interrupted_on_two_ranks(make_dataset: Make, make_labels: Make
     launch(2, f"{flags} --experiment whole", data)
     driver = str(Path(interrupted_train.__file__))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", driver, "2"]
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    env = {**os.environ, "PYTHONPATH": python_path(ROOT), "OMP_NUM_THREADS": "1"}
     stopped = subprocess.run(
         [*command, str(data), *flags.split(), "--experiment", "cut"],
         env=env,

@@ -16,6 +16,7 @@ import pytest
 import yaml
 
 from tests.commands.conftest import ROOT
+from tests.conftest import python_path
 from tlt.errors import UserError
 from volo.config.args import TRAIN, FrozenArgs, TrainArgs
 from volo.record import records, run_directory
@@ -214,7 +215,7 @@ def is_free(directory: Path) -> bool:
 def test_fault_19_a_second_job_is_kept_out_until_the_first_ends_or_is_killed_though_its_data_worker_lives(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    command, environment = [sys.executable, "-c", HOLD, str(tmp_path)], {**os.environ, "PYTHONPATH": str(ROOT)}
+    command, environment = [sys.executable, "-c", HOLD, str(tmp_path)], {**os.environ, "PYTHONPATH": python_path(ROOT)}
     with subprocess.Popen(command, stdin=-1, stdout=-1, text=True, bufsize=1, env=environment) as holder:
         assert holder.stdin is not None and holder.stdout is not None
         assert holder.stdout.readline() == "held\n"

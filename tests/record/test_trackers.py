@@ -2,7 +2,6 @@
 failure is the run's."""
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -12,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.commands.conftest import QUICK, ROOT, Call, call, data, metrics  # noqa: F401
-from tests.conftest import LIMIT, wait_until
+from tests.conftest import LIMIT, python_path, wait_until
 from tests.record.tracked import READERS, end, open_run, train
 from volo.record import trackers
 
@@ -82,7 +81,7 @@ class Fake:
 @pytest.fixture
 def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Fake:
     (folder := tmp_path / "packages").mkdir()
-    monkeypatch.setenv("PYTHONPATH", f"{folder}{os.pathsep}{ROOT}")
+    monkeypatch.setenv("PYTHONPATH", python_path(folder, ROOT))
     monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")  # a file that is changed within a second is read again
     monkeypatch.syspath_prepend(folder)
     return Fake(folder)

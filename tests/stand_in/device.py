@@ -23,6 +23,7 @@ _NO_KERNEL = ("empty", "new_empty", "lift_fresh", "_unsafe_view", "_reshape_alia
 _READ_BY_HOST = ("_local_scalar_dense", "nonzero", "masked_select", "equal", "is_nonzero", "_unique2", "unique_dim")
 _REPEAT_DEVICE = ("aten::_to_copy", "aten::new_")
 _INDEXING = ("index", "index_put_", "index_put", "_index_put_impl_")
+_PRODUCTS = ("convolution", "convolution_backward", "mm", "addmm", "bmm", "baddbmm")
 
 
 class Wait(NamedTuple):
@@ -51,7 +52,9 @@ class StandIn:
         self.in_backward = False
         self.sync_debug_mode = "default"  # that of `torch.cuda.set_sync_debug_mode`
         self._pinned: dict[int, Any] = {}  # page-locked storages, by address; kept, so that no address comes twice
+        products = [getattr(torch.ops.aten, name).default for name in _PRODUCTS]
         self._replaced = {
+            **{product: partial(_in_float32, product) for product in products},
             torch.ops.volo.outlook_attention.default: torch.ops.volo.outlook_windows.default,
             torch.ops.volo.outlook_attention_backward.default: torch.ops.volo.outlook_windows_backward.default,
         }
@@ -239,6 +242,14 @@ def _mapped(values: Any, function: Callable[[Any], Any]) -> Any:
 
 def _held(values: Any) -> Any:
     return _mapped(values, lambda tensor: tensor.held if isinstance(tensor, CudaTensor) else tensor)
+
+
+def _in_float32(product: Any, *args: Any, **kwargs: Any) -> Any:
+    """A product of bfloat16 in float32, rounded: a processor's own may be wrong (AMX), and rounds as it likes."""
+    if not any(isinstance(each, Tensor) and each.dtype is torch.bfloat16 for each in args):
+        return product(*args, **kwargs)
+    exact = product(*(_mapped(each, Tensor.float) for each in args), **kwargs)
+    return _mapped(exact, Tensor.bfloat16)
 
 
 def _numbers(args: Any, kwargs: dict[str, Any]) -> tuple[Any, ...]:

@@ -16,9 +16,9 @@ from timm.utils import ModelEmaV3
 from timm.utils.agc import adaptive_clip_grad
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.commands.conftest import QUICK, Make, few_pictures  # noqa: F401  (for all tests here)
+from tests.processor.wrong_bfloat16 import wrong_convolutions
 from tlt.errors import NonFiniteError
 from volo import cli
 from volo.config.args import TRAIN
@@ -296,21 +296,6 @@ def test_a_skipped_step_leaves_the_statistics_with_which_the_epoch_began(model: 
     assert precision.skipped.counts() == [1, 1] and all(buffer.eq(3).all() for buffer in model.buffers())
 
 
-class Wrong(TorchDispatchMode):
-    """Below autocast, where libraries are called: a processor that multiplies what bfloat16 convolutions of this window
-    give by `factor`. Others it computes right, whatever the real one does."""
-
-    def __init__(self, window: int, factor: float = math.nan) -> None:
-        super().__init__()
-        self.window, self.factor = window, factor
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is not torch.ops.aten.convolution.default or args[0].dtype is not torch.bfloat16:
-            return func(*args, **(kwargs or {}))
-        found = func(*(each.float() if isinstance(each, Tensor) else each for each in args)).bfloat16()
-        return found * self.factor if args[1].shape[-1] == self.window else found
-
-
 @pytest.mark.parametrize(
     ("name", "window", "factor"),
     [("volo_test", 7, -1.0), ("volo_test", 4, math.nan), ("test_resnet", 3, 0.5), ("test_resnet", 3, math.nan)],
@@ -318,7 +303,7 @@ class Wrong(TorchDispatchMode):
 def test_a_wrong_convolution_is_named_and_computed_in_float32(name: str, window: int, factor: float) -> None:
     model = build(name)
     before, state = copy.deepcopy(model.state_dict()), torch.get_rng_state()
-    with Wrong(window, factor):
+    with wrong_convolutions(window, factor):
         (line,) = check_convolutions(model, (3, 32, 32), torch.bfloat16, CPU)
         assert torch.equal(torch.get_rng_state(), state) and model.training
         assert not check_convolutions(model, (3, 32, 32), torch.bfloat16, CPU)  # there is none left
@@ -336,7 +321,7 @@ def test_a_wrong_convolution_is_named_and_computed_in_float32(name: str, window:
 
 def test_float32_is_part_of_one_compiled_graph_and_reaches_the_weights() -> None:
     layer = nn.Conv1d(3, 4, 2)
-    with Wrong(window=2):
+    with wrong_convolutions(2):
         assert check_convolutions(layer, (3, 8), torch.bfloat16, CPU)  # type: ignore[arg-type]
     x, copied = torch.randn(2, 3, 8), pickle.loads(pickle.dumps(WorkingCopy(layer)))
     with torch.autocast("cpu", torch.bfloat16):
@@ -348,7 +333,7 @@ def test_float32_is_part_of_one_compiled_graph_and_reaches_the_weights() -> None
 
 
 def test_layers_that_call_torchs_functions_themselves_are_told_with_a_remedy() -> None:
-    with Wrong(window=2):
+    with wrong_convolutions(2):
         (line,) = check_convolutions(nn.ConvTranspose2d(3, 3, 2), (3, 8, 8), torch.bfloat16, CPU)
     assert line.endswith("use float32 (without --amp and --model-dtype), or another version of torch")
 
@@ -364,7 +349,7 @@ def test_programs_tell_of_it_and_go_on_right(
         ("validate", f"{data} --checkpoint {run} --amp -j 0", 1),
     ]
     for program, flags, models in shown:
-        with Wrong(window=7):
+        with wrong_convolutions(7):
             code = cli.run(program, flags.split())
         ended = capfd.readouterr()
         assert code == 0, ended.err

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.commands.conftest import QUICK, ROOT, UPDATES, Make, Running, start, storage
+from tests.conftest import python_path
 from tlt.io.weights import read_checkpoint
 
 # train.py, in which rank 1 meets a fault in the second update of the second epoch.
@@ -31,7 +32,7 @@ def run_with(fault: str, make_dataset: Make, tmp_path: Path, more: str) -> Runni
     launcher = [sys.executable, str(ROOT / "volo/commands/launch.py"), "2", str(tmp_path / "driver.py")]
     data = make_dataset(train=8 * UPDATES, validation=8)
     flags = f"{QUICK} -b 4 --epochs 9 --lr 1e-3 {more} --output {tmp_path} --experiment run"
-    run = Running([*launcher, fault, str(UPDATES), str(data), *flags.split()], PYTHONPATH=str(ROOT))
+    run = Running([*launcher, fault, str(UPDATES), str(data), *flags.split()], PYTHONPATH=python_path(ROOT))
     run.end()
     return run
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from tests.commands.conftest import ROOT, Running, children
-from tests.conftest import LIMIT, free_port, wait_until
+from tests.conftest import LIMIT, free_port, python_path, wait_until
 from tlt.errors import UserError
 from volo.cluster.elastic import OneAddress, telling_code
 from volo.commands.launch import described
@@ -68,7 +68,7 @@ def nodes(program: Path) -> Callable[..., list[Running]]:
     command = [sys.executable, "-c", NODE, str(free_port()), str(program)]
 
     def start(processes: list[tuple[int, int]]) -> list[Running]:
-        env = {"PYTHONPATH": str(ROOT), "TMPDIR": str(program.parent)}
+        env = {"PYTHONPATH": python_path(ROOT), "TMPDIR": str(program.parent)}
         return [Running([*command, str(node), str(count)], **env) for node, count in processes]
 
     return start

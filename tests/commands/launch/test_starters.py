@@ -15,6 +15,7 @@ from torch.distributed import TCPStore
 
 from tests.checkpoint.test_weights import Payload
 from tests.commands.conftest import QUICK, ROOT, Call, Make, Running, environment, metrics, start, storage
+from tests.conftest import python_path
 from volo.record.run_directory import choose_directory
 
 
@@ -114,7 +115,7 @@ sys.exit(rank == 0 and os.wait()[1])
 def test_a_group_of_two_trains_as_one_run_and_stays(make_dataset: Make, tmp_path: Path) -> None:
     flags = f"{make_dataset(train=32)} {QUICK} --epochs 1 --bind none"
     where = [str(tmp_path / "meeting"), str(tmp_path), flags]
-    both = Running([sys.executable, "-c", WORKER, *where], PYTHONPATH=str(ROOT))
+    both = Running([sys.executable, "-c", WORKER, *where], PYTHONPATH=python_path(ROOT))
     assert both.end() == 0 and both.output.count("codes [0, 2] 0 threads of gloo") == 2, both.output
     assert both.output.count("global batch 16 = 8 per device x 2 x 1") == 1
     assert len(metrics(tmp_path / "one")) == 2  # updates of 16 of the 32 images
