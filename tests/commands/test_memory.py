@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import Linear
 
-from tests.commands.conftest import QUICK, Call
+from tests.commands.conftest import QUICK, Call, Described
 from tlt.models.flops import flops_per_image
 from volo.train import loop
 
@@ -77,3 +77,10 @@ def test_on_a_gpu(call: Call, flags: str, graph: bool) -> None:
     ended = call("train", f"{flags} --dry-run --device cuda {'' if graph else '--no-cuda-graph'}").ok()
     assert "largest batch on this GPU" in ended.out or not ON_A_GPU  # what the stand-in can't predict
     assert ("memory of the host while the CUDA graph of a step is tried: 0.00 GiB a rank" in ended.out) == graph
+
+
+def test_a_teacher_is_told_for_the_largest_of_the_batches(call: Call, data: Path, described: Described) -> None:
+    flags = f"{data} {QUICK} --img-size 64 --train-img-sizes 32 64 --train-batch-sizes 16 6 --dry-run"
+    _, teacher = described("test_vit", img_size=[64, 64])
+    ended = call("train", f"{flags} --kd-model-name {teacher} --kd-distill-type token").ok()
+    assert "those of 6 images of 64 px have the most" in ended.out and "a forward pass of 16 images" in ended.out
