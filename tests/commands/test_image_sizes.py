@@ -125,8 +125,8 @@ def test_a_teacher_sees_its_own_size_and_speaks_of_the_places_of_tokens_at_every
 
 SWIN = "embed_dim=16 depths=[1,2] num_heads=[1,1]"
 FAMILIES = {  # the smallest of each: image sizes of training and validation, constructor arguments
-    "swin_tiny_patch4_window7_224": (64, 96, f"{SWIN} window_size=4"),
-    "swinv2_tiny_window8_256": (64, 96, f"{SWIN} window_size=4"),
+    "swin_tiny_patch4_window7_224": (32, 64, f"{SWIN} window_size=4"),
+    "swinv2_tiny_window8_256": (32, 64, f"{SWIN} window_size=4"),
     "swinv2_cr_tiny_224": (64, 96, SWIN),
     "maxvit_pico_rw_256": (64, 128, "embed_dim=[32,32,32,32] depths=[1,1,1,1]"),
     "samvit_base_patch16_224": (64, 96, "embed_dim=32 depth=3 num_heads=2"),
