@@ -231,6 +231,7 @@ def test_steps_too_small_for_bfloat16_add_up() -> None:
 
 def test_sixteen_micro_batches_add_up_in_float32() -> None:
     master = build()
+    check_convolutions(master, (3, 32, 32), torch.bfloat16, CPU)
     working = WorkingCopy(master)
     working.module.eval()
     exact, precision = torch.zeros(()), Precision(CPU, torch.bfloat16, working_copy=working)
