@@ -44,11 +44,16 @@ def test_a_trunk_has_two_branches_that_end_as_runs_of_their_lengths(
     before = {path: path.stat().st_mtime_ns for path in trunk.iterdir()}
 
     # The shorter branch, interrupted where its decay begins and within it, ends as the run of four epochs.
-    branch = f"{flags} --epochs 4 --experiment short"
-    for update, spec in ((4, f"{trunk}/milestone-2.pth.tar"), (7, "auto")):
-        stop_at({update + 1})
-        assert call("train", f"{branch} --resume {spec}").code == 130
-    assert call("train", f"{branch} --resume auto").code == 0
+    # A job that Slurm requeues has one command for all its starts, the first of which may end before it saves anything.
+    branch = f"{flags} --epochs 4 --experiment short --branch {trunk}/milestone-2.pth.tar --resume auto"
+    (tmp_path / "short").mkdir()
+    begins = f"a branch of {trunk}/milestone-2.pth.tar: epochs 3 to 4 of 4 go to {tmp_path}/short"
+    assert begins in call("train", f"{branch} --dry-run").out
+    for update in (5, 8):
+        stop_at({update})
+        ended = call("train", branch)
+        assert ended.code == 130 and (begins in ended.out) == (update == 5)
+    assert call("train", branch).code == 0
     assert_same_state(tmp_path / "whole", tmp_path / "short")
     whole, short = (
         [line for line in without_times(tmp_path / run / "metrics.jsonl") if '"train"' in line]
@@ -100,14 +105,22 @@ def milestone(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("--epochs 2 --sched wsd", "--sched wsd with --epochs 2, --warmup-epochs 0, --decay-epochs 0.2: the decay"),
         ("--epochs 4 --sched rsqrt --decay-epochs 1", "--decay-epochs 1: --lr-stable-timescale is missing"),
         ("--epochs 4 --stop-epoch 5", "--stop-epoch 5: the run has 4 epochs"),
+        ("--epochs 4 --stop-epoch 2", "--stop-epoch 2: {} is of 2 epochs, the run has 2: nothing is left to train"),
+        ("--epochs 4 --stop-epoch 1", "--stop-epoch 1: {} is of 2 epochs, the run has 1: nothing is left to train"),
     ],
 )
 def test_what_no_branch_can_be_is_told_in_one_line_and_leaves_nothing(
     call: Call, milestone: Path, tmp_path: Path, flags: str, told: str
 ) -> None:
-    command = f"{milestone.parents[1]}/data {QUICK} {flags} --output {tmp_path} --resume {milestone}"
-    ended = call("train", command)
-    assert ended.refused(told.format(milestone)), ended
+    for begin in (f"--resume {milestone}", f"--branch {milestone} --resume auto"):
+        ended = call("train", f"{milestone.parents[1]}/data {QUICK} {flags} --output {tmp_path} {begin}")
+        assert ended.refused(told.format(milestone)), ended
+        assert not [*tmp_path.iterdir()]
+
+
+def test_a_run_that_begins_after_its_end_leaves_nothing(call: Call, milestone: Path, tmp_path: Path) -> None:
+    command = f"{milestone.parents[1]}/data {QUICK} --epochs 4 --stop-epoch 2 --start-epoch 3 --output {tmp_path}"
+    assert call("train", command).refused("--stop-epoch 2: --start-epoch 3 begins after 3 epochs, the run has 2: ")
     assert not [*tmp_path.iterdir()]
 
 
@@ -121,6 +134,8 @@ def test_a_trunk_is_asked_for_no_milestone_beyond_its_end(call: Call, milestone:
     (tmp_path / "b" / "milestone-3.pth.tar").unlink()
     again = f"{milestone.parents[1]}/data {QUICK} --epochs 4 --save-epochs 4 --experiment b --output {tmp_path}"
     assert call("train", f"{again} --resume auto").code == 0 and "milestone-4" in files(tmp_path / "b")
+    never = call("train", f"{again.replace('epochs 4 --exp', 'epochs 4 50 --exp')} --resume auto")
+    assert never.code == 0 and "warning: --save-epochs 50: the run has 4 epochs" in never.out
 
 
 def test_a_rate_that_jumps_where_a_decay_had_begun_is_told(call: Call, milestone: Path, tmp_path: Path) -> None:

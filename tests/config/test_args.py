@@ -43,6 +43,9 @@ train | --input-size 1 28 28 | RGB
 train | --freeze --grad-checkpointing | remove --grad-checkpointing
 train | --resume / | --resume / is a folder: name the file, such as last.pth.tar in it
 train | --finetune a --resume b | no effect with --resume b
+train | --finetune a --branch b --resume auto | no effect with --branch b
+train | --branch / --resume auto | --branch / is a folder: name the file, such as last.pth.tar in it
+train | --branch b --resume r | --branch and --resume r both say where to begin: give --resume auto
 train | --finetune a --initial-checkpoint b | --finetune a and --initial-checkpoint b set the same: keep one
 train | --lr 1e-3 --lr-base 1e-3 | --lr 0.001 and --lr-base 0.001 set the same: keep one of them
 train | --token-label --token-label-data l --token-label-teacher t | set the same: keep one of them
@@ -156,6 +159,7 @@ LABELS --ground-truth | LABELS | --gt-weight-agree 0.3; --gt-weight-disagree 0.3
 --torchcompile | --torchcompile eager | --torchcompile-mode max-autotune; --activation-memory-budget 0.5
 --torchcompile eager | | --torchcompile-scope model
 --resume r | | --no-resume-opt; --allow-changed-data
+--branch b | | --no-resume-opt; --allow-changed-data
 """
 
 
@@ -196,7 +200,7 @@ def test_a_runs_directory_is_its_best_checkpoint_in_every_program(tmp_path: Path
         for row in program.parser().flags.values():
             about_weights = re.search("checkpoint|weights|finetune|teacher", f"{row.label} {row.help}")
             named = isinstance(row.type, Place) and row.type.metavar in ("PATH", "NAME")
-            if not about_weights or not named or row.dest in ("model", "token_label_teacher", "resume"):
+            if not about_weights or not named or row.dest in ("model", "token_label_teacher", "resume", "branch"):
                 continue
             (run / "model_best.pth.tar").touch()
             args, checked = program.parse([*line.split(), row.label, str(run)]), [*checked, row.label]

@@ -63,6 +63,9 @@ def test_resume_auto_without_a_name_goes_on_with_the_same_experiment_alone(tmp_p
     assert not any(new.iterdir()) and "lr: 0.2 before, 0.1 now; seed: 1 before, 3 now" in reported[1]
 
 
+LABELS = "--token-label --token-label-data l"
+
+
 @pytest.mark.parametrize(
     ("before", "now", "same"),
     [
@@ -76,6 +79,8 @@ def test_resume_auto_without_a_name_goes_on_with_the_same_experiment_alone(tmp_p
         ("", "--epochs 40", False),
         ("--train-img-sizes 16 32", "--train-img-sizes 24 32", False),
         ("", "--kd-model-name hf-hub:somebody/model", False),
+        ("--branch trunk/milestone-8.pth.tar", "--branch trunk/milestone-16.pth.tar", False),
+        (f"{LABELS} --val-label-data v", f"{LABELS} --val-label-data moved --val-img-size 64", True),
     ],
 )
 def test_resume_auto_compares_what_was_asked_for_and_not_what_the_data_decided(

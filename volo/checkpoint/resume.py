@@ -22,7 +22,7 @@ class Resume:
     """The checkpoint that a run resumes.
 
     Attributes:
-        spec: Value of `--resume`; "" for a fresh start.
+        spec: Value of `--resume`, or of `--branch` where the run begins there; "" for a fresh start.
         path: Path of the file; None for a fresh start.
         checkpoint: Content of the file; {} for a fresh start.
         messages: Lines for the user, among them one for each checkpoint that was skipped.
@@ -34,25 +34,29 @@ class Resume:
     messages: list[str] = field(default_factory=list)
 
 
-def find_resume(spec: str, directory: Path) -> Resume:
-    """Return the checkpoint that `--resume` names, after reading and verifying it.
+def find_resume(spec: str, directory: Path, branch: str = "") -> Resume:
+    """Return the checkpoint that a run begins or goes on with, after reading and verifying it.
 
     Args:
-        spec: A path, or "auto". "auto" takes the checkpoint in `directory` with the highest epoch and update that can
-            be read, whose checksums match and whose weights are finite. The messages list skipped checkpoints.
+        spec: Value of `--resume`: "", a path, or "auto". "auto" takes the checkpoint in `directory` with the highest
+            epoch and update that can be read, whose checksums match and whose weights are finite. The messages list
+            skipped checkpoints.
         directory: Directory of the run.
+        branch: Value of `--branch`: the path of the checkpoint that the run begins with if "auto" finds none.
 
     Raises:
-        UserError: `spec` is a path and its checkpoint is damaged.
+        UserError: `spec` or `branch` is a path, and its checkpoint is damaged.
     """
-    if spec != "auto":
+    if spec not in ("", "auto"):
         return Resume(spec, Path(spec), _verified(Path(spec)))
     messages: list[str] = []
-    for path in _newest_first(Path(directory), messages):
+    for path in _newest_first(Path(directory), messages) if spec else ():
         try:
             return Resume(spec, path, _verified(path), messages)
         except UserError as error:
             messages.append(f"skipped: {error}")
+    if branch:
+        return Resume(branch, Path(branch), _verified(Path(branch)), messages)
     return Resume(spec, messages=[*messages, f"no checkpoint to resume in {directory}: a fresh start"])
 
 

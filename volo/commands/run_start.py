@@ -78,11 +78,11 @@ def open_directory(args: Namespace, world: World, logger: Logger) -> Iterator[tu
     try:
         with RunLock(directory, logger.line) as lock:
             with primary_first():
-                if spec and world.is_primary:
+                if (spec or args.branch) and world.is_primary:
                     if directory.is_dir() and not args.dry_run:
                         lock.acquire()
-                    resume = find_resume(spec, directory)
-            path = from_primary(str(resume.path or ""))
+                    resume = find_resume(spec, directory, args.branch)
+            path, spec = from_primary([str(resume.path or ""), resume.spec])
             if path and not world.is_primary:
                 resume = replace(find_resume(path, directory), spec=spec)
             yield directory, lock, resume
@@ -119,35 +119,43 @@ def restore_state(resume: Resume, run: Run, training: Training) -> None:
         logger.line(message)
     if args.start_epoch is not None:
         _start_epoch(run, training, resume)
-    if resume.path is not None:
-        _check_way(resume.path, run, training)
+    _check_way(resume.path, run, training)
     logger.set_position(state.epoch, state.update)
     if run.world.is_primary and (resume.spec or args.start_epoch is not None):
         passed_over = [m.removeprefix("skipped: ") for m in resume.messages if m.startswith("skipped: ")]
         logger.event("resume", path=resume.path, skipped=passed_over)
 
 
-def _check_way(path: Path, run: Run, training: Training) -> None:
-    """Check that something is left to train. Report a branch, which continues from another run's checkpoint.
+def _check_way(path: Path | None, run: Run, training: Training) -> None:
+    """Check that something is left to train, unless the run itself has finished. Report a branch, which continues from
+    another run's checkpoint.
+
+    Args:
+        path: The checkpoint that was restored, or None.
 
     Raises:
         UserError: No epoch is left.
     """
-    state, schedule = training.state, training.schedule
-    branches = path.parent.resolve() != run.directory.resolve()
-    if state.update + branches > schedule.total_epochs * state.updates_per_epoch:
+    args, state, schedule = run.args, training.state, training.schedule
+    own = path is not None and path.parent.resolve() == run.directory.resolve()
+    last = schedule.total_epochs if own else schedule.last_epoch
+    if state.update + (not own) > last * state.updates_per_epoch:
+        limit = f"--stop-epoch {last}" if last == args.stop_epoch else f"--epochs {args.epochs}"
+        begun = f"--start-epoch {args.start_epoch} begins after" if path is None else f"{path} is of"
         raise UserError(
-            f"--epochs {run.args.epochs}: {path} is of {state.epoch} epochs, the run has {schedule.total_epochs}: "
-            "nothing is left to train; name a larger number, or an earlier checkpoint"
+            f"{limit}: {begun} {state.epoch} epochs, the run has {last}: nothing is left to train; name a larger "
+            "number, or begin earlier"
         )
+    if path is None:
+        return
     before, there = state.loaded_progress.get("lr"), min(schedule(state.update - 1), schedule(state.update))
-    as_it_was = run.args.start_epoch is None and run.args.variable_batch_loss_scale == "none"
+    as_it_was = args.start_epoch is None and args.variable_batch_loss_scale == "none"
     if as_it_was and isinstance(before, float) and there > _JUMP * before > 0:
         run.logger.line(
             f"warning: the learning rate jumps from {before:.3g}, the last of {path}, to {schedule(state.update):.3g}: "
             "a checkpoint from before that decay, such as a milestone (--save-epochs), goes on without a jump"
         )
-    if not branches:
+    if own:
         return
     state.scores = {}  # on every rank, because --patience uses them
     span = f"epochs {state.epoch + 1} to {schedule.last_epoch} of {schedule.total_epochs}"
@@ -288,6 +296,8 @@ def surprises(args: Namespace, schedule: LrSchedule, classes: np.ndarray) -> lis
             f"the learning rate ends at {missed[0]:.3g}, the {args.sched} curve at {missed[1]:.3g}: "
             f"{remedies.get(args.sched, nearer)} would take it there"
         )
+    if never := [str(epoch) for epoch in sorted(args.save_epochs or ()) if epoch > schedule.total_epochs]:
+        lines.append(f"--save-epochs {' '.join(never)}: the run has {schedule.total_epochs} epochs")
     if schedule.total_updates < _FEW_UPDATES:
         lines.append(f"{schedule.total_updates} updates are few: more --epochs or a smaller --batch-size give more")
     if args.profile and min(schedule.updates_per_epoch, schedule.total_updates - WARM_UP) < args.profile:

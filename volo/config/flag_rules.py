@@ -49,16 +49,19 @@ def _check_data(args: Namespace) -> None:
             "smaller first, of a scale up to 1 (the whole image)"
         )
     # With auto, a job that is started again resumes its own checkpoint; only its first start fine-tunes.
-    if (args.pretrained or args.initial_checkpoint or args.finetune) and args.resume not in ("", "auto"):
-        raise UserError(
-            f"weights to start from have no effect with --resume {args.resume}: leave out --finetune, "
-            "--initial-checkpoint and --pretrained, or give --resume auto"
-        )
-    if args.resume != "auto" and os.path.isdir(args.resume):
-        raise UserError(
-            f"--resume {args.resume} is a folder: name the file, such as last.pth.tar in it, or --resume auto "
-            "--experiment NAME"
-        )
+    begins = {"--branch": args.branch, "--resume": args.resume if args.resume != "auto" else ""}
+    begins = {flag: file for flag, file in begins.items() if file}
+    if len(begins) > 1:
+        raise UserError(f"--branch and --resume {args.resume} both say where to begin: give --resume auto")
+    for flag, file in begins.items():
+        if args.pretrained or args.initial_checkpoint or args.finetune:
+            raise UserError(
+                f"weights to start from have no effect with {flag} {file}: leave out --finetune, "
+                "--initial-checkpoint and --pretrained" + ", or give --resume auto" * (flag == "--resume")
+            )
+        if os.path.isdir(file):
+            other = ", or --resume auto --experiment NAME" * (flag == "--resume")
+            raise UserError(f"{flag} {file} is a folder: name the file, such as last.pth.tar in it{other}")
     if args.in_chans == 2:
         raise UserError(f"--in-chans {args.in_chans}: 3 (RGB) or 1 (grey)")
 

@@ -239,11 +239,13 @@ PRECISION = Group(
     switch("--torchscript", "refused: use --torchcompile", refused=NO_TORCHSCRIPT),
 )
 
+RESUMED = Need("--resume or --branch", lambda a: a.resume or a.branch)
 CHECKPOINTS = Group(
     "Checkpoints and logging",
     flag("--resume", t.PATH, "", "checkpoint to go on from, or auto: the newest of the run"),
-    switch("--no-resume-opt", "take weights alone from --resume", needs="--resume"),
-    switch("--allow-changed-data", "resume on other images or labels than the checkpoint's", needs="--resume"),
+    flag("--branch", t.PATH, "", "another run's checkpoint to begin at; --resume auto goes on from the run's own"),
+    switch("--no-resume-opt", "take weights alone from --resume", needs=RESUMED),
+    switch("--allow-changed-data", "resume on other images or labels than the checkpoint's", needs=RESUMED),
     flag("--stop-epoch", t.POSITIVE, None, "end after so many epochs; the schedule stays as it is"),
     flag("--save-epochs", t.POSITIVE, None, "keep milestone-N.pth.tar after N epochs, to branch from", nargs="+"),
     flag("--checkpoint-hist", t.POSITIVE, 10, "best checkpoints to keep; fewer below 30 epochs"),
@@ -323,7 +325,7 @@ START_ONLY = {
     *("config", "notes", "local_rank", "debug", "dry_run", "resume", "no_resume_opt", "start_epoch"),
     "allow_changed_data",
 }
-# The settings that define an experiment, without the places of files and the machines.
+# The settings that define an experiment, without the places of files, the machines, and what is only measured.
 EXPERIMENT = {
     row.dest
     for group in (
@@ -331,4 +333,6 @@ EXPERIMENT = {
         *(OPTIMIZER, SCHEDULE, AUGMENTATION, REGULARISATION, BATCH_NORM, EMA),
     )
     for row in group.flags
-} - {"token_label_data", "grad_accum_steps"} | {"seed", "batch_size"}  # accumulation depends on the number of ranks
+} | {"seed", "batch_size", "branch"}
+EXPERIMENT -= {"token_label_data", "val_label_data", "val_img_size"}
+EXPERIMENT -= {"grad_accum_steps"}  # it depends on the number of ranks

@@ -68,8 +68,8 @@ class LrSchedule:
             reason = "--lr-stable-timescale is missing" if "timescale" in str(error) else least
             raise UserError(f"--sched {args.sched} with {of}: {reason}") from error
         self.last_epoch: int = args.stop_epoch or self.total_epochs
-        # A branch may end before epochs that the recipe saves.
-        saved = 0 if args.resume else max(args.save_epochs or [0])
+        # A branch may end before epochs that the recipe saves (`surprises` warns of it).
+        saved = 0 if args.resume or args.branch else max(args.save_epochs or [0])
         for flag, epoch in {"--stop-epoch": self.last_epoch, "--save-epochs": saved}.items():
             if epoch > self.total_epochs:
                 raise UserError(f"{flag} {epoch}: the run has {self.total_epochs} epochs")
