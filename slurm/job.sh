@@ -7,6 +7,7 @@
 DATA=${DATA:-}                                              # required: folder with train/ and validation/; with STAGE_TO also a tar
 LABELS=${LABELS:-}                                          # token labels, for --token-label-data
 OUTPUT=${OUTPUT:-$REPO/output/train}                        # run directories
+BRANCH=${BRANCH:-}                                          # checkpoint of another run, to begin as a branch of it
 EXPERIMENT=${EXPERIMENT:-$SLURM_JOB_NAME-$SLURM_JOB_ID}     # name of the run's directory; a requeued job keeps it
 LOGS=${LOGS:-$REPO/output/slurm}                            # a log per node, JOB-NODE.log
 PROCESSES=${PROCESSES:-${SLURM_GPUS_ON_NODE:-}}             # tasks per node; required on nodes without GPUs
@@ -84,13 +85,14 @@ run_job() {
   fi
   # Absolute paths are valid on all nodes and in containers.
   DATA=$(realpath "$DATA") LABELS=${LABELS:+$(realpath -m "$LABELS")} FINETUNE=${FINETUNE:+$(realpath "$FINETUNE")}
-  STAGE_TO=${STAGE_TO:+$(realpath -m "$STAGE_TO")}
+  BRANCH=${BRANCH:+$(realpath -m "$BRANCH")} STAGE_TO=${STAGE_TO:+$(realpath -m "$STAGE_TO")}
   data=$DATA
   # The copy is named by what DATA holds, so that changed data are staged again.
   if [ -n "$STAGE_TO" ]; then
     data=$STAGE_TO/$(basename "${DATA%%.tar*}")-$(data_key) || fail "DATA=$DATA cannot be read on $(hostname)"
   fi
-  mapfile -t container < <(container_flags "$data" "$LABELS" "${FINETUNE:+$(dirname "$FINETUNE")}")
+  mapfile -t container < <(container_flags "$data" "$LABELS" "${FINETUNE:+$(dirname "$FINETUNE")}" \
+    "${BRANCH:+$(dirname "$BRANCH")}")
   # Without an active environment take the one that `make` made in the checkout; in a container, the image's Python.
   if [ -z "${PYTHON:-}" ]; then
     PYTHON=python3
@@ -112,7 +114,8 @@ run_job() {
   echo "logs: $LOGS/$SLURM_JOB_ID-NODE.log"
   on_nodes "$PROCESSES" --output="$LOGS/%j-%N.log" --open-mode=append "${container[@]}" slurm/rank.sh "${preflight[@]}" -- \
     "$data" ${CONFIG:+-c "$CONFIG"} ${LABELS:+--token-label-data "$LABELS"} ${FINETUNE:+--finetune "$FINETUNE"} \
-    --output "$OUTPUT" --experiment "$EXPERIMENT" --resume auto --dist-timeout "$hang" "$@" || finish $?
+    ${BRANCH:+--branch "$BRANCH"} --output "$OUTPUT" --experiment "$EXPERIMENT" --resume auto \
+    --dist-timeout "$hang" "$@" || finish $?
   if [ "$(cat "$REQUEUE_MARKER.state" 2>/dev/null)" != 'done' ]; then # a step can exit with 0 without having started
     echo "error: the training has not said that it is done: see $LOGS" >&2
     finish 1

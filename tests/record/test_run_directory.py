@@ -27,7 +27,9 @@ SIZE = (224, 224)
 
 
 def _args(root: Path, **changes: object) -> Namespace:
-    return Namespace(**{"output": str(root), "experiment": "", "resume": "", "model": "volo_d1", "lr": 0.1, **changes})
+    return Namespace(
+        **{"output": str(root), "experiment": "", "resume": "", "branch": "", "model": "volo_d1", "lr": 0.1, **changes}
+    )
 
 
 def test_a_run_gets_its_own_directory_and_overwrites_no_other(tmp_path: Path) -> None:

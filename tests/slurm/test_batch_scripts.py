@@ -120,6 +120,14 @@ def test_d5_is_fine_tuned_at_512_px_on_one_node(slurm: FakeSlurm) -> None:
     assert f"slurm/rank.sh -- {slurm.folder}/data -c configs/volo_d5_512.yaml --finetune {slurm.folder}/d5" in step
 
 
+def test_a_branch_is_begun_by_every_start_of_a_job(slurm: FakeSlurm) -> None:
+    trunk, image = slurm.folder / "trunk" / "milestone-8.pth.tar", slurm.folder / "volo.sqsh"
+    image.touch()
+    ended = slurm.run("pretrain.sbatch", BRANCH=str(trunk), CONTAINER_IMAGE=str(image))
+    assert ended.code == 0 and f"--branch {trunk} --output" in ended.out and "--resume auto" in ended.out
+    assert f"{trunk.parent}:{trunk.parent}" in ended.out
+
+
 def test_d3_is_pretrained_on_five_nodes_in_a_container_with_data_staged(slurm: FakeSlurm) -> None:
     """What a job prints, and the environment of its last step. UPDATE_GOLDEN=1 writes the file anew."""
     image, golden = slurm.folder / "volo.sqsh", Path(__file__).with_name("pretrain_container.txt")

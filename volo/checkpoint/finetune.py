@@ -14,6 +14,7 @@ from tlt.errors import UserError
 from tlt.io.files import blamed_on
 from tlt.io.weights import check_finite, clean_state_dict, load_clean, read_checkpoint, unwrap
 from tlt.models.fit_weights import (
+    LEARNER,
     Fit,
     fit_state_dict,
     head_names,
@@ -151,6 +152,8 @@ def explain_misfit(model: nn.Module, fit: Fit, checkpoint: dict[str, Any], path:
     notes = [f"{name}: {fit.notes[name]}" for name in fit.dropped + fit.resized]
     notes += [f"{name} is missing from it" for name in needed(fit.missing)]
     remedy = "the model, --img-size, --num-classes and in_chans have to be the checkpoint's"
+    if any(name.startswith(LEARNER) for name in (*fit.dropped, *fit.resized, *needed(fit.missing))[:1]):
+        remedy = "as many teachers (--kd-model-name) with features as wide as the checkpoint's have to be there"
     return f"{path} does not fit --model {model_name} ({notes[0]}): {remedy}; volo train --finetune takes what fits"
 
 

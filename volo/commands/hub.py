@@ -27,7 +27,9 @@ from volo.train.architecture import architecture_of, is_ours
 from volo.train.trained_model import TrainedModel
 
 # Flags about where and on what data a run was trained. The model card must not contain its user's paths.
-_PLACES = {row.dest for group in (RUN, CHECKPOINTS, TRACKING, DISTRIBUTED) for row in group.flags} - {"seed"}
+_PLACES = {row.dest for group in (RUN, CHECKPOINTS, TRACKING, DISTRIBUTED) for row in group.flags}
+# Except those that decide what is learnt, and which of its epochs is the best.
+_PLACES -= {"seed", "stop_epoch", "patience", "eval_metric", "grad_compression"}
 _PLACES |= {"model", "workers", "loader_timeout", *(row.dest for row in LOADING)}
 _IMAGES = ("input_size", "mean", "std", "crop_pct", "crop_mode", "interpolation")
 # Entries in which timm describes its own weights; they don't apply to these weights.

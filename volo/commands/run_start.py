@@ -110,7 +110,9 @@ def restore_state(resume: Resume, run: Run, training: Training) -> None:
             theirs, ours = recorded_names(resume.checkpoint), config["class_names"]
             if rows_by_name(theirs, ours, (config["num_classes"], config["num_classes"])) is not None:
                 raise UserError(f"it has other classes ({first_difference(theirs, ours)}): --finetune goes by names")
-            messages += state.load(resume.checkpoint, resume.path, not args.no_resume_opt)
+            # A branch that goes on from its own checkpoint has passed --no-resume-opt already.
+            with_optimizer = not args.no_resume_opt or (args.branch and resume.spec == "auto")
+            messages += state.load(resume.checkpoint, resume.path, with_optimizer)
             messages += changed_settings(resume.checkpoint.get("args"), settings_of(args))
         messages.append(f"resumed {resume.path}: {state.epoch} epochs, {state.update} updates done")
         resume.checkpoint.clear()  # it occupies as much memory as the state
@@ -119,35 +121,30 @@ def restore_state(resume: Resume, run: Run, training: Training) -> None:
         logger.line(message)
     if args.start_epoch is not None:
         _start_epoch(run, training, resume)
-    _check_way(resume.path, run, training)
+    if resume.path is not None:
+        _check_way(resume.path, run, training)
     logger.set_position(state.epoch, state.update)
     if run.world.is_primary and (resume.spec or args.start_epoch is not None):
         passed_over = [m.removeprefix("skipped: ") for m in resume.messages if m.startswith("skipped: ")]
         logger.event("resume", path=resume.path, skipped=passed_over)
 
 
-def _check_way(path: Path | None, run: Run, training: Training) -> None:
+def _check_way(path: Path, run: Run, training: Training) -> None:
     """Check that something is left to train, unless the run itself has finished. Report a branch, which continues from
     another run's checkpoint.
-
-    Args:
-        path: The checkpoint that was restored, or None.
 
     Raises:
         UserError: No epoch is left.
     """
     args, state, schedule = run.args, training.state, training.schedule
-    own = path is not None and path.parent.resolve() == run.directory.resolve()
+    own = path.parent.resolve() == run.directory.resolve()
     last = schedule.total_epochs if own else schedule.last_epoch
     if state.update + (not own) > last * state.updates_per_epoch:
         limit = f"--stop-epoch {last}" if last == args.stop_epoch else f"--epochs {args.epochs}"
-        begun = f"--start-epoch {args.start_epoch} begins after" if path is None else f"{path} is of"
         raise UserError(
-            f"{limit}: {begun} {state.epoch} epochs, the run has {last}: nothing is left to train; name a larger "
-            "number, or begin earlier"
+            f"{limit}: {path} is of {state.epoch} epochs, the run has {last}: nothing is left to train; name a larger "
+            "number, or an earlier checkpoint"
         )
-    if path is None:
-        return
     before, there = state.loaded_progress.get("lr"), min(schedule(state.update - 1), schedule(state.update))
     as_it_was = args.start_epoch is None and args.variable_batch_loss_scale == "none"
     if as_it_was and isinstance(before, float) and there > _JUMP * before > 0:
@@ -166,9 +163,10 @@ def _check_way(path: Path | None, run: Run, training: Training) -> None:
 
 
 def _start_epoch(run: Run, training: Training, resume: Resume) -> None:
-    state, first, last = training.state, run.args.start_epoch, training.schedule.total_epochs - 1
+    state, first, last = training.state, run.args.start_epoch, training.schedule.last_epoch - 1
     if first > last:
-        raise UserError(f"--start-epoch {first}: the run has epochs 0 to {last} (--epochs)")
+        flag = "--stop-epoch" if run.args.stop_epoch else "--epochs"
+        raise UserError(f"--start-epoch {first}: the run has epochs 0 to {last} ({flag})")
     # A job that was requeued has passed --start-epoch already.
     if resume.spec == "auto" and resume.path is not None and state.epoch >= first:
         run.logger.line(

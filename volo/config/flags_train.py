@@ -334,5 +334,5 @@ EXPERIMENT = {
     )
     for row in group.flags
 } | {"seed", "batch_size", "branch"}
-EXPERIMENT -= {"token_label_data", "val_label_data", "val_img_size"}
+EXPERIMENT -= {"token_label_data", "val_label_data", "val_img_size", "model_ema_force_cpu"}
 EXPERIMENT -= {"grad_accum_steps"}  # it depends on the number of ranks

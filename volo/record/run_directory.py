@@ -74,6 +74,8 @@ def choose_directory(
         newest = _newest_alike(root, suffix, args, report) if args.resume == "auto" else None
         return newest or _new(root, suffix, make), args.resume
     directory = root / args.experiment
+    if args.branch and Path(args.branch).resolve().parent == directory.resolve():
+        raise UserError(f"--branch {args.branch} is of {directory} itself: name another --experiment for the branch")
     if args.resume != "auto" and any(directory.glob("*.pth.tar")):
         raise UserError(
             f"{directory} already holds checkpoints: continue it with --resume auto, or name another --experiment"
