@@ -7,20 +7,6 @@ node=$(hostname)
 
 fail() { echo "error: $node: $*" >&2; exit 2; }
 
-# tar accepts a file that is cut between two entries, so look for the empty blocks at its end. Compression detects a cut.
-is_whole() {
-  [ "$(tail -c +258 "$1" | head -c 5)" != ustar ] || [ "$(tail -c 1024 "$1" | tr -d '\0' | wc -c)" = 0 ]
-}
-
-# Unpack a tar. It fails if files follow the end marker, as in tars that were joined: tar alone would leave them out.
-unpack() {
-  tar -xivRf "$1" -C "$2" | awk '
-    / \*\* Block of NULs \*\*$/ { ended = 1; next }
-    / \*\* End of File \*\*$/ { next }
-    ended { more = 1 }
-    END { exit more }'
-}
-
 source=$1 target=$2
 if [ -d "$target" ]; then
   echo "$node: data are staged in $target"
@@ -36,7 +22,10 @@ trap 'exit 138' USR1
 if [ -d "$source" ]; then
   cp -a "$source/." "$unfinished"
 else
-  is_whole "$source" && unpack "$source" "$unfinished"
+  # tar alone accepts a file that is cut between two entries, and leaves out what follows an end marker where tars were
+  # joined. So have it go on there, and count the runs of empty blocks.
+  ends=$(LC_ALL=C tar -xivRf "$source" -C "$unfinished" | cut -d: -f2- | uniq | grep -c '^ \*\* Block of NULs \*\*$') &&
+    [ "$ends" = 1 ]
 fi || fail "DATA=$source could not be brought to $unfinished"
 root=$unfinished
 [ -d "$root/train" ] || root=$(echo "$unfinished"/*) # if the tar contains the folder itself, not only its content
