@@ -18,7 +18,7 @@ import io
 import json
 import os
 import zlib
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -93,11 +93,7 @@ def open_records(
                 with lock.acquire(timeout=1):
                     if os.path.isfile(f"{table}.json"):
                         break
-                    files = []
-                    for file in in_processes(_scan, scan, paths, min(available_cpus(), len(paths)), "reading files"):
-                        files.append(file)
-                        on_progress(task, len(files))
-                    write(table, files)
+                    write(table, _scanned(scan, paths, task, on_progress))
             except Timeout:  # another process is making it
                 on_progress(task, 0)
     except (OSError, NotImplementedError) as error:
@@ -125,11 +121,10 @@ def _check_texts(
         UserError: One of them doesn't.
     """
     name, made = f"{table}.json", os.stat(f"{table}.json").st_ctime_ns  # copying may preserve other times
-    newer = {path: texts for path, texts in images.texts.items() if os.stat(path).st_ctime_ns >= made}
-    light, workers = partial(scan, texts_only=True), min(available_cpus(), len(newer))
-    for done, file in enumerate(in_processes(_scan, light, [*newer], workers, "reading files") if newer else ()):
-        on_progress(f"comparing {len(newer)} files with {printable(name)}, which is older", done)
-        if file.texts != newer[file.path]:
+    newer = [path for path in images.texts if os.stat(path).st_ctime_ns >= made]
+    task = f"comparing {len(newer)} files with {printable(name)}, which is older"
+    for file in _scanned(partial(scan, texts_only=True), newer, task, on_progress):
+        if file.texts != images.texts[file.path]:
             raise UserError(
                 f"{printable(file.path)} has other images or classes than when {printable(name)} was made: copy it "
                 "again, or remove that: the table is then made anew"
@@ -137,6 +132,17 @@ def _check_texts(
     if newer:
         with suppress(OSError):  # where the data set is read-only, they are compared at each start
             os.utime(name)
+
+
+def _scanned(
+    scan: Callable[..., FileRecords], paths: list[str], task: str, on_progress: ProgressCallback
+) -> list[FileRecords]:
+    """Return the contents of the files, which one process per CPU reads."""
+    files = list[FileRecords]()
+    for file in in_processes(_scan, scan, paths, min(available_cpus(), len(paths)), "reading files"):
+        files.append(file)
+        on_progress(task, len(files))
+    return files
 
 
 def _scan(scan: Callable[..., FileRecords], path: str) -> FileRecords:
@@ -177,13 +183,11 @@ def write_table(
         about: Other data to store in the table.
 
     Raises:
-        UserError: There are no images, two have one name, or a file is outside the table's folder.
+        UserError: There are no images, or a file is outside the table's folder.
         OSError: Writing failed.
     """
     if not len(names):
         raise UserError(f"no image in {len(files)} files, such as {printable(files[0].path)}")
-    if twice := [name for name, count in Counter(names).items() if count > 1]:
-        raise UserError(f"{len(twice)} images are there more than once, such as {printable(twice[0])}: make it anew")
     paths = [os.path.relpath(file.path, os.path.dirname(table) or ".") for file in files]
     if outside := [path for path in paths if leads_out(path)]:
         raise UserError(f"table {printable(table)}: {printable(outside[0])} is not beside it or below")
@@ -194,7 +198,8 @@ def write_table(
     packed = Names(names)
     rows["name_end"] = packed.ends
     description = {
-        "files": [[path, file.length, file.texts] for path, file in zip(paths, files, strict=True)],
+        "files": [[path, file.length] for path, file in zip(paths, files, strict=True)],
+        "texts": [file.texts for file in files],
         "class_names": class_names,
         "folder_names": folder_names or [class_names[number] for number in np.unique(rows["class"])],
         "warnings": [*notes, *left_out_lines(left_out)],
@@ -220,14 +225,14 @@ def _read_table(table: str) -> tuple[np.ndarray, memoryview, dict[str, Any]]:
         sound = sound and _is_consistent(rows, names, description)
     if not sound:
         raise UserError(f"{table_name} and what belongs to it are damaged or something else: {remedy}")
-    if outside := next((name for name, *_ in description["files"] if leads_out(name)), None):
+    if outside := next((name for name, _ in description["files"] if leads_out(name)), None):
         raise UserError(f"{table_name} names {printable(outside)}, outside of its folder: {remedy}")
     return rows, names, description
 
 
 def _is_consistent(rows: np.ndarray, names: memoryview, description: dict[str, Any]) -> bool:
     """Return whether the rows refer to files, classes and names that are there. A checksum may be right by intent."""
-    files, class_names = [name for name, *_ in description["files"]], description["class_names"]
+    files, class_names = [name for name, _ in description["files"]], description["class_names"]
     ends = {"file": len(files), "class": len(class_names), "name_end": len(names) + 1}
     positions = (rows["offset"], rows["length"], rows["class"], np.diff(rows["name_end"], prepend=0))
     texts = [*files, *class_names, *description["folder_names"], *description["warnings"]]
@@ -247,7 +252,7 @@ class RecordImages(ImageSource):
     Attributes:
         rows: (N,) of `ROW`.
         files: Paths of the large files.
-        texts: The checksum `FileRecords.texts` of each file, as far as the table has it.
+        texts: The checksum `FileRecords.texts` of each file.
         about: The `about` of `write_table`.
 
     Raises:
@@ -259,11 +264,9 @@ class RecordImages(ImageSource):
     def __init__(self, table: str) -> None:
         self.rows, names, description = _read_table(table)
         folder = os.path.dirname(table) or "."
-        self.files, self.about = [os.path.join(folder, name) for name, *_ in description["files"]], description["about"]
-        self.texts = {
-            path: noted[0] for path, (_, _, *noted) in zip(self.files, description["files"], strict=True) if noted
-        }
-        for path, (_, length, *_) in zip(self.files, description["files"], strict=True):
+        self.files, self.about = [os.path.join(folder, name) for name, _ in description["files"]], description["about"]
+        self.texts = dict(zip(self.files, description.get("texts", ()), strict=False))  # older tables have none
+        for path, (_, length) in zip(self.files, description["files"], strict=True):
             size = os.path.getsize(path) if os.path.isfile(path) else None
             if size != length:
                 fault = "is missing or no regular file" if size is None else f"has {size} bytes instead of {length}"

@@ -21,7 +21,7 @@ import re
 import tarfile
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
@@ -160,13 +160,13 @@ def scan_packed(path: str, label_key: str = LABEL_KEY, texts_only: bool = False)
                 left_out.setdefault("samples without an image", []).append(key)
             if LABEL_EXTENSION in files:
                 maps.append(files[LABEL_EXTENSION]._replace(name=f"{key}.{LABEL_EXTENSION}"))
-        crc32 = (lambda *_: 0) if texts_only else partial(_crc32, descriptor)
-        tables = [_file_records(path, descriptor, members, crc32) for members in (images, maps)]
+        tables = [_file_records(path, descriptor, members, texts_only) for members in (images, maps)]
     return replace(tables[0], left_out=left_out), tables[1]
 
 
-def _file_records(path: str, descriptor: int, members: list[Member], crc32: Callable[[int, int], int]) -> FileRecords:
-    rows = [(0, offset, length, crc32(offset, length), label, 0) for _, offset, length, label in members]
+def _file_records(path: str, descriptor: int, members: list[Member], texts_only: bool) -> FileRecords:
+    crc32 = partial(_crc32, descriptor)
+    rows = [(0, at, size, 0 if texts_only else crc32(at, size), label, 0) for _, at, size, label in members]
     return FileRecords(path, os.fstat(descriptor).st_size, np.array(rows, ROW), [member.name for member in members])
 
 
@@ -181,7 +181,7 @@ def write_tar_table(table: str, shards: list[FileRecords]) -> None:
     """Write the table of shards of other programs, in natural order of the names. Classes are named after the keys'
     folders if each class has exactly one folder of its own, else by their number."""
     rows, names = records.concatenated(shards), [name for shard in shards for name in shard.names]
-    keys = Counter(name[: -len(os.path.basename(name))] + os.path.basename(name).partition(".")[0] for name in names)
+    keys = Counter(re.sub(r"\.[^/]*$", "", name) for name in names)
     if twice := [key for key, count in keys.items() if count > 1]:
         raise UserError(
             f"{len(twice)} keys are in several shards of {printable(table)}, such as {printable(twice[0])}: a key "

@@ -34,7 +34,6 @@ _IMAGE = ("image/encoded", "image")
 _LABEL = ("image/class/label", "label")
 _CLASS_NAME = ("image/class/synset", "image/class/text")
 _FILE_NAME = ("image/filename", "file_name")
-_LABEL_FILE = "label.labels.txt"
 _GZIP = b"\x1f\x8b"
 _RECORDS = re.compile(r"(?!\.).*(\.tfrecords?(-\d+-of-\d+)?|-\d{5,}-of-\d{5,})")
 _PART = re.compile(r"(.*)-(\d{5,9})-of-(\d{5,9})")
@@ -77,7 +76,7 @@ def open_tfrecords(_name: str, data: str, split: str, on_progress: ProgressCallb
             images = records.open_records(paths, table, scan_records, _write_record_table, on_progress)
             if (listed := _class_list(folder)) and listed != images.class_names:
                 raise UserError(
-                    f"{printable(folder)}: {_LABEL_FILE} was changed after {printable(table)}.json was made "
+                    f"{printable(folder)}: label.labels.txt was changed after {printable(table)}.json was made "
                     f"({first_difference(images.class_names, listed)}): remove that: it is then made anew"
                 )
             return images
@@ -132,7 +131,7 @@ def _complete_paths(folder: str, names: Sequence[str]) -> list[str]:
 
 def _class_list(folder: str) -> list[str]:
     """Return the classes that a file beside the records names; [] without such a file."""
-    file = Path(folder, _LABEL_FILE)
+    file = Path(folder, "label.labels.txt")
     return file.read_text("utf-8").splitlines() if file.is_file() else []
 
 
@@ -142,10 +141,10 @@ def _write_record_table(table: str, read: list[FileRecords]) -> None:
     If the records name their classes, the classes are numbered in natural order, as in a folder; else as in the
     records. Images with unique names are in natural order, as in a folder; others are numbered in the files' order.
     """
-    rows, folder, class_names = records.concatenated(read), os.path.dirname(read[0].path), None
+    rows, folder = records.concatenated(read), os.path.dirname(read[0].path)
     classes, texts = rows["class"].tolist(), [text for file in read for text in file.class_texts]
-    if listed := _class_list(folder):
-        named = class_names = listed
+    if class_names := _class_list(folder):
+        named = class_names
     elif all(texts) and len({*zip(texts, classes, strict=True)}) == len({*texts}) == len({*classes}):
         named = natural_sorted({*texts})
         numbers = {text: number for number, text in enumerate(named)}
