@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
 from torch import nn
 
 from tlt.errors import UserError
 from tlt.io.weights import check_finite, load_clean, read_checkpoint
-from tlt.models.fit_weights import Fit, fit_state_dict, joined_state_dict, recorded_names
+from tlt.models.fit_weights import Classes, Fit, fit_state_dict, joined_state_dict
 
 
 def load_pretrained_weights(
@@ -18,7 +17,7 @@ def load_pretrained_weights(
     use_ema: bool = False,
     strict: bool = True,
     num_classes: int = 1000,
-    class_names: Sequence[str] | None = None,
+    class_names: Classes = (),
 ) -> Fit:
     """Load pretrained weights for fine-tuning, as published. Return which weights were loaded.
 
@@ -42,7 +41,9 @@ def load_pretrained_weights(
         raise UserError(f"load_pretrained_weights: num_classes is {num_classes}, the model has {model_classes}")
     checkpoint = read_checkpoint(checkpoint_path)
     state = joined_state_dict(model, checkpoint, use_ema, checkpoint_path)
-    fit = fit_state_dict(model, state, None, recorded_names(checkpoint), class_names)
+    config = checkpoint.get("model_config")
+    theirs = config.get("class_names") if isinstance(config, dict) else None
+    fit = fit_state_dict(model, state, None, theirs or (), class_names)
     misfits = [
         n for n in fit.missing + fit.dropped if n not in fit.replaced_heads and not n.endswith("batches_tracked")
     ]

@@ -191,11 +191,13 @@ def test_weights_that_do_not_fit_are_told_with_the_remedy(file: Path) -> None:
 
 @pytest.mark.parametrize("load", [load_weights, load_finetune])
 def test_another_model_is_named_by_the_files_word(tmp_path: Path, load: Any) -> None:
-    torch.save({"arch": "resnet10t", "state_dict": empty_state("resnet10t")}, tmp_path / "x")
+    record = {"arch": "resnet10t", "state_dict": empty_state("resnet10t"), "model_config": {"class_names": THEIRS}}
+    torch.save(record, tmp_path / "x")
     with torch.device("meta"):
-        model = timm.create_model("resnet18")
-    with pytest.raises(UserError, match="checkpoint is resnet10t, --model is resnet18"):
-        load(model, tmp_path / "x")
+        model = timm.create_model("resnet50")
+    for names in ((), THEIRS[::-1]):
+        with pytest.raises(UserError, match="checkpoint is resnet10t, --model is resnet50"):
+            load(model, tmp_path / "x", class_names=names)
 
 
 def test_file_that_fits_nothing(tmp_path: Path) -> None:

@@ -63,7 +63,7 @@ TRAIN = [
     (f"{TEACHER} --freeze", "frozen features learn nothing"),
     # Annotators.
     ("--token-label --token-label-teacher resnet10x", "--token-label-teacher resnet10x: --model resnet10x: timm knows"),
-    ("--token-label --token-label-teacher resnet18", "resnet18 has 1000 classes, --model volo_test has 4"),
+    ("--token-label --token-label-teacher resnet18", "resnet18: it has 1000 classes, --model volo_test has 4"),
     ("--token-label --token-label-teacher resnet10t --token-label-teacher-checkpoint no.pth", "no.pth"),
     (
         "--token-label --token-label-teacher resnet18 --token-label-teacher-checkpoint {run}/last.pth.tar",

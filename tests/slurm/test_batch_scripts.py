@@ -273,8 +273,8 @@ def test_a_folder_or_a_tar_is_staged_once(tmp_path: Path, packed: str) -> None:
 def test_data_that_changed_anywhere_are_staged_again(slurm: FakeSlurm) -> None:
     file = slurm.folder / "data" / "train" / "c0" / "1.jpg"
     changes: list[Callable[[], object]] = [
-        lambda: file.parent.mkdir(parents=True),
-        lambda: file.write_bytes(b"1"),
+        lambda: (file.parent.mkdir(parents=True), file.write_bytes(b"1")),
+        lambda: file.parent.with_name("c1").mkdir(),
         lambda: os.utime(file, ns=(1, 1)),
         lambda: file.with_name("2.jpg").write_bytes(b"2"),
         lambda: file.rename(file.with_name("3.jpg")),

@@ -1,7 +1,7 @@
 """Fits the weights of a checkpoint to a model with another image size, class count or channel count.
 
 The dense head of a WithDenseHead and the projector of a student (`tlt.distill`) have their own entry beside the
-weights, which plain timm does not read. No function here changes a file or a model.
+weights, which plain timm does not read. No function here changes a file, and only `number_classes` changes a model.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ DENSE_ENTRIES = {WEIGHT_KEYS[0]: "dense_head", EMA_KEYS[0]: "dense_head_ema"}  #
 LEARNER = ("kd_projector", "kd_scale")  # prefixes of what `tlt.distill.with_projector` adds to a model
 
 
+Classes = Sequence[str]  # names of classes in the order of their numbers; those beyond its end have no name
 Changes = dict[str, tuple[Tensor | None, str]]  # name -> what its tensor becomes, None if it is dropped; and why
 
 
@@ -54,31 +55,27 @@ class Fit:
     changeable: set[str]  # names in heads and the input convolution; other classes or channels explain their misfit
     replaced_heads: set[str]  # names in heads, if the class counts differ
     of_other_size: list[str]  # dropped names whose shape may belong to another image size
-    reordered: bool = False  # whether the heads were resized only in the order of their classes
+    reordered: bool  # whether the heads were resized only in the order of their classes
 
 
 def fit_state_dict(
-    model: nn.Module,
-    state: dict[str, Tensor],
-    source_size: tuple[int, int] | None = None,
-    theirs: Sequence[str] | None = None,
-    ours: Sequence[str] | None = None,
+    model: nn.Module, state: dict[str, Tensor], source_size: Grid | None = None, there: Classes = (), here: Classes = ()
 ) -> Fit:
     """Find the part of `state` that the model can take. The model is not changed.
 
     Rows of heads go by the names of the classes, if both sides have names. Otherwise all heads are dropped if the class
-    count differs. The input convolution is adapted to another channel count as
-    timm does it. Tensors that depend on the image size (position embeddings, tables of relative positions) are resized,
-    for timm models by timm's own rules. Tensors that the model lacks or that still differ in shape are dropped.
+    count differs. The input convolution is adapted to another channel count as timm does it. Tensors that depend on the
+    image size (position embeddings, tables of relative positions) are resized, for timm models by timm's own rules.
+    Tensors that the model lacks or that still differ in shape are dropped.
 
     Args:
         state: Weights under clean names, from `state_dict_of`.
         source_size: (H, W) in pixels at which the weights were trained, if known. Only a position embedding (1, N, C)
             of a grid that is not square needs it.
-        theirs, ours: Names of the classes of the weights and of the model, as far as they are known.
+        there, here: Names of the classes of the weights and of the model, as far as they are known.
     """
     expected, target = clean_state_dict(model), unwrap(model)
-    changed_heads, reordered = _fit_heads(model, expected, state, theirs or (), ours or ())
+    changed_heads, reordered = _fit_heads(model, expected, state, there, here)
     changes = changed_heads | _adapt_input(model, expected, _changed(state, changed_heads))
     weights = _changed(state, changes)
     has_own_sizes = bool((getattr(target, "pretrained_cfg", None) or {}).get("fixed_input_size"))
@@ -127,74 +124,60 @@ def input_names(model: nn.Module) -> tuple[str, ...]:
     return (first,) if isinstance(first, str) else tuple(first)
 
 
-def recorded_names(checkpoint: Mapping[str, Any]) -> list[str]:
-    """Return the names of the classes of a checkpoint's weights; [] if it names none."""
-    config = checkpoint.get("model_config")
-    names = config.get("class_names") if isinstance(config, dict) else None
-    return [*map(str, names)] if isinstance(names, (list, tuple)) else []
-
-
-def rows_by_name(theirs: Sequence[str], ours: Sequence[str], counts: tuple[int, int]) -> list[int] | None:
+def rows_by_name(there: Classes, here: Classes, counts: tuple[int, int]) -> list[int] | None:
     """Return for each of `counts[1]` classes the number of the class of the same name among `counts[0]`, or -1.
 
-    Classes beyond a list's end have no name, and are equal if their numbers are. The result is None if names decide
-    nothing: the lists agree, one is empty or of a single name for all classes, or one is of numbers that the other
-    lacks.
+    Classes without a name are equal if their numbers are. The result is None if names decide nothing: the lists agree,
+    one is empty or of a single name for all classes, or one is of numbers that the other lacks.
     """
-    for names, count in ((theirs, counts[0]), (ours, counts[1])):
+    for names, count in ((there, counts[0]), (here, counts[1])):
         numbers = [*names] == [str(number) for number in range(len(names))]
-        if not names or len(names) > count or len(names) == 1 < count or (numbers and {*theirs}.isdisjoint(ours)):
+        if not names or len(names) > count or len(names) == 1 < count or (numbers and {*there}.isdisjoint(here)):
             return None
-    row_of: dict[str | int, int] = {key: row for row, key in enumerate((*theirs, *range(len(theirs), counts[0])))}
-    rows = [row_of.get(key, -1) for key in (*ours, *range(len(ours), counts[1]))]
+    row_of: dict[str | int, int] = {key: row for row, key in enumerate((*there, *range(len(there), counts[0])))}
+    rows = [row_of.get(key, -1) for key in (*here, *range(len(here), counts[1]))]
     return None if rows == [*range(counts[0])] else rows
 
 
 def _fit_heads(
-    model: nn.Module, expected: dict[str, Tensor], state: dict[str, Tensor], theirs: Sequence[str], ours: Sequence[str]
+    model: nn.Module, expected: dict[str, Tensor], state: dict[str, Tensor], there: Classes, here: Classes
 ) -> tuple[Changes, bool]:
-    """Fit all heads to the model's classes, by name or else by their count. Return also whether the order of the
-    classes alone has changed."""
+    """Fit all heads to the model's classes by name, or else drop them if a class count differs. Return also whether the
+    order of the classes alone has changed."""
     heads = tuple(f"{layer}." for layer in head_names(model))
-    matrices = [n for n in state if n.endswith("weight") and n in expected and state[n].ndim > 1]
-    last = [n for head in heads for n in [n for n in matrices if n.startswith(head)][-1:]]  # with a row for each class
-    counts = (len(state[last[0]]), len(expected[last[0]])) if last else (0, 0)
-    if (rows := rows_by_name(theirs, ours, counts)) is None:
-        return _drop_heads(heads, expected, state), False
+    weights = [n for head in heads if (n := f"{head}weight") in state and state[n].ndim > 1]
+    counts = [(len(state[n]), len(expected[n]) if n in expected else 0) for n in weights]
+    rows = rows_by_name(there, here, counts[0]) if counts else None
+    if rows is None:
+        differing = [f"{count} classes, the model has {own}" for count, own in counts if count != own]
+        return {n: (None, differing[0]) for n in state if differing and n.startswith(heads)}, False
     found = [number for number, row in enumerate(rows) if row >= 0]
-    if {*theirs}.isdisjoint(ours):
-        note = f"the classes have other names: {first_difference(theirs, ours)}"
-        return {name: (None, note) for name in state if name.startswith(heads)}, False
+    note = f"by the names of the classes, of which the file has {len(found)} of {len(rows)}"
+    note += f" ({first_difference(there, here)})"
     changes: Changes = {}
-    note = f"by the names of the classes, of which the file has {len(found)} of {counts[1]}"
-    for name in (n for weight in last for n in (weight, f"{weight.removesuffix('weight')}bias") if n in state):
+    names = [n for weight in weights for n in (weight, f"{weight.removesuffix('weight')}bias")]
+    for name in (n for n in names if n in state and n in expected and state[n].shape[1:] == expected[n].shape[1:]):
         new = expected[name].clone()
         new[found] = state[name][[rows[number] for number in found]].to(new)
-        changes[name] = (new, note)
-    return changes, sorted(rows) == [*range(counts[0])]
+        changes[name] = (new if found else None, note)
+    return changes, sorted(rows) == [*range(counts[0][0])]
 
 
-def _drop_heads(heads: tuple[str, ...], expected: dict[str, Tensor], state: dict[str, Tensor]) -> Changes:
-    """Drop all heads if the class count of one differs from the model's."""
-    weights = [n for head in heads if (n := f"{head}weight") in state]
-    counts = [(state[n].shape[:1].numel(), expected[n].shape[:1].numel() if n in expected else 0) for n in weights]
-    if not (differing := [pair for pair in counts if pair[0] != pair[1]]):
-        return {}
-    note = f"{differing[0][0]} classes, the model has {differing[0][1]}"
-    return {name: (None, note) for name in state if name.startswith(heads)}
+def number_classes(model: Any, there: Classes, here: Classes, count: int) -> tuple[list[str], list[str]]:
+    """Give a model the classes `here`, of `count` in all, in place of `there`, by their names.
 
-
-def number_classes(model: Any, theirs: Sequence[str], ours: Sequence[str], count: int) -> str:
-    """Give a model the classes `ours`, of `count` in all, in place of `theirs`, by their names; return a line for the
-    user, or "" if names decide nothing (`rows_by_name`). Classes that the model lacks get new rows."""
-    if (rows := rows_by_name(theirs, ours, (model.num_classes, count))) is None:
-        return ""
+    Returns:
+        A line for the user, unless names decide nothing (`rows_by_name`); and the classes that are new to the model.
+    """
+    if (rows := rows_by_name(there, here, (model.num_classes, count))) is None:
+        return [], []
     before = {name: value.clone() for name, value in clean_state_dict(model).items()}
     if sorted(rows) != [*range(model.num_classes)]:
         model.reset_classifier(count)
-    load_clean(model, fit_state_dict(model, before, None, theirs, ours).weights, strict=False)
-    kept = sum(row >= 0 for row in rows)
-    return f"its {len(theirs)} classes are numbered by their names: {kept} of {count} are kept, {count - kept} are new"
+    load_clean(model, fit_state_dict(model, before, None, there, here).weights, strict=False)
+    new = [[*here, *map(str, range(len(here), count))][number] for number, row in enumerate(rows) if row < 0]
+    line = f"its {len(there)} classes are numbered by their names: {count - len(new)} of {count} are kept"
+    return [f"{line}, {len(new)} are new"], new
 
 
 def _adapt_input(model: nn.Module, expected: dict[str, Tensor], state: dict[str, Tensor]) -> Changes:

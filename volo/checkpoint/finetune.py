@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,13 +15,13 @@ from tlt.io.files import blamed_on
 from tlt.io.weights import check_finite, clean_state_dict, load_clean, read_checkpoint, unwrap
 from tlt.models.fit_weights import (
     LEARNER,
+    Classes,
     Fit,
     fit_state_dict,
     head_names,
     is_dense_head,
     joined_state_dict,
     place_of,
-    recorded_names,
 )
 from tlt.models.wrap import WithDenseHead
 from volo import models as models  # registers the models with timm
@@ -46,15 +46,11 @@ class FinetuneReport:
     notes: dict[str, str] = field(default_factory=dict)  # the reason for each resized or dropped name
     prefix: str = ""  # prefix that was removed from names in the file; names without it are ignored
 
-    @property
-    def place(self) -> str:
-        """Where in the file the weights are."""
-        return place_text(self.entry, self.prefix)
-
     def __str__(self) -> str:
         taken = len(self.kept) + len(self.resized)
+        place = place_text(self.entry, self.prefix)
         lines = [
-            f"{self.path} ({self.place}): {taken} of {taken + len(self.missing)} tensors of the model loaded, "
+            f"{self.path} ({place}): {taken} of {taken + len(self.missing)} tensors of the model loaded, "
             f"{100 * self.share:.1f} % of the values before its heads",
             f"  kept {len(self.kept)}",
             f"  resized {self._listed(self.resized)}",
@@ -79,7 +75,7 @@ def load_weights(
     path: str | Path,
     use_ema: bool | None = None,
     checkpoint: dict[str, Any] | None = None,
-    class_names: Sequence[str] | None = None,
+    class_names: Classes = (),
 ) -> FinetuneReport:
     """Load weights whose names and shapes must all fit, except in three cases: the position embedding may be of another
     image size, the classes in another order, and the file may lack the dense head that `with_dense_head` added to a
@@ -108,11 +104,7 @@ def load_weights(
 
 
 def load_finetune(
-    model: nn.Module,
-    path: str | Path,
-    use_ema: bool | None = None,
-    checkpoint: dict[str, Any] | None = None,
-    class_names: Sequence[str] | None = None,
+    model: nn.Module, path: str | Path, use_ema: bool | None = None, class_names: Classes = ()
 ) -> FinetuneReport:
     """Load what fits from weights that were trained at another image size, or with other classes or input channels.
 
@@ -123,7 +115,7 @@ def load_finetune(
     Raises:
         UserError: The file can't be read, holds NaN, belongs to another architecture, or almost nothing of it fits.
     """
-    checkpoint = read_checkpoint(path) if checkpoint is None else checkpoint
+    checkpoint = read_checkpoint(path)
     fit, report = _fit(model, checkpoint, use_ema, path, class_names)
     misfits = [name for name in needed(fit.missing) + fit.dropped if name not in fit.changeable]
     if misfits and (architecture_name := other_architecture(model, checkpoint)):
@@ -176,17 +168,13 @@ def other_architecture(model: nn.Module, checkpoint: dict[str, Any]) -> str | No
 
 
 def _fit(
-    model: nn.Module,
-    checkpoint: dict[str, Any],
-    use_ema: bool | None,
-    path: str | Path,
-    class_names: Sequence[str] | None,
+    model: nn.Module, checkpoint: dict[str, Any], use_ema: bool | None, path: str | Path, class_names: Classes
 ) -> tuple[Fit, FinetuneReport]:
     with blamed_on(path):
         config = model_config_of(checkpoint, path) or {}
         trained_size = tuple(config["img_size"]) if "img_size" in config else None
         state = joined_state_dict(model, checkpoint, use_ema, path)
-        fit = fit_state_dict(model, state, trained_size, recorded_names(checkpoint), class_names)
+        fit = fit_state_dict(model, state, trained_size, config.get("class_names", ()), class_names)
     heads, expected = tuple(f"{h}." for h in head_names(model)), clean_state_dict(model)
     backbone = {n: v.numel() for n, v in expected.items() if not n.startswith(heads)}
     share = sum(count for n, count in backbone.items() if n in fit.weights) / max(sum(backbone.values()), 1)

@@ -58,7 +58,7 @@ def label_folder(args: Namespace, world: World) -> None:
     say(args.notes, world.is_primary)
     warn(folder.warnings, world.is_primary)
     trained = load(args, on_this_rank=world.is_primary)
-    check(trained, folder, world.is_primary)
+    say(check(trained, folder), world.is_primary)
     annotator = prepare_annotator(trained, world)
     size = trained.settings["input_size"]
     grid = annotator(torch.zeros(1, *size, device=world.device)).values.shape[2:]
@@ -78,30 +78,23 @@ def label_folder(args: Namespace, world: World) -> None:
     make_labels(trained, folder, writer, pending, annotator, world)
 
 
-def check(trained: TrainedModel, folder: ImageSource, first: bool) -> None:
-    """Give the annotator's classes the numbers of the class folders, unless `--transfer` allows other classes.
-
-    Args:
-        first: Whether this rank prints lines.
+def check(trained: TrainedModel, folder: ImageSource) -> list[str]:
+    """Give the annotator's classes the numbers of the class folders, unless `--transfer` allows other classes. Return
+    lines for the user.
 
     Raises:
         UserError: The classes differ, the annotator has no classes, or the flags ask for a crop.
     """
-    args, count = trained.args, trained.model.num_classes
+    args, ours = trained.args, folder.class_names
     if args.crop_pct not in (None, 1.0):
         raise UserError(f"--crop-pct {args.crop_pct:g}: the whole image is labelled: leave it out, or give 1.0")
-    if not count:
+    if not trained.model.num_classes:
         raise UserError(f"--model {args.model} has no classes: give --num-classes and weights with a head")
-    if args.transfer:
-        return
-    told, ours = len(trained.notes), len(folder.class_names)
     try:
-        take_classes(trained, folder.class_names, ours)
-        if trained.model.num_classes != ours:
-            raise UserError(f"it has {count} classes, {printable(folder.root)} {ours} class folders: use another one")
+        whose = f"{printable(folder.root)} has {len(ours)} class folders"
+        return [] if args.transfer else take_classes(trained, ours, len(ours), whose)
     except UserError as error:
         raise UserError(f"--model {args.model}: {error}, or --transfer to label with its own classes") from error
-    say(trained.notes[told:], first)
 
 
 def prepare_annotator(trained: TrainedModel, world: World) -> Annotator:

@@ -23,9 +23,10 @@ from tlt.data.batch import IndexStream
 from tlt.errors import UserError, install_command, reason_of
 from tlt.io.files import blamed_on
 from tlt.io.text import first_difference
-from tlt.models.fit_weights import recorded_names, rows_by_name
+from tlt.models.fit_weights import rows_by_name
 from tlt.models.flops import flops_per_image, run_on_meta
 from volo.checkpoint.checkpoint import CheckpointDir
+from volo.checkpoint.model_config import model_config_of, own_names
 from volo.checkpoint.resume import DATA_KEY, Resume, check_behaviour, check_same_data, find_resume
 from volo.checkpoint.saver import SavePolicy, Saver
 from volo.checkpoint.state import TrainState, ranked_by
@@ -106,9 +107,9 @@ def restore_state(resume: Resume, run: Run, training: Training) -> None:
             check_behaviour(resume.checkpoint, resume.path)
             data = state.metadata[DATA_KEY]
             messages += check_same_data(resume.checkpoint, data, resume.path, args.allow_changed_data)
-            config = state.metadata["model_config"]
-            theirs, ours = recorded_names(resume.checkpoint), config["class_names"]
-            if rows_by_name(theirs, ours, (config["num_classes"], config["num_classes"])) is not None:
+            count, ours = (state.metadata["model_config"][key] for key in ("num_classes", "class_names"))
+            theirs = own_names(model_config_of(resume.checkpoint, resume.path) or {}, ours)
+            if rows_by_name(theirs, ours, (count, count)) is not None:
                 raise UserError(f"it has other classes ({first_difference(theirs, ours)}): --finetune goes by names")
             # A branch that goes on from its own checkpoint has passed --no-resume-opt already.
             with_optimizer = not args.no_resume_opt or (args.branch and resume.spec == "auto")

@@ -12,7 +12,7 @@ import csv
 import json
 import time
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -75,7 +75,7 @@ def validate(args: Namespace, world: World) -> None:
             if inode not in row_of:  # a file may have several names
                 row_of[inode] = evaluate_with_retry(args, path, world)
         except UserError as error:
-            if not args.all or type(error) is not UserError or str(path) not in str(error):
+            if not args.all or str(path) not in str(error):
                 raise
             faults.append(str(error))  # the other files may be sound
             warn(faults[-1:], world.is_primary)
@@ -124,8 +124,7 @@ def evaluate_checkpoint(args: Namespace, path: Path | None, world: World) -> dic
         return segmentation_row(trained, precision, world)
     if not model.num_classes and not args.knn:
         raise UserError(f"{path or args.model} has no class head, only features: measure these by --knn")
-    outputs = model.num_classes if numbers is None else len(numbers)
-    folder = open_folder(args, trained.config, outputs, world, numbers)
+    folder = open_folder(args, trained.config, numbers or range(model.num_classes), world)
     if args.knn:
         return knn_row(trained, folder, precision, world)
     score = DenseScore(args, "--token-label-data", model, settings, folder, world) if args.token_label_data else None
@@ -154,15 +153,12 @@ def evaluate_checkpoint(args: Namespace, path: Path | None, world: World) -> dic
     return row | (real.accuracy() if real else {})
 
 
-def open_folder(
-    args: Namespace, config: dict[str, Any], outputs: int, world: World, numbers: list[int] | None
-) -> ImageSource:
+def open_folder(args: Namespace, config: dict[str, Any], numbers: Sequence[int], world: World) -> ImageSource:
     """Open the validation images, with classes numbered as in training.
 
     Args:
         config: The checkpoint's record or a description, which may have names of classes.
-        outputs: The number of classes that the model tells apart.
-        numbers: Those of the model's classes that these are; None for all.
+        numbers: Those of the model's classes that are measured.
 
     Raises:
         UserError: A class folder is not among the checkpoint's classes, there are more classes than outputs, or
@@ -170,17 +166,17 @@ def open_folder(
     """
     listed = read_class_map(args.class_map) if args.class_map else None
     folder = open_images(args.data, args.split, args.dataset, listed, allow_root=True)
-    if names := [] if args.knn else own_names(config, folder.class_names):
-        names = names if numbers is None else [names[number] for number in numbers if number < len(names)]
-        if listed:
-            check_numbers("--class-map", listed, names)
-        else:
-            folder.number_by(names)
+    known = [] if args.knn else own_names(config, folder.class_names)
+    names = [known[number] for number in numbers if number < len(known)]
+    if listed:
+        check_numbers("--class-map", listed, names)
+    elif names:
+        folder.number_by(names)
     if args.image_list:
         folder = part(folder, listed_images(folder, args.image_list))
     if args.num_samples is not None and args.num_samples < len(folder):
         folder = folder.select(np.linspace(0, len(folder) - 1, args.num_samples).round().astype(int))
-    beyond = [] if args.knn else check_num_classes(folder, outputs)
+    beyond = [] if args.knn else check_num_classes(folder, len(numbers))
     warn(folder.warnings + beyond, world.is_primary)
     return folder
 

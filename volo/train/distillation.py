@@ -27,6 +27,7 @@ from tlt.distill import DistillLoss, DistillLosses, with_projector
 from tlt.errors import UserError, reason_of
 from tlt.loss import LossTerms
 from tlt.mixtoken import mixed_share
+from tlt.models.fit_weights import Classes
 from tlt.teacher import FeatureTeacher
 from volo.checkpoint.model_config import own_names
 from volo.cluster.distributed import World
@@ -156,15 +157,12 @@ def load_distillation(
         hw, whole = list(flags.kd_size[number] or size), view == "whole"
         sized = settings | {"input_size": (channels, *hw)}
         with _blamed(f"--kd-model-name {model}"):
-            taught = (names_of_classes, student.num_classes) if kind == "logit" else ((), 0)
-            teacher, digest, trained = _load_teacher(args, model, kind, sized, world, taught)
+            classes = names_of_classes, student.num_classes, f"--model {args.model} has {student.num_classes}"
+            teacher, digest, trained = _load_teacher(args, model, kind, sized, world, classes)
             for line in trained.notes:
                 logger.line(f"teacher {model}: {line}")
             if kind == "logit":
                 names_of_classes = names_of_classes or own_names(trained.config, ())
-            classes = teacher.model.num_classes
-            if kind == "logit" and classes != student.num_classes:
-                raise UserError(f"it has {classes} classes, --model {args.model} has {student.num_classes}")
         millions = sum(p.numel() for p in teacher.model.parameters()) / 1e6
         one_of = f", {kind}s, weight {flags.kd_loss_weight[number]:g}: {names[number]}" if len(kinds) > 1 else ""
         logger.line(f"teacher {model} ({digest[:12]}): {millions:.2f} M parameters, {hw[0]} x {hw[1]} px{one_of}")
@@ -197,11 +195,12 @@ def _blamed(what: str) -> Iterator[None]:
 
 
 def _load_teacher(
-    args: Namespace, name: str, kind: str, settings: dict[str, Any], world: World, classes: tuple[Sequence[str], int]
+    args: Namespace, name: str, kind: str, settings: dict[str, Any], world: World, classes: tuple[Classes, int, str]
 ) -> tuple[FeatureTeacher, str, TrainedModel]:
     """Return a teacher for images of this input_size, the checksum of its weights, and how it was trained."""
     path = name if name.endswith(ENDINGS) and not timm.is_model(name) else None
-    trained = load_frozen(None if path else name, path, settings["input_size"], None, classes, dense=False)
+    taught = classes if kind == "logit" else None
+    trained = load_frozen(None if path else name, path, settings["input_size"], None, taught, False)
     model = trained.model
     model.pretrained_cfg = model.pretrained_cfg | {key: trained.settings[key] for key in ("mean", "std")}
     digest, model = checksum(model), place_model(model, args, world)

@@ -103,7 +103,7 @@ def build_named_model(args: TrainArgs, class_names: list[str]) -> tuple[TimmMode
     if rows_by_name(theirs, class_names, (len(theirs), count)) is None:
         return build_model(args), []
     model = build_model(FrozenArgs(args, num_classes=len(theirs)))
-    return model, [f"--model {args.model}: {number_classes(model, theirs, class_names, count)}"]
+    return model, [f"--model {args.model}: {line}" for line in number_classes(model, theirs, class_names, count)[0]]
 
 
 def _flexible(name: str, kwargs: dict[str, Any], sizes: list[tuple[int, int]]) -> dict[str, Any]:

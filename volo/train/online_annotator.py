@@ -86,9 +86,8 @@ def load_online_annotator(
     name, path = args.token_label_teacher, args.token_label_teacher_checkpoint
     size, flag = settings["input_size"], f"--token-label-teacher {name}"
     try:
-        count = student.num_classes
-        taught = class_names, count
-        trained = load_frozen(name, path or None, size, args.train_img_sizes, taught, num_classes=count)
+        classes = class_names, student.num_classes, f"--model {args.model} has {student.num_classes}"
+        trained = load_frozen(name, path or None, size, args.train_img_sizes, classes)
         sizes = [(size[1], size[2]), *other_sizes(trained.args)]
         model = place_model(trained.model.requires_grad_(False), args, world)
         for image_size in sizes:
@@ -100,11 +99,6 @@ def load_online_annotator(
             f"{flag} does not take images of {size[1]} x {size[2]} px ({reason_of(error)}): use another annotator, or "
             "another --img-size"
         ) from error
-    if model.num_classes != count:
-        raise UserError(
-            f"{flag} has {model.num_classes} classes, --model {args.model} has {count}: use an "
-            "annotator for these classes, or --num-classes"
-        )
     dtype, own_settings = compute_dtype(args, world.device), trained.settings
     annotator = Annotator(model, args.token_label_teacher_top_k, dtype, feature_compiler(model, args))
     pixels = (settings["mean"], settings["std"]), (own_settings["mean"], own_settings["std"])

@@ -12,9 +12,9 @@ from tlt.errors import UserError
 from tlt.io.files import blamed_on
 from tlt.io.text import first_difference, some_names
 from tlt.io.weights import EMA_KEYS, count_weights, read_checkpoint
-from tlt.models.fit_weights import dense_head_of, number_classes, rows_by_name
+from tlt.models.fit_weights import Classes, dense_head_of, number_classes
 from tlt.models.wrap import TOKEN_LABEL_MODELS, with_dense_head
-from volo.checkpoint.finetune import load_weights
+from volo.checkpoint.finetune import load_weights, place_text
 from volo.checkpoint.model_config import model_config_of, own_names
 from volo.checkpoint.state import selected_by_ema
 from volo.train.architecture import image_size_of, takes_image_size
@@ -57,8 +57,8 @@ def load_frozen(
     path: str | None,
     input_size: tuple[int, int, int],
     other_sizes: Sequence[int] | None = None,
-    classes: tuple[Sequence[str], int] = ((), 0),
-    **options: Any,
+    student: tuple[Classes, int, str] | None = None,
+    dense: bool | None = None,
 ) -> TrainedModel:
     """Build a network that a run uses but doesn't train, as `load_model` does.
 
@@ -67,41 +67,45 @@ def load_frozen(
         path: Path of the checkpoint; None takes the published weights.
         input_size: (channels, H, W) of the run's images.
         other_sizes: Sides of further images, as of `--train-img-sizes`.
-        classes: Names and number of the student's classes, for `take_classes`.
-        options: Further arguments of `load_model`.
+        student: Further arguments of `take_classes`, if the network has to have the student's classes.
+        dense: As in `load_model`.
 
     Raises:
-        UserError: As in `load_model`; or the network takes images of another number of channels, or lacks a class.
+        UserError: As in `load_model`; or the network takes images of another number of channels, or has other classes.
     """
     channels, *img_size = input_size
     args = Namespace(model=model, pretrained=path is None, img_size=tuple(img_size), input_size=None, model_kwargs={})
     args.num_classes, args.gp, args.train_img_sizes = None, None, other_sizes
     args.use_ema, args.no_use_ema = False, False
-    trained = load_model(args, path, **options)
+    trained = load_model(args, path, dense, student[1] if student else None)
     if (own_channels := trained.settings["input_size"][0]) != channels:
         raise UserError(f"it takes images of {own_channels} channels, the student of {channels}")
-    take_classes(trained, *classes)
+    trained.notes += take_classes(trained, *student) if student else []
     return trained
 
 
-def take_classes(trained: TrainedModel, class_names: Sequence[str], count: int) -> None:
+def take_classes(trained: TrainedModel, class_names: Classes, count: int, whose: str) -> list[str]:
     """Renumber the classes of a model as `count` classes, of which the first have `class_names`, if the model names its
-    own. It may have more classes than these.
+    own; it may have more classes than these. Return lines for the user.
+
+    Args:
+        whose: What has so many classes, for messages.
 
     Raises:
-        UserError: The model lacks a class.
+        UserError: The model lacks a class, or names none and has another number of them.
     """
-    model, names = trained.model, own_names(trained.config, class_names)
-    rows = rows_by_name(names, class_names, (model.num_classes, count)) or ()
-    numbered = (*class_names, *map(str, range(len(class_names), count)))
-    if missing := [name for name, row in zip(numbered, rows, strict=False) if row < 0]:
+    names = own_names(trained.config, class_names)
+    lines, missing = number_classes(trained.model, names, class_names, count)
+    if missing:
         raise UserError(
             f"it was trained on other class folders ({first_difference(names, class_names)}), without {len(missing)} "
             f"of {count} classes ({some_names(missing)}): use one that was trained on these"
         )
-    if line := number_classes(model, names, class_names, count):
-        trained.notes.append(line)
+    if trained.model.num_classes != count:
+        raise UserError(f"it has {trained.model.num_classes} classes, {whose}: use one that was trained on these")
+    if lines:
         trained.config = trained.config | {"class_names": list(class_names), "num_classes": count}
+    return lines
 
 
 def _load(args: Namespace, path: str | Path | None, dense: bool | None, num_classes: int | None) -> TrainedModel:
@@ -121,7 +125,8 @@ def _load(args: Namespace, path: str | Path | None, dense: bool | None, num_clas
             dense = bool(config.get("dense_head"))
         if dense and dense_head_of(checkpoint, use_ema, path):
             model = with_dense_head(model, image_size_of(args))
-        notes.append(f"weights: {load_weights(model, path, use_ema, checkpoint).place}")
+        report = load_weights(model, path, use_ema, checkpoint)
+        notes.append(f"weights: {place_text(report.entry, report.prefix)}")
     if config.get("dense_head") is False and isinstance(model, TOKEN_LABEL_MODELS):
         model.set_dense_head(False)
     described = (getattr(model, "pretrained_cfg", None) or {}).get("label_names")
