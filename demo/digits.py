@@ -134,7 +134,8 @@ class Demo:
         file = f"{run_folder}/validation.json"
         images = self.packed if self.shards else self.digits
         flags = f"--checkpoint {run_folder}/model_best.pth.tar -b 128 {self.decoding}"
-        run(f"python validate.py {images} {flags} --results-file {file} --results-format json")
+        done = (ROOT / file).is_file()
+        run(f"python validate.py {images} {flags} --results-file {file} --results-format json", done)
         row = json.loads((ROOT / file).read_text())[0]
         speed = float(self.summary(name)[-1]["images_per_second"])
         low, high = wilson_interval(row["top1"] / 100, row["images"])
