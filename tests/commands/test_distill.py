@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import os
 import shutil
 from pathlib import Path
 from unittest.mock import Mock
@@ -21,6 +22,7 @@ from tests.commands.conftest import QUICK, Call, Ended, TrainedRun, metrics, sam
 from tlt.data.augment.plan import AugmentConfig, Plan, make_plan
 from tlt.data.batch import Batch
 from tlt.distill import DistillLoss, TeacherTargets, with_projector
+from tlt.io.weights import read_checkpoint
 from tlt.models.wrap import find_tokens
 from tlt.teacher import FeatureTeacher
 from volo.commands import validate
@@ -272,6 +274,10 @@ def test_without_labels_and_then_with_them(call: Call, trained_run: TrainedRun, 
     ended = call("train", f"{data} {student} --finetune {checkpoint} --freeze")
     assert ended.code == 0 and "100.0 % of the values before its heads" in ended.out, ended.err
     ended = call("export", f"-o {tmp_path}/it.pt2 --checkpoint {checkpoint} --format torch-export").ok()
+    flags = f"{student} --experiment logits --num-classes 4 --kd-model-name {teacher} --kd-only"
+    call("train", f"{tmp_path}/flat {flags}").ok()
+    recorded = (read_checkpoint(tmp_path / name / "last.pth.tar")["model_config"] for name in ("only", "logits"))
+    assert [config["class_names"] for config in recorded] == [[], sorted(os.listdir(data / "train"))]
 
 
 @pytest.mark.parametrize("most", [2**28, 250, 1])

@@ -136,7 +136,7 @@ def test_a_tar_cut_anywhere_is_refused(tmp_path: Path) -> None:
         cut.write_bytes(whole[:length])
         with pytest.raises(UserError, match="cut.tar is cut, damaged"):
             scan_tar(str(cut))
-    for after in (whole, bytes(2**21) + b"x", b"x"):
+    for after in (whole, bytes(2**22) + b"x", b"x"):
         cut.write_bytes(whole + after)
         with pytest.raises(UserError, match="cut.tar goes on after its end marker at byte"):
             scan_tar(str(cut))
