@@ -156,6 +156,9 @@ def test_hub_faults_are_one_line(hub: Path, tmp_path: Path) -> None:
     datasets.Dataset.from_dict({"a": [1], "label": [0]}).to_parquet(plain / "train.parquet")
     with pytest.raises(UserError, match="no Image column among a, label"):
         open_images(cache, "train", f"hfds/{plain}")
+    datasets.Dataset.from_dict({"image": [b"x"], "label": [10**7]}).to_parquet(plain / "train.parquet")
+    with refuses("an image is of class 10000000, but there are 1000000 classes"):
+        open_images(cache, "train", f"hfds/{plain}")
     with pytest.raises(BadImage, match="no image format"):
         pixels(open_images(cache, "train", f"hfds/{hub}"), 2)
 

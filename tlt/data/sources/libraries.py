@@ -11,7 +11,7 @@ import numpy as np
 
 from tlt.data.sources.folder import TRAIN_SPLITS, VALIDATION_SPLITS
 from tlt.data.sources.image_file import DEFAULT_MAX_PIXELS, BadImage, check_length, read_file
-from tlt.data.sources.source import MAX_CLASS, ImageSource, numbered_names
+from tlt.data.sources.source import MAX_CLASS, ImageSource, check_classes, numbered_names
 from tlt.errors import MissingSplit, UserError, require
 from tlt.io.text import natural_sorted, printable
 
@@ -61,16 +61,16 @@ def open_hub_dataset(name: str, data: str | None, split: str, _on_progress: obje
             "labelled split, or filter the data set"
         )
     values = labels.to_numpy()
-    if _kind(table.features[label]) == "ClassLabel":
-        class_names = folder_names = list(table.features[label].names)
-    else:  # whole numbers are classes as they are, as in tar shards
-        folder_names = natural_sorted(map(str, np.unique(values)))
-        last = min(int(values.max(initial=-1)), MAX_CLASS) if values.dtype != object else -1
-        class_names = [*map(str, range(last + 1))] or folder_names
-    if values.dtype == object:
+    class_names = folder_names = list(getattr(table.features[label], "names", ()))
+    if values.dtype == object:  # texts
+        class_names = folder_names = natural_sorted({*values})
         numbers = {name: number for number, name in enumerate(class_names)}
         values = np.array([numbers[name] for name in values], np.int64)
+    elif not class_names:  # whole numbers are classes as they are, as in tar shards
+        folder_names = [*map(str, np.unique(values))]
+        class_names = [*map(str, range(min(int(values.max(initial=-1)), MAX_CLASS) + 1))]
     classes = values.astype(np.int64)
+    check_classes(classes, class_names, flag)
     # Arrow's values are views of the mapped file, so that we know a length before we copy.
     table = table.select_columns(image).cast_column(image, datasets.Image(decode=False)).with_format("arrow")
     paths = numbered_names(class_names[number] for number in classes)
