@@ -132,10 +132,8 @@ class Loader(DeviceLoader):
         label_view: LabelView | None = None,
         **loading: Any,
     ) -> None:
-        in_range_all(
-            1, batch_size=batch_size, micro_batches=micro_batches, world_size=world_size, max_pixels=max_pixels
-        )
-        in_range_all(0, seed=seed, max_bad_images=max_bad_images or 0)
+        in_range_all(1, batch_size=batch_size, micro_batches=micro_batches, world_size=world_size)
+        in_range_all(0, seed=seed, max_bad_images=max_bad_images or 0, max_pixels=max_pixels)
         if (info := getattr(labels, "info", None)) is not None:
             check_label_classes(info, "the labels", None, images.class_names)
         if isinstance(backend, str):
@@ -164,7 +162,6 @@ class Loader(DeviceLoader):
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of the next pass."""
-        in_range_all(0, epoch=epoch)
         self._next = epoch
 
     def __iter__(self) -> Iterator[Batch]:

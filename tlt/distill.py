@@ -160,9 +160,7 @@ class DistillLoss(TokenPlaces):
         dense_loss: The loss of tokens: "cosine" (1 - cosine), "smooth-l1", or "gram", the mean squared error of the
             cosines between all tokens of an image (DINOv3).
         temperature: Divides logits; the loss of logits is multiplied by its square.
-        grid, window: Those of the student's tokens, as in `tlt.TokenLabelLoss`.
-        places: Grid and window for images of other sizes (H, W).
-        img_size: As in `tlt.TokenLabelLoss`.
+        grid, window, places: Those of the student's tokens, as in `tlt.TokenLabelLoss`.
         scale: Normalises the teacher's features; None leaves them as they are.
     """
 
@@ -173,7 +171,6 @@ class DistillLoss(TokenPlaces):
     grid: Size = (1, 1)
     window: Area = FULL_AREA
     places: Mapping[Size, tuple[Size, Area]] = field(default_factory=dict)
-    img_size: Size | None = None
     scale: TeacherScale | None = None
 
     def __post_init__(self) -> None:
@@ -200,9 +197,9 @@ class DistillLoss(TokenPlaces):
         kinds, fitted = _for_each("kind", settings.get("kind", "token"), count), dict[str, Any]()
         model = bare(model, "DistillLoss.of" if "token" in kinds else "", inside=True)
         if "token" in kinds:
-            fitted["img_size"], *others = (size_of("img_size", size) for size in (img_size, *sizes))
-            fitted["grid"], fitted["window"], _ = token_map(model, img_size)
-            fitted["places"] = {size: token_map(model, size)[:2] for size in others}
+            sizes = [size_of("img_size", size) for size in (img_size, *sizes)]
+            fitted["places"] = {size: token_map(model, size)[:2] for size in sizes}
+            fitted["grid"], fitted["window"] = fitted["places"][sizes[0]]
         if isinstance(teacher, FeatureTeacher):
             return cls(teacher, **settings, **fitted)
         if count > 1 and getattr(model, "kd_kinds", None) != kinds:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -97,9 +98,10 @@ def check_class_id(class_id: int, num_classes: int | None, source: str) -> None:
         raise UserError(f"{source}: class id {class_id} is not {limit}; were these labels made for other classes?")
 
 
-def on_host(tensor: torch.Tensor) -> bool:
-    """Return whether the values of a tensor can be compared now: no device has to be waited for, no code is traced."""
-    return tensor.device.type == "cpu" and not torch.compiler.is_compiling()
+def on_host(values: Any) -> bool:
+    """Return whether there are values that can be compared now. Those of a tensor on a device, or traced, can't."""
+    known = not isinstance(values, torch.Tensor) or (values.device.type == "cpu" and values.numel() > 0)
+    return known and not torch.compiler.is_compiling()
 
 
 @dataclass(frozen=True)
@@ -129,7 +131,7 @@ class LabelBatch:
             shapes = [tuple(part.shape) for part in (values, ids, area)]
             raise UserError(f"LabelBatch: {shapes} are not values and ids of one shape (B, k, h, w), and areas (B, 4)")
         object.__setattr__(self, "ids", ids.to(torch.int32))
-        if self.largest_id is None and on_host(ids) and ids.numel():
+        if self.largest_id is None and on_host(ids):
             least, largest = map(int, self.ids.aminmax())
             check_class_id(least, None, "LabelBatch")
             object.__setattr__(self, "largest_id", (largest, "LabelBatch"))

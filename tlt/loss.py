@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tlt.data.batch import Batch
-from tlt.errors import UserError, in_range, in_range_all, size_of
+from tlt.errors import UserError, in_range, size_of
 from tlt.io.chunks import image_chunks
 from tlt.label_map import FULL_AREA, Area
 from tlt.mix import MixRatios
@@ -71,8 +71,7 @@ class TokenLabelLoss(TokenPlaces):
             class, and if it has another. The defaults are the published numbers.
         uncovered: How to treat what no label covers, see `tlt.targets.make_targets`.
         window: The part of an image that the tokens cover (`tlt.models.spatial`).
-        places: Grid and window for images of other sizes (H, W).
-        img_size: The size (H, W) of images with `grid` and `window`; None: all that `places` does not name.
+        places: Grid and window for images of each size (H, W); if empty, all have `grid` and `window`.
     """
 
     grid: tuple[int, int]
@@ -87,11 +86,8 @@ class TokenLabelLoss(TokenPlaces):
     uncovered: str = "ignore"
     window: Area = FULL_AREA
     places: Mapping[tuple[int, int], tuple[tuple[int, int], Area]] = field(default_factory=dict)
-    img_size: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "grid", size_of("grid", self.grid))
-        in_range_all(1, num_classes=self.num_classes)
         for name in ("cls_weight", "dense_weight"):
             in_range(name, getattr(self, name), 0)
         for name in ("gt_weight_agree", "gt_weight_disagree"):
@@ -114,13 +110,12 @@ class TokenLabelLoss(TokenPlaces):
         model = bare(model, "" if trained else "TokenLabelLoss.of with dense_weight=0, which freezes the dense head")
         if not isinstance(model, TOKEN_LABEL_MODELS):
             raise UserError(f"{type(model).__name__} has no dense head: call tlt.with_dense_head(model, img_size)")
-        img_size, *others = (size_of("img_size", size) for size in (img_size, *sizes))
-        layouts = {
-            size: (grid := model.token_grid(size), model.token_positions(size).window(grid, size))
-            for size in (img_size, *others)
+        sizes = [size_of("img_size", size) for size in (img_size, *sizes)]
+        places = {
+            size: (grid := model.token_grid(size), model.token_positions(size).window(grid, size)) for size in sizes
         }
-        grid, window = layouts.pop(img_size)
-        criterion = cls(grid, model.num_classes, window=window, places=layouts, img_size=img_size, **settings)
+        grid, window = places[sizes[0]]
+        criterion = cls(grid, model.num_classes, window=window, places=places, **settings)
         if not trained:
             model.set_dense_head(model.dense_head, trained=False)
         return criterion

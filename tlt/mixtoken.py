@@ -82,8 +82,7 @@ def mixed_share(box: Box, grid: tuple[int, int]) -> float | Tensor:
     float for a box of ints, and a 0-d float32 tensor on the box's device for a tensor. Raise UserError if the box is in
     host memory and not within the grid."""
     row0, col0, row1, col1 = _edges(box)
-    known = not isinstance(box, Tensor) or on_host(box)
-    if known and not (0 <= row0 <= row1 <= grid[0] and 0 <= col0 <= col1 <= grid[1]):
+    if on_host(box) and not (0 <= row0 <= row1 <= grid[0] and 0 <= col0 <= col1 <= grid[1]):
         raise UserError(
             f"MixToken's box {[*map(int, (row0, col0, row1, col1))]} is not within {grid[0]} x {grid[1]} tokens: draw "
             "it by tlt.draw_box(step, criterion.place(batch.images)[0])"

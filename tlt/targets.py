@@ -64,22 +64,18 @@ class SparseLabels(NamedTuple):
 
 
 class TokenPlaces:
-    """What losses of tokens have in common: grid and window of the tokens in images of `img_size` (None: of any), and
-    for images of other sizes in `places`."""
+    """What losses of tokens have in common: grid and window of the tokens, for images of each size in `places`."""
 
     grid: tuple[int, int]
     window: Area
     places: Mapping[tuple[int, int], tuple[tuple[int, int], Area]]
-    img_size: tuple[int, int] | None
 
     def place(self, images: Tensor) -> tuple[tuple[int, int], Area]:
         """Return grid and window of the tokens in images (B, 3, H, W). Raise UserError if their size is not known."""
         size = (images.shape[-2], images.shape[-1])
-        if size not in self.places and self.img_size not in (None, size):
-            raise UserError(
-                f"the loss is for images of {[self.img_size, *self.places]}, not {size}: name all (H, W) in "
-                f"{type(self).__name__}.of(model, img_size, sizes)"
-            )
+        if self.places and size not in self.places:
+            of = f"{type(self).__name__}.of(model, img_size, sizes)"
+            raise UserError(f"the loss is for images of {[*self.places]}, not {size}: name all (H, W) in {of}")
         return self.places.get(size, (self.grid, self.window))
 
 
@@ -139,7 +135,11 @@ def make_targets(
     one_of("--uncovered", uncovered, UNCOVERED)
     in_range("--smoothing", smoothing, 0, 1)
     grid = size_of("grid", grid)
-    _check_ids(labels, classes, num_classes)
+    in_range_all(1, num_classes=num_classes)
+    if labels is not None:
+        labels.check_ids(num_classes)
+    for class_id in classes.aminmax() if on_host(classes) else ():
+        check_class_id(int(class_id), num_classes, "the images")
     dtype = torch.promote_types(affine.dtype, torch.float32)
     truth = one_hot(classes, num_classes, smoothing, dtype)
     if labels is None:
@@ -163,15 +163,6 @@ def make_targets(
                 token_parts.append(_soft_labels(points, _token_logits(group, points), num_classes, smoothing))
     tokens = SparseLabels(*(torch.cat(parts) for parts in zip(*token_parts, strict=True))) if dense else None
     return Targets(torch.cat(crop_parts), tokens, truth, grid, window)
-
-
-def _check_ids(labels: LabelBatch | None, classes: Tensor, num_classes: int) -> None:
-    in_range_all(1, num_classes=num_classes)
-    if labels is not None:
-        labels.check_ids(num_classes)
-    if classes.numel() and on_host(classes):
-        for class_id in classes.aminmax():
-            check_class_id(int(class_id), num_classes, "the images")
 
 
 def is_best(labels: SparseLabels, classes: Tensor, num_classes: int) -> tuple[Tensor, Tensor]:
@@ -231,8 +222,7 @@ def _without_repeats(labels: LabelBatch, num_classes: int, dtype: torch.dtype) -
         other = values[:, j : j + 1]
         wins = (other > values) | ((other == values) & (position > j))
         duplicate |= wins & (ids == ids[:, j : j + 1])
-    ids, largest = ids.masked_fill(duplicate, num_classes), labels.largest_id
-    return LabelBatch(values.masked_fill(duplicate, 0), ids, labels.area.to(dtype), largest)
+    return LabelBatch(values.masked_fill(duplicate, 0), ids.masked_fill(duplicate, num_classes), labels.area.to(dtype))
 
 
 class _Points(NamedTuple):

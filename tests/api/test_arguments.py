@@ -73,14 +73,14 @@ MISTAKES: list[tuple[Callable[..., Any], str]] = [
     (lambda s: s.loader(max_bad_images=-1), "max_bad_images -1"),
     (lambda s: s.loader().epoch(0, -1), "start_update -1: give 1 number, at least 0 and at most 3"),
     (lambda s: s.loader().epoch(0, 4), "start_update 4"),
-    (lambda s: s.loader().set_epoch(0.5), "epoch 0.5"),
+    (lambda s: s.loader().epoch(0.5), "epoch 0.5"),
     (lambda s: tlt.AugmentConfig((224, 224.5)), r"--img-size \(224, 224.5\): give 2 numbers, at least 1, without"),
     (lambda s: tlt.AugmentConfig((224, 224), recount=1.5), "--recount 1.5"),
     (lambda s: tlt.SizeSchedule([32, 64], [8, 8]), "--train-img-sizes 32: give 2 numbers"),
     (lambda s: tlt.SizeSchedule([(32, 32), (64, 64)], [8, 2.5]), "--train-batch-sizes .*2.5.* without a fraction"),
-    (lambda s: tlt.SizeSchedule([(32, 32), (64, 64)], [8]), "1 batch sizes .* for 2 image sizes"),
-    (lambda s: s.loss((2, 0)), r"grid \(2, 0\): give 2 numbers, at least 1"),
-    (lambda s: s.loss(num_classes=4.0), "num_classes 4.0"),
+    (lambda s: tlt.SizeSchedule([(32, 32), (64, 64)], [8]), r"one for each of --train-img-sizes\) \[8\]: give 2"),
+    (lambda s: s.loss((2, 0)).targets(s.batch), r"grid \(2, 0\): give 2 numbers, at least 1"),
+    (lambda s: s.loss(num_classes=4.0).targets(s.batch), "num_classes 4.0"),
     (lambda s: tlt.StepKey(0, 1.5), "update 1.5"),
     (lambda s: tlt.draw_box(tlt.StepKey(0, 0), 14), "grid 14: give 2 numbers"),
     # pairs of arguments that do not fit each other
@@ -175,13 +175,17 @@ def test_what_fits_is_taken_however_it_is_written(setting: SimpleNamespace) -> N
     """Sizes as lists, folders as paths, class ids of other integers; a schedule's loss knows the grid of each size."""
     s, ids = setting, torch.full((8, 2, 3, 3), 3, dtype=torch.uint16)
     (batch, *_) = tlt.Loader(tlt.open_images(s.data, "train"), None, tlt.AugmentConfig([32, 32]), 8, workers=0)
-    assert torch.equal(batch.images, s.batch.images) and tlt.open_images(s.data, "train", "").root == s.images.root
+    assert torch.equal(batch.images, s.batch.images) and tlt.AugmentConfig([32, 32]) == SQUARE
+    (s.data / "t.csv").write_text(f"path,class\ntrain/{s.images.paths[0]},red\n")
+    assert len(tlt.open_images(s.data, "train", "csv/t.csv")) == 1
     sizes, criterion = tlt.SizeSchedule([[32, 32], [96, 64]], [8, 4]), s.fitted([32, 32], [[96, 64]])
+    assert sizes == tlt.SizeSchedule([(32, 32), (96, 64)], [8, 4])
     for step, each in enumerate(tlt.Loader(s.images, None, SQUARE, 8, workers=0, sizes=sizes)):
         box = tlt.draw_box(tlt.StepKey(0, step), grid := criterion.place(each.images)[0])
         assert criterion(s.model(each.images, dense=True), criterion.targets(each), box).total.isfinite()
         assert grid == s.model.token_grid(tuple(each.images.shape[2:]))
     teacher = tlt.FeatureTeacher(s.teacher.model, [64, 64])
+    assert teacher(torch.zeros(1, 3, 64, 64)).ndim == 3
     student = tlt.with_projector(tlt.with_dense_head(s.plain, [32, 32]), teacher, [32, 32])
     distil = tlt.DistillLoss.of(student, [32, 32], teacher, [[96, 64]])
     assert distil.place(s.batch.images)[0] == s.fitted((32, 32)).grid

@@ -34,10 +34,10 @@ TRAIN = [
     ("--train-img-sizes 4 32", "does not run on images of 3 x 4 x 4 (--train-img-sizes, "),
     ("--model test_vit --drop-path 0 --val-img-size 8", "3 x 8 x 8 (--train-img-sizes, --val-img-size)"),
     ("--model mixer_s32_224 --img-size 224 --train-img-sizes 192 224", "does not run on images of 3 x 192 x 192"),
-    ("--train-img-sizes 32 48 --train-batch-sizes 4", "1 batch sizes (--train-batch-sizes) for 2 image sizes"),
+    ("--train-img-sizes 32 48 --train-batch-sizes 4", "one for each of --train-img-sizes) [4]: give 2 numbers"),
     (
         "--train-img-sizes 32 48 --train-batch-sizes auto 4",
-        "for 2 image sizes (--train-img-sizes): give one for each, or auto alone",
+        "--train-batch-sizes (auto alone, or one for each of --train-img-sizes) ['auto', 4]: give 2 numbers",
     ),
     (
         "--train-img-sizes 32 48 --train-size-probs 0 0",

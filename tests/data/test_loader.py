@@ -211,9 +211,11 @@ def test_processes_live_longer_than_the_thread_that_began_them() -> None:
     assert in_a_thread(lambda: same(kept.epoch(0), loader().epoch(0)))
     assert same(kept.epoch(1), loader().epoch(1))
     workers = {*multiprocessing.active_children()}
-    pairs = zip(loader().epoch(2), kept.epoch(2), strict=False)  # which asks `kept` for no end
+    pairs = zip(loader().epoch(2), old := kept.epoch(2), strict=False)  # which asks `old` for no end
     assert all(torch.equal(one.images, other.images) for one, other in pairs)
-    assert {*multiprocessing.active_children()} == workers != set() and same(kept.epoch(3), loader().epoch(3))
+    batches = [next(new := kept.epoch(3))]
+    assert next(old, None) is None and same([*batches, *new], loader().epoch(3))
+    assert {*multiprocessing.active_children()} == workers != set()
     batches, expected = loader(2).epoch(2), loader().epoch(2)
     assert in_a_thread(lambda: same([next(batches)], [next(expected)])) and same(batches, expected)
     numbers = jobs.in_processes(slowly, None, range(5), 2, "counting")

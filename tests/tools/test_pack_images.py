@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -152,22 +153,36 @@ def test_what_is_there_is_never_mixed_with_something_else(data: Path, tmp_path: 
     pack_images(str(data), out)
     (tmp_path / "out" / "train" / "notes.txt").write_text("mine")
     assert "9 images are packed in" in "".join(pack_images(str(data), out))
-    with pytest.raises(UserError, match="was made with --shard-size 512, this command says 1: choose another OUT, or"):
-        pack_images(str(data), out, shard_mb=1)
+    labels = str(make_tree(tmp_path / "labels", scan_folder(data / "train")))
+    rows: list[tuple[dict[str, Any], str]] = [
+        ({"shard_mb": 1}, "--shard-size 512, this command says 1"),
+        ({"max_side": 8}, "--max-side None, this command says 8"),
+        ({"labels": labels}, r"labels \(sha256\) None, this command says .*"),
+    ]
+    for settings, difference in rows:
+        with pytest.raises(UserError, match=f"was made with {difference}: choose another OUT, or --overwrite"):
+            pack_images(str(data), out, **settings)
     save_image(data / "train" / "b" / "new.png", 99)
     with pytest.raises(UserError, match="was made with images .*choose another OUT, or --overwrite"):
         pack_images(str(data), out)
     pack_images(str(data), out, overwrite=True)
     assert list(open_images(out, "train").paths) == list(scan_folder(data / "train").paths)
     assert (tmp_path / "out" / "train" / "notes.txt").read_text() == "mine"
-    # A shard of other images, as a killed command of these would have left it.
-    (tmp_path / "out" / "train" / "00000.tar").write_bytes((tmp_path / "out" / "validation" / "00000.tar").read_bytes())
+    # A killed command has left a shard of other images, or one of these before they were changed.
+    shards, folder = tmp_path / "out", scan_folder(data / "train")
+    changes = {shards / "train" / "00000.tar": (shards / "validation" / "00000.tar").read_bytes()}
+    changes |= {(image := Path(folder.path(0))): image.read_bytes()[:-1] + b"?"}
     marker = tmp_path / "out" / "train" / PACKING
     content = json.loads(marker.read_text()) | {"complete": False}
     del content["crc32"]
     marker.write_text(json.dumps(content | {"crc32": marker_crc(content)}))
-    with pytest.raises(UserError, match="00000.tar holds other images or labels: remove it"):
-        pack_images(str(data), out)
+    for path, changed in changes.items():
+        before = path.read_bytes()
+        path.write_bytes(changed)
+        with pytest.raises(UserError, match="00000.tar holds other images or labels: remove it"):
+            pack_images(str(data), out)
+        path.write_bytes(before)
+    pack_images(str(data), out)
 
 
 def test_large_images_are_made_smaller(data: Path, tmp_path: Path) -> None:

@@ -45,13 +45,9 @@ class SizeSchedule:
     random_mix: float = 0.1
 
     def __post_init__(self) -> None:
-        if len(self.batch_sizes) != len(self.sizes) or "auto" in self.batch_sizes:
-            count = f"{len(self.batch_sizes)} batch sizes (--train-batch-sizes)"
-            how = "give one for each, or auto alone"
-            raise UserError(f"{count} for {len(self.sizes)} image sizes (--train-img-sizes): {how}")
         object.__setattr__(self, "sizes", tuple(size_of("--train-img-sizes", size) for size in self.sizes))
-        in_range("--train-batch-sizes", self.batch_sizes, 1, counts=(len(self.sizes),), whole=True)
-        in_range("epochs", 1 if self.epochs is None else self.epochs, 1, whole=True)
+        flag = "--train-batch-sizes (auto alone, or one for each of --train-img-sizes)"
+        in_range(flag, self.batch_sizes, 1, counts=(len(self.sizes),), whole=True)
         self._timm  # noqa: B018 - it checks the numbers
 
     @cached_property

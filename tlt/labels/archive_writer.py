@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -53,9 +52,9 @@ class ArchiveWriter:
         names: Sequence[str],
         overwrite: bool = False,
         first: bool = True,
-        made_by: Mapping[str, Any] = MappingProxyType({}),
+        made_by: Mapping[str, Any] | None = None,
     ) -> None:
-        self.root, self.info, self._made_by = Path(root), info, made_by
+        self.root, self.info, self._made_by = Path(root), info, made_by or {}
         self.names = names if isinstance(names, Names) else Names(names)
         with self._writing():
             self._folder = self._begin(overwrite) if first else None
@@ -72,9 +71,8 @@ class ArchiveWriter:
 
     def holds(self, row: int, label_map: LabelMap) -> bool:
         """Return whether this map is the one that was written into a row."""
-        stored = self._rows.read(row, int(self._rows.states()[1][row]))
-        pairs = ((stored.ids, label_map.ids), (stored.values, label_map.values)) if stored else ()
-        return bool(pairs) and all(np.array_equal(*pair) for pair in pairs)
+        stored: Any = self._rows.read(row, int(self._rows.states()[1][row]))
+        return all(np.array_equal(getattr(stored, name), getattr(label_map, name)) for name in ("ids", "values"))
 
     def write(self, row: int, label_map: LabelMap) -> None:
         """Write a map into a row.

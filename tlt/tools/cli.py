@@ -16,6 +16,7 @@ import os
 import sys
 from argparse import ArgumentParser, ArgumentTypeError, RawDescriptionHelpFormatter
 from collections.abc import Sequence
+from functools import partial
 from importlib import import_module
 from typing import NoReturn
 
@@ -124,9 +125,7 @@ def _whole(text: str, least: int = 0) -> int:
     return int(text)
 
 
-def _positive(text: str) -> int:
-    return _whole(text, 1)
-
+_positive = partial(_whole, least=1)
 
 _COMMANDS = {  # name -> positional arguments, help line, function that adds flags (its docstring is the description)
     "pack": ("TREE OUT", "a tree of label files into an archive", _pack),

@@ -31,7 +31,7 @@ from volo.checkpoint.state import TrainState
 from volo.config.checkpoint_files import BEST, LAST, MILESTONE
 
 NAMES = re.compile(r"(?:last|model_best|(?:checkpoint|milestone)-(\d+))\.pth\.tar")  # `--resume auto` reads only these
-STAGED, ABANDONED = ".staged-", "superseded-"
+STAGED, _ABANDONED = ".staged-", "superseded-"
 
 
 class NotWrittenError(UserError):
@@ -271,13 +271,13 @@ class CheckpointDir:
         for file in sorted(self.directory.glob("*-*.pth.tar")):
             match = NAMES.fullmatch(file.name)  # a milestone's number is its epoch's number plus one
             if match and int(match[1]) - bool(MILESTONE.fullmatch(file.name)) >= state.epoch and file.name != path.name:
-                os.replace(file, file.with_name(ABANDONED + file.name))
+                os.replace(file, file.with_name(_ABANDONED + file.name))
                 aside.append(file.name)
         last = self.directory / LAST
         if last.exists() and not last.samefile(path):
-            duplicate(last, last.with_name(ABANDONED + LAST))  # not renamed: a `last` must exist at every instant
+            duplicate(last, last.with_name(_ABANDONED + LAST))  # not renamed: a `last` must exist at every instant
             aside.append(LAST)
         if best_of(self.ranking(state.scores)) is None and (self.directory / BEST).exists():
-            os.replace(self.directory / BEST, self.directory / (ABANDONED + BEST))
+            os.replace(self.directory / BEST, self.directory / (_ABANDONED + BEST))
             aside.append(BEST)
-        return [f"set aside as {ABANDONED}*, not on the way to {path.name}: {', '.join(aside)}"] if aside else []
+        return [f"set aside as {_ABANDONED}*, not on the way to {path.name}: {', '.join(aside)}"] if aside else []

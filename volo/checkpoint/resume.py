@@ -92,7 +92,7 @@ def check_behaviour(checkpoint: dict[str, Any], path: Path) -> None:
         )
 
 
-def table(checkpoint: dict[str, Any], key: str) -> dict[str, Any]:
+def table(checkpoint: dict[Any, Any], key: Any) -> dict[str, Any]:
     """Return the dict that a checkpoint holds under `key`; {} if it holds none there."""
     return value if isinstance(value := checkpoint.get(key), dict) else {}
 

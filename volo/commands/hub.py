@@ -16,8 +16,8 @@ from timm.models import get_model_traits, save_for_hf
 from tlt.errors import UserError, install_command, reason_of
 from tlt.io.files import blamed_on, os_errors_as
 from tlt.io.weights import peek_checkpoint
-from volo.checkpoint.checkpoint import ABANDONED
 from volo.checkpoint.model_config import class_names
+from volo.checkpoint.resume import table
 from volo.config.args import changed_flags
 from volo.config.checkpoint_files import ENDINGS
 from volo.config.flags_data import LOADING
@@ -122,8 +122,8 @@ def _public(words: list[str]) -> list[str]:
 
 
 def _accuracy(trained: TrainedModel, checkpoint: str) -> list[str]:
-    """Return a sentence about the accuracy of the exported weights, from their run's records. Return [] if the run
-    did not measure exactly these weights on images prepared in this way."""
+    """Return a sentence about the accuracy of the exported weights, which their file tells; their run's records tell
+    of how many images. Return [] if the run did not measure exactly these weights on images prepared in this way."""
     if not checkpoint:
         return []
     saved, config, suffix = peek_checkpoint(checkpoint), trained.config, "_ema" if trained.args.use_ema else ""
@@ -134,13 +134,12 @@ def _accuracy(trained: TrainedModel, checkpoint: str) -> list[str]:
     as_trained = all(json.dumps(recorded.get(key)) == json.dumps(trained.settings[key]) for key in _IMAGES)
     epoch = saved.get("epoch")
     is_whole = type(epoch) is int and saved.get("update") == (epoch + 1) * (saved.get("updates_per_epoch") or 0)
-    for row in epochs_of(Path(checkpoint).parent) if as_trained and is_whole else ():
-        top1, images = row.get(f"eval_top1{suffix}"), row.get(f"eval_images{suffix}")
-        if Path(checkpoint).name.startswith(ABANDONED):  # the record may be of the epoch that took its place
-            top1 = saved["scores"].get(epoch, {}).get(f"top1{suffix}")
-        if row.get("epoch") == epoch and top1 is not None:
+    # Records may be of another epoch of this number, which took the place of a file that was set aside.
+    top1 = table(table(saved, "scores"), epoch).get(f"top1{suffix}")
+    for row in epochs_of(Path(checkpoint).parent) if as_trained and is_whole and top1 is not None else ():
+        if row.get("epoch") == epoch:
             which = " (averaged weights)" if suffix else ""
-            return [f"Top-1 {top1:.2f} % of {images} validation images{which}."]
+            return [f"Top-1 {top1:.2f} % of {row.get(f'eval_images{suffix}')} validation images{which}."]
     return []
 
 

@@ -282,11 +282,10 @@ def surprises(args: Namespace, schedule: LrSchedule, classes: np.ndarray) -> lis
     if not args.kd_only and classes.min() == classes.max():
         lines.append("all training images are of one class, so that any model comes to a loss of 0 and 100 %")
     if largest < _WARM * schedule.peak or 0 < args.epochs <= args.warmup_epochs * (not args.warmup_prefix):
-        share = f", {100 * largest / schedule.peak:.0f} % of its peak" if schedule.peak else ""
         fitted = "the fitted " * ("warmup_epochs" in args.defaulted)
         lines.append(
-            f"the learning rate never gets beyond {largest:.3g}{share}: {fitted}--warmup-epochs {args.warmup_epochs} "
-            f"is long for --epochs {args.epochs}"
+            f"the learning rate never gets beyond {largest:.3g} of {schedule.peak:.3g}: {fitted}--warmup-epochs "
+            f"{args.warmup_epochs} is long for --epochs {args.epochs}"
         )
     elif missed := schedule.missed_end:
         nearer = "--cooldown-epochs 1" if args.sched_on_updates else "--sched-on-updates or --cooldown-epochs 1"
