@@ -135,16 +135,12 @@ def make_targets(
     one_of("--uncovered", uncovered, UNCOVERED)
     in_range("--smoothing", smoothing, 0, 1)
     grid = size_of("grid", grid)
-    in_range_all(1, num_classes=num_classes)
-    if labels is not None:
-        labels.check_ids(num_classes)
-    for class_id in classes.aminmax() if on_host(classes) else ():
-        check_class_id(int(class_id), num_classes, "the images")
     dtype = torch.promote_types(affine.dtype, torch.float32)
     truth = one_hot(classes, num_classes, smoothing, dtype)
     if labels is None:
         tokens = _truth_tokens(classes, grid, num_classes, smoothing, dtype) if dense else None
         return Targets(truth, tokens, truth, grid, window)
+    labels.check_ids(num_classes)
     if {len(labels), len(affine), len(visible)} != {len(classes)}:
         shapes = [tuple(part.shape) for part in (labels.ids, affine, visible, classes)]
         raise UserError(f"make_targets: labels, affine, visible and classes {shapes} are of unequal numbers of images")
@@ -179,7 +175,11 @@ def is_best(labels: SparseLabels, classes: Tensor, num_classes: int) -> tuple[Te
 
 
 def one_hot(classes: Tensor, num_classes: int, smoothing: float, dtype: torch.dtype) -> Tensor:
-    """Turn (B,) class ids into (B, C) smoothed one-hot rows that sum to 1."""
+    """Turn (B,) class ids into (B, C) smoothed one-hot rows that sum to 1. Raise UserError for ids out of range, where
+    that is known without waiting for the device."""
+    in_range_all(1, num_classes=num_classes)
+    for class_id in classes.aminmax() if on_host(classes) else ():
+        check_class_id(int(class_id), num_classes, "the images")
     rows = torch.zeros(classes.shape[0], num_classes, dtype=dtype, device=classes.device)
     return smooth(rows.scatter_(1, classes.long()[:, None], 1.0), smoothing)
 

@@ -42,6 +42,8 @@ def test_check_counts(scenes: tuple[Path, Path], capsys: pytest.CaptureFixture[s
         assert main(["check", str(data), str(tree)]) == 0
         said = capsys.readouterr().out
         assert "40 images, 40 labels read, (k, h, w) = (2, 8, 8)" in said and "images without label: 0" in said
+    assert main(["check", str(data), str(tree), "--num-classes", "0"]) == 2
+    assert "--num-classes: '0' is not a whole number of 1 or more" in capsys.readouterr().err
     (tree / "labels.json").unlink()
     first = torch.load(tree / "c0" / "0.pt")
     torch.save(first[..., :4], tree / "c0" / "0.pt")

@@ -1,5 +1,6 @@
 """Packing trees, and unpacking: the same maps, whatever they come from."""
 
+import json
 import shutil
 from pathlib import Path
 
@@ -10,7 +11,9 @@ import torch
 from tests.labels.packed import SHAPE, label_map, make_tree, write_images
 from tlt.data.sources.folder import scan_folder
 from tlt.errors import UserError
+from tlt.io.output_folder import marker_crc
 from tlt.label_map import centre_square
+from tlt.labels.archive import META_NAME
 from tlt.labels.archive_writer import ArchiveWriter
 from tlt.labels.label_info import LabelInfo
 from tlt.labels.store import LabelStore, open_labels
@@ -134,6 +137,10 @@ def test_labels_of_another_tree_do_not_go_on(tree: Path, names: list[str], tmp_p
         torch.save(torch.load(path) * 0, path)
     with pytest.raises(UserError, match="holds labels of another tree: choose another OUT, or --overwrite"):
         pack(str(other), str(tmp_path / "out"))
+    older = json.loads((marker := tmp_path / "out" / META_NAME).read_text())  # of a version that recorded less
+    del older["--transposed"], older["crc32"]
+    marker.write_text(json.dumps(older | {"crc32": marker_crc(older)}))
+    pack(str(tree), str(tmp_path / "out"))
 
 
 def test_labels_that_cannot_be_trained_on_are_not_packed(tree: Path, names: list[str], tmp_path: Path) -> None:

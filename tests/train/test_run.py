@@ -42,6 +42,12 @@ from volo.train.schedule import LrSchedule
         ("--model-ema --model-ema-warmup -b 64 --epochs 30", 512, 1000, "hist 3 warmup 6"),
         ("--sched wsd --epochs 30", 1_281_167, 1000, "hist 3 warmup 6 cooldown 0 sched_on_updates True"),
         ("--sched rsqrt --no-sched-on-updates", 1_281_167, 1000, "cooldown 0"),
+        (  # batches of 40 and of 8 images
+            "--model-ema -b 8 --epochs 8 --train-img-sizes 96 224 --train-batch-sizes auto",
+            5000,
+            1000,
+            "hist 3 warmup 1 cooldown 0 decay 0.99701",
+        ),
         # The smallest images come in batches that are twelve times as large, and an epoch of them has four updates.
         (
             "--num-classes 7 --train-img-sizes 64 224 --train-batch-sizes auto",
@@ -77,6 +83,7 @@ def test_an_average_forgets_the_initial_weights_within_the_run_or_is_told_not_to
         told = resolve_args(arguments(f"{flags} --model-ema --model-ema-decay {decay}"), {}, images, 1000, 2)[2]
         warning = f"after the {updates} updates of this run {share:.0f} % of its moving average are still the initial"
         assert [warning in line for line in told if "warning" in line] == [True] * (share > 10)
+        assert share <= 10 or f"--model-ema-decay {decay} was given, without it one is fitted to the run" in told[-1]
 
 
 @pytest.mark.parametrize(
@@ -213,11 +220,13 @@ def test_what_is_fitted_to_a_length_is_fitted_again(trunk: str, branch: str, mor
     assert {name: again[name] for name in given} == given
 
 
-def test_a_short_branch_forgets_what_a_long_trunk_has_left_in_its_average() -> None:
-    trunk, batch, _ = resolve_args(arguments("--epochs 300 --model-ema -b 8"), {}, 400, 1000, 1)
+@pytest.mark.parametrize("flags", ["--epochs 300 --model-ema", "--epochs 10"])
+def test_a_short_branch_forgets_what_a_long_trunk_has_left_in_its_average(flags: str) -> None:
+    trunk, batch, _ = resolve_args(arguments(f"{flags} -b 8"), {}, 400, 1000, 1)
     checkpoint = {"args": vars(trunk), "batch": batch, "epoch": 7}
     branch = resolve_args(arguments("--epochs 10 --model-ema -b 8"), checkpoint, 400, 1000, 1)[0]
-    assert trunk.model_ema_decay ** (8 * 50) * branch.model_ema_decay ** (2 * 50) == pytest.approx(0.1, rel=0.1)
+    left = trunk.model_ema_decay ** (8 * 50) if trunk.model_ema else 1  # without an average, it begins at the branch
+    assert left * branch.model_ema_decay ** (2 * 50) == pytest.approx(0.1, rel=0.1)
 
 
 def test_what_subsets_drop_is_judged_by_the_batch_that_the_checkpoint_decides() -> None:
