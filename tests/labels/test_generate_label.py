@@ -116,7 +116,7 @@ def test_what_is_in_out_decides(command: list[str], tmp_path: Path, capsys: pyte
     assert "16 label maps of 4 classes on 2 x 2 cells" in said(0, *command)
     before = top()
     assert "was complete already" in said(0, *command)
-    assert "was complete already" in said(0, *command, "-b", "3")  # which labels are made does not depend on it
+    assert "was complete already" in said(0, *command, "-b", "3")
     assert "was made with --model-kwargs" in said(2, *command, "--model-kwargs", "drop_rate=0.5")
     elsewhere = shutil.copytree(command[0], tmp_path / "elsewhere")
     assert "was complete already" in said(0, str(elsewhere), *command[1:])
@@ -132,6 +132,8 @@ def test_broken_images_are_counted(command: list[str], capsys: pytest.CaptureFix
     broken.write_bytes(broken.read_bytes()[:100])
     assert cli.run("label", [*command, "--max-bad-images", "0"]) == 2
     assert "1 of 16 images can't be read, more than --max-bad-images 0" in capsys.readouterr().err
+    assert cli.run("label", [*command, "-b", "3"]) == 2  # the last bits of what is left to do would differ
+    assert "was made with --batch-size 5, this command says 3: choose another" in capsys.readouterr().err
     assert cli.run("label", command) == 0
     assert "left out" in (said := capsys.readouterr().out) and "red3.jpg" in said
     folder = scan_folder(Path(command[0]) / "train")

@@ -1,9 +1,11 @@
 """Shards hold what the folder and its labels hold: same order, same bytes, same maps, same batches; killed or not."""
 
+import io
 import json
 import multiprocessing
 import os
 import sys
+import tarfile
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -168,15 +170,18 @@ def test_what_is_there_is_never_mixed_with_something_else(data: Path, tmp_path: 
     pack_images(str(data), out, overwrite=True)
     assert list(open_images(out, "train").paths) == list(scan_folder(data / "train").paths)
     assert (tmp_path / "out" / "train" / "notes.txt").read_text() == "mine"
-    # A killed command has left a shard of other images, or one of these before they were changed.
-    shards, folder = tmp_path / "out", scan_folder(data / "train")
-    changes = {shards / "train" / "00000.tar": (shards / "validation" / "00000.tar").read_bytes()}
-    changes |= {(image := Path(folder.path(0))): image.read_bytes()[:-1] + b"?"}
+    # A killed command has left a shard of other images, one that lacks an image, or one of images as they were before.
+    shard, image = tmp_path / "out" / "train" / "00000.tar", Path(scan_folder(data / "train").path(0))
+    with tarfile.open(shard) as whole, tarfile.open(fileobj=(cut := io.BytesIO()), mode="w") as part:
+        for member in whole.getmembers()[:-2]:
+            part.addfile(member, whole.extractfile(member))
+    changes = [(shard, (tmp_path / "out" / "validation" / "00000.tar").read_bytes()), (shard, cut.getvalue())]
+    changes += [(image, image.read_bytes()[:-1] + b"?")]
     marker = tmp_path / "out" / "train" / PACKING
     content = json.loads(marker.read_text()) | {"complete": False}
     del content["crc32"]
     marker.write_text(json.dumps(content | {"crc32": marker_crc(content)}))
-    for path, changed in changes.items():
+    for path, changed in changes:
         before = path.read_bytes()
         path.write_bytes(changed)
         with pytest.raises(UserError, match="00000.tar holds other images or labels: remove it"):

@@ -65,7 +65,7 @@ def label_folder(args: Namespace, world: World) -> None:
     info = describe(trained, folder, (grid[0], grid[1]))
     with primary_first():
         first = world.is_primary
-        made_by = {"--model-kwargs": args.model_kwargs}
+        made_by = {"--batch-size": args.batch_size, "--model-kwargs": args.model_kwargs}
         with suppress(BadImage):
             made_by["sha256 of the first image"] = hashlib.sha256(folder.read(0)).hexdigest()[:16]
         writer = ArchiveWriter(args.token_label_root, info, folder.paths, args.overwrite and first, first, made_by)
