@@ -298,6 +298,7 @@ def test_rows_of_heads_go_by_the_names_of_the_classes(tmp_path: Path, name: str,
         (["a", "b"], ["0", "1"], (2, 2), None),
         (["1", "0"], ["0", "1"], (2, 2), [1, 0]),
         (["a", "b", "c"], ["c", "a"], (3, 2), [2, 0]),
+        (["a", "b", "c"], ["c", "a"], (2, 2), None),  # more names than classes
     ],
 )
 def test_names_decide_where_both_sides_have_them(

@@ -179,6 +179,10 @@ def test_class_names(call: Call, photos: Path, tmp_path: Path) -> None:
     assert named == {("0", "küche"), ("1", "flur"), ("2", "bad")}, ended.err
     ended = call("predict", f"{flags} --class-names {tmp_path}/two.txt")
     assert ended.code == 2 and "two.txt holds 2 lines: give a name for each of 3 classes" in ended.err
+    record = {"state_dict": torch.load(tmp_path / "v.pth"), "model_config": {"class_names": ["flur", "küche", "bad"]}}
+    torch.save(record, tmp_path / "v.pth")
+    ended = call("predict", f"{flags} --class-names {tmp_path}/names.txt")
+    assert ended.refused("--class-names: class 0 is küche, which is class 1 of the checkpoint")
 
 
 @pytest.mark.parametrize(

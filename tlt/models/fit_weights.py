@@ -132,7 +132,7 @@ def rows_by_name(there: Classes, here: Classes, counts: tuple[int, int]) -> list
     """
     for names, count in ((there, counts[0]), (here, counts[1])):
         numbers = [*names] == [str(number) for number in range(len(names))]
-        if not names or len(names) > count or len(names) == 1 < count or (numbers and {*there}.isdisjoint(here)):
+        if len(names) > count or len(names) == 1 < count or (numbers and {*there}.isdisjoint(here)):
             return None
     row_of: dict[str | int, int] = {key: row for row, key in enumerate((*there, *range(len(there), counts[0])))}
     rows = [row_of.get(key, -1) for key in (*here, *range(len(here), counts[1]))]
