@@ -118,10 +118,9 @@ def resolve_args(
     begun = {name: value for name, value in changed.items() if recorded.get(name) == value}
     new = {name: value for name, value in changed.items() if name not in begun}
     source = f"defaults for {images} images of {classes} classes and {args.epochs} epochs"
-    messages = _as_flags("as the run has begun", begun), _as_flags(source, new), kept_batch
-    useless_average = _useless_average(decided, _updates(decided, images, batch["global"]))
-    decided = FrozenArgs(decided, grad_accum_steps=steps)
-    return decided, batch, [line for line in (*messages, useless_average) if line]
+    average = _useless_average(decided, _updates(decided, images, batch["global"]))
+    lines = _as_flags("as the run has begun", begun), _as_flags(source, new), kept_batch, average
+    return FrozenArgs(decided, grad_accum_steps=steps), batch, [line for line in lines if line]
 
 
 def fit_to_data(
