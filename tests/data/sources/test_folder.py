@@ -135,9 +135,11 @@ def test_folders_may_be_nested_as_deeply_as_the_system_allows(tmp_path: Path) ->
     deep = Path(*"d" * 1100)
     for name in ("1.jpg", "1.pt"):
         (tmp_path / deep / name).touch()
-    assert FolderListing(tmp_path).names == [f"{deep}/1.jpg"]
-    assert label_files_below(str(tmp_path)) == {f"{deep}/1.pt"}
-    subprocess.run(["rm", "-r", tmp_path / "d"], check=True)  # pytest's own removal is recursive
+    try:
+        assert FolderListing(tmp_path).names == [f"{deep}/1.jpg"]
+        assert label_files_below(str(tmp_path)) == {f"{deep}/1.pt"}
+    finally:
+        subprocess.run(["rm", "-r", tmp_path / "d"], check=True)  # pytest's own removal is recursive
 
 
 def test_fault_23_31_36_38_what_is_left_out_is_reported(tree: Path) -> None:
