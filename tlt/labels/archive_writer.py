@@ -130,7 +130,6 @@ class ArchiveWriter:
         info = replace(self.info, skipped=list(skipped), max_id=max_id)
         # With the checksum, meta.json differs if the labels differ.
         more = {"labels_crc32": zlib.crc32(crc32.tobytes()), "agreement": tally.summary()}
-        self._folder.settings.pop("--batch-size", None)  # it decides the last bits of labels that are still to be made
         with self._writing():
             for column in self._rows.columns.values():
                 column.sync()

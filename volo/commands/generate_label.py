@@ -21,6 +21,7 @@ import hashlib
 from argparse import Namespace
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -65,7 +66,8 @@ def label_folder(args: Namespace, world: World) -> None:
     info = describe(trained, folder, (grid[0], grid[1]))
     with primary_first():
         first = world.is_primary
-        made_by = {"--batch-size": args.batch_size, "--model-kwargs": args.model_kwargs}
+        # Not the batch size, which decides last bits alone: a job that ran out of memory goes on with a smaller one.
+        made_by: dict[str, Any] = {"--model-kwargs": args.model_kwargs}
         with suppress(BadImage):
             made_by["sha256 of the first image"] = hashlib.sha256(folder.read(0)).hexdigest()[:16]
         writer = ArchiveWriter(args.token_label_root, info, folder.paths, args.overwrite and first, first, made_by)
