@@ -125,17 +125,21 @@ def with_projector(
     like = next(model.parameters())
     widths = {kind: width_of(model, img_size, kind) for kind in dict.fromkeys(kinds)}
     channels = [width_of(each.model, each.img_size, kind) for each, kind in zip(teachers, kinds, strict=True)]
+    parts: dict[str, nn.Module] = {}
     extend(model, Student, outermost=True)
     model.kd_kinds, model.kd_listed = kinds, not isinstance(teacher, FeatureTeacher)
-    for name in [name for name, _ in model.named_children() if name.startswith(("kd_projector", "kd_scale"))]:
-        delattr(model, name)  # of earlier teachers
     for number, (kind, dense_loss) in enumerate(zip(kinds, losses, strict=True)):
         projector = nn.Sequential()
         if kind == "feature" or (kind == "token" and dense_loss != "gram"):
             projector.extend([nn.LayerNorm(widths[kind]), nn.Linear(widths[kind], channels[number])])
             if len(teachers) > 1:
-                setattr(model, _numbered("kd_scale", number), TeacherScale(channels[number]).to(like.device))
-        setattr(model, _numbered("kd_projector", number), projector.to(like))
+                parts[_numbered("kd_scale", number)] = TeacherScale(channels[number]).to(like.device)
+        parts[_numbered("kd_projector", number)] = projector.to(like)
+    for name in [name for name, _ in model.named_children() if name.startswith(("kd_projector", "kd_scale"))]:
+        if name not in parts:
+            delattr(model, name)  # of earlier teachers, of which there were more
+    for name, part in parts.items():
+        setattr(model, name, part)
     return model
 
 

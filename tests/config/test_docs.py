@@ -31,7 +31,7 @@ SCRIPTS = {
     "pretrain.sbatch": "train",
     "finetune.sbatch": "train",
 }
-MAKE = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+MAKE = set(re.findall(r"^([a-z0-9-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
 
 
 def names_of(flags: Iterable[Flag]) -> set[str]:

@@ -85,7 +85,7 @@ def pack_images(
         label_args = source.paths, None, None, "skip", source.class_names
         store = open_labels(labels, *label_args) if labels and split == splits[0] else None
         warnings = [*source.warnings, *(store.warnings if store else ())]
-        lines += [f"warning: {warning.removesuffix('; --bad-label skip')}" for warning in warnings]
+        lines += [f"warning: {warning.rpartition('; ')[0]}" for warning in warnings]
         packing = Packing(os.path.join(out, split), source, store, max_side)
         try:
             lines.append(packing.run(shard_mb, workers, overwrite))

@@ -48,8 +48,9 @@ from volo.train.step import Step, StepResult
 WARM_UP, _WARM_UP_OF_RANKS = 3, 11
 # Relative tolerances of losses and norms, of the change of the weights, and of the weights.
 _LOSS_TOLERANCE, _CHANGE_TOLERANCE, _WEIGHT_TOLERANCE = 5e-3, 0.05, 1e-7
-# Share of the GPU's memory; if more is reserved, graphs are freed for validation and smaller batches.
-_MUCH_RESERVED = 0.5
+_MUCH_RESERVED = (
+    0.5  # share of the GPU's memory; if more is reserved, graphs are freed for validation and smaller batches
+)
 _AHEAD = 2  # replays that may be queued: the host is free meanwhile, and each holds a batch
 
 
@@ -75,12 +76,20 @@ def why_launched(run: Run, training: Training) -> str:
     Raises:
         UserError: They can't be, although `--cuda-graph` asks for it.
     """
+    reason = _hindrance(run, training) if run.world.device.type == "cuda" else "this is no GPU"
+    if reason and run.args.cuda_graph:
+        raise UserError(f"--cuda-graph: steps can't be repeated as a CUDA graph ({reason}); leave it out")
+    unseen = "nobody has seen a graph on several GPUs yet, --cuda-graph asks for it"
+    return unseen if run.world.size > 1 and not (reason or run.args.cuda_graph) else reason
+
+
+def _hindrance(run: Run, training: Training) -> str:
+    """Return why the steps of a GPU can't be repeated as a graph: they involve the host, say; "" if they can."""
     args, model, several = run.args, training.model, run.world.size > 1
     kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
     hooks = [hook for module in model.modules() for kind in kinds for hook in getattr(module, kind).values()]
     plain = isinstance(model, DistributedDataParallel) and not model.find_unused_parameters  # not compiled as a whole
     reasons = {
-        "this is no GPU": run.world.device.type != "cuda",
         "--no-cuda-graph": args.no_cuda_graph,
         sharding_flag(args): bool(sharding_flag(args)),
         f"--torchcompile-mode {args.torchcompile_mode} makes graphs": args.torchcompile_mode in CUDA_GRAPH_MODES,
@@ -95,12 +104,8 @@ def why_launched(run: Run, training: Training) -> str:
         "--grad-accum-steps with --train-img-sizes": args.grad_accum_steps > 1 and bool(args.train_img_sizes),
         "--grad-compression": several and args.grad_compression != "none",
         "several GPUs, and weights without a gradient or a model that is compiled as a whole": several and not plain,
-        "nobody has seen a graph on several GPUs yet, --cuda-graph asks for it": several and not args.cuda_graph,
     }
-    reason = next((reason for reason, holds in reasons.items() if holds), "")
-    if reason and args.cuda_graph:
-        raise UserError(f"--cuda-graph: steps can't be repeated as a CUDA graph ({reason}); leave it out")
-    return reason
+    return next((reason for reason, holds in reasons.items() if holds), "")
 
 
 @dataclass
@@ -113,6 +118,10 @@ class _SizeState:
     inputs: tuple[Batch, Drawn] | None = None  # tensors from which the graphs read a batch and its random numbers
     # Keys: whether the micro-batch is the last one of its update.
     graphs: dict[bool, tuple[torch.cuda.CUDAGraph, StepResult]] = field(default_factory=dict)
+
+    def repeats(self, batch: Batch) -> bool:
+        """Whether there are graphs for a batch of this shape."""
+        return bool(self.graphs) and self.inputs is not None and _shapes(batch) == _shapes(self.inputs[0])
 
 
 class StepGraph(Step):
@@ -153,7 +162,7 @@ class StepGraph(Step):
             self.release_memory()
         if full and key.micro_batch == 0 and not now.graphs and not now.to_launch:
             self._capture_or_give_up(batch, key)
-        if not now.graphs or now.inputs is None or _shapes(batch) != _shapes(now.inputs[0]):
+        if not now.repeats(batch):
             now.to_launch = max(0, now.to_launch - (full and batch.key.last))
             return super().__call__(batch, key)
         self.send(batch, self.criterion.draw(batch, key))
