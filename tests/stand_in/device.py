@@ -80,10 +80,10 @@ class StandIn:
         self.left_by_failures.remove(what)
 
     def synchronize(self, _: Any = None) -> None:
-        event = self.default.record_event()
-        for stream in self.mains:
-            event.known |= {**stream.known, stream: stream.time}
-        event.synchronize()
+        after_all = Stream()
+        for stream in (self.default, *self.mains):
+            after_all.wait_stream(stream)
+        after_all.synchronize()
 
     def race(self, message: str) -> None:
         self.races.append(f"{message} ({' < '.join(product_frames())})")
