@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 import tlt
 import volo  # noqa: F401
 from tests.data.conftest import refuses
+from volo.train.precision import check_convolutions
 
 SIZE = (64, 64)
 TEACHER = tlt.FeatureTeacher(timm.create_model("test_resnet"), SIZE)
@@ -92,7 +93,9 @@ def test_without_a_dense_loss_the_dense_head_adds_nothing() -> None:
 def test_a_teacher_may_be_grey_or_of_half_precision(settings: dict[str, Any], kind: str) -> None:
     for name in ("test_resnet", "volo_test"):
         whole = made(name, **{key: value for key, value in settings.items() if key != "dtype"}).eval()
-        model, channels = copy.deepcopy(whole).to(settings.get("dtype")), settings.get("in_chans", 3)
+        channels = settings.get("in_chans", 3)
+        check_convolutions(whole, (channels, *SIZE), settings.get("dtype"), torch.device("cpu"))
+        model = copy.deepcopy(whole).to(settings.get("dtype"))
         teacher, expected = tlt.FeatureTeacher(model, SIZE), tlt.FeatureTeacher(whole, SIZE)
         outputs = teacher(images(channels), kind)
         assert outputs.dtype == torch.float32

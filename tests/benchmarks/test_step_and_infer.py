@@ -75,7 +75,7 @@ def test_on_a_gpu_ours_is_a_graph_or_the_row_says_why_not(
     monkeypatch.setattr(step, "TrainStep", Watched)
     monkeypatch.setattr(StepGraph, "_capture", captured)
     monkeypatch.setattr(torch.cuda.CUDAGraph, "replay", lambda graph: repeated.append(replay(graph)))
-    rows = measure("step --device cuda --model volo_test volo_test --img-size 32 -b 2 --rounds 1 --warm-up 1 --peer")
+    rows = measure("step --device cuda --model volo_test volo_test --img-size 32 -b 1 --rounds 1 --warm-up 1 --peer")
     note = "warning: steps are launched, no CUDA graph of them: OutOfMemoryError: 2 GiB" if fails else None
     assert [(row["arm"], row.get("note")) for row in rows] == 4 * [("ours", note)]
     assert alive == [1, 1] and len({*streams}) == 2
