@@ -24,11 +24,17 @@ def test_one_page_holds_the_whole_run(call: Call, data: Path, tmp_path: Path) ->
     flags = f"{data} {QUICK} --epochs 2 --output {tmp_path} --experiment a<b>&c"
     ended = call("train", flags).ok()
     assert "dense" not in ended.out and "(class" not in ended.out
+    verdict = ended.out.splitlines()[-1]
+    assert "is no better than naming the largest class, 25.0 %" in verdict  # as after 4 updates it cannot be
     again = call("train", f"{flags} --resume auto")
     assert again.code == 0 and "this run was finished before: all of its 2 epochs are done" in again.out
     run = tmp_path / "a<b>&c"
     ended = call("report", "--html", run).ok()
     page = (run / "report.html").read_text()
+    assert (
+        ended.out.startswith(f"verdict  {verdict}\ntop-1 ")
+        and f"<dl><dt>verdict</dt><dd>{html.escape(verdict)}" in page
+    )
     assert "a<b>" not in page and "a&lt;b&gt;&amp;c" in page and "model: volo_test" in page
     assert "4 updates reported, 2 epochs finished" in page and '"torch":' in html.unescape(page)
     assert page.count("<img") == page.count('src="data:image/png;base64,iVBOR') == page.count("src=") == 2

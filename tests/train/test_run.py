@@ -1,8 +1,5 @@
 """What data and checkpoint decide before anything is built: defaults, and the global batch on other processes."""
 
-import re
-from argparse import Namespace
-from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
@@ -13,7 +10,7 @@ import torch
 from tests.train.small_run import arguments
 from tlt.errors import UserError
 from volo.cluster.distributed import World
-from volo.commands.run_start import outcome, surprises
+from volo.commands.run_start import surprises
 from volo.train import loop, meter
 from volo.train.run import batch_record, resolve_args, steps_to_keep
 from volo.train.schedule import LrSchedule
@@ -118,32 +115,6 @@ def test_a_run_that_learns_less_than_it_seems_to_is_told(
     peak = 1e-3 if args.lr is None else args.lr
     lines = surprises(args, LrSchedule(args, peak, images), np.arange(images) % classes)  # one image an update
     assert len(lines) == len(told) and all(text in line for text, line in zip(told, lines, strict=True)), lines
-
-
-@pytest.mark.parametrize(
-    ("flags", "scores", "per_class", "told"),
-    [
-        ("", {"top1": 13.3}, [6] * 10, ["best top1: 13.30 % \\(epoch 2, ", "13.3 % is no better than .* 10.0 %"]),
-        ("", {"top1": 20.0}, [6] * 10, ["best top1: 20.00 %"]),
-        ("", {"top1": 85.0}, [80, 20], ["best top1", "no better than naming the largest class, 80.0 %"]),
-        ("", {"top1": 100.0}, [5], ["best top1"]),
-        ("--model-ema", {"top1": 9.0, "top1_ema": 60.0}, [6] * 10, ["best top1_ema: 60.00 %"]),
-        ("--eval-metric loss", {"top1": 50.0, "loss": 1.2}, [6, 6], ["best loss: 1.20 \\(", "no better"]),
-        ("synthetic", {"top1": 10.0}, [6] * 10, ["best top1"]),
-        ("--kd-only --kd-model-name x", {}, [6] * 10, []),
-    ],
-)
-def test_a_run_ends_with_its_best_epoch_and_a_warning_where_it_has_learnt_nothing(
-    flags: str, scores: dict[str, float], per_class: list[int], told: list[str]
-) -> None:
-    state = Mock(epoch=3, scores={0: {}, 1: scores, 2: {}})
-    classes = np.repeat(np.arange(len(per_class)), per_class)
-    training = Mock(state=state, validation=Mock(dataset=Mock(classes=classes)))
-    args = Namespace(**vars(arguments(flags.replace("synthetic", ""))))
-    args.data_backend = "synthetic" if flags == "synthetic" else "torchvision"
-    lines = outcome(Mock(args=args, directory=Path("run")), training)
-    assert len(lines) == len(told) and all(re.search(each, line) for each, line in zip(told, lines, strict=True)), lines
-    assert not lines or lines[0].endswith("run/model_best.pth.tar)")
 
 
 @pytest.mark.parametrize("dist_bn", ["reduce", "broadcast"])

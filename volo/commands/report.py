@@ -31,7 +31,7 @@ from volo.record.records import EVENTS, METRICS, duration, read_json_lines
 
 Record = dict[str, Any]
 PAGE = "report.html"
-_ORDINARY = {"start", "resume", "checkpoint", "end"}  # kinds of events of a run without faults
+_ORDINARY = {"start", "resume", "checkpoint", "verdict", "end"}  # kinds of events of a run without faults
 _SHOWN_FILES = 20
 _OF_LOG = ("model", "data")  # first words of the lines of log.txt that the report quotes
 _STYLE = """
@@ -140,7 +140,9 @@ def _head(folder: Path, records: Records) -> dict[str, str]:
     loss = f", loss {_number(last, 'loss', math.nan):.4f}" if last else ""
     run = [f"{int(_number(last, 'update'))} updates reported, {len(records.epochs)} epochs finished{loss}"]
     run += [f"{count} damaged lines of {name} are left out" for name, count in records.damaged.items() if count]
-    summary = {"top-1": _accuracy(records.epochs), "run": "; ".join(run)}
+    verdicts = [event.get("text") for event in records.events if event.get("kind") == "verdict"]
+    summary = {"verdict": str(verdicts[-1] or "") if verdicts else ""}
+    summary |= {"top-1": _accuracy(records.epochs), "run": "; ".join(run)}
     begun = [event for event in records.events if event.get("kind") in ("start", "resume")][:2]
     if begun and begun[-1]["kind"] == "resume" and begun[-1].get("path"):
         summary["branch"] = f"of {begun[-1]['path']}, with {int(_number(begun[-1], 'update'))} updates done"

@@ -35,19 +35,19 @@ from volo.cluster.tensor_parallel import TensorParallelParams
 from volo.config.checkpoint_files import BEST
 from volo.config.flag_rules import trackers_of
 from volo.record.logger import Logger
-from volo.record.metrics import Arithmetic, peak_flops, wilson_interval
+from volo.record.metrics import Arithmetic, peak_flops
 from volo.record.profile import WARM_UP
 from volo.record.records import RunRecords, settings_of, versions
 from volo.record.run_directory import RunLock, changed_settings, choose_directory
 from volo.train.architecture import image_size_by_name
 from volo.train.criterion import Criterion, TokenLabelCriterion
 from volo.train.data import HELD_OUT_FILE, as_list
+from volo.train.judge import WARM, chance_line
 from volo.train.loop import best_so_far, set_train_mode
 from volo.train.precision import compute_dtype
 from volo.train.run import Run, Training
 from volo.train.schedule import LrSchedule
 
-_WARM = 0.8  # share of the peak learning rate: with the default warm-up, a cosine reaches 0.9
 _FEW_UPDATES = 200
 _JUMP = 1.05  # factor from which on a step of the learning rate at a resume is told
 
@@ -281,7 +281,7 @@ def surprises(args: Namespace, schedule: LrSchedule, classes: np.ndarray) -> lis
     lines, largest = [], schedule.largest
     if not args.kd_only and classes.min() == classes.max():
         lines.append("all training images are of one class, so that any model comes to a loss of 0 and 100 %")
-    if largest < _WARM * schedule.peak or 0 < args.epochs <= args.warmup_epochs * (not args.warmup_prefix):
+    if largest < WARM * schedule.peak or 0 < args.epochs <= args.warmup_epochs * (not args.warmup_prefix):
         fitted = "the fitted " * ("warmup_epochs" in args.defaulted)
         lines.append(
             f"the learning rate never gets beyond {largest:.3g} of {schedule.peak:.3g}: {fitted}--warmup-epochs "
@@ -303,25 +303,22 @@ def surprises(args: Namespace, schedule: LrSchedule, classes: np.ndarray) -> lis
     return lines
 
 
-def outcome(run: Run, training: Training) -> list[str]:
-    """Return lines about the best epoch of a finished run, and a warning if it may have learnt nothing."""
-    metric, classes = ranked_by(vars(run.args)), training.validation.dataset.classes
-    best, _ = best_so_far(training.state, metric)
+def outcome(run: Run, training: Training) -> tuple[str, str]:
+    """Return a line about the best epoch of a finished run, and a verdict: that it may have learnt nothing, or that it
+    was still learning. Either may be ""."""
+    metric, state = ranked_by(vars(run.args)), training.state
+    best, since = best_so_far(state, metric)
     if best is None:
-        return []
-    epoch, scores = next((n, metrics) for n, metrics in training.state.scores.items() if metrics.get(metric) == best)
-    lines = [
-        f"best {metric}: {best:.2f}{'' if metric.startswith('loss') else ' %'} "
-        f"(epoch {epoch + 1}, {run.directory / BEST})"
-    ]
-    top1 = scores["top1_ema" if metric.endswith("_ema") else "top1"] / 100
-    largest = np.unique(classes, return_counts=True)[1].max() / len(classes)
-    if wilson_interval(top1, len(classes))[0] <= largest < 1 and run.args.data_backend != "synthetic":
-        lines.append(
-            f"warning: {100 * top1:.1f} % is no better than naming the largest class, {100 * largest:.1f} %: more "
-            "--epochs, a smaller --batch-size, --pretrained weights, -c finetune_small (docs/wrong.md) help"
-        )
-    return lines
+        return "", ""
+    epoch = next(n for n, scores in state.scores.items() if scores.get(metric) == best)
+    unit, validations = "" if metric.startswith("loss") else " %", sum(metric in row for row in state.scores.values())
+    line = f"best {metric}: {best:.2f}{unit} (epoch {epoch + 1}, {run.directory / BEST})"
+    if verdict := chance_line(run, training, epoch, validations):
+        return line, f"warning: {verdict}"
+    if since or validations == 1 or best == 100:
+        return line, ""
+    more = ": more --epochs may give more" if state.epoch >= training.schedule.total_epochs else ""
+    return line, f"the best epoch is the last: it was still {'rising' if unit else 'falling'}{more}"
 
 
 def check_smallest_batch(args: Namespace, model: nn.Module, size: tuple[int, int, int], stream: IndexStream) -> None:

@@ -349,5 +349,7 @@ def train(run: Run, training: Training) -> None:
             raise
     spent = f"{duration(time.monotonic() - began)} since this start"
     logger.line(f"done: {state.update} updates, {spent}; results in {run.directory}")
-    for line in outcome(run, training):
-        logger.line(line)
+    best, verdict = outcome(run, training)
+    if best:
+        logger.line(best)
+        logger.verdict(verdict)

@@ -137,6 +137,13 @@ class Logger:
         else:
             print(f"[rank {self.world.rank}] warning: {text}", file=sys.stderr, flush=True)
 
+    def verdict(self, text: str) -> None:
+        """Print how the run goes, and record it for its report; "" takes back what was said before."""
+        if self.world.is_primary:
+            self.event("verdict", text=text)
+        if text:
+            self.line(text)
+
     def start_epoch(self, epoch: int, epochs: int, updates: int) -> None:
         """Show a progress bar for the epoch if stderr is a terminal."""
         if self.records is not None and sys.stderr.isatty():

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -69,6 +70,19 @@ def wilson_interval(share: float, count: int) -> tuple[float, float]:
     middle, width = share + z * z / (2 * count), z * (share * (1 - share) / count + (z / (2 * count)) ** 2) ** 0.5
     low, high = ((middle + sign * width) / (1 + z * z / count) for sign in (-1, 1))
     return low, high
+
+
+def chance_interval(share: float, count: int, best_of: int = 1) -> tuple[float, float]:
+    """Return the 95 % interval of the share (0 to 1) of `count` images that guesses get right, each with a probability
+    of `share`; with `best_of`, that of the best of so many series of guesses. It is the binomial distribution's."""
+    if not 0 < share < 1:
+        return share, share
+    right = np.arange(count + 1)
+    factorials = np.log(np.maximum(right, 1)).cumsum()  # their logarithms
+    terms = factorials[-1] - factorials - factorials[::-1] + right * np.log(share) + right[::-1] * np.log1p(-share)
+    at_most = np.exp(terms).cumsum() ** best_of
+    low, high = np.searchsorted(at_most[:-1], (0.025, 0.975)) / count
+    return float(low), float(high)
 
 
 @dataclass(frozen=True)

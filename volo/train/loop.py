@@ -26,6 +26,7 @@ from volo.cluster.shard import whole_weights
 from volo.record.metrics import EpochTotals, Evaluation, Sums, correct_in_top
 from volo.train.compilation import begin_step
 from volo.train.dense_score import DenseScore
+from volo.train.judge import judge_epoch
 from volo.train.meter import Meter
 from volo.train.optim import set_lr
 from volo.train.precision import Precision
@@ -70,6 +71,7 @@ def train_epochs(run: Run, training: Training, saver: Saver) -> None:
         state.epoch += 1
         logger.set_position(state.epoch, state.update)
         logger.epoch(epoch, totals, evaluations, best_so_far(state, ranking_metric)[0])
+        judge_epoch(run, training, epoch)
         if best := saver.after_epoch():
             logger.line(f"best {ranking_metric} {best.metric:.4f} (epoch {best.epoch + 1}, {best.file})")
         logger.curve()
