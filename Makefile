@@ -9,7 +9,7 @@
 # make test-docker   build the image on a small base (root; installs Debian's buildah and debootstrap)
 # make benchmark-gpu   on a GPU of 80 GB: its tests, training steps, and whole programs from files, in calls of 10 minutes
 # make house   lines of each room, of tests and docs
-# make docs   the pages of docs/ as a site: open site/index.html       make docs-serve  serve it, and follow changes
+# make docs   docs/ as a site, and as Markdown with llms.txt: open site/index.html    make docs-serve  serve it, and follow changes
 # make lint   ruff, mypy, shellcheck, hadolint, mkdocs                       make clean  remove .venv and the demo's output
 PYTHON ?= python3
 VENV := .venv

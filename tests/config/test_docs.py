@@ -85,6 +85,29 @@ def test_the_site_has_a_heading_for_every_flag_of_every_program() -> None:
     assert len({anchor for *_, anchor in headings}) == len(headings)
 
 
+def test_the_site_has_every_page_as_markdown_and_llms_txt(tmp_path: Path) -> None:
+    build, load = pytest.importorskip("mkdocs.commands.build"), pytest.importorskip("mkdocs.config").load_config
+    settings, files = load(str(ROOT / "mkdocs.yml"), site_dir=str(tmp_path), plugins=[]), []
+    settings.plugins.events["env"].append(lambda env, **given: files.append(given["files"]))
+    build.build(settings)
+    pages = [page.with_suffix(".md").name for page in tmp_path.glob("*.html") if page.name != "404.html"]
+    index = (tmp_path / "llms.txt").read_text()
+    assert re.match(r"# volo-tlt\n\n> .+\n(\n## .+\n\n(- .+\n)+)+\Z", index)
+    listed = re.findall(r"^- \[[^\]]+\]\(([^)]+)\): [A-Z].+\.$", index, re.MULTILINE)
+    assert sorted(listed) == sorted(pages) and len(pages) > 25
+    for name in [*pages, "llms-full.txt"]:
+        text = re.sub(r"^```.*?^```", "", (tmp_path / name).read_text(), flags=re.MULTILINE | re.DOTALL)
+        targets = re.findall(r"\]\((?!https?://)([^)#]+)", text)
+        assert text and "<!--" not in text and not [each for each in targets if not (tmp_path / each).is_file()], name
+    assert "\n#### `--model NAME`" in (tmp_path / "all_flags.md").read_text()
+    # A visitor's system decides until they do.
+    schemes = re.findall(r'data-md-color-media="(.+?)"', (tmp_path / "index.html").read_text())
+    assert schemes == [f"(prefers-color-scheme{which})" for which in ("", ": light", ": dark")]
+    settings.site_url = "https://example.org/docs/"
+    settings.plugins.on_env(object(), config=settings, files=files[0])
+    assert (tmp_path / "llms.txt").read_text() == index.replace("](", "](https://example.org/docs/")
+
+
 def test_flags_that_timm_has_alone_are_told_of_on_the_page_and_where_they_are_given(tmp_path: Path) -> None:
     page, known = (ROOT / "docs" / "parity.md").read_text(), names_of(TRAIN.parser().flags.values())
     assert not TIMM_FLAGS.keys() & known, "what is here now is no longer told of as missing"
