@@ -107,6 +107,21 @@ def test_bad_input_is_one_line_with_exit_code_2(
     assert [file.name for file in tmp_path.iterdir()] == ["lvvit_test.pth"]
 
 
+def test_onnx_that_torch_cannot_write_is_one_line(
+    call: Call, described: Described, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_rule(*_: object, **__: object) -> None:
+        try:
+            raise AssertionError("only 4D query, key, and value are supported")
+        except AssertionError as cause:
+            raise torch.onnx.errors.OnnxExporterError("a page\nof internals") from cause
+
+    _, checkpoint = described("lvvit_test", {"depth": 1}, **LOOKS)
+    monkeypatch.setattr(torch.onnx, "export", no_rule)
+    ended = call("export", f"--checkpoint {checkpoint} -o {tmp_path}/model.onnx")
+    assert ended.refused("only 4D query") and "--format torch-export" in ended.err and "page" not in ended.err
+
+
 def test_a_file_that_differs_from_the_model_is_not_written(
     call: Call, described: Described, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

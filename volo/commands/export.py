@@ -85,7 +85,7 @@ def write_onnx(program: ExportedProgram, outputs: list[str], config: str, path: 
     """Write one .onnx file that contains the weights, and `model_config` in its metadata.
 
     Raises:
-        UserError: The weights are too large for one file, or torch can't write this opset.
+        UserError: The weights are too large for one file, or torch can't write this opset or one of the model's layers.
     """
     size = sum(t.numel() * t.element_size() for t in program.state_dict.values())
     if size > _LARGEST_ONNX:
@@ -103,6 +103,13 @@ def write_onnx(program: ExportedProgram, outputs: list[str], config: str, path: 
                 output_names=outputs,
                 dynamic_shapes={INPUT: {0: "batch"}},
             )
+    except torch.onnx.OnnxExporterError as error:  # its text is a page about torch's internals; the cause is a line
+        cause: BaseException = error
+        while cause.__cause__ is not None:
+            cause = cause.__cause__
+        raise UserError(
+            f"torch's exporter can't write the model as ONNX ({reason_of(cause)}): use --format torch-export"
+        ) from error
     finally:
         logging.disable(logging.NOTSET)
     if written.model.opset_imports[""] != opset:  # the exporter keeps its own opset if it can't convert the graph
