@@ -232,8 +232,13 @@ def test_device_names_are_checked_and_what_the_machine_has_is_not_passed_over(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     for name in ("warp9", "meta", "mps", "cuda"):
-        with pytest.raises(UserError, match=f"--device {name}"):
+        with pytest.raises(
+            UserError, match=f"--device {name}: there is no GPU cuda:0, torch finds none here|{name}: there are cpu"
+        ):
             choose_device(name, 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(UserError, match="there is no GPU cuda:2, this machine has 2, cuda:0 to cuda:1; --device cpu"):
+        choose_device("cuda:2", 0)
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("xpu"))
     assert choose_device("xpu", 0).type == "xpu"

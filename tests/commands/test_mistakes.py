@@ -9,6 +9,10 @@ from tests.commands.conftest import QUICK, Call, TrainedRun
 TEACHER = "--kd-model-name {run} --kd-distill-type token"
 TRAIN = [
     ("--model volo_d9 --train-split nowhere", "timm knows no such model; did you mean volo_d"),  # before a long search
+    ("--model volo_dO", "did you mean volo_d0?"),
+    ("--model timm/VOLO-dl.sail_in1k", "did you mean volo_d1.sail_in1k?"),
+    ("--model microsoft/resnet-50", "did you mean resnet50?"),
+    ("--model d1", "did you mean volo_d1,"),
     ("--token-label --model levit_128s --img-size 224", "dense head"),
     ("--token-label --model densenet121 --img-size 64", "--no-mix-token"),
     ("--num-classes 3", "4 class folders"),
@@ -16,7 +20,7 @@ TRAIN = [
     ("--amp --amp-dtype float16", "bfloat16"),
     ("--device cuda:99", "--device"),
     ("--finetune nowhere.pth", "nowhere.pth"),
-    ("--val-split nowhere", "nowhere"),
+    ("--val-split nowhere", "(--val-split validation); --val-fraction 0.1"),
     ("--start-epoch 9", "--start-epoch 9"),
     ("--model cs3darknet_s --pretrained", "published weights can't be fetched"),  # there are none
     ("--model-kwargs bogus=1", "bogus"),
@@ -73,7 +77,7 @@ TRAIN = [
 ]
 VALIDATE = [
     ("--checkpoint nowhere.pth", "nowhere.pth"),
-    ("--split nowhere", "(--split)"),
+    ("--split nowhere", "(--split validation)"),
     ("--results-file /dev/null/a.csv", "--results-file /dev/null"),
     ("--model volo_d1", "volo_d1"),
     ("--class-map nowhere.txt", "nowhere.txt"),

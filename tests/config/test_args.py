@@ -11,9 +11,11 @@ import pytest
 from timm.optim import optimizer_kwargs
 from timm.scheduler import scheduler_kwargs
 
+from tests.config.test_docs import names_of
 from tlt.errors import UserError
 from volo.cli import COMMANDS
 from volo.config.args import TRAIN
+from volo.config.flags_elsewhere import ROWS
 from volo.config.value_types import Place
 
 ROOT = Path(__file__).parents[2]
@@ -22,6 +24,24 @@ LABELS = "--token-label --token-label-data l"
 REFUSED = """
 train | --epocs 3 | unknown flag --epocs, did you mean --epochs
 train | --ema-decay 0.9 | unknown flag --ema-decay, did you mean --model-ema-decay?
+train | --imgsz 64 --lr0 0.1 | unknown flag --imgsz, did you mean --img-size?; unknown flag --lr0, did you mean --lr?
+train | --per_device_train_batch_size 4 --Learning_Rate 1 | unknown flag --Learning_Rate, did you mean --lr?
+train | --lr-warmup-epochs 3 --label-smoothing 0 | did you mean --warmup-epochs?; unknown flag --label-smoothing, did
+train | --cos_lr --batchsize 3 | did you mean --sched cosine?; unknown flag --batchsize, did you mean --batch-size?
+train | --devices 2 | did you mean volo launch N?
+train | --data x --weights y | did you mean DATA_DIR, without a flag?; unknown flag --weights, did you mean --finetune?
+predict! | --source x --weights y | did you mean PATHS, without a flag?; unknown flag --weights, did you mean --check
+train! | data=d model=volo_d0 imgsz=64 amp=True cos_lr=1 | write d --model volo_d0 --img-size 64 --amp --sched cosine
+predict! | source=d model=volo_d0 | source=d model=volo_d0: write d --model volo_d0
+validate | amp=false workers=0 | write no --amp --workers 0
+train | --pretrained True | True: a switch takes no value
+train | --pretrained=True | --pretrained: a switch takes no value
+train | --sched Cosine | invalid choice: 'Cosine', did you mean cosine?
+train | --amp --amp-dtype bf16 | invalid choice: 'bf16', did you mean bfloat16?
+train | --device 0,1 | '0,1' names several
+train | --model yolo11n-cls.pt | names no architecture: weights are given as --finetune yolo11n-cls.pt
+predict | --model m/best.pth | names no architecture: weights are given as --checkpoint m/best.pth
+train | -c finetune-small.yaml | nor a recipe of this name; did you mean finetune_small?
 train | second_dir | one argument too many: second_dir
 train | --epochs 1.5 | --epochs: invalid int value: '1.5'
 train | --epochs 0 | --epochs: 0 is out of range: at least 1
@@ -96,6 +116,29 @@ def test_refused_in_one_line(row: str) -> None:
         COMMANDS[program.rstrip("!")].program.parse(words)
     assert message in str(caught.value)
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 250
+
+
+def test_names_of_other_programs_stand_for_what_is_here() -> None:
+    parsers = [command.program.parser() for command in COMMANDS.values()]
+    values = {
+        value
+        for parser in parsers
+        for row in parser.flags.values()
+        if isinstance(row.type, tuple)
+        for value in row.type
+    }
+    for meant, names in ROWS.items():
+        first = re.split("[ ,]", meant)[0]
+        with_it = [parser for parser in parsers if first in {*parser.flags} | names_of(parser.flags.values())]
+        assert with_it or first in values or first in COMMANDS or first == "volo", meant
+        here = {name.lstrip("-") for parser in with_it for name in names_of(parser.flags.values())}
+        assert not here & {*names.split()}, "what is here now stands for itself"
+    assert len([name for names in ROWS.values() for name in names.split()]) > 100
+    # The same in a recipe, with the values of flags, and of devices.
+    with pytest.raises(UserError, match="recipes are finetune_small, .*, volo_d5_512"):
+        TRAIN.parse(["/data", "-c", "nosuch"])
+    for text, device in {"0": "cuda:0", "cuda1": "cuda:1", "GPU": "cuda", "cuda:2": "cuda:2", "cpu": "cpu"}.items():
+        assert TRAIN.parse(["/data", "--device", text]).device == device
 
 
 # What some flags of train.py need | what lacks it | these flags.

@@ -57,6 +57,8 @@ def test_values_have_the_type_they_have_on_the_command_line(
     [
         ("!!python/object/apply:os.system ['touch hacked']", "could not determine a constructor"),
         ("epocs: 3", "unknown key 'epocs', did you mean epochs"),
+        ("learning-rate: 3", "unknown key 'learning-rate', did you mean lr?"),
+        ("exist_ok: 1", "unknown key 'exist_ok', did you mean resume auto?"),
         ("config: other.yaml", "unknown key 'config'"),
         ("mixup_mode: bogus", "mixup_mode: argument --mixup-mode: invalid choice: 'bogus' (choose from"),
         ("epochs: 1.5", "--epochs: invalid int value: '1.5'"),

@@ -36,6 +36,7 @@ _BACKLOG = 4096  # connections that may wait: all ranks of a large run connect a
 _MESH_S = 60.0  # time limit for connecting the ranks with each other after they have met
 JOIN_S = 480.0  # time limit for all ranks to come; together with _MESH_S less than the watchdog's START_S
 _GONE_S = 5.0  # time limit for reaching a store that was there before
+_DEVICES = "cpu, cuda, cuda:N, mps and xpu, as far as the machine has them"
 LEFT = "left"  # key that a node sets if it ends before the ranks have met
 _GONE = re.compile(r"Connection (closed|reset) by|Broken pipe|Socket closed|Connection refused", re.IGNORECASE)
 
@@ -106,11 +107,11 @@ def choose_device(requested: str | None, local_rank: int) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError as error:
-        raise UserError(f"--device {name}: {str(error).splitlines()[0]}") from error
+        raise UserError(f"--device {name}: there are {_DEVICES}") from error
     if device.type not in ("cpu", "cuda"):
         accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
         if device.type not in ("mps", "xpu") or accelerator is None or accelerator.type != device.type:
-            raise UserError(f"--device {name}: of cpu, cuda, cuda:N, mps and xpu, what the machine has can be used")
+            raise UserError(f"--device {name}: there are {_DEVICES}")
         if launch_of(os.environ).size > 1:
             raise UserError(f"--device {name}: several processes need cuda or cpu")
     if device.type == "cuda":
@@ -118,7 +119,8 @@ def choose_device(requested: str | None, local_rank: int) -> torch.device:
         number = 0 if count == 1 else local_rank  # a launcher may show each rank only its own GPU
         device = torch.device("cuda", number if device.index is None else device.index)
         if device.index is None or device.index >= count:
-            raise UserError(f"--device {name}: needs GPU {device.index}, this machine shows {count}; use --device cpu")
+            numbers = f"this machine has {count}, cuda:0 to cuda:{count - 1}" if count else "torch finds none here"
+            raise UserError(f"--device {name}: there is no GPU cuda:{device.index}, {numbers}; --device cpu needs none")
         torch.cuda.set_device(device)
         # As in timm's programs, float32 products use TF32, and cuDNN chooses its algorithms by timing them.
         torch.set_float32_matmul_precision("high")

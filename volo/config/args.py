@@ -6,6 +6,7 @@ Reading order: `value_types` and `flag_table` (what a flag is), `flags_train` an
 
 from __future__ import annotations
 
+import os
 from argparse import Namespace
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -142,9 +143,19 @@ def shipped(folder: str) -> Path:
 
 
 def recipe_file(name: str) -> str:
-    """Return the path of the file that `-c` names: a path, or the name of one of this project's recipes."""
-    known = shipped("configs") / f"{name}.yaml"
-    return str(known) if not Path(name).exists() and Path(name).name == name and known.is_file() else name
+    """Return the path of the file that `-c` names: a path, or the name of one of this project's recipes.
+
+    Raises:
+        UserError: There is neither; the message names the nearest recipe, or lists all.
+    """
+    recipes = {file.stem: str(file) for file in sorted(shipped("configs").glob("*.yaml"))}
+    if os.path.lexists(name) or not name:
+        return name
+    if name not in recipes:
+        near = nearest(Path(name).name.removesuffix(".yaml"), recipes)
+        hint = f"did you mean {near}?" if near else f"recipes are {', '.join(recipes)}"
+        raise UserError(f"--config {name}: No such file or directory, nor a recipe of this name; {hint}")
+    return recipes[name]
 
 
 class _Loader(yaml.SafeLoader):

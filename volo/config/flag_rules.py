@@ -113,6 +113,7 @@ def check_train(args: Namespace, flags: Mapping[str, Flag]) -> list[str]:
         UserError: Flags contradict each other, or a flag has no effect.
     """
     _check_folder(args, args.data_dir, "DATA_DIR")
+    _check_model(args.model, "--finetune")
     args.kd_model_name = "" if args.kd_model_name == [""] else args.kd_model_name  # [""] in a recipe means no teacher
     notes = _settle_token_labels(args) + _settle_compat(args) + check_flags(args, flags)
     for check in (_check_pixels, _check_compile, _check_data, _check_losses):
@@ -143,6 +144,7 @@ def check_weights(args: Namespace, flags: Mapping[str, Flag]) -> list[str]:
     Raises:
         UserError: There are two sources of weights or none, or a flag has no effect.
     """
+    _check_model(args.model or "", "--checkpoint")
     notes = check_flags(args, flags)
     _check_pixels(args)
     if "torchcompile" in args:
@@ -232,6 +234,12 @@ def join_data_dir(args: Namespace, label: str, dest: str) -> None:
 def _check_folder(args: Namespace, root: str | None, label: str) -> None:
     if needs_folder(args.dataset) and not root and args.data_backend != "synthetic":
         raise UserError(f"{label} is missing: the folder that holds the images")
+
+
+def _check_model(model: str, flag: str) -> None:
+    """Raise UserError if `--model` names weights, which `flag` takes."""
+    if model.endswith((".pt", ".pth", ".tar", ".ckpt", ".safetensors")) or (os.sep in model and os.path.exists(model)):
+        raise UserError(f"--model {model} names no architecture: weights are given as {flag} {model}")
 
 
 def _settle_token_labels(args: Namespace) -> list[str]:

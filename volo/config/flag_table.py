@@ -9,6 +9,7 @@ import argparse
 import copy
 import difflib
 import os
+import re
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
@@ -20,6 +21,7 @@ from typing import Any, NamedTuple, NoReturn
 from tlt import __version__
 from tlt.errors import UserError
 from volo.config.checkpoint_files import single_checkpoint
+from volo.config.flags_elsewhere import MEANT
 from volo.config.value_types import WEIGHTS, key_value
 
 
@@ -187,6 +189,7 @@ class FlagParser(argparse.ArgumentParser):
         super().__init__(name, f"{name} {usage}", description, epilog, formatter_class=columns, allow_abbrev=False)
         self.add_argument("--version", action="version", version=f"volo-tlt {__version__}")
         self.flags: dict[str, Flag] = {}
+        self._names = {name: row for group in groups for row in group.flags for name in row.names}
         taken = {name for group in groups for row in group.flags for name in row.names}
         for group in groups:
             section = self.add_argument_group(group.title, group.note)
@@ -200,6 +203,7 @@ class FlagParser(argparse.ArgumentParser):
         Raises:
             UserError: Always.
         """
+        message = message.replace("ignored explicit argument", "a switch takes no value:")
         raise UserError(f"{message} (see {self.prog} --help)")
 
     def explicit(self, argv: Sequence[str] | None = None) -> dict[str, Any]:
@@ -209,6 +213,12 @@ class FlagParser(argparse.ArgumentParser):
             UserError: A flag is unknown (the message suggests the nearest one), or its value is wrong or missing.
         """
         parsed, unknown = self.parse_known_args(argv)
+        alone = [value for dest, value in vars(parsed).items() if self.flags[dest].names[0][0] != "-"]
+        words = [str(word) for value in alone for word in (value if isinstance(value, list) else [value])] + unknown
+        if pairs := {word: text for word in words if (text := self._as_typed(word)) and not os.path.exists(word)}:
+            self.error(f"{' '.join(pairs)}: write {' '.join(pairs.values())}")
+        if truth := [word for word in words if word.lower() in ("true", "false")]:
+            self.error(f"{truth[0]}: a switch takes no value, its name alone turns it on")
         if unknown:
             flags = [self._unknown(item) for item in unknown if item.startswith("-")]
             self.error("; ".join(flags) or f"one argument too many: {' '.join(unknown)}")
@@ -223,12 +233,29 @@ class FlagParser(argparse.ArgumentParser):
         """Return a copy of the default of every flag, by destination."""
         return {dest: copy.copy(row.default) for dest, row in self.flags.items()}
 
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is not None and value not in action.choices and (near := nearest(value, action.choices)):
+            raise argparse.ArgumentError(action, f"invalid choice: {value!r}, did you mean {near}?")
+        super()._check_value(action, value)
+
+    def _as_typed(self, word: str) -> str:
+        """Return KEY=VALUE, as other programs have it, as this one takes it; "" for another word."""
+        key, equals, value = word.partition("=")
+        near = (nearest(key, self._names) if equals and key.isidentifier() else None) or ""
+        row = self._names.get(near)
+        if row is None or (not row.switch and value.lower() in ("true", "false")):
+            return near
+        if row.switch and value.lower() in ("false", "0"):
+            return f"no {row.label}"
+        return row.as_typed(value) if row.names[0].startswith("-") else value
+
     def _unknown(self, item: str) -> str:
         name = item.partition("=")[0]
         if reason := self.instead.get(name.replace("_", "-")):
             return f"{name} (timm): {reason}"
-        known = [name for row in self.flags.values() for name in row.names if name.startswith("-")]
-        near = nearest(name, ["--help", "--version", *known])
+        near = nearest(name, ["--help", "--version", *self._names])
+        if near in self._names and not near.startswith("-"):
+            near = f"{self._names[near].metavar or near.upper()}, without a flag"
         return f"unknown flag {name}" + (f", did you mean {near}?" if near else "")
 
 
@@ -300,10 +327,29 @@ def _default_text(row: Flag) -> str:
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
-    """Return the known name most similar to `name`, else the shortest that contains all its words, else None."""
+    """Return what `name` most likely means among the known names: one that looks the same, the one that another program
+    calls so, the most similar, the longest of its words, the shortest with all its words, or the first that begins with
+    it; else None."""
     plain = {other: other.lstrip("-").replace("_", "-") for other in known}
     words = name.lstrip("-").replace("_", "-")
+    fitting = [other for other, text in plain.items() if look_of(text) == look_of(words)]
+    for meant in MEANT.get(words.lower(), ()):
+        first = re.split(r"[ ,]", meant)[0]
+        said = first.lstrip("-").replace("_", "-")
+        fitting += [meant.replace(first, other, 1) for other, text in plain.items() if text == said]
+        fitting += [meant] * meant.startswith("volo ")
     close = difflib.get_close_matches(words, list(plain.values()), n=1, cutoff=0.8)
-    fitting = [other for other, text in plain.items() if text in close]
+    fitting += [other for other, text in plain.items() if text in close]
+    inside = (o for o, text in plain.items() if {*text.split("-")} <= {*words.lower().split("-")})
+    fitting += sorted(inside, key=len, reverse=True)
     fitting += sorted((o for o, text in plain.items() if {*words.split("-")} <= {*text.split("-")}), key=len)
+    fitting += [other for other, text in plain.items() if len(words) > 2 and text.startswith(words)]
     return next(iter(fitting), None)
+
+
+def look_of(name: str) -> str:
+    """Return a key that is the same for names that look the same, as O and 0, l and 1, - and _ do."""
+    return name.lower().translate(_LOOKS)
+
+
+_LOOKS = str.maketrans("oil", "011", "-_. ")

@@ -57,7 +57,7 @@ BAD_LABEL = flag(
     "unreadable map: stop, train that image on its class alone, or use a uniform map",
     needs=(LABEL_FILES, FILES),
 )
-DEVICE = flag("--device", t.NAME, None, "cpu, cuda or cuda:N (a GPU where there is one)")
+DEVICE = flag("--device", t.device_name, None, "cpu, cuda, or cuda:N or N (a GPU where there is one)", metavar="NAME")
 DEBUG = switch("--debug", "show the traceback of an error that is normally told in one line")
 POOL = flag("--gp", POOLS, None, f"global pooling: {', '.join(POOLS)}", metavar="POOL")
 MODEL_KWARGS = flag("--model-kwargs", t.key_value, {}, "more arguments for the model", nargs="*", metavar="K=V")

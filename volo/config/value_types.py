@@ -6,6 +6,7 @@ import argparse
 import ast
 import math
 import os
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -119,3 +120,14 @@ def key_value(text: str) -> tuple[str, Any]:
 def count_or_auto(text: str) -> int | str:
     """A type of values: a whole number from 1 on, or `auto`. Raises argparse.ArgumentTypeError for other text."""
     return text if text == "auto" else int(POSITIVE(text))
+
+
+def device_name(text: str) -> str:
+    """A type of values: a device as torch names it; a number is that of a GPU. Raises argparse.ArgumentTypeError if it
+    names several."""
+    gpu = re.fullmatch(r"(?:(?:cuda|gpu):?)?(\d+)", text.strip().lower())
+    if gpu is None and re.search(r"\d\s*,\s*\S*\d", text):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} names several: CUDA_VISIBLE_DEVICES chooses GPUs, volo launch N starts a process for each"
+        )
+    return f"cuda:{int(gpu[1])}" if gpu else {"gpu": "cuda"}.get(text.lower(), text)

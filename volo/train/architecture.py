@@ -16,6 +16,7 @@ from timm.models._hub import download_from_hf, load_cfg_from_json, load_model_co
 
 from tlt.errors import UserError, reason_of
 from tlt.models import transformers_vit
+from volo.config.flag_table import look_of
 
 
 class Architecture(NamedTuple):
@@ -37,7 +38,7 @@ def architecture_of(model: str) -> Architecture:
     prefix, colon, name = model.partition(":")
     if not colon or prefix not in ("local-dir", "hf-hub"):
         if not timm.is_model(model):
-            near = ", ".join(difflib.get_close_matches(model, timm.list_models(), n=3))
+            near = ", ".join(nearest_models(model))
             raise UserError(f"--model {model}: timm knows no such model" + (f"; did you mean {near}?" if near else ""))
         return Architecture(model, {}, None)
     try:
@@ -53,6 +54,18 @@ def architecture_of(model: str) -> Architecture:
     if not timm.is_model(name):
         raise UserError(f"--model {model} is a {name}, which timm does not know: install the package that registers it")
     return Architecture(name, kwargs or {}, config)
+
+
+def nearest_models(name: str) -> list[str]:
+    """Return the names of at most three models that `name` may mean: those that look the same, those that have all its
+    words, this project's and the shortest first, or the most similar ones."""
+    architecture, dot, tag = name.rpartition("/")[2].partition(".")
+    plain, known = architecture.lower().replace("-", "_"), timm.list_models()
+    if same := [model for model in known if look_of(model) == look_of(architecture)]:
+        return [model + dot + tag for model in same]
+    containing = [model for model in known if {*plain.split("_")} <= {*model.split("_")}]
+    near = sorted(containing, key=lambda model: (not is_ours(model), len(model), model))
+    return near[:3] or difflib.get_close_matches(plain, known, n=3)
 
 
 def _file(prefix: str, name: str, file: str) -> str:

@@ -65,8 +65,8 @@ LIKE = "names that look the same differ in their Unicode form"
     ("own", "imposed", "line"),
     [
         (["n01440764", "n0144"], "n01440764 tench, Tinca\nn0144 goldfish", "the list holds 'n01440764 tench, T"),
-        (["cat", "dog"], "0,cat\n1,dog", ": cat, dog; the list holds 0,cat, 1,dog$"),
-        (["cat", "dog"], "cat\ndogs", "1 classes .*: dog; the list holds cat, dogs$"),
+        (["cat", "dog"], "0,cat\n1,dog", ": cat, dog; the list holds 0,cat, 1,dog: remove them, or add"),
+        (["cat", "dog"], "cat\ndogs", "1 classes .*: dog; the list holds cat, dogs: remove them, or add"),
         ([DECOMPOSED, "tea"], f"{CAFE}\ntea", LIKE),
         ([CAFE, "tea"], f"tea\n{DECOMPOSED}", LIKE),
         (["\u1112\u1161\u11ab"], "\ud55c", LIKE),  # Hangul

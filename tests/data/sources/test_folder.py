@@ -118,7 +118,7 @@ def test_fault_29_30_empty_and_missing_class_folders(tree: Path) -> None:
     (val / "n2").mkdir()
     class_folders.compare_classes(train, validation())
     image(val / "extra" / "x.jpg")
-    with pytest.raises(UserError, match="not in the class list .*extra"):
+    with pytest.raises(UserError, match="not in the class list .*extra; .*: remove them, or add"):
         validation()
     with pytest.raises(UserError, match=r"1 in .*val only \(extra\)"):
         class_folders.compare_classes(train, scan_folder(val))
@@ -192,6 +192,12 @@ def test_fault_33_missing_validation_folder(tree: Path) -> None:
         find_split(tree.parent, "validation", allow_root=True)
     with pytest.raises(UserError, match="it holds deep"):
         find_split(tree / "N3", "train")
+    image(tree.parent / "test_set" / "a" / "x.jpg")
+    with refuses(r"name another split \(--val-split test_set\); --val-fraction 0.1 makes a split"):
+        open_images(tree.parent, "validation", split_flag="--val-split")
+    image(tree / "Train data" / "a" / "x.jpg")
+    with refuses(r"\(--train-split 'Train data'\)"):
+        open_images(tree, "train", split_flag="--train-split")
     assert find_split(tree, "validation", allow_root=True) == str(tree)
     for name in ("val", "validation", "mine"):  # from here on a split of its own name goes first
         image(tree / name / "x.jpg")

@@ -6,6 +6,7 @@ The table of kinds is here so that flags can be checked before the module of a k
 from __future__ import annotations
 
 import os
+import shlex
 from collections import Counter
 from collections.abc import Callable, Sequence
 from importlib import import_module
@@ -57,7 +58,7 @@ def open_images(
     Raises:
         UserError: The data set does not exist, its kind is unknown, or it is unusable; names the flag or file.
     """
-    from tlt.data.sources.folder import find_split, holds_shards, other_kinds, scan_folder
+    from tlt.data.sources.folder import TRAIN_SPLITS, find_split, holds_shards, other_kinds, scan_folder
     from tlt.data.sources.source import check_classes
 
     kind, name = parse_kind(dataset)
@@ -77,11 +78,12 @@ def open_images(
         else:
             images = scan_folder(folder, on_progress, classes)
     except MissingSplit as error:
+        is_train = split_flag == "--train-split" or split in TRAIN_SPLITS
         # For a folder without splits, --val-fraction makes both splits.
         held_out = split_flag == "--val-split" or (split_flag == "--train-split" and not kind)
         hint = "; --val-fraction 0.1 makes a split" if held_out else ""
         hint += "" if kind or dataset is None else other_kinds(os.fspath(data or ""))
-        raise UserError(f"{error} ({split_flag}){hint}") from error
+        raise UserError(f"{error} ({split_flag}{_likely(error.there, is_train)}){hint}") from error
     check_classes(images.classes, images.class_names, printable(images.root))
     folded = Counter(map(str.casefold, images.class_names))
     if alike := [name for name in images.class_names if folded[name.casefold()] > 1]:
@@ -89,6 +91,14 @@ def open_images(
     if class_names is not None:
         images.number_by(class_names)
     return images
+
+
+def _likely(there: Sequence[str], is_train: bool) -> str:
+    """Return the name among `there` of what may be the split, after a space; "" if there is none."""
+    parts = ("train",) if is_train else ("val", "dev", "test")
+    names = [name for name in there if is_train or "train" not in name.lower()]
+    likely = next((name for part in parts for name in names if part in name.lower()), None)
+    return f" {shlex.quote(printable(likely))}" if likely else ""
 
 
 def parse_kind(dataset: str | None) -> tuple[str, str]:

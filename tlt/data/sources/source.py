@@ -71,7 +71,7 @@ class ImageSource:
                 raise UserError(
                     f"{printable(self.root)} has {len(unknown)} classes that are not in the class list (a class map's, "
                     f"a checkpoint's or other images'): {some_names(unknown)}; the list holds {some_names(class_names)}"
-                    + lookalikes(unknown, class_names)
+                    f"{lookalikes(unknown, class_names)}: remove them, or add them to it, with training images"
                 )
             self.classes = np.array([numbers.get(name, -1) for name in names], np.int64)[self.classes]
         self.class_names = list(class_names)
