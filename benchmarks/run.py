@@ -25,6 +25,7 @@ import tlt
 from benchmarks.data import CLASSES, IMAGE_SIZE, IMG_SIZE, make_images, make_labels
 from benchmarks.rounds import OUTPUT, Rows, rounds_flag
 from tlt.errors import UserError
+from tlt.io.jobs import default_workers
 from volo.cluster.distributed import choose_device
 from volo.config.flag_table import Group, flag
 from volo.config.flags_data import DEVICE
@@ -44,7 +45,7 @@ FLAGS = (
         flag("--model", NAME, "volo_d1", "VOLO, LV-ViT or any of timm's, which get no token labels"),
         IMG_SIZE,
         flag("-b --batch-size", POSITIVE, 256, "images per batch"),
-        flag("--workers", COUNT, 8, "processes that decode"),
+        flag("--workers", COUNT, default_workers(), "processes that decode"),
         flag("--epochs", POSITIVE, 2, "of each program; the last one counts"),
     ),
     Group(

@@ -6,6 +6,7 @@ equal seeds both compute equal numbers. docs/python_api.md shows such a loop, ex
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ from tlt.data.size_schedule import SizeSchedule
 from tlt.data.sources.image_file import DEFAULT_MAX_PIXELS
 from tlt.data.sources.source import ImageSource
 from tlt.errors import in_range, in_range_all, size_of
+from tlt.io.jobs import default_workers
 from tlt.labels.store import check_label_classes
 from tlt.mixtoken import sample_box
 
@@ -89,7 +91,8 @@ class Loader(DeviceLoader):
         seed: Seed of the order of the images and of their augmentation.
         mean, std: Normalisation of the images in [0, 1]; one number each makes grey images. None: `augment.mean`.
         device: The device that augments the batches and holds them.
-        workers: Number of decoding processes; with 0 this process decodes.
+        workers: Number of decoding processes; with 0 this process decodes. None: 8, at most the CPUs of this process,
+            or its part of them where a launcher sets LOCAL_WORLD_SIZE.
         world_size, rank: Number of training processes, and the number of this one.
         backend: The decoder: "torchvision", "pil", "dali-cpu", "dali-gpu", or a `Backend`.
         max_pixels: Images with more pixels count as unreadable.
@@ -118,7 +121,7 @@ class Loader(DeviceLoader):
         mean: Sequence[float] | None = None,
         std: Sequence[float] = IMAGENET_DEFAULT_STD,
         device: torch.device | str = "cpu",
-        workers: int = 8,
+        workers: int | None = None,
         world_size: int = 1,
         rank: int = 0,
         backend: str | Backend = "torchvision",
@@ -136,6 +139,7 @@ class Loader(DeviceLoader):
         in_range_all(0, seed=seed, max_bad_images=max_bad_images or 0, max_pixels=max_pixels)
         if (info := getattr(labels, "info", None)) is not None:
             check_label_classes(info, "the labels", None, images.class_names)
+        workers = default_workers(int(os.environ.get("LOCAL_WORLD_SIZE") or 1)) if workers is None else workers
         if isinstance(backend, str):
             backend = create_backend(backend, max_pixels, workers, device, dct_scaling=not full_decode)
         mean_batch = batch_size if sizes is None else sizes.mean_batch

@@ -206,6 +206,14 @@ def test_features_of_another_image_in_place_of_a_broken_one_teach_nothing(settin
     assert without < whole
 
 
+def test_a_loader_has_as_many_workers_as_processors(images: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tlt.io.jobs.available_cpus", lambda process=0: 6)
+    for local, expected in (("", 6), ("2", 3), ("16", 1)):
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", local)
+        assert tlt.Loader(images, None, SQUARE, 8)._workers.workers == expected
+    assert tlt.Loader(images, None, SQUARE, 8, workers=7)._workers.workers == 7
+
+
 @pytest.mark.parametrize("workers", [0, 2])
 def test_torchs_defaults_change_no_batch_and_no_target(images: Any, workers: int) -> None:
     def values() -> list[torch.Tensor]:

@@ -18,9 +18,11 @@ from tests.commands.conftest import nothing_left_running as nothing_left_running
 from tests.conftest import LIMIT, free_port, python_path
 from tlt.errors import UserError
 from tlt.io import jobs
+from volo.cli import COMMANDS
 from volo.cluster import distributed
 from volo.cluster.distributed import LEFT, RankLost, World, choose_device, connect, init_world, meet, serve, start_of
 from volo.cluster.launch import launch_of
+from volo.train.data import workers_of
 
 OPEN_MPI = {
     f"OMPI_COMM_WORLD_{name}": n for name, n in {"RANK": "5", "LOCAL_RANK": "1", "SIZE": "8", "LOCAL_SIZE": "4"}.items()
@@ -292,17 +294,26 @@ def test_cpus_are_those_that_control_groups_leave(
 
 
 @pytest.mark.parametrize(
-    ("env", "own", "launchers", "threads"),
+    ("env", "own", "launchers", "threads", "workers"),
     [
-        ({}, 8, 8, 7),
-        ({"RANK": "0", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}, 8, 8, 3),
-        (STEP, 4, 16, 3),  # each task has its own 4 of 16 cores
-        (STEP | {"OMP_NUM_THREADS": "5"}, 16, 16, None),
-        (PYXIS, 16, 16, 3),
+        ({}, 8, 8, 7, 8),
+        ({}, 64, 64, 63, 8),
+        ({}, 2, 2, 1, 2),
+        ({}, 1, 8, 1, 1),
+        ({"RANK": "0", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}, 8, 8, 3, 4),
+        (STEP, 4, 16, 3, 4),  # each task has its own 4 of 16 cores
+        (STEP | {"OMP_NUM_THREADS": "5"}, 16, 16, None, 4),
+        (PYXIS, 16, 16, 3, 4),
     ],
 )
 def test_ranks_on_the_cpu_share_the_cores_whoever_started_them(
-    env: dict[str, str], own: int, launchers: int, threads: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    env: dict[str, str],
+    own: int,
+    launchers: int,
+    threads: int | None,
+    workers: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(jobs, "_ROOT", tmp_path)  # without control groups
     masks = {0: own, os.getppid(): launchers}
@@ -312,3 +323,8 @@ def test_ranks_on_the_cpu_share_the_cores_whoever_started_them(
     monkeypatch.setattr(torch, "set_num_threads", thread_counts.append)
     distributed.limit_threads(torch.device("cpu"), launch_of(os.environ))
     assert thread_counts == ([] if threads is None else [threads])
+    # As many data workers at most; those that are asked for are started in any case.
+    for program in ("train", "validate", "label", "predict"):
+        row = COMMANDS[program].program.parser().flags["workers"]
+        assert workers_of(Namespace(workers=row.default)) == workers
+    assert workers_of(Namespace(workers=11)) == 11 and workers_of(Namespace(workers=0)) == 0

@@ -98,7 +98,7 @@ LABELLED: dict[str, object] = {"token_label": True, "token_label_data": "l"}
 def test_command_line_wins_over_recipe_and_recipe_over_defaults(tmp_path: Path) -> None:
     path = recipe(tmp_path, epochs=30, batch_size=64, amp=True, model_ema=True)
     args = TRAIN.parse(["-c", path, "/data", "--epochs", "3", "--no-amp"])
-    assert (args.epochs, args.batch_size, args.workers) == (3, 64, 8)
+    assert (args.epochs, args.batch_size, args.workers) == (3, 64, None)
     assert args.amp is False and args.model_ema is True
     assert "batch_size" not in args.defaulted and "warmup_epochs" in args.defaulted  # what the data may decide
     # A flag at its default value is a flag all the same.

@@ -151,7 +151,7 @@ real_labels | '' | --real-labels x | 'x'
 valid_labels | '' | --valid-labels x | 'x'
 """
 # validate.py and train.py call their defaults by other names than the published programs where absence says more.
-CHANGED = {"lr": None, "token_label_size": None, "validate model": None}
+CHANGED = {"lr": None, "token_label_size": None, "validate model": None, "workers": None, "validate workers": None}
 LONG = {"-c": "--config", "-d": "--dataset", "-b": "--batch-size", "-j": "--workers", "--dr": "--decay-rate"}
 LONG |= {"-vb": "--validation-batch-size-multiplier", "--local_rank": "--local-rank"}
 

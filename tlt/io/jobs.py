@@ -46,6 +46,7 @@ _REPORT_SECONDS = 10.0  # between progress lines if there is no terminal
 _LOOK_SECONDS = 0.2  # between checks that the main process is alive
 _FIRST_SECONDS = 3.0  # until the first line of a search; most searches take less
 _ALONE = "make room in /dev/shm (docker --shm-size), or give --workers 1"
+_MOST_WORKERS = 8
 _START_SECONDS = 300.0  # for a process to start; a forked one takes milliseconds
 
 
@@ -114,6 +115,20 @@ def available_cpus(process: int = 0) -> int:
     """
     bound = len(os.sched_getaffinity(process)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, int(min(bound, _granted_cpus(_ROOT / "proc" / str(process or "self") / "cgroup"))))
+
+
+def cpu_share(processes: int = 1, free: int = 0) -> int:
+    """Return how many CPUs this process may use beside `processes - 1` others like it, such as the ranks of a machine,
+    which share the CPUs of their parent, if `free` CPUs are left for something else. At least 1."""
+    cpus = of_all = available_cpus()
+    with suppress(OSError):  # the parent process has ended
+        of_all = available_cpus(os.getppid())
+    return max(1, min(cpus - free, (of_all - free) // processes))
+
+
+def default_workers(processes: int = 1) -> int:
+    """Return the default of `--workers`, for `processes` that share the CPUs."""
+    return min(_MOST_WORKERS, cpu_share(processes))
 
 
 def _granted_cpus(membership: Path) -> float:

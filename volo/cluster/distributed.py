@@ -14,7 +14,7 @@ import socket
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, TimeoutError
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from tlt.errors import UserError
-from tlt.io.jobs import available_cpus
+from tlt.io.jobs import cpu_share
 from volo.cluster.launch import Launch, launch_of
 from volo.cluster.topology import interface_to, listed, own_address
 from volo.cluster.watchdog import Watchdog
@@ -292,11 +292,7 @@ def limit_threads(device: torch.device, launch: Launch) -> None:
     """
     if launch.threads_set:
         return
-    cpus = cpus_of_all = available_cpus()
-    with suppress(OSError):  # the parent process has ended
-        cpus_of_all = available_cpus(os.getppid())
-    free = int(device.type == "cpu")
-    torch.set_num_threads(max(1, min(cpus - free, (cpus_of_all - free) // (launch.local_size or 1))))
+    torch.set_num_threads(cpu_share(launch.local_size or 1, free=int(device.type == "cpu")))
 
 
 @contextmanager

@@ -27,7 +27,7 @@ FILES = Need("image files (--data-backend synthetic has none)", lambda a: a.data
 LABELLED = Need("labels and validation (--kd-only has neither)", lambda a: not a.kd_only)
 DENSE_HEAD = (FILES, LABELLED, "--token-label", DENSE_TARGETS, DENSE_LOSS)
 VAL_SPLIT = Need("a split of its own (no --val-fraction)", lambda a: not a.val_fraction)
-PROCESSES = Need("--workers above 0 (dali-* has threads)", lambda a: a.workers > 0 and a.data_backend[:4] != "dali")
+PROCESSES = Need("--workers above 0 (dali-* has threads)", lambda a: a.workers != 0 and a.data_backend[:4] != "dali")
 AUGMENTED = Need("augmentation (--no-aug)", lambda a: not a.no_aug)
 
 _KINDS = f"{', '.join(KINDS)} (docs/data.md); folders and shards: none"
@@ -69,6 +69,9 @@ PREPROCESSING = (
     flag("--std", t.ABOVE_ZERO, None, "their deviations (the model's own)", nargs="+"),
     flag("--interpolation", INTERPOLATIONS, "", "resize filter in validation (the model's own)"),
 )
+WORKERS = flag(
+    "-j --workers", t.COUNT, None, "decoding processes per rank, dali-*: threads; 0: none (8, at most its CPUs)"
+)
 LOADING = (
     switch("--pin-mem", "page-locked host memory for faster copies to the GPU"),
     switch("--no-prefetcher", "do not copy the next batch to the device ahead of time"),
@@ -102,7 +105,7 @@ DATA = Group(
         flag("-vb --validation-batch-size-multiplier", t.POSITIVE, 1, "validation batch as a multiple of --batch-size"),
         flag("--validation-batch-size", t.POSITIVE, None, "per device", excludes=("validation_batch_size_multiplier",)),
     ),
-    flag("-j --workers", t.COUNT, 8, "decoding processes per rank; dali-*: threads; 0: none"),
+    WORKERS,
     *LOADING,
     switch("--use-multi-epochs-loader", "keep the decoding processes from epoch to epoch", needs=PROCESSES),
     switch("--drop-last", "leave out the last, smaller global batch of an epoch"),

@@ -31,6 +31,7 @@ from volo.config.flags_data import (
     MODEL_KWARGS,
     POOL,
     PREPROCESSING,
+    WORKERS,
 )
 from volo.config.flags_train import BIND, CHANNELS_LAST, COMPILE, MIXED_PRECISION, NO_TORCHSCRIPT, OUTLOOK_KERNEL
 
@@ -51,7 +52,7 @@ MODEL = (
 
 _IMAGES = (
     *PREPROCESSING,
-    flag("-j --workers", t.COUNT, 4, "decoding processes per rank; dali-*: threads; 0: none"),
+    WORKERS,
     *LOADING,
     flag("--data-backend", FILE_BACKENDS, "torchvision", "what decodes and resizes images"),
     *LIMITS,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from argparse import Namespace
 from collections.abc import Mapping
 from contextlib import suppress
@@ -28,9 +29,10 @@ from tlt.data.sources.folder import compare_classes, read_class_map
 from tlt.data.sources.source import ImageSource
 from tlt.errors import UserError
 from tlt.io.files import regular_only
-from tlt.io.jobs import SearchProgress
+from tlt.io.jobs import SearchProgress, default_workers
 from tlt.io.text import lookalikes, printable, some_names
 from volo.cluster.distributed import World
+from volo.cluster.launch import launch_of
 
 HELD_OUT_FILE = "validation_images.txt"  # in the run directory: lists the images that `--val-fraction` holds out
 Mask: TypeAlias = npt.NDArray[np.bool_]  # (N,), one value per image
@@ -255,7 +257,7 @@ def train_loader(
         mean=settings["mean"],
         std=settings["std"],
         device=world.device,
-        workers=args.workers,
+        workers=workers_of(args),
         world_size=world.data_size,
         rank=world.data_rank,
         backend=args.data_backend,
@@ -286,13 +288,14 @@ def validation_loader(
         skips: Counts unreadable images. None allows as many of them as `--max-bad-images` does.
     """
     # The decoder does not scale here: validation resizes whole images, with the same filters in all backends.
-    backend = create_backend(args.data_backend, args.max_pixels, args.workers, world.device)
+    workers = workers_of(args)
+    backend = create_backend(args.data_backend, args.max_pixels, workers, world.device)
     return EvalLoader(
         eval_dataset(folder, settings, backend=backend, labels=labels),
         batch_size,
         EvalStage(settings["mean"], settings["std"]).to(world.device),
         device=world.device,
-        workers=min(args.workers, math.ceil(len(folder) / batch_size)),  # none of them is without a batch
+        workers=min(workers, math.ceil(len(folder) / batch_size)),  # none of them is without a batch
         skips=skips or SkipCounter(len(folder), args.max_bad_images),
         **_loading(args, world),
         world_size=world.data_size,
@@ -311,6 +314,11 @@ def eval_dataset(folder: ImageSource, settings: Mapping[str, Any], **more: Any) 
         fill=[min(255, round(255 * value)) for value in _rgb(settings)],
         **more,
     )
+
+
+def workers_of(args: Namespace) -> int:
+    """Return `--workers`; the default is for the ranks of this machine, which share its CPUs."""
+    return default_workers(launch_of(os.environ).local_size or 1) if args.workers is None else int(args.workers)
 
 
 def _rgb(settings: Mapping[str, Any]) -> tuple[float, ...]:
