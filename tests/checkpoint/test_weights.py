@@ -204,6 +204,8 @@ def test_fault_06_non_finite_weights_name_the_tensor(dtype: torch.dtype) -> None
         state["a.bias"][4, 6] = value
         with pytest.raises(UserError, match=r"file.pth is refused: a.bias holds 1 NaN or infinite of 35 values"):
             check_finite(state, "file.pth")
+    with pytest.raises(UserError, match="bound holds 1 NaN or infinite of 1 values"):
+        check_finite({"bound": torch.tensor(float("nan"), dtype=dtype)})
 
 
 def _before(prefix: str, state: dict[str, Any]) -> dict[str, Any]:
