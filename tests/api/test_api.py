@@ -64,7 +64,7 @@ def test_the_loop_of_the_page_runs(
     make_labels: Callable[..., Path],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    loop, changes = re.findall(
+    _, loop, changes = re.findall(
         r"^```(?:python|diff)\n(.*?)^```", (ROOT / "docs" / "python_api.md").read_text(), re.M | re.S
     )
     for old, new in re.findall(r"^[ -](.*\n)((?:\+.*\n)+)", changes, re.M) if taught else ():
@@ -234,8 +234,9 @@ def test_an_import_registers_the_models_whatever_sys_argv_holds_and_loads_the_re
     code = (
         f"import sys; sys.argv = [{str(ROOT / 'train.py')!r}]; import volo, tlt, timm;"
         "assert all(map(timm.is_model, ('volo_d1', 'lvvit_s')));"
-        "assert not {'tlt.api', 'tlt.data.loader', 'tlt.labels.store'} & set(sys.modules);"
-        "tlt.open_labels; assert 'tlt.labels.store' in sys.modules"
+        "late = {'tlt.api', 'tlt.data.loader', 'tlt.labels.store', 'volo.api', 'volo.config.args'};"
+        "assert not late & set(sys.modules);"
+        "tlt.open_labels; assert 'tlt.labels.store' in sys.modules; volo.predict; assert 'volo.api' in sys.modules"
     )
     env = {**os.environ, "PYTHONPATH": python_path(ROOT)}
     ended = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=LIMIT)

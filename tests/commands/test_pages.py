@@ -17,6 +17,7 @@ PAGES = ("index", "../README", "training", "predict", "looking", "python_api", "
 SMALLER = {
     "--images 600": "--images 60",
     r"--epochs \d+": "--epochs 1 -j 0 --warmup-epochs 0",
+    r"epochs=\d+": "epochs=1, workers=0, warmup_epochs=0",
     r"range\(100\)": "range(1)",
     r"batch_size=32": "batch_size=32, workers=0",
     r"torch\.compile\((.*)\)": r"\1",

@@ -73,14 +73,21 @@ class SearchProgress:
             self._report(f"{what}: {count} found in {now - self._start:.0f} s")
 
 
+def progress_bar(**options: Any) -> tqdm | None:
+    """Return a bar that disappears when it is closed. None if neither a terminal nor a notebook can draw it."""
+    from tqdm.auto import tqdm as drawn  # which looks for a notebook when it is imported
+
+    in_notebook = any(kind.__module__ == "tqdm.notebook" for kind in drawn.__mro__)
+    return drawn(leave=False, dynamic_ncols=True, **options) if in_notebook or sys.stderr.isatty() else None
+
+
 class Progress:
     """Shows a bar with the remaining time in a terminal, and lines with it in a log."""
 
     def __init__(self, what: str, total: int, unit: str = "image") -> None:
         self.what, self.total, self.unit, self.done = what, total, unit, 0
         self.start = self.reported = time.monotonic()
-        watched = sys.stderr.isatty()
-        self.bar = tqdm(desc=what, total=total, unit=unit, dynamic_ncols=True, leave=False) if watched else None
+        self.bar = progress_bar(desc=what, total=total, unit=unit)
 
     def step(self, count: int = 1) -> None:
         """Count finished items."""

@@ -47,7 +47,7 @@ class StopSignal:
 
     def __init__(self) -> None:
         self.number: int | None = None  # number of the first signal
-        self._since, self._raises = 0.0, False
+        self._since, self._raises, self._ends_process = 0.0, False, True
 
     @property
     def exit_code(self) -> int:
@@ -57,13 +57,15 @@ class StopSignal:
         return INTERRUPTED if self.number == signal.SIGINT else PREEMPTED
 
     @contextmanager
-    def handled(self) -> Iterator[None]:
-        """Handle signals inside the block: SIGINT even if the shell's `&` ignores it, SIGHUP unless nohup does."""
+    def handled(self, ends_process: bool = True) -> Iterator[None]:
+        """Handle signals inside the block: SIGINT even if the shell's `&` ignores it, SIGHUP unless nohup does. If the
+        process goes on after the block (`ends_process` False), a second Ctrl-C raises KeyboardInterrupt at once."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
         hangup = getattr(signal, "SIGHUP", None)
         nohup = {hangup} if hangup is not None and signal.getsignal(hangup) is signal.SIG_IGN else set()
+        self._ends_process = ends_process
         before = {number: signal.signal(number, self._received) for number in _SIGNALS if number not in nohup}
         try:
             yield
@@ -73,7 +75,7 @@ class StopSignal:
             for number, handler in before.items():
                 # The run is ending, so later signals are ignored: torchrun signals all ranks when one has ended.
                 # SIGALRM is not ignored: child processes, such as the trackers', would inherit that.
-                ignored = self.number is not None and number != _ALARM
+                ignored = ends_process and self.number is not None and number != _ALARM
                 signal.signal(number, signal.SIG_IGN if ignored else handler)
             self.number = None  # the next run in this process starts without a signal
 
@@ -109,6 +111,8 @@ class StopSignal:
                 message = "this run stops as soon as it has saved; once more: at once"
                 os.write(2, f"{signal.Signals(number).name}: {message}\n".encode())
         elif time.monotonic() - self._since > _SAME_WARNING_S:
+            if number == signal.SIGINT and not self._ends_process:
+                raise KeyboardInterrupt
             os._exit(128 + number)
         if self._raises and number != _ALARM and _ALARM is not None:
             signal.alarm(1)

@@ -40,9 +40,7 @@ def run_program(parse: Parse, module: str, argv: Sequence[str] | None = None) ->
     """
     open_streams()
     end_with_launcher()
-    # torch warns about more workers than CPUs; if they cost time, the log's "data wait" shows it.
-    warnings.filterwarnings("ignore", "This DataLoader will create")
-    warnings.filterwarnings("ignore", "MixToken mixes nothing")  # the program reports this at the start
+    ignore_known_warnings()
     output, errors = _Output(sys.stdout), _Output(sys.stderr)
     with redirect_stdout(output), redirect_stderr(errors):
         try:
@@ -57,6 +55,13 @@ def run_program(parse: Parse, module: str, argv: Sequence[str] | None = None) ->
     if _joined():
         os._exit(code)
     return code
+
+
+def ignore_known_warnings() -> None:
+    """Ignore warnings of what programs tell themselves."""
+    # torch warns about more workers than CPUs; if they cost time, the log's "data wait" shows it.
+    warnings.filterwarnings("ignore", "This DataLoader will create")
+    warnings.filterwarnings("ignore", "MixToken mixes nothing")  # the program reports this at the start
 
 
 def say(lines: Iterable[str], on_this_rank: bool = True) -> None:

@@ -61,8 +61,27 @@ class InputImages(NamedTuple):
     warnings: list[str]
 
 
+class Prediction(NamedTuple):
+    """The most probable classes of an image.
+
+    Attributes:
+        best: Name of the most probable class; "" if the model has no classes.
+        classes: Names and probabilities of the `--topk` most probable classes, the most probable first.
+    """
+
+    path: str
+    best: str
+    classes: list[tuple[str, float]]
+
+
 def run(args: Namespace) -> int:
     """Predict all images, and write or print the results."""
+    predict_all(args)
+    return 0
+
+
+def predict_all(args: Namespace) -> list[Prediction]:
+    """Predict all images, write or print the results, and return those of the images that can be read."""
     say(args.notes)
     inputs = find_images(args.paths)
     warn(inputs.warnings)
@@ -78,8 +97,11 @@ def run(args: Namespace) -> int:
     loader = validation_loader(args, folder, args.batch_size, trained.settings, world, skips=skips)
     read, rows = predict(args, trained, loader, precision, inputs.names, names)
     print(f"{len(read)} images predicted, {len(loader.skips.reasons)} could not be read", flush=True)
-    report(args, [inputs.paths[index] for index in read], names, rows)
-    return 0
+    paths = [inputs.paths[index] for index in read]
+    found = report(args, paths, names, rows)
+    k = len(found) // len(paths)
+    classes = [[row[3:] for row in found[k * number : k * (number + 1)]] for number in range(len(paths))]
+    return [Prediction(path, of[0][0] if of else "", of) for path, of in zip(paths, classes, strict=True)]
 
 
 def find_images(paths: list[str]) -> InputImages:
@@ -269,12 +291,13 @@ def draw_token_maps(
         save_figure(answers_page(1, pixels[row], answers, names, drawable(title))[0], path)
 
 
-def report(args: Namespace, paths: list[str], names: list[str], rows: dict[str, Tensor]) -> None:
-    """Write the files. Print the table if it is short, or if no file is requested.
+def report(args: Namespace, paths: list[str], names: list[str], rows: dict[str, Tensor]) -> Rows:
+    """Write the files. Print the table if it is short, or if no file is requested. Return the `prediction_rows`.
 
     Raises:
         NotWrittenError: A file can't be written.
     """
+    predictions: Rows = []
     if "class_id" in rows:
         ids, probabilities = (rows.pop(name)[:, : args.topk] for name in ("class_id", "probability"))
         predictions = prediction_rows(paths, ids, probabilities, names)
@@ -293,6 +316,7 @@ def report(args: Namespace, paths: list[str], names: list[str], rows: dict[str, 
         print(f"wrote {printable(args.embeddings)}: {', '.join(shapes)}")
     if args.token_maps:
         print(f"wrote {len(paths)} pictures to {printable(args.token_maps)}")
+    return predictions
 
 
 def prediction_rows(paths: Sequence[str], ids: Tensor, probabilities: Tensor, names: Sequence[str]) -> Rows:

@@ -14,8 +14,9 @@ import math
 import os
 import time
 from argparse import Namespace
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,7 +32,7 @@ from tlt.io.jobs import SearchProgress
 from volo.checkpoint.checkpoint import LAST, NotWrittenError
 from volo.checkpoint.finetune import load_finetune, load_weights
 from volo.checkpoint.resume import DATA_KEY, fingerprint
-from volo.checkpoint.state import ORDER_KEY, TrainState
+from volo.checkpoint.state import ORDER_KEY, TrainState, ranked_by
 from volo.cluster.distributed import (
     JOIN_S,
     World,
@@ -60,7 +61,7 @@ from volo.commands.run_start import (
 from volo.config.args import FrozenArgs, TrainArgs
 from volo.config.flag_rules import other_sizes, sharding_flag
 from volo.record.logger import Logger
-from volo.record.records import duration, settings_of
+from volo.record.records import duration, epochs_of, settings_of
 from volo.record.run_directory import check_writable
 from volo.train.architecture import architecture_of
 from volo.train.compilation import compile_errors_told, compile_model
@@ -75,7 +76,7 @@ from volo.train.data import (
     validation_loader,
 )
 from volo.train.dense_score import DenseScore
-from volo.train.loop import garbage_collected_by_the_loop, out_of_memory_explained, train_epochs
+from volo.train.loop import best_so_far, garbage_collected_by_the_loop, out_of_memory_explained, train_epochs
 from volo.train.model import (
     TimmModel,
     add_dense_head,
@@ -100,8 +101,31 @@ if TYPE_CHECKING:  # imported only by runs that use them
     from volo.train.online_annotator import OnlineAnnotator
 
 
+@dataclass(frozen=True)
+class TrainResult:
+    """What has come of a run.
+
+    Attributes:
+        best: Best value of `--eval-metric`, top-1 in percent by default; None if nothing was validated.
+        path: Directory of the run, with checkpoints, log and pictures. Programs take it as `--checkpoint`: the best.
+        classes: Names of the classes, in the order of the model's outputs.
+        curve: A row of each epoch, such as {"epoch": 0, "train_loss": 2.3, "eval_top1": 25.0, ...}.
+    """
+
+    best: float | None
+    path: Path
+    classes: list[str]
+    curve: list[dict[str, Any]]
+
+
 def run(args: TrainArgs) -> int:
     """Train on all ranks, and return the exit code."""
+    train_on_ranks(args)
+    return 0
+
+
+def train_on_ranks(args: TrainArgs) -> TrainResult:
+    """Train on all ranks."""
     # Collectives time out later than the watchdog, so that the watchdog reports the cause first.
     timeout = max(args.dist_timeout, Watchdog.START_S, args.loader_timeout or 7 * 24 * 3600) + 120
     launch = launch_of(os.environ, args.local_rank)
@@ -112,7 +136,7 @@ def run(args: TrainArgs) -> int:
         with logger.end_noted(), lost_rank_explained(), compile_errors_told(args):
             world = init_world(args.device, args.local_rank, timeout, JOIN_S)
             use_own_stream(world.device)
-            start(args, world, logger, StopGuard(STOP, watchdog, max_over_ranks))
+            result = start(args, world, logger, StopGuard(STOP, watchdog, max_over_ranks))
             leave_together(watchdog)
         if world.is_primary:
             tell_batch_script("done")
@@ -122,10 +146,10 @@ def run(args: TrainArgs) -> int:
         watchdog.end()
     if logger.trackers is not None:
         logger.trackers.wait()
-    return 0
+    return result
 
 
-def start(args: TrainArgs, world: World, logger: Logger, guard: StopGuard) -> None:
+def start(args: TrainArgs, world: World, logger: Logger, guard: StopGuard) -> TrainResult:
     """Find data and checkpoint, complete the arguments from them, build everything, then train."""
     # The logger gets the same world, because sums over ranks must count the images of a group once.
     logger.world = world = in_groups(world, 1 if args.dry_run else args.tensor_parallel)
@@ -157,6 +181,8 @@ def start(args: TrainArgs, world: World, logger: Logger, guard: StopGuard) -> No
         restore_state(resume, run, training)
         describe(run, training)
         (report_dry_run if run.args.dry_run else train)(run, training)
+        best, curve = best_so_far(training.state, ranked_by(vars(run.args)))[0], epochs_of(run.directory)
+        return TrainResult(best, run.directory, training.state.metadata["model_config"]["class_names"], curve)
 
 
 def build(run: Run, folders: Folders, labels: LabelReader | None, model: TimmModel, batch: dict[str, int]) -> Training:

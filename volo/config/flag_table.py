@@ -12,7 +12,7 @@ import os
 import re
 import sys
 from argparse import Namespace
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from shutil import get_terminal_size
@@ -33,6 +33,7 @@ class Need(NamedTuple):
 
 
 Needs = str | Need | tuple[str | Need, ...]
+Argv = Sequence[str] | Mapping[str, Any] | None  # words of a command line, or checked values by destination
 ValueType = Callable[[str], Any] | tuple[str, ...] | None
 
 
@@ -189,13 +190,18 @@ class FlagParser(argparse.ArgumentParser):
         super().__init__(name, f"{name} {usage}", description, epilog, formatter_class=columns, allow_abbrev=False)
         self.add_argument("--version", action="version", version=f"volo-tlt {__version__}")
         self.flags: dict[str, Flag] = {}
+        self.opposites: dict[str, Flag] = {}  # the switches that options turn off, by option
         self._names = {name: row for group in groups for row in group.flags for name in row.names}
         taken = {name for group in groups for row in group.flags for name in row.names}
         for group in groups:
             section = self.add_argument_group(group.title, group.note)
             for row in group.flags:
                 self.flags[row.dest] = row
-                _add(section, row, taken if undo else None)
+                _add(section, row)
+                if undo and row.switch and not taken & {*(names := list(map(_opposite, row.names)))}:
+                    hidden: dict[str, Any] = {"default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
+                    section.add_argument(*names, action="store_false", dest=row.dest, **hidden)
+                    self.opposites |= dict.fromkeys(names, row)
 
     def error(self, message: str) -> NoReturn:
         """Raise a UserError with `message`, which is a single line.
@@ -206,12 +212,14 @@ class FlagParser(argparse.ArgumentParser):
         message = message.replace("ignored explicit argument", "a switch takes no value:")
         raise UserError(f"{message} (see {self.prog} --help)")
 
-    def explicit(self, argv: Sequence[str] | None = None) -> dict[str, Any]:
+    def explicit(self, argv: Argv = None) -> dict[str, Any]:
         """Return the values of the flags in `argv` (None: sys.argv) by destination, without defaults.
 
         Raises:
             UserError: A flag is unknown (the message suggests the nearest one), or its value is wrong or missing.
         """
+        if isinstance(argv, Mapping):
+            return dict(argv)
         parsed, unknown = self.parse_known_args(argv)
         alone = [value for dest, value in vars(parsed).items() if self.flags[dest].names[0][0] != "-"]
         words = [str(word) for value in alone for word in (value if isinstance(value, list) else [value])] + unknown
@@ -275,7 +283,7 @@ class Program:
         """Return a new parser for this program's flags."""
         return FlagParser(self.name, self.usage, self.does, self.groups, self.undo)
 
-    def parse(self, argv: Sequence[str] | None = None) -> Namespace:
+    def parse(self, argv: Argv = None) -> Namespace:
         """Parse a command line (None: sys.argv). Return one attribute per flag, and `notes`, which are lines to print.
 
         Raises:
@@ -299,17 +307,17 @@ def _started_as(program: str) -> str:
     return script if script and script == os.path.basename(sys.argv[0]) else f"volo {program}"
 
 
-def _add(section: argparse._ArgumentGroup, row: Flag, taken: Set[str] | None) -> None:
-    """Add a row to a parser, without its default, so that the parser returns only what the user has set. Add a switch's
-    opposite unless its name is `taken`; None adds none."""
+def _opposite(name: str) -> str:
+    return f"--{name[5:]}" if name.startswith("--no-") else f"--no-{name[2:]}"
+
+
+def _add(section: argparse._ArgumentGroup, row: Flag) -> None:
+    """Add a row to a parser, without its default, so that the parser returns only what the user has set."""
     options: dict[str, Any] = {"default": argparse.SUPPRESS, "help": row.help + _default_text(row)}
     if row.names[0].startswith("-"):
         options["dest"] = row.dest
     if row.switch:
         section.add_argument(*row.names, action="store_true", **options)
-        names = [f"--{name[5:]}" if name.startswith("--no-") else f"--no-{name[2:]}" for name in row.names]
-        if taken is not None and not taken & {*names}:
-            section.add_argument(*names, action="store_false", **options | {"help": argparse.SUPPRESS})
         return
     choices, kind = (row.type, str) if isinstance(row.type, tuple) else (None, row.type or str)
     metavar = row.metavar or getattr(kind, "metavar", None)

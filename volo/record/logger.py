@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from tqdm import tqdm
 
 from tlt.data.batch import Skipped
+from tlt.io.jobs import progress_bar
 from tlt.io.text import printable, safe_text
 from volo.cluster.distributed import World
 from volo.record.metrics import Arithmetic, EpochTotals, Evaluation, Interval, gpu_use
@@ -103,6 +104,7 @@ class Logger:
             failure = error
             raise
         finally:
+            self._close_bar()
             code, reason = outcome(failure)
             if self.world.is_primary or failure is not None:
                 self.event("end", exit_code=code, reason=reason)
@@ -145,13 +147,19 @@ class Logger:
             self.line(text)
 
     def start_epoch(self, epoch: int, epochs: int, updates: int) -> None:
-        """Show a progress bar for the epoch if stderr is a terminal."""
-        if self.records is not None and sys.stderr.isatty():
+        """Show a progress bar for the epoch on a terminal or in a notebook."""
+        if self.records is not None:
             # The bar fits 80 columns. While it is shown, only the last interval of an epoch is printed.
             form = "{desc} {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt}{postfix}"
             title = f"epoch {epoch + 1}/{epochs}"
-            self._bar = tqdm(total=updates, desc=title, leave=False, dynamic_ncols=True, bar_format=form)
+            self._bar = progress_bar(total=updates, desc=title, bar_format=form)
+        if self._bar is not None:
             self._bar.set_postfix_str(self._bar_text)
+
+    def _close_bar(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
+        self._bar = None
 
     def update(self, epoch: int, update: int) -> None:
         """Count an optimizer step; `update` is its number in the whole run."""
@@ -206,9 +214,7 @@ class Logger:
 
         Call this before the epoch's checkpoint is saved. A run that is killed in between repeats the epoch.
         """
-        if self._bar is not None:
-            self._bar.close()
-            self._bar = None
+        self._close_bar()
         if self.records is None:
             return
         row: dict[str, float | int] = {

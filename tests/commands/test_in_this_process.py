@@ -1,0 +1,172 @@
+"""`volo.train(...)` and `volo.predict(...)`: what the programs do, and the process is as it was before."""
+
+import csv
+import json
+import os
+import random
+import signal
+import sys
+import warnings
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import tqdm.auto
+import yaml
+
+import volo
+from tests.commands.conftest import QUICK, Call, same_weights
+from tlt.errors import UserError
+from tlt.io.jobs import progress_bar
+from tlt.io.text import natural_sorted
+from tlt.io.weights import read_checkpoint
+from volo.checkpoint.saver import Saver
+from volo.cluster import stopping
+from volo.commands.train import TrainResult
+from volo.record.records import epochs_of
+
+SMALL: dict[str, Any] = {
+    **{"model": "volo_test", "img_size": 32, "num_classes": np.int64(4), "batch_size": 8, "workers": 0},
+    **{"warmup_epochs": 0, "cooldown_epochs": 0, "log_interval": 1, "lr": 2e-3, "seed": None},
+}  # QUICK
+
+
+def state_of_the_process() -> list[Any]:
+    handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGALRM)]
+    drawn = [random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()]  # type: ignore[index]
+    numbers = [torch.get_default_dtype(), torch.get_num_threads(), torch.get_float32_matmul_precision()]
+    return [
+        *handlers,
+        *drawn,
+        *numbers,
+        torch.backends.cudnn.benchmark,
+        dict(os.environ),
+        sys.argv,
+        warnings.filters[:],
+    ]
+
+
+def test_a_run_is_the_programs_and_the_process_is_as_before(
+    call: Call, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flags = (
+        f"--lr 2e-3 --epochs 1 --scale 0.5 1 --hflip 0 --token-label --no-mix-token --output {tmp_path} --experiment"
+    )
+    assert call("train", f"{data} {QUICK} {flags} one").code == 0
+    monkeypatch.setattr(sys, "argv", ["train.py"])  # a user's own
+    signal.signal(signal.SIGINT, lambda *_: None)
+    torch.set_default_dtype(torch.float64)
+    torch.set_num_threads(2)
+    before = state_of_the_process()
+    try:
+        how = {"scale": (0.5, 1), "hflip": 0, "token_label": True, "mix_token": False, "amp": False, "pretrained": None}
+        run = volo.train(data, **SMALL, **how, epochs=1, output=tmp_path, experiment="two")
+        assert state_of_the_process() == before
+    finally:
+        torch.set_default_dtype(torch.float32)
+    same_weights(tmp_path / "one" / "last.pth.tar", tmp_path / "two" / "last.pth.tar")
+    settings = [yaml.safe_load((tmp_path / name / "args.yaml").read_text()) for name in ("one", "two")]
+    assert {name for name in settings[0] if settings[0][name] != settings[1][name]} == {"experiment", "bind"}
+    assert (run.path, run.classes) == (tmp_path / "two", sorted(os.listdir(data / "train")))
+    assert run.curve == epochs_of(run.path) and len(run.curve) == 1
+    assert run.best == max(row["eval_top1"] for row in run.curve)
+    start = json.loads((run.path / "events.jsonl").read_text().splitlines()[0])
+    assert start["command"][:3] == ["volo", "train", str(data)] and "--no-mix-token" in start["command"]
+
+    image = data / "validation" / "red" / "red3.jpg"
+    file = tmp_path / "p.csv"
+    assert call("predict", f"{image} --checkpoint {run.path} --topk 3 -j 0 -o {file}").code == 0
+    (found,) = volo.predict(image, checkpoint=run.path, topk=3, workers=0)
+    rows = list(csv.DictReader(file.open()))
+    assert (found.path, found.best) == (str(image), rows[0]["class_name"])
+    assert found.classes == [(row["class_name"], float(row["probability"])) for row in rows]
+    both = volo.predict([image, data / "train" / "red"], checkpoint=run.path, workers=0)
+    assert [(each.best, len(each.classes)) for each in both] == [(found.best, 4)] + [
+        (each.best, 4) for each in both[1:]
+    ]
+    assert [each.path for each in both[1:]] == natural_sorted(map(str, (data / "train" / "red").iterdir()))
+    assert volo.train(data, **SMALL, epochs=2, output=tmp_path, dry_run=True).curve == []
+
+
+@pytest.mark.parametrize(
+    ("keywords", "told"),
+    [
+        ({"imgsz": 64}, "volo.train: unknown key 'imgsz', did you mean img_size?"),
+        ({"lr0": 0.1}, "volo.train: unknown key 'lr0', did you mean lr?"),
+        ({"data": "d"}, "volo.train: unknown key 'data', did you mean data_dir?"),
+        ({"epochs": 1.5}, "volo.train: epochs: argument --epochs: invalid int value: '1.5'"),
+        ({"pretrained": "yes"}, "volo.train: pretrained: 'yes' is neither true nor false"),
+        ({"amp": True, "no_amp": True}, "volo.train: amp stands there twice"),
+        ({"input_size": (3, 64)}, "volo.train: input_size: argument --input-size: expected 3 arguments"),
+        ({"scale": (1.0, 0.5)}, "the smaller first"),
+        ({"config": "nosuch"}, "--config nosuch: No such file"),
+        ({"model": "volo_dO"}, "did you mean volo_d0?"),
+        ({"fuser": "x"}, "volo.train: fuser (timm): of TorchScript"),
+    ],
+)
+def test_a_mistake_is_a_user_error_of_one_line(keywords: dict[str, Any], told: str, data: Path) -> None:
+    with pytest.raises(UserError) as caught:
+        volo.train(data, **keywords)
+    assert told in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_ctrl_c_saves_and_raises_and_the_same_call_goes_on(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def train() -> TrainResult:
+        return volo.train(data, **SMALL, epochs=2, output=tmp_path, experiment="cut", resume="auto")
+
+    after_update, signals = Saver.after_update, {1: signal.SIGINT, 3: signal.SIGTERM}
+
+    def interrupted(saver: Saver) -> None:
+        after_update(saver)
+        if number := signals.pop(saver.state.update, None):
+            os.kill(os.getpid(), number)
+
+    monkeypatch.setattr(Saver, "after_update", interrupted)
+    handler = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        train()
+    assert signal.getsignal(signal.SIGINT) is handler and (tmp_path / "cut" / "last.pth.tar").is_file()
+    with pytest.raises(SystemExit, match="85"):
+        train()
+    assert [row["epoch"] for row in train().curve] == [0, 1]
+    assert read_checkpoint(tmp_path / "cut" / "last.pth.tar")["update"] == 4
+    # Once more ends a program at once, but not the process that goes on.
+    now = [0.0]
+    monkeypatch.setattr(stopping.time, "monotonic", lambda: now[0])
+    with stopping.STOP.handled(ends_process=False):
+        os.kill(os.getpid(), signal.SIGINT)
+        now[0] = 2.0
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_it_runs_in_any_thread_and_its_failures_are_those_of_the_program(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        run = pool.submit(volo.train, data, **SMALL, epochs=1, output=tmp_path, experiment="run").result()
+        assert run.best is not None and run.path == tmp_path / "run"
+        again = pool.submit(volo.train, data, **SMALL, epochs=1, output=tmp_path, experiment="run")
+        assert isinstance(again.exception(), UserError)  # holds checkpoints already
+
+
+def test_the_package_is_a_function_as_well() -> None:
+    assert callable(volo.train) and isinstance(sys.modules["volo.train"], ModuleType)
+    assert sys.modules["volo.train"].loop.train_epochs.__module__ == "volo.train.loop"
+    with pytest.raises(AttributeError, match="no attribute 'fit'"):
+        volo.fit  # noqa: B018
+
+
+def test_a_notebook_draws_the_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert progress_bar(total=3) is None  # neither a terminal nor a notebook
+    widget = type("tqdm_notebook", (), {"__init__": lambda self, **options: vars(self).update(options)})
+    widget.__module__ = "tqdm.notebook"
+    monkeypatch.setattr(tqdm.auto, "tqdm", type("tqdm", (widget,), {}))
+    bar: Any = progress_bar(total=3)
+    assert isinstance(bar, widget) and bar.total == 3 and bar.leave is False  # type: ignore[attr-defined]
