@@ -93,7 +93,7 @@ def header_command(name: str, *more: str) -> tuple[int, TrainArgs, str]:
 
 
 def test_every_recipe_is_in_the_tables() -> None:
-    own = {*FROM_SCRATCH, *FINE_TUNED, "finetune_small", "vit_s16_224_two_teachers"}
+    own = {*FROM_SCRATCH, *FINE_TUNED, "finetune_small", "scratch_small", "vit_s16_224_two_teachers"}
     assert {path.stem for path in (ROOT / "configs").iterdir()} == own | OF_OTHERS.keys()
 
 
@@ -114,6 +114,18 @@ def test_the_headers_command_gives_the_run_of_another_system(name: str) -> None:
     peak = args.warmup_epochs if args.warmup_prefix or not args.warmup_epochs else None
     assert peak is None or rates[peak] == lr and sorted(rates[:peak]) == rates[:peak]
     assert sorted(rates[expected.epochs // 2 :], reverse=True) == rates[expected.epochs // 2 :]
+
+
+def test_the_recipe_from_nothing_names_its_model() -> None:
+    gpus, args, header = header_command("scratch_small")
+    assert gpus == 1 and "Hardware:" in header and timm.is_model(args.model) and args.img_size
+    assert not (args.token_label or args.pretrained or args.finetune)
+
+
+def test_the_recipe_for_fine_tuning_asks_for_weights() -> None:
+    line = ["data", "-c", "finetune_small", "--model", "volo_d1"]
+    assert "--pretrained or --finetune" in TRAIN.parse(line).notes[0]
+    assert not TRAIN.parse([*line, "--pretrained"]).notes
 
 
 def test_few_images_are_fine_tuned_by_the_headers_command() -> None:

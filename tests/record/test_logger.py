@@ -67,6 +67,26 @@ def test_the_curve_shows_an_epoch_at_its_number(tmp_path: Path, monkeypatch: pyt
     assert lines == {"train loss": [[1, 3], [2, 2], [3, 1]], "eval loss": [[1, 5], [3, 5]]}
 
 
+def test_of_short_epochs_some_curves_are_drawn_and_the_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, drawn, logger = 0.0, list[float](), _logger()
+    monkeypatch.setattr("volo.record.logger.time.monotonic", lambda: clock)
+
+    def draw(self: RunRecords) -> None:
+        nonlocal clock
+        drawn.append(clock)
+        clock += 2
+
+    monkeypatch.setattr(RunRecords, "draw_curve", draw)
+    logger.records = RunRecords(tmp_path)
+    for epoch in range(100):
+        clock += 1
+        logger.curve(last=epoch == 99)
+    assert drawn == [1, 3 + 60, 104]  # a thirtieth of the time, and the last
+    clock += 1000  # an epoch of many minutes
+    logger.curve()
+    assert len(drawn) == 4
+
+
 @pytest.mark.parametrize(
     ("error", "code", "why"),
     [

@@ -70,7 +70,7 @@ def test_the_interval_of_chance_is_the_binomial_distributions(share: float, coun
         ("--stop-epoch 3", [50.0, 40.0, 60.0], [6] * 10, "", "the best epoch is the last: it was still rising$"),
         ("--model-ema", [(9.0, 60.0)], [6] * 10, "best top1_ema: 60.00 %", ""),
         ("--model-ema", [(60.0, 9.0)], [6] * 10, "", "What may help: a smaller --model-ema-decay than 0.99992: "),
-        ("--model-ema", [(9.0, 8.0)], [6] * 10, "", "What may help: -c small"),
+        ("--model-ema", [(9.0, 8.0)], [6] * 10, "", "What may help: -c scratch_small"),
         ("--eval-metric loss", [(50.0, 1.2)], [6, 6], "best loss: 1.20 \\(", "no better"),
         ("--eval-metric loss", [(70.0, 1.2), (80.0, 1.1)], [60, 60], "best loss", "the last: it was still falling"),
         ("synthetic", [10.0], [6] * 10, "best top1", ""),
@@ -124,10 +124,15 @@ def test_a_run_at_chance_is_told_after_the_warm_up_and_each_tenth(
 @pytest.mark.parametrize(
     ("flags", "train", "loss", "expected"),
     [
-        ("--model volo_d1", 900, None, ["-c small", "--pretrained weights", "more --epochs than 10"]),
-        ("--model volo_d0", 900, 2.29, ["-c small", "more --epochs than 10"]),  # there are no weights
-        ("--model volo_d0 -b 64", 900, None, ["-c small", "more --epochs than 10", "a smaller --batch-size than 64"]),
-        ("-c small --model volo_d0", 900, None, ["more --epochs than 10"]),
+        ("--model volo_d1", 900, None, ["-c scratch_small", "--pretrained weights", "more --epochs than 10"]),
+        ("--model volo_d0", 900, 2.29, ["-c scratch_small", "more --epochs than 10"]),  # there are no weights
+        (
+            "--model volo_d0 -b 64",
+            900,
+            None,
+            ["-c scratch_small", "more --epochs than 10", "a smaller --batch-size than 64"],
+        ),
+        ("-c scratch_small --model volo_d0", 900, None, ["more --epochs than 10"]),
         ("-c SMALL --model volo_d0", 900, None, ["more --epochs than 10"]),
         ("--model volo_d1 --pretrained", 900, None, ["more --epochs than 10"]),
         ("--model volo_d1 --finetune FILE --freeze", 900, None, ["training without --freeze", "more --epochs than 10"]),
@@ -143,14 +148,14 @@ def test_a_run_at_chance_is_told_after_the_warm_up_and_each_tenth(
         ("--model volo_d0 --epochs 250 --warmup-epochs 900", 20_000, None, ["fewer --warmup-epochs than 900"]),
         ("--model volo_d0 --epochs 300 --token-label --token-label-data FILE", 20_000, None, ["`tlt check`"]),
         ("--model volo_d1", 900, 0.5, ["other validation images"]),  # guesses: 2.3
-        ("--model volo_d1 --bce-loss", 900, 0.5, ["-c small", "--pretrained", "more --epochs than 10"]),
+        ("--model volo_d1 --bce-loss", 900, 0.5, ["-c scratch_small", "--pretrained", "more --epochs than 10"]),
     ],
 )
 def test_only_what_the_settings_leave_open_is_recommended(
     flags: str, train: int, loss: float | None, expected: list[str], tmp_path: Path
 ) -> None:
-    (file := tmp_path / "small.yaml").write_text("epochs: 10\n")
-    named = {"-c SMALL": f"-c {file}", "-c small": f"-c {file}", "FILE": str(file)}
+    (file := tmp_path / "scratch_small.yaml").write_text("epochs: 10\n")
+    named = {"-c SMALL": f"-c {file}", "-c scratch_small": f"-c {file}", "FILE": str(file)}
     for name, path in named.items():
         flags = flags.replace(name, path)
     run, training = judged(tmp_path, flags if "--epochs" in flags else f"--epochs 10 {flags}", {}, [6] * 10, train)

@@ -11,9 +11,39 @@ from tests.train.small_run import arguments
 from tlt.errors import UserError
 from volo.cluster.distributed import World
 from volo.commands.run_start import surprises
+from volo.config.args import TRAIN
+from volo.config.flags_train import FROM_NOTHING
 from volo.train import loop, meter
-from volo.train.run import batch_record, resolve_args, steps_to_keep
+from volo.train.run import batch_record, recipe_from_nothing, resolve_args, steps_to_keep
 from volo.train.schedule import LrSchedule
+
+
+@pytest.mark.parametrize(
+    ("flags", "images", "taken"),
+    [
+        ("", 600, True),
+        ("--epochs 7 --no-aug", 600, True),
+        ("--resume auto", 600, True),
+        ("", 1_281_167, False),
+        ("--model volo_d1", 600, False),
+        ("--pretrained", 600, False),
+        ("--finetune weights.pth", 600, False),
+        ("-c finetune_small", 600, False),
+        ("--data-backend synthetic", 600, False),
+    ],
+)
+def test_a_command_without_a_model_takes_the_recipe_from_nothing(flags: str, images: int, taken: bool) -> None:
+    given = TRAIN.parse([*["data"] * ("synthetic" not in flags), *flags.split()])
+    args = recipe_from_nothing(given, images)
+    assert (args is not given) == taken == (args.model != "volo_d1")
+    if taken:
+        length = "" if "--epochs" in flags else "--epochs 100"
+        recipe = TRAIN.parse(["data", "-c", FROM_NOTHING, *length.split(), *flags.split()])
+        assert vars(args) == vars(recipe) | {"notes": args.notes} and args.defaulted == recipe.defaulted
+        assert f"-c {FROM_NOTHING}" in args.notes[-1] and f"{images} images" in args.notes[-1]
+    fewer = recipe_from_nothing(given, 90)
+    assert not taken or "--epochs" in flags or (fewer.epochs, fewer.val_interval) == (667, 7)
+    assert not taken or recipe_from_nothing(given, 9000).epochs == args.epochs if "--epochs" in flags else 40
 
 
 @pytest.mark.parametrize(

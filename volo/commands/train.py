@@ -92,7 +92,7 @@ from volo.train.model import (
 )
 from volo.train.optim import create_optimizer
 from volo.train.precision import Clipping, Precision, WorkingCopy, check_convolutions, compute_dtype
-from volo.train.run import BATCH_KEY, Run, Training, resolve_args
+from volo.train.run import BATCH_KEY, Run, Training, recipe_from_nothing, resolve_args
 from volo.train.schedule import LrSchedule, resolve_lr
 from volo.train.step_graph import use_own_stream, why_launched
 
@@ -153,13 +153,14 @@ def start(args: TrainArgs, world: World, logger: Logger, guard: StopGuard) -> Tr
     """Find data and checkpoint, complete the arguments from them, build everything, then train."""
     # The logger gets the same world, because sums over ranks must count the images of a group once.
     logger.world = world = in_groups(world, 1 if args.dry_run else args.tensor_parallel)
-    note_start(args, world, logger)
-    for note in args.notes:
-        logger.line(note)
     with primary_first():  # the architecture may have to be fetched
         architecture_of(args.model)  # report a misspelt name before a long search for images
     on_progress = SearchProgress(logger.line, partial(guard.watchdog.enter_phase, "start"))
     folders = open_folders(args, world.data_size, on_progress)
+    args = recipe_from_nothing(args, len(folders.train))
+    note_start(args, world, logger)
+    for note in args.notes:
+        logger.line(note)
     with open_directory(args, world, logger) as (directory, lock, resume):
         folders = hold_out(args, folders, *([resume.path.parent] if resume.path else []), directory)
         images, classes = len(folders.train), len(folders.train.class_names)

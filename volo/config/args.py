@@ -35,10 +35,12 @@ class TrainArgs(Namespace):
         notes: Lines that rank 0 prints once.
         defaulted: The flags of `FITTED` that neither command line nor recipe sets. This is no setting of the run, so
             `vars` doesn't contain it.
+        explicit: The values that the command line sets; no setting either.
     """
 
-    __slots__ = ("defaulted",)
+    __slots__ = ("defaulted", "explicit")
     defaulted: tuple[str, ...]
+    explicit: dict[str, Any]
 
 
 class FrozenArgs(TrainArgs):
@@ -50,7 +52,8 @@ class FrozenArgs(TrainArgs):
     """
 
     def __init__(self, args: TrainArgs, **decided: Any) -> None:
-        object.__setattr__(self, "defaulted", args.defaulted)
+        for slot in TrainArgs.__slots__:
+            object.__setattr__(self, slot, getattr(args, slot))
         self.__dict__.update(vars(args), **decided)
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -70,13 +73,21 @@ class _Train(Program):
         Raises:
             UserError: A flag or key is unknown, a value is wrong, flags contradict each other, or one has no effect.
         """
+        return self.over_recipe(self.parser().explicit(argv))
+
+    def over_recipe(self, explicit: dict[str, Any]) -> TrainArgs:
+        """Return the arguments that `explicit`, the values of a command line, makes over the recipe that it names.
+
+        Raises:
+            UserError: As `parse`.
+        """
         parser = self.parser()
-        explicit = parser.explicit(argv)
         recipe = load_yaml(explicit["config"], parser) if explicit.get("config") else {}
         args = TrainArgs(**(parser.defaults() | _not_overruled(recipe, explicit, parser.flags) | explicit))
         if args.sched in STABLE_SCHEDULES and "decay_epochs" not in recipe | explicit:
             args.decay_epochs = 0.2
         args.defaulted = tuple(dest for dest in FITTED if dest not in recipe | explicit)
+        args.explicit = dict(explicit)
         join_data_dir(args, "DATA_DIR", "data_dir")
         args.notes = check_train(args, parser.flags)
         if explicit.get("uncovered", args.uncovered) != args.uncovered:

@@ -6,13 +6,22 @@ import os
 from argparse import Namespace
 from collections.abc import Mapping
 from importlib.util import find_spec
+from pathlib import Path
 
 from tlt.data.sources import needs_folder
 from tlt.errors import UserError, install_command
 from tlt.upstream import resolve
 from volo.config.flag_table import Flag, check_flags
 from volo.config.flags_data import DENSE, LABELS, PER_TEACHER
-from volo.config.flags_train import CUDA_GRAPH_MODES, ENDING_SCHEDULES, TRACKERS, mixes
+from volo.config.flags_train import (
+    CUDA_GRAPH_MODES,
+    ENDING_SCHEDULES,
+    FINE_TUNING,
+    FROM_NOTHING,
+    STARTS,
+    TRACKERS,
+    mixes,
+)
 
 
 def _check_pixels(args: Namespace) -> None:
@@ -270,6 +279,11 @@ def _settle_compat(args: Namespace) -> list[str]:
 def _remarks(args: Namespace) -> list[str]:
     """Return lines about settings that are valid but may surprise."""
     notes = []
+    if args.config and Path(args.config).stem == FINE_TUNING and not any(vars(args)[dest] for dest in STARTS):
+        notes.append(
+            f"warning: -c {FINE_TUNING} is for fine-tuning: add --pretrained or --finetune FILE; from nothing -c "
+            f"{FROM_NOTHING} learns more"
+        )
     if args.aa and args.aa != "none" and args.color_jitter != 0.4:
         notes.append(f"--color-jitter {args.color_jitter:g} is not used beside --aa {args.aa}; --aa '' would use it")
     if args.lr is not None and args.lr < args.min_lr and args.sched in ENDING_SCHEDULES:

@@ -320,6 +320,9 @@ FITTED = (
     *("batch_size", "checkpoint_hist", "cooldown_epochs", "drop_last", "lr_base_scale", "model_ema_decay"),
     *("num_classes", "sched_on_updates", "warmup_epochs"),
 )
+STARTS = ("pretrained", "initial_checkpoint", "finetune")  # weights to start from
+# Recipes for few images: of a command without a model, and of one that starts from weights.
+FROM_NOTHING, FINE_TUNING = "scratch_small", "finetune_small"
 # Arguments that say only how a run was started, and so are no settings of it.
 START_ONLY = {
     *("config", "notes", "local_rank", "debug", "dry_run", "resume", "no_resume_opt", "start_epoch"),

@@ -61,6 +61,7 @@ class Logger:
         self._lines = LineFile()  # log.txt; it keeps lines in memory until `open`
         self._seconds, self._waited, self._work_done = (0.0, 0.0, 0.0)  # totals since this start
         self._advised = False
+        self._next_curve = 0.0  # when learning curves are drawn again, on the monotonic clock
 
     def open(self, records: RunRecords, work: Sequence[float], arithmetic: Arithmetic | None = None) -> None:
         """Write to `records` from now on, and earlier lines to its log.txt. `work` is how much was done before each
@@ -242,11 +243,17 @@ class Logger:
         if self.records is not None:
             self.records.sync()
 
-    def curve(self) -> None:
-        """Draw the learning curves if matplotlib is installed; print a warning if that fails."""
+    def curve(self, last: bool = False) -> None:
+        """Draw the learning curves if matplotlib is installed; print a warning if that fails. Of short epochs only some
+        and the `last` are drawn, so that pictures take a few percent of the run's time."""
+        began = time.monotonic()
         if self.records is None or importlib.util.find_spec("matplotlib") is None:
+            return
+        if not last and began < self._next_curve:
             return
         try:
             self.records.draw_curve()
+            now = time.monotonic()
+            self._next_curve = now + 30 * (now - began)
         except Exception as error:  # a failed picture must never end a run
             self.line(f"warning: curve.png could not be drawn: {type(error).__name__}: {error}")

@@ -8,17 +8,17 @@ from pathlib import Path
 import numpy as np
 
 from volo.checkpoint.state import ranked_by
+from volo.config.flags_train import FROM_NOTHING, STARTS
 from volo.record.metrics import chance_interval
 from volo.record.records import epochs_of
 from volo.train.architecture import known_config
 from volo.train.run import Run, Training
 
-FROM_NOTHING = "small"  # name of the recipe for few images without pretrained weights
 WARM = 0.8  # share of the peak learning rate: with the default warm-up, a cosine reaches 0.9
 _FEW_IMAGES, _FEW_UPDATES, _LARGE_BATCH = 10_000, 2000, 16
 _FITS = 0.6  # share of the loss of guesses below which a model has learnt its training images
 # Usual peak rates by a part of the optimizer's name: least, most from nothing, most from trained weights.
-_USUAL_RATES = {"adam": (3e-5, 3e-3, 1e-3), "sgd": (3e-3, 1.0, 0.1), "momentum": (3e-3, 1.0, 0.1)}
+_USUAL_RATES = {"adam": (3e-5, 4e-3, 1e-3), "sgd": (3e-3, 1.0, 0.1), "momentum": (3e-3, 1.0, 0.1)}
 
 
 def judge_epoch(run: Run, training: Training, epoch: int) -> None:
@@ -80,7 +80,7 @@ def remedies(run: Run, training: Training, weights_learn: bool = False) -> list[
             f"below that of guesses, {guesses:.2f}"
         ]
     elsewhere = run.resumed is not None and run.resumed.parent.resolve() != run.directory.resolve()
-    started = bool(args.pretrained or args.finetune or args.initial_checkpoint or args.branch or elsewhere)
+    started = any(vars(args)[dest] for dest in (*STARTS, "branch")) or elsewhere
     weights = [known_config(args.model).get(key) for key in ("url", "hf_hub_id", "file")]
     part = next((part for part in _USUAL_RATES if part in args.opt), "")
     least, *most = _USUAL_RATES.get(part, (0.0, math.inf, math.inf))

@@ -74,7 +74,7 @@ def train_epochs(run: Run, training: Training, saver: Saver) -> None:
         judge_epoch(run, training, epoch)
         if best := saver.after_epoch():
             logger.line(f"best {ranking_metric} {best.metric:.4f} (epoch {best.epoch + 1}, {best.file})")
-        logger.curve()
+        logger.curve(last=state.epoch >= last)
     if last < epochs and state.epoch >= last:
         logger.line(f"--stop-epoch {last} of {epochs}: --resume auto without it goes on with the same schedule")
 

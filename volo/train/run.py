@@ -21,9 +21,9 @@ from volo.checkpoint.resume import table
 from volo.checkpoint.state import TrainState
 from volo.cluster.distributed import World
 from volo.cluster.watchdog import StopGuard
-from volo.config.args import FrozenArgs, TrainArgs, checked_settings
+from volo.config.args import TRAIN, FrozenArgs, TrainArgs, checked_settings
 from volo.config.flag_rules import check_drop_path
-from volo.config.flags_train import CYCLIC_SCHEDULES, STABLE_SCHEDULES
+from volo.config.flags_train import CYCLIC_SCHEDULES, FROM_NOTHING, STABLE_SCHEDULES, STARTS
 from volo.record.logger import Logger
 from volo.record.metrics import Arithmetic
 from volo.record.run_directory import RunLock
@@ -41,6 +41,9 @@ BATCH_KEY = "batch"  # key in a checkpoint
 _HORIZONS = 5  # a run has so many times 1 / (1 - decay) updates; then 0.7 % of the average are the initial weights
 _WARNED_SHARE = 0.1  # share of the initial weights in the average above which a warning is logged
 _LEAST_UPDATES, _LARGEST_BATCH = 4, 128  # per epoch, and images per device, if the user sets no batch size
+# A command without a model takes the recipe from nothing for so many images at most, with so many epochs at least,
+# until so many images have been seen, and validates so many times at most.
+_FEW_IMAGES, _LEAST_EPOCHS, _IMAGES_SEEN, _VALIDATIONS = 20_000, 40, 60_000, 100
 
 
 @dataclass(frozen=True)
@@ -90,6 +93,21 @@ class Training:
     arithmetic: Arithmetic | None = None
     distillation: Distillation | None = None
     dense_score: DenseScore | None = None
+
+
+def recipe_from_nothing(args: TrainArgs, images: int) -> TrainArgs:
+    """Return the arguments over the recipe for few images from nothing, if the command names no recipe, no model and no
+    weights, and the folder holds few images; published commands name a model. The fewer images, the more epochs."""
+    if {"model", "config", *STARTS} & args.explicit.keys() or args.data_backend == "synthetic" or images > _FEW_IMAGES:
+        return args
+    epochs = args.explicit.get("epochs", max(_LEAST_EPOCHS, -(-_IMAGES_SEEN // images)))
+    length = {"config": FROM_NOTHING, "epochs": epochs, "val_interval": -(-epochs // _VALIDATIONS)}
+    chosen = TRAIN.over_recipe(length | args.explicit)
+    chosen.notes.append(
+        f"no --model: -c {FROM_NOTHING} --epochs {epochs} for {images} images, which trains {chosen.model} from "
+        "nothing; photographs do better with -c finetune_small --model volo_d1 --pretrained"
+    )
+    return chosen
 
 
 def resolve_args(
