@@ -45,6 +45,7 @@ def pictures() -> None:
 @pytest.fixture(autouse=True)
 def few_pictures(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Draw nothing that no test looks at: it takes a second in every run."""
+    from volo.record import confusion
     from volo.record.logger import Logger
     from volo.train import meter
 
@@ -52,6 +53,7 @@ def few_pictures(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
     if "pictures" not in request.fixturenames:
         monkeypatch.setattr(meter, "_draw", lambda *_: None)
         monkeypatch.setattr(Logger, "curve", lambda _: None)
+        monkeypatch.setattr(confusion, "_PICTURES", {})
 
 
 class TrainedRun(NamedTuple):

@@ -74,7 +74,7 @@ def test_an_average_is_evaluated_with_the_weights_that_it_has_now() -> None:
     torch.manual_seed(0)
     model = timm.create_model("levit_128s", num_classes=2, drop_path_rate=0.0)
     average, batch = ModelEmaV3(model, decay=0.5), SimpleNamespace(images=torch.randn(2, 3, 224, 224), size=2)
-    batch.classes = torch.tensor([0, 1])
+    batch.classes = batch.indices = torch.tensor([0, 1])
     cpu = torch.device("cpu")
     for _ in range(2):
         loss = evaluate(average.module, cast(Any, OneBatch([batch])), Precision(cpu), World(0, 0, 1, cpu)).loss

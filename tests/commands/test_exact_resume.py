@@ -17,6 +17,7 @@ from tests.train.small_run import tensors
 from tlt.io.weights import peek_checkpoint, read_checkpoint
 from tlt.tools import cli as tlt_cli
 from volo.commands import run_start
+from volo.record.confusion import CLASSES, COUNTS
 
 # Everything that could be lost: BatchNorm, MixToken, stochastic depth, RandAugment, accumulation, average, intervals.
 FLAGS = f"{QUICK} --lr 1e-3 --epochs 2 --token-label --drop-path 0.2 --model-ema --log-interval 2"
@@ -36,6 +37,8 @@ def assert_same(whole: Path, cut: Path) -> None:
     assert one["scores"] == two["scores"]
     for name in ("metrics.jsonl", "summary.csv"):
         assert without_times(cut / name) == without_times(whole / name), name
+    for name in (CLASSES, COUNTS):  # of the best epoch, wherever the run was interrupted
+        assert (cut / name).read_text() == (whole / name).read_text(), name
 
 
 def test_fault_11_interrupted_at_several_updates_and_gone_on_with_other_workers_and_from_shards(

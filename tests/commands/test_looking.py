@@ -37,14 +37,13 @@ def test_one_page_holds_the_whole_run(call: Call, data: Path, tmp_path: Path) ->
     )
     assert "a<b>" not in page and "a&lt;b&gt;&amp;c" in page and "model: volo_test" in page
     assert "4 updates reported, 2 epochs finished" in page and '"torch":' in html.unescape(page)
-    assert page.count("<img") == page.count('src="data:image/png;base64,iVBOR') == page.count("src=") == 2
+    assert page.count("<img") == page.count('src="data:image/png;base64,iVBOR') == page.count("src=") == 4
     assert "href=" not in page and "onclick=" not in page
     # What matters comes first; all settings and versions are folded.
-    head, settings = page.index("<dt>top-1</dt><dd>best "), page.index("Settings other than the defaults")
-    assert (
-        head < page.index('alt="Loss and accuracy"') < settings < page.index("<details>") < page.index("model: volo_")
-    )
-    changed = page[settings : page.index("</pre>", settings)]
+    settings, pictures = "Settings other than the defaults", ('alt="Loss and accuracy"', 'alt="What is taken for what"')
+    order = ["<dt>top-1</dt><dd>best ", *pictures, settings, "<details>", "model: volo_"]
+    assert sorted(order, key=page.index) == order
+    changed = page[page.index(settings) : page.index("</pre>", page.index(settings))]
     assert "--img-size 32\n" in changed and "--smoothing" not in changed
     assert 'name="viewport"' in page
     schemes = re.findall(r"--ink:(#\w+);--faint:(#\w+);--paper:(#\w+);--box:(#\w+)", page)
@@ -122,5 +121,5 @@ def test_without_matplotlib_one_line_says_what_is_missing(
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     ended = call("train", f"{data} {QUICK} --epochs 1 --output {tmp_path} --experiment run").ok()
     assert ended.out.count("pip install '.[plot]'") == 1
-    assert "neither learning curves nor the first batch will be drawn" in ended.out
+    assert "no pictures will be drawn (curves, first batch, confusion): " in ended.out
     assert not list((tmp_path / "run").glob("*.png"))

@@ -117,3 +117,14 @@ def test_the_head_tells_the_result_and_how_it_was_made(run: Path, capsys: Captur
 def test_a_folder_that_is_no_run_is_refused_in_a_line(tmp_path: Path, capsys: Capture) -> None:
     assert cli.run("report", [str(tmp_path)]) == 2
     assert capsys.readouterr().err.startswith(f"error: {tmp_path} is no run directory")
+
+
+def test_of_many_classes_the_worst_are_listed_and_the_others_linked(run: Path, capsys: Capture) -> None:
+    rows = [f'"a<b>, {number}",40,{number}.00,c,7' for number in range(25)]
+    (run / "classes.csv").write_text("\n".join(["class,images,top-1 (%),mostly taken for,times", *rows]))
+    assert cli.run("report", [str(run), "--html"]) == 0
+    out, page = capsys.readouterr().out, (run / "report.html").read_text()
+    assert (
+        "a<b>, 19  40      19.00      c                 7\nand 5 more, in classes.csv" in out and "a<b>, 20" not in out
+    )
+    assert "a&lt;b&gt;, 19" in page and 'and 5 more, in <a href="classes.csv">' in page

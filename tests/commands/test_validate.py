@@ -7,6 +7,7 @@ from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from PIL import Image
@@ -151,3 +152,35 @@ def test_a_dense_head_that_was_not_trained_takes_no_part(call: Call, data: Path,
     checkpoint["state_dict"]["aux_head.bias"] += 100.0 * torch.arange(4)
     torch.save(checkpoint, tmp_path / "run" / "changed.pth.tar")
     assert _row(call, data, tmp_path / "run" / "changed.pth.tar")["loss"] == before
+
+
+def test_a_spoiled_network_is_seen_in_the_worst_classes_and_the_tables(
+    call: Call, trained_run: TrainedRun, tmp_path: Path
+) -> None:
+    checkpoint = torch.load(trained_run.run / "last.pth.tar", weights_only=True)
+    heads = [f"{head}.{name}" for head in ("head", "aux_head") for name in ("weight", "bias")]
+    weights = [checkpoint["state_dict_ema"][name] for name in heads]
+    names, swapped, tables = ["blue", "green", "grey", "red"], [3, 1, 2, 0], {}
+
+    def judged(name: str) -> list[list[str]]:
+        torch.save(checkpoint, tmp_path / f"{name}.pth")
+        flags = f"{trained_run.data} -b 3 -j 0 --checkpoint {tmp_path}/{name}.pth --confusion {tmp_path}/{name}"
+        ended = call("validate", flags).ok()
+        heading, *rows = csv.reader((tmp_path / name / "confusion.csv").open())
+        assert heading[1:] == [row[0] for row in rows] == names
+        tables[name] = np.array([row[1:] for row in rows], int)
+        assert tables[name].sum(axis=1).tolist() == [2] * 4 and ended.row["top1"] == 100 * tables[name].trace() / 8
+        return [line.split() for line in ended.out.splitlines()]
+
+    judged("trained")
+    flags = f"{trained_run.data} --checkpoint {tmp_path}/trained.pth --confusion {tmp_path}/trained"
+    assert call("validate", flags).refused(f"--confusion {tmp_path}/trained/classes.csv exists already")
+    for weight in weights:
+        weight.copy_(weight[swapped])
+    judged("swapped")
+    assert (tables["swapped"] == tables["trained"][:, swapped]).all()
+    for weight in weights:
+        weight.zero_()[1] += 9 * (weight.ndim == 1)
+    words = judged("green")  # whatever it sees
+    at = words.index(["the", "worst", "of", "4", "classes:"])
+    assert words[at + 2 : at + 5] == [[name, "2", "0.00", "green", "2"] for name in ("blue", "grey", "red")]

@@ -151,14 +151,14 @@ def draw_cells(
     axes.axis(limits)
 
 
-def save_figure(figure: Figure, path: str | Path) -> None:
-    """Write the page to `path` atomically; the file's suffix chooses the format.
+def save_figure(figure: Figure, path: str | Path, **options: Any) -> None:
+    """Write the page to `path` atomically; the file's suffix chooses the format. `options` are those of `savefig`.
 
     Raises:
         UserError: The file can't be written.
     """
     content = io.BytesIO()
-    figure.savefig(content, format=Path(path).suffix[1:].lower())
+    figure.savefig(content, format=Path(path).suffix[1:].lower(), **options)
     with os_errors_as(lambda error: f"{printable(str(path))} can't be written: {error.strerror or error}"):
         write_whole(path, content.getvalue())
 

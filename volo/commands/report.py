@@ -8,6 +8,7 @@ unfinished or killed, and files may be damaged.
 from __future__ import annotations
 
 import base64
+import csv
 import html
 import math
 import shlex
@@ -27,6 +28,7 @@ from tlt.io.files import os_errors_as
 from tlt.io.text import table
 from tlt.io.weights import peek_checkpoint, read_checkpoint
 from volo.config.args import changed_flags
+from volo.record.confusion import CLASSES, CONFUSION, MISTAKES, WORST
 from volo.record.records import EVENTS, METRICS, duration, read_json_lines
 
 Record = dict[str, Any]
@@ -53,6 +55,7 @@ def run(args: Namespace) -> int:
     starts, head = starts_of(records.events), _head(folder, records)
     sections = {
         "Settings other than the defaults": _settings(folder),
+        "Classes, the least accurate first": _classes(folder),
         "Starts": table([_HEADS, *(_row(number, start) for number, start in enumerate(starts, 1))]) if starts else [],
         "Speed": _speed(records),
         "Checkpoints": _checkpoints(folder, verify=not args.quick),
@@ -236,17 +239,29 @@ def _settings(folder: Path) -> list[str]:
     return [*map(shlex.join, changed_flags(settings).values())] if isinstance(settings, dict) else []
 
 
+def _classes(folder: Path) -> list[str]:
+    """Return the accuracy of the worst classes, and where that of the others is."""
+    with suppress(OSError, ValueError, csv.Error):
+        heading, *rows = csv.reader((folder / CLASSES).read_text("utf-8").splitlines())
+        more = [f"and {len(rows) - WORST} more, in {CLASSES}"] if len(rows) > WORST else []
+        return table([heading, *rows[:WORST]]) + more
+    return []
+
+
 def _page(folder: Path, head: dict[str, str], sections: dict[str, list[str]]) -> str:
     name = html.escape(folder.resolve().name)
     facts = "".join(f"<dt>{term}</dt><dd>{html.escape(text)}</dd>" for term, text in head.items())
-    settings, *others = (
+    settings, classes, *others = (
         f"<h2>{title}</h2><pre>{html.escape(chr(10).join(lines or ['none recorded']))}</pre>"
         for title, lines in sections.items()
     )
-    files = {"curve.png": "Loss and accuracy", "first_batch.png": "First images"}
+    files = {"curve.png": "Loss and accuracy", CONFUSION: "What is taken for what", MISTAKES: "The surest mistakes"}
+    files |= {"first_batch.png": "First images"}
     files |= {"args.yaml": "All settings", "run.json": "Starts, with versions"}
-    curve, images, flags, starts = (_shown(folder / file, heading) for file, heading in files.items())
-    body = f"<h1>{name}</h1><dl>{facts}</dl>{curve}{settings}{flags}<div>{images}</div>{''.join(others)}{starts}"
+    curve, confusion, mistakes, images, flags, starts = (_shown(folder / file, title) for file, title in files.items())
+    listed, link = f"more, in {CLASSES}", f'more, in <a href="{CLASSES}">{CLASSES}</a>'
+    body = f"<h1>{name}</h1><dl>{facts}</dl>{curve}<div>{confusion}</div>{classes.replace(listed, link)}{mistakes}"
+    body += f"{settings}{flags}<div>{images}</div>{''.join(others)}{starts}"
     tags = '<meta charset="utf-8"><meta name="viewport" content="width=device-width">'
     tags += f"<title>{name}</title><style>{_STYLE}</style>"
     return f'<!doctype html><html lang="en"><head>{tags}</head><body>{body}</body></html>\n'

@@ -212,7 +212,7 @@ def open_run(run: Run, training: Training) -> Saver:
             logger.line(message)
     logger.line(f"run directory: {run.directory}")
     if importlib.util.find_spec("matplotlib") is None:
-        logger.line(f"neither learning curves nor the first batch will be drawn: {install_command('plot')}")
+        logger.line(f"no pictures will be drawn (curves, first batch, confusion): {install_command('plot')}")
     policy = SavePolicy(
         args.recovery_interval, args.checkpoint_minutes, args.log_interval, args.checkpoint_sync, args.max_failed_saves
     )

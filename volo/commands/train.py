@@ -60,6 +60,7 @@ from volo.commands.run_start import (
 )
 from volo.config.args import FrozenArgs, TrainArgs
 from volo.config.flag_rules import other_sizes, sharding_flag
+from volo.record.confusion import ANSWERS, show_answers
 from volo.record.logger import Logger
 from volo.record.records import duration, epochs_of, settings_of
 from volo.record.run_directory import check_writable
@@ -376,6 +377,10 @@ def train(run: Run, training: Training) -> None:
             raise
     spent = f"{duration(time.monotonic() - began)} since this start"
     logger.line(f"done: {state.update} updates, {spent}; results in {run.directory}")
+    if run.world.is_primary and (run.directory / ANSWERS).is_file():
+        classes = state.metadata["model_config"]["num_classes"]
+        for line in show_answers(run.directory, training.validation.dataset, classes):
+            logger.line(line)
     best, verdict = outcome(run, training)
     if best:
         logger.line(best)

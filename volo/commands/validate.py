@@ -32,14 +32,17 @@ from tlt.data.sources.folder import check_num_classes, read_class_map
 from tlt.data.sources.source import ImageSource
 from tlt.errors import UserError
 from tlt.io.files import os_errors_as, read_bytes, refuse_existing
+from tlt.io.text import table
 from tlt.models.folding import fold_batchnorm
 from tlt.models.layers import Constants
+from tlt.tools.drawing import shorten
 from volo.checkpoint.model_config import check_numbers, own_names
 from volo.cluster.distributed import World, primary_first
 from volo.commands.console import say, warn
 from volo.commands.inference import load, place, run_on_ranks
 from volo.commands.segment import features_of, segmentation_row
 from volo.config.checkpoint_files import checkpoints_in
+from volo.record.confusion import FILES, MOST, Confusion, show_answers
 from volo.record.metrics import Sums
 from volo.record.run_directory import check_writable
 from volo.train.compilation import compile_model
@@ -66,6 +69,10 @@ def validate(args: Namespace, world: World) -> None:
     if args.results_file:
         refuse_existing(args.results_file, "--results-file")
         check_writable(Path(args.results_file).parent, "--results-file")
+    if args.confusion:
+        for name in FILES:
+            refuse_existing(Path(args.confusion, name), "--confusion")
+        check_writable(Path(args.confusion), "--confusion")
     rows, faults = list[dict[str, Any]](), list[str]()
     row_of: dict[tuple[int, int], dict[str, Any]] = {}
     single = Path(args.checkpoint) if args.checkpoint else None  # None means pretrained weights
@@ -135,6 +142,8 @@ def evaluate_checkpoint(args: Namespace, path: Path | None, world: World) -> dic
     result = evaluate(compile_model(trained.model, args), loader, precision, world, watch, dense=score)
     warn(loader.skips.take_lines() + loader.bad_labels.take_lines())
     say([str(result)], world.is_primary)
+    if world.is_primary:
+        say_what_is_confused(args, path, loader.dataset, result.answers, len(numbers or range(model.num_classes)))
     row = {
         "model": args.model,
         "ema": args.use_ema,
@@ -151,6 +160,18 @@ def evaluate_checkpoint(args: Namespace, path: Path | None, world: World) -> dic
         "images_per_second": round(result.images / max(result.seconds, 1e-9), 1),
     }
     return row | (real.accuracy() if real else {})
+
+
+def say_what_is_confused(args: Namespace, path: Path | None, images: EvalDataset, answers: Any, classes: int) -> None:
+    """Print the worst classes, and draw the answers to the images (`--confusion`)."""
+    if classes <= MOST:
+        heading, *rows = Confusion(images, answers, classes).table()
+        worst = [row for row in rows if row[-1] != "0"][:3]
+        more = "" if args.confusion else " (--confusion FOLDER draws all)"
+        say([f"the worst of {len(rows)} classes{more}:", *table([heading, *worst])] if worst else [])
+    if args.confusion:
+        folder = Path(args.confusion, path.name if args.all and path else "")
+        say(show_answers(folder, images, classes, answers, f"{args.model}, {shorten(str(path or 'pretrained'), 40)}"))
 
 
 def open_folder(args: Namespace, config: dict[str, Any], numbers: Sequence[int], world: World) -> ImageSource:

@@ -113,6 +113,7 @@ _VALIDATE = (
             flag("--token-label-data", t.DIR, "", "label maps of these images: measure dense_top1", needs=OWN_HEADS),
         ),
         *needing("--token-label-data", *(replace(row, needs=()) for row in (LABEL_AREA, LABEL_TAIL, BAD_LABEL))),
+        flag("--confusion", t.DIR, "", "write there what is taken for what: pictures, tables", needs=HEADS),
         flag("--results-file", t.FILE, "", "write the results there"),
         flag("--results-format", ("csv", "json"), "csv", "format of --results-file", needs="--results-file"),
         flag("--log-freq", t.POSITIVE, 50, "batches between lines of the log", needs=HEADS),

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -53,6 +54,11 @@ class Sums:
         self._values.zero_()
 
 
+def top_classes(logits: Tensor) -> Tensor:
+    """Return the five classes with the largest logits (B, C), or all C, the largest first."""
+    return logits.topk(min(5, logits.shape[1]), dim=1).indices
+
+
 def correct_in_top(logits: Tensor, classes: Tensor) -> list[Tensor]:
     """Count the samples whose class has the largest logit, and those whose class is among the five largest.
 
@@ -60,7 +66,7 @@ def correct_in_top(logits: Tensor, classes: Tensor) -> list[Tensor]:
         logits: (B, C); with fewer than five classes, all of them are among the five largest.
         classes: (B,) int64; a class of -1 is never correct.
     """
-    hits = logits.topk(min(5, logits.shape[1]), dim=1).indices == classes[:, None]  # (B, 5)
+    hits = top_classes(logits) == classes[:, None]  # (B, 5)
     return [hits[:, :1].any(dim=1).sum(), hits.any(dim=1).sum()]
 
 
@@ -138,6 +144,7 @@ class Evaluation:
     tokens: int = 0  # number of tokens whose label prefers a class
     dense_top1: float | None = None  # share of them whose prediction is the top class of their label
     annotator_top1: float | None = None  # share whose label's best class is the image's; None if classes differ
+    answers: Any = field(default=None, repr=False)  # (2, N), of `volo.record.confusion.Answers`
 
     def __str__(self) -> str:
         dense = "" if self.dense_top1 is None else f", dense top-1 {self.dense_top1:.3f} % of {self.tokens} tokens"

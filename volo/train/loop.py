@@ -23,6 +23,7 @@ from volo.checkpoint.saver import Saver
 from volo.checkpoint.state import TrainState, ranked_by
 from volo.cluster.distributed import World
 from volo.cluster.shard import whole_weights
+from volo.record.confusion import Answers, keep_answers
 from volo.record.metrics import EpochTotals, Evaluation, Sums, correct_in_top
 from volo.train.compilation import begin_step
 from volo.train.dense_score import DenseScore
@@ -70,7 +71,10 @@ def train_epochs(run: Run, training: Training, saver: Saver) -> None:
         state.scores[epoch] = scores_of(evaluations)
         state.epoch += 1
         logger.set_position(state.epoch, state.update)
-        logger.epoch(epoch, totals, evaluations, best_so_far(state, ranking_metric)[0])
+        best_score, epochs_since = best_so_far(state, ranking_metric)
+        logger.epoch(epoch, totals, evaluations, best_score)
+        if evaluations and not epochs_since and run.world.is_primary:
+            keep_answers(run.directory, [*evaluations.values()][-1].answers, epoch)  # the average's, if that is ranked
         judge_epoch(run, training, epoch)
         if best := saver.after_epoch():
             logger.line(f"best {ranking_metric} {best.metric:.4f} (epoch {best.epoch + 1}, {best.file})")
@@ -192,7 +196,7 @@ def evaluate(
         UserError: An image was not seen exactly once, or none could be read.
     """
     model.eval()
-    sums = Sums(("images", "top1", "top5", "loss", "unreadable"), world)
+    sums, answers = Sums(("images", "top1", "top5", "loss", "unreadable"), world), Answers(len(loader.dataset), world)
     began = time.perf_counter()
     with whole_weights(model), torch.inference_mode():
         for batch in guard(loader):
@@ -201,6 +205,7 @@ def evaluate(
                 logits = (model(batch.images) if dense is None else dense.logits(model, batch)).float()  # (B, C)
             if on_outputs is not None:
                 on_outputs(logits, batch)
+            answers.add(logits, batch.indices)
             loss = F.cross_entropy(logits, batch.classes, reduction="sum")
             sums.add(batch.size, *correct_in_top(logits, batch.classes), loss, 0)
     sums.add(0, 0, 0, 0, loader.left_out)
@@ -215,7 +220,7 @@ def evaluate(
     seconds = time.perf_counter() - began
     percent = 100.0 / images
     scores = (totals["top1"] * percent, totals["top5"] * percent, totals["loss"] / images, images, unreadable, seconds)
-    return Evaluation(*scores, **(dense.take() if dense else {}))
+    return Evaluation(*scores, answers=answers.of_all_ranks(), **(dense.take() if dense else {}))
 
 
 def scores_of(evaluations: dict[str, Evaluation]) -> dict[str, float]:

@@ -10,12 +10,14 @@ from argparse import Namespace
 from contextlib import suppress
 from pathlib import Path
 
+import numpy as np
 import pytest
 from torch.distributed import TCPStore
 
 from tests.checkpoint.test_weights import Payload
 from tests.commands.conftest import QUICK, ROOT, Call, Make, Running, environment, metrics, start, storage
 from tests.conftest import python_path
+from volo.record.confusion import ANSWERS
 from volo.record.run_directory import choose_directory
 
 
@@ -84,6 +86,8 @@ def test_two_ranks_equal_one_with_the_same_global_batch(
     evaluations = [metrics(tmp_path / name, "epoch")[-1] for name in ("one", "two")]
     assert [evaluation["eval_images"] for evaluation in evaluations] == [7, 7] and evaluations[1]["images"] == 40
     assert evaluations[1]["eval_loss"] == pytest.approx(evaluations[0]["eval_loss"], abs=1e-5)
+    answers = [np.load(tmp_path / name / ANSWERS)["answers"] for name in ("one", "two")]
+    assert answers[0].shape == (2, 7) and answers[1] == pytest.approx(answers[0], abs=1e-4)
 
 
 # What Ray Train and notebooks do: trains in their group, in a thread as Ray does, then fails: the group and the process
