@@ -52,7 +52,7 @@ def few_pictures(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(meter, "_IMAGES", 1)
     if "pictures" not in request.fixturenames:
         monkeypatch.setattr(meter, "_draw", lambda *_: None)
-        monkeypatch.setattr(Logger, "curve", lambda _: None)
+        monkeypatch.setattr(Logger, "curve", lambda *_, **__: None)
         monkeypatch.setattr(confusion, "_PICTURES", {})
 
 
