@@ -37,12 +37,12 @@ def test_a_command_without_a_model_takes_the_recipe_from_nothing(flags: str, ima
     args = recipe_from_nothing(given, images)
     assert (args is not given) == taken == (args.model != "volo_d1")
     if taken:
-        length = "" if "--epochs" in flags else "--epochs 100"
+        length = "" if "--epochs" in flags else "--epochs 60"
         recipe = TRAIN.parse(["data", "-c", FROM_NOTHING, *length.split(), *flags.split()])
         assert vars(args) == vars(recipe) | {"notes": args.notes} and args.defaulted == recipe.defaulted
         assert f"-c {FROM_NOTHING}" in args.notes[-1] and f"{images} images" in args.notes[-1]
     fewer = recipe_from_nothing(given, 90)
-    assert not taken or "--epochs" in flags or (fewer.epochs, fewer.val_interval) == (667, 7)
+    assert not taken or "--epochs" in flags or (fewer.epochs, fewer.val_interval) == (400, 7)
     assert not taken or recipe_from_nothing(given, 9000).epochs == args.epochs if "--epochs" in flags else 40
 
 

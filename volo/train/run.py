@@ -43,7 +43,7 @@ _WARNED_SHARE = 0.1  # share of the initial weights in the average above which a
 _LEAST_UPDATES, _LARGEST_BATCH = 4, 128  # per epoch, and images per device, if the user sets no batch size
 # A command without a model takes the recipe from nothing for so many images at most, with so many epochs at least,
 # until so many images have been seen, and validates so many times at most.
-_FEW_IMAGES, _LEAST_EPOCHS, _IMAGES_SEEN, _VALIDATIONS = 20_000, 40, 60_000, 100
+_FEW_IMAGES, _LEAST_EPOCHS, _IMAGES_SEEN, _VALIDATIONS = 20_000, 40, 36_000, 60
 
 
 @dataclass(frozen=True)
