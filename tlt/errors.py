@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, metadata
 from numbers import Integral, Real
@@ -21,15 +21,7 @@ class UserError(Exception):
 
 
 class MissingSplit(UserError):
-    """The data set has no such split. `tlt.data.sources` adds the name of the flag that chooses another.
-
-    Args:
-        there: Names that a split of the data set may have.
-    """
-
-    def __init__(self, message: str, there: Iterable[str] = ()) -> None:
-        super().__init__(message)
-        self.there = sorted(there)
+    """The data set has no such split. `tlt.data.sources` adds the name of the flag that chooses another."""
 
 
 class MachineFault(UserError):

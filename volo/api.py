@@ -12,11 +12,8 @@ import os
 import random
 import signal
 import sys
-import warnings
-from argparse import Namespace
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
-from itertools import chain
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any, TypeVar
 
 import numpy as np
@@ -25,12 +22,9 @@ import torch
 from tlt.errors import UserError
 from volo.cluster.binding import bind_process
 from volo.cluster.stopping import INTERRUPTED, STOP, Stopped
-from volo.commands import predict as predict_program
-from volo.commands import train as train_program
-from volo.commands.console import ignore_known_warnings
-from volo.commands.predict import Prediction
-from volo.commands.train import TrainResult
-from volo.config.args import TRAIN, by_name, changed_flags
+from volo.commands.predict import Prediction, predict_all
+from volo.commands.train import TrainResult, train_on_ranks
+from volo.config.args import TRAIN, by_name
 from volo.config.flag_table import Program
 from volo.config.flags_programs import PREDICT
 
@@ -49,7 +43,7 @@ def train(data_dir: Path | None = None, **flags: Any) -> TrainResult:
         KeyboardInterrupt: The run was interrupted, and has saved.
         SystemExit: Another signal has ended the run, which has saved; the code is that of `volo train`.
     """
-    return _run(TRAIN, train_program.train_on_ranks, {"bind": "none", "data_dir": data_dir} | flags)
+    return _run(TRAIN, train_on_ranks, data_dir=data_dir, **{"bind": "none"} | flags)
 
 
 def predict(paths: Path | Sequence[Path], **flags: Any) -> list[Prediction]:
@@ -59,13 +53,14 @@ def predict(paths: Path | Sequence[Path], **flags: Any) -> list[Prediction]:
     Raises:
         UserError: A keyword or a file is wrong, or no image can be read.
     """
-    return _run(PREDICT, predict_program.predict_all, {"paths": paths} | flags)
+    return _run(PREDICT, predict_all, paths=paths, **flags)
 
 
-def _run(program: Program, work: Callable[[Any], Result], keywords: Mapping[str, Any]) -> Result:
+def _run(program: Program, work: Callable[[Any], Result], **keywords: Any) -> Result:
     given = {name: _plain(value) for name, value in keywords.items() if value is not None}
-    args = program.parse(by_name(program.parser(), given, f"volo.{program.name}"))
-    with _process_as_it_was(_words(program, args)):
+    with _process_as_it_was():
+        sys.argv = [f"volo.{program.name}", *(f"{name}={value}" for name, value in given.items())]  # for the records
+        args = program.parse(by_name(program.parser(), given, sys.argv[0]))
         if "bind" in args:
             args.notes += bind_process(args)
         try:
@@ -77,26 +72,17 @@ def _run(program: Program, work: Callable[[Any], Result], keywords: Mapping[str,
             raise (KeyboardInterrupt if stop.exit_code == INTERRUPTED else SystemExit)(stop.exit_code) from stop
 
 
-def _words(program: Program, args: Namespace) -> list[str]:
-    """Return the command that is recorded for the run."""
-    folder = [args.data_dir] if program is TRAIN and args.data_dir else []
-    words = chain(*changed_flags(vars(args)).values()) if program is TRAIN else []
-    return ["volo", program.name, *folder, *words]
-
-
 def _plain(value: Any) -> Any:
     """Return a value as a recipe could hold it: paths as texts, tuples and arrays as lists."""
-    if isinstance(value, os.PathLike):
-        return os.fspath(value)
     if isinstance(value, (list, tuple)):
         return [_plain(item) for item in value]
-    return value.tolist() if isinstance(value, (np.ndarray, np.generic, torch.Tensor)) else value
+    return os.fspath(value) if isinstance(value, os.PathLike) else getattr(value, "tolist", lambda: value)()
 
 
 @contextmanager
-def _process_as_it_was(command: list[str]) -> Iterator[None]:
-    """Put back what a program sets for its whole process: environment, random numbers, torch's settings, warnings."""
-    cudnn, on_gpu = torch.backends.cudnn, torch.cuda.is_initialized()
+def _process_as_it_was() -> Iterator[None]:
+    """Put back what a program sets for its whole process: environment, arguments, random numbers, torch's settings."""
+    cudnn, used = torch.backends.cudnn, torch.cuda.is_initialized()
     settings: list[tuple[Callable[[Any], Any], Any]] = [
         (torch.set_num_threads, torch.get_num_threads()),
         (torch.set_float32_matmul_precision, torch.get_float32_matmul_precision()),
@@ -106,22 +92,17 @@ def _process_as_it_was(command: list[str]) -> Iterator[None]:
         (np.random.set_state, np.random.get_state()),
         (lambda on: gc.enable() if on else gc.disable(), gc.isenabled()),
         (lambda words: setattr(sys, "argv", words), sys.argv),
+        (lambda before: [os.environ.pop(name) for name in {*os.environ} - before], {*os.environ}),
     ]
-    environment, devices = dict(os.environ), range(torch.cuda.device_count()) if on_gpu else ()
-    stream = torch.cuda.current_stream() if on_gpu else None
-    sys.argv = command
+    stream = torch.cuda.current_stream() if used else None
     torch.set_default_dtype(torch.float32)
     try:
-        with warnings.catch_warnings(), torch.random.fork_rng(devices):
-            ignore_known_warnings()
+        with torch.random.fork_rng(range(torch.cuda.device_count()) if used else ()):
             yield
     finally:
         for put_back, value in settings:
             put_back(value)
-        for name in {*os.environ} | {*environment}:
-            if os.environ.get(name) != environment.get(name):
-                os.environ.update({name: environment[name]}) if name in environment else os.environ.pop(name)
-        if hasattr(faulthandler, "unregister"):
+        with suppress(AttributeError):  # Windows has no such signal
             faulthandler.unregister(signal.SIGUSR2)
         if torch.cuda.is_initialized():
             torch.cuda.set_stream(stream or torch.cuda.default_stream(0))  # and its device

@@ -10,7 +10,7 @@ TEACHER = "--kd-model-name {run} --kd-distill-type token"
 TRAIN = [
     ("--model volo_d9 --train-split nowhere", "timm knows no such model; did you mean volo_d"),  # before a long search
     ("--model volo_dO", "did you mean volo_d0?"),
-    ("--model timm/VOLO-dl.sail_in1k", "did you mean volo_d1.sail_in1k?"),
+    ("--model timm/VOLO-dl.sail_in1k", "did you mean volo_d1?"),
     ("--model microsoft/resnet-50", "did you mean resnet50?"),
     ("--model d1", "did you mean volo_d1,"),
     ("--token-label --model levit_128s --img-size 224", "dense head"),

@@ -40,7 +40,9 @@ def run_program(parse: Parse, module: str, argv: Sequence[str] | None = None) ->
     """
     open_streams()
     end_with_launcher()
-    ignore_known_warnings()
+    # torch warns about more workers than CPUs; if they cost time, the log's "data wait" shows it.
+    warnings.filterwarnings("ignore", "This DataLoader will create")
+    warnings.filterwarnings("ignore", "MixToken mixes nothing")  # the program reports this at the start
     output, errors = _Output(sys.stdout), _Output(sys.stderr)
     with redirect_stdout(output), redirect_stderr(errors):
         try:
@@ -55,13 +57,6 @@ def run_program(parse: Parse, module: str, argv: Sequence[str] | None = None) ->
     if _joined():
         os._exit(code)
     return code
-
-
-def ignore_known_warnings() -> None:
-    """Ignore warnings of what programs tell themselves."""
-    # torch warns about more workers than CPUs; if they cost time, the log's "data wait" shows it.
-    warnings.filterwarnings("ignore", "This DataLoader will create")
-    warnings.filterwarnings("ignore", "MixToken mixes nothing")  # the program reports this at the start
 
 
 def say(lines: Iterable[str], on_this_rank: bool = True) -> None:

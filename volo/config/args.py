@@ -19,7 +19,7 @@ import yaml
 from tlt.errors import UserError
 from tlt.io.files import regular_only
 from volo.config.flag_rules import check_train, join_data_dir
-from volo.config.flag_table import Argv, Flag, FlagParser, Program, key_value, nearest
+from volo.config.flag_table import Argv, Flag, FlagParser, Program, key_value, nearest, opposite_of
 from volo.config.flags_data import AUGMENTED, TOKEN_LABELS
 from volo.config.flags_timm import TIMM_FLAGS
 from volo.config.flags_train import FITTED, STABLE_SCHEDULES, TRAIN_GROUPS
@@ -223,8 +223,9 @@ def by_name(
         action.required = False  # each value is parsed alone
     # The data directory may be given only by one of its names.
     rows = [row for row in parser.flags.values() if row.dest != without and not row.renamed]
-    names = {name: row for row in rows for name in row.names if len(name) > 3} | parser.opposites
-    known = {name.lstrip("-").replace("-", "_"): row for name, row in names.items()}
+    names = {name: row for row in rows for name in row.names if len(name) > 3}
+    opposites = {opposite_of(name): row for name, row in names.items() if row.switch and opposite_of(name) not in names}
+    known = {name.lstrip("-").replace("-", "_"): row for name, row in (names | opposites).items()}
     values: dict[str, Any] = {}
     for key, value in content.items():
         name = str(key).replace("-", "_")
@@ -234,7 +235,7 @@ def by_name(
         if name not in known:
             near = nearest(name, known)
             raise UserError(f"{place}: unknown key {shortened(key)}" + (f", did you mean {near}?" if near else ""))
-        row, is_opposite = known[name], option in parser.opposites
+        row, is_opposite = known[name], option in opposites
         if name != row.dest and not is_opposite and (value is None or value is False):
             continue  # an alias that used to be a flag of its own, and is off
         try:

@@ -12,7 +12,7 @@ import os
 import re
 import sys
 from argparse import Namespace
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import partial
 from shutil import get_terminal_size
@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, NoReturn
 from tlt import __version__
 from tlt.errors import UserError
 from volo.config.checkpoint_files import single_checkpoint
-from volo.config.flags_elsewhere import MEANT
+from volo.config.flags_elsewhere import ELSEWHERE
 from volo.config.value_types import WEIGHTS, key_value
 
 
@@ -190,18 +190,13 @@ class FlagParser(argparse.ArgumentParser):
         super().__init__(name, f"{name} {usage}", description, epilog, formatter_class=columns, allow_abbrev=False)
         self.add_argument("--version", action="version", version=f"volo-tlt {__version__}")
         self.flags: dict[str, Flag] = {}
-        self.opposites: dict[str, Flag] = {}  # the switches that options turn off, by option
         self._names = {name: row for group in groups for row in group.flags for name in row.names}
         taken = {name for group in groups for row in group.flags for name in row.names}
         for group in groups:
             section = self.add_argument_group(group.title, group.note)
             for row in group.flags:
                 self.flags[row.dest] = row
-                _add(section, row)
-                if undo and row.switch and not taken & {*(names := list(map(_opposite, row.names)))}:
-                    hidden: dict[str, Any] = {"default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
-                    section.add_argument(*names, action="store_false", dest=row.dest, **hidden)
-                    self.opposites |= dict.fromkeys(names, row)
+                _add(section, row, taken if undo else None)
 
     def error(self, message: str) -> NoReturn:
         """Raise a UserError with `message`, which is a single line.
@@ -307,17 +302,22 @@ def _started_as(program: str) -> str:
     return script if script and script == os.path.basename(sys.argv[0]) else f"volo {program}"
 
 
-def _opposite(name: str) -> str:
+def opposite_of(name: str) -> str:
+    """Return the name that undoes a switch."""
     return f"--{name[5:]}" if name.startswith("--no-") else f"--no-{name[2:]}"
 
 
-def _add(section: argparse._ArgumentGroup, row: Flag) -> None:
-    """Add a row to a parser, without its default, so that the parser returns only what the user has set."""
+def _add(section: argparse._ArgumentGroup, row: Flag, taken: Set[str] | None) -> None:
+    """Add a row to a parser, without its default, so that the parser returns only what the user has set. Add a switch's
+    opposite unless its name is `taken`; None adds none."""
     options: dict[str, Any] = {"default": argparse.SUPPRESS, "help": row.help + _default_text(row)}
     if row.names[0].startswith("-"):
         options["dest"] = row.dest
     if row.switch:
         section.add_argument(*row.names, action="store_true", **options)
+        names = list(map(opposite_of, row.names))
+        if taken is not None and not taken & {*names}:
+            section.add_argument(*names, action="store_false", **options | {"help": argparse.SUPPRESS})
         return
     choices, kind = (row.type, str) if isinstance(row.type, tuple) else (None, row.type or str)
     metavar = row.metavar or getattr(kind, "metavar", None)
@@ -341,7 +341,7 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
     plain = {other: other.lstrip("-").replace("_", "-") for other in known}
     words = name.lstrip("-").replace("_", "-")
     fitting = [other for other, text in plain.items() if look_of(text) == look_of(words)]
-    for meant in MEANT.get(words.lower(), ()):
+    for meant in (meant for meant, names in ELSEWHERE.items() if words.lower() in names.split()):
         first = re.split(r"[ ,]", meant)[0]
         said = first.lstrip("-").replace("_", "-")
         fitting += [meant.replace(first, other, 1) for other, text in plain.items() if text == said]

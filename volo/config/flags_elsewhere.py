@@ -7,11 +7,10 @@ takes, or a command. Programs suggest the first row whose first word they know.
 
 from __future__ import annotations
 
-ROWS = {
+ELSEWHERE = {
     "data_dir": "data data-path data-root root source train-dir imagefolder",
     "data": "data-path data-root root source",
     "paths": "data source image images input",
-    "--val-split": "val-dir valid-dir val-folder",
     "--output": "project out out-dir save-dir work-dir log-dir logging-dir default-root-dir",
     "--experiment": "name run-name exp-name",
     "--resume auto": "exist-ok overwrite overwrite-output-dir",
@@ -20,39 +19,28 @@ ROWS = {
     "--model": "arch a backbone net",
     "--num-classes": "nc num-labels",
     "--img-size": "imgsz size resolution crop-size train-crop-size",
-    "--val-img-size": "val-crop-size",
-    "--batch-size": "bs train-batch-size",
-    "--workers": "nw num-threads",
     "--grad-accum-steps": "accumulate gradient-accumulation-steps accumulate-grad-batches accum-iter",
     "--lr": "learning-rate",
-    "--min-lr": "eta-min final-lr",
     "--min-lr, a rate (lrf is its share of lr0)": "lrf",
     "--warmup-epochs, in epochs": "warmup-steps warmup-ratio lr-warmup-steps",
-    "--warmup-lr": "warmup-bias-lr warmup-init-lr",
     "--sched": "lr-scheduler lr-scheduler-type scheduler",
     "--sched cosine": "cos-lr",
     "--decay-epochs": "lr-step-size step-size",
     "--decay-rate": "lr-gamma gamma",
     "--opt": "optimizer optim",
-    "--opt-eps": "adam-epsilon",
-    "--opt-betas": "adam-beta1 adam-beta2",
     "--weight-decay": "wd",
     "--clip-grad": "max-grad-norm gradient-clip-val",
     "--drop": "dropout",
-    "--drop-path": "stochastic-depth stochastic-depth-prob",
     "--aa": "auto-augment autoaugment ra-magnitude transform-args",
-    "--aug-repeats": "ra-sampler ra-reps",
     "--reprob": "random-erase random-erasing erasing",
     "--hflip": "fliplr",
     "--vflip": "flipud",
     "--amp": "precision fp16 half",
     "--amp --amp-dtype bfloat16": "bf16",
     "--torchcompile": "compile",
-    "--eval-metric": "metric-for-best-model monitor",
     "--val-interval": "val eval-freq check-val-every-n-epoch",
     "--save-epochs": "save-period save-freq",
     "--log-interval": "print-freq logging-steps log-every-n-steps",
-    "--log-freq": "print-freq",
     "--device": "gpu accelerator",
     "volo launch N": "devices gpus n-gpus num-gpus nproc-per-node nnodes num-nodes world-size dist-url",
     "volo validate": "test-only evaluate",
@@ -63,7 +51,3 @@ ROWS = {
     "validate": "eval test",
     "predict": "infer inference",
 }
-MEANT: dict[str, list[str]] = {}
-for meant, names in ROWS.items():
-    for name in names.split():
-        MEANT.setdefault(name, []).append(meant)

@@ -105,7 +105,6 @@ class Logger:
             failure = error
             raise
         finally:
-            self._close_bar()
             code, reason = outcome(failure)
             if self.world.is_primary or failure is not None:
                 self.event("end", exit_code=code, reason=reason)
@@ -156,11 +155,6 @@ class Logger:
             self._bar = progress_bar(total=updates, desc=title, bar_format=form)
         if self._bar is not None:
             self._bar.set_postfix_str(self._bar_text)
-
-    def _close_bar(self) -> None:
-        if self._bar is not None:
-            self._bar.close()
-        self._bar = None
 
     def update(self, epoch: int, update: int) -> None:
         """Count an optimizer step; `update` is its number in the whole run."""
@@ -215,7 +209,9 @@ class Logger:
 
         Call this before the epoch's checkpoint is saved. A run that is killed in between repeats the epoch.
         """
-        self._close_bar()
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
         if self.records is None:
             return
         row: dict[str, float | int] = {

@@ -59,10 +59,10 @@ def architecture_of(model: str) -> Architecture:
 def nearest_models(name: str) -> list[str]:
     """Return the names of at most three models that `name` may mean: those that look the same, those that have all its
     words, this project's and the shortest first, or the most similar ones."""
-    architecture, dot, tag = name.rpartition("/")[2].partition(".")
+    architecture = name.rpartition("/")[2].partition(".")[0]
     plain, known = architecture.lower().replace("-", "_"), timm.list_models()
     if same := [model for model in known if look_of(model) == look_of(architecture)]:
-        return [model + dot + tag for model in same]
+        return same
     containing = [model for model in known if {*plain.split("_")} <= {*model.split("_")}]
     near = sorted(containing, key=lambda model: (not is_ours(model), len(model), model))
     return near[:3] or difflib.get_close_matches(plain, known, n=3)

@@ -83,7 +83,7 @@ def open_images(
         held_out = split_flag == "--val-split" or (split_flag == "--train-split" and not kind)
         hint = "; --val-fraction 0.1 makes a split" if held_out else ""
         hint += "" if kind or dataset is None else other_kinds(os.fspath(data or ""))
-        raise UserError(f"{error} ({split_flag}{_likely(error.there, is_train)}){hint}") from error
+        raise UserError(f"{error} ({split_flag}{_likely(data, is_train)}){hint}") from error
     check_classes(images.classes, images.class_names, printable(images.root))
     folded = Counter(map(str.casefold, images.class_names))
     if alike := [name for name in images.class_names if folded[name.casefold()] > 1]:
@@ -93,11 +93,12 @@ def open_images(
     return images
 
 
-def _likely(there: Sequence[str], is_train: bool) -> str:
-    """Return the name among `there` of what may be the split, after a space; "" if there is none."""
+def _likely(data: str | os.PathLike[str] | None, is_train: bool) -> str:
+    """Return the name of a folder in `data` that may be the split, after a space; "" if there is none."""
     parts = ("train",) if is_train else ("val", "dev", "test")
-    names = [name for name in there if is_train or "train" not in name.lower()]
-    likely = next((name for part in parts for name in names if part in name.lower()), None)
+    names = [entry.name for entry in os.scandir(data) if entry.is_dir()] if data and os.path.isdir(data) else []
+    own = [name for name in sorted(names) if is_train or "train" not in name.lower()]
+    likely = next((name for part in parts for name in own if part in name.lower()), None)
     return f" {shlex.quote(printable(likely))}" if likely else ""
 
 

@@ -198,10 +198,8 @@ def open_csv(name: str, data: str, split: str, _on_progress: object) -> ImageFol
     rows, csv_name = _rows(file), printable(file)
     used = [row for row in rows if row.get("split", "train") in searched]
     if not used:
-        splits = sorted({row["split"] for row in rows if "split" in row})
-        raise MissingSplit(
-            f"{csv_name} has no row whose column 'split' says {split}: it has {some_names(splits)}", splits
-        )
+        splits = some_names(sorted({row["split"] for row in rows if "split" in row}))
+        raise MissingSplit(f"{csv_name} has no row whose column 'split' says {split}: it has {splits}")
     paths = [row["path"] for row in used]
     gone = [path for path in paths if not os.path.isfile(os.path.join(data, path))]
     if gone or len(set(paths)) < len(paths):
@@ -267,11 +265,9 @@ def find_split(data_dir: str | os.PathLike[str], split: str, allow_root: bool = 
     any_split = any(os.path.isdir(os.path.join(data_dir, name)) for name in TRAIN_SPLITS + VALIDATION_SPLITS)
     if allow_root and not any_split:
         return data_dir
-    there = sorted(os.listdir(data_dir))
     raise MissingSplit(
         f"no {printable(split)!r} folder in {printable(data_dir)} (searched {', '.join(map(printable, searched))}; "
-        f"it holds {some_names(there)}): make it, or name another split",
-        [name for name in there if os.path.isdir(os.path.join(data_dir, name))],
+        f"it holds {some_names(sorted(os.listdir(data_dir)))}): make it, or name another split"
     )
 
 

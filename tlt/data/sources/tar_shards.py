@@ -128,8 +128,7 @@ def _split_entry(data: str, split: str) -> tuple[str, list[str], str]:
             splits = json.load(file)["splits"]
         name = next((item for item in split_names(split) if item in splits), None)
         if name is None:
-            problem = f"{printable(path)} has no split {printable(split)}; it has {some_names(list(splits))}"
-            raise MissingSplit(problem, splits)
+            raise MissingSplit(f"{printable(path)} has no split {printable(split)}; it has {some_names(list(splits))}")
         files, label_key = [*splits[name]["filenames"]], splits[name].get("alt_label") or LABEL_KEY
         if not all(isinstance(item, str) for item in [*files, label_key]):
             raise TypeError("names that are none")
