@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import secrets
 import signal
@@ -82,6 +83,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         gpu = item.get_closest_marker("gpu")
         if gpu and not gpu.kwargs.get("stand_in", True) and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def pytest_collection_finish() -> None:
+    """The garbage collector never looks again at what was imported, a million objects, which programs let it do often."""
+    gc.freeze()
 
 
 @pytest.fixture

@@ -13,6 +13,7 @@ from torch import nn
 from benchmarks import arms, infer, step
 from benchmarks.arms import Arm, TimmVolo
 from tests.benchmarks.conftest import Measure, benchmark
+from volo.train import step_graph
 from volo.train.step_graph import StepGraph
 
 CPU = torch.device("cpu")
@@ -22,7 +23,7 @@ SMALL = f"--model volo_test --img-size 64 -b 2 {QUICK}"
 
 def test_timms_peer_is_its_forward_train_with_the_class_head(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
-    net = timm.create_model("volo_d1_224", img_size=64, num_classes=7).train()
+    net = timm.create_model("volo_test_224", img_size=64, num_classes=7).train()
     net.mix_token, net.beta = True, 1.0
     images, box = torch.randn(2, 3, 64, 64), (1, 0, 4, 2)
     monkeypatch.setattr("timm.models.volo.rand_bbox", lambda *size, scale=1: box)
@@ -35,7 +36,7 @@ def test_timms_peer_is_its_forward_train_with_the_class_head(monkeypatch: pytest
 
 
 def test_step_times_all_arms_from_one_start(measure: Measure) -> None:
-    rows = measure(f"step --model volo_d1 --img-size 32 -b 2 --peer timm reference amp {QUICK}")
+    rows = measure(f"step {SMALL} --peer timm reference amp")
     alone, turns = rows[:4], rows[4:]
     assert [row["rounds"] for row in rows] == ["1, alone"] * 4 + [2] * 4  # written as soon as measured
     for found in (alone, turns):
@@ -72,6 +73,8 @@ def test_on_a_gpu_ours_is_a_graph_or_the_row_says_why_not(
         streams.append(torch.cuda.current_stream())
         return "OutOfMemoryError: 2 GiB" if fails else capture(graph)
 
+    for module in (step, step_graph):
+        monkeypatch.setattr(module, "WARM_UP", 1)
     monkeypatch.setattr(step, "TrainStep", Watched)
     monkeypatch.setattr(StepGraph, "_capture", captured)
     monkeypatch.setattr(torch.cuda.CUDAGraph, "replay", lambda graph: repeated.append(replay(graph)))
@@ -85,7 +88,7 @@ def test_on_a_gpu_ours_is_a_graph_or_the_row_says_why_not(
 def test_infer_folds_ours_and_no_other_arm(measure: Measure, monkeypatch: pytest.MonkeyPatch) -> None:
     folded = []
     monkeypatch.setattr(infer, "fold_batchnorm", lambda model: folded.append(type(model).__name__))
-    rows = measure(f"infer --model volo_d1 --img-size 32 -b 2 --peer timm unfolded --amp {QUICK}")
+    rows = measure(f"infer {SMALL} --peer timm unfolded --amp")
     assert [row["arm"] for row in rows[3:]] == ["ours", "timm", "unfolded"]
     assert folded == ["VOLO"]
 

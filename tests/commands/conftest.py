@@ -44,7 +44,7 @@ def pictures() -> None:
 
 @pytest.fixture(autouse=True)
 def few_pictures(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Draw nothing that no test looks at: it takes a second in every run."""
+    """Draw nothing that no test looks at: it takes a second in every run, here and in the processes of a test."""
     from volo.record import confusion
     from volo.record.logger import Logger
     from volo.train import meter
@@ -54,6 +54,7 @@ def few_pictures(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
         monkeypatch.setattr(meter, "_draw", lambda *_: None)
         monkeypatch.setattr(Logger, "curve", lambda *_, **__: None)
         monkeypatch.setattr(confusion, "_PICTURES", {})
+        monkeypatch.setenv("PYTHONPATH", python_path(Path(__file__).with_name("no_pictures")))
 
 
 class TrainedRun(NamedTuple):
@@ -194,7 +195,7 @@ def launch(processes: int, flags: str, *more: str | Path, code: int = 0) -> str:
     return ended.stdout
 
 
-# Without pictures each start is seconds quicker.
+# In front of the folder no_pictures, whose module this one hides.
 _STORAGE = """
 import itertools, os, sys, time
 sys.modules["matplotlib"] = None
