@@ -22,8 +22,6 @@ from multiprocessing import active_children, get_context
 from pathlib import Path
 from shutil import rmtree
 
-from matplotlib import pyplot  # noqa: F401  (or every fork would import it)
-
 import volo.commands.train  # noqa: F401
 from tests.commands.conftest import ROOT, digest
 from tests.conftest import LIMIT, free_port, wait_until
