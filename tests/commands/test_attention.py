@@ -130,3 +130,16 @@ def test_maps_are_of_the_query_and_lie_where_its_cell_is_and_the_heads_say_what_
     (axes,) = [axes for axes in figure.axes if f"\n{first.name}: " in axes.get_title("left")]
     (drawn,) = [each for each in axes.images if each.get_label() == "map"]
     assert drawn.get_extent() == [0, 96, 64, 0]
+    maps = [each for axes in figure.axes for each in axes.images if each.get_label() == "map"]
+    assert len({(each.norm.vmin, each.norm.vmax) for each in maps}) == 1 < len(maps)  # one scale, whatever is in them
+    for value, (red, green, blue, _) in zip((0.99, 1.01), drawn.cmap(drawn.norm([0.99, 1.01])), strict=True):
+        assert np.ptp((red, green, blue)) < 0.02, value
+    little, much = drawn.cmap(drawn.norm([0.0, 50.0]))
+    assert little[2] > little[0] + 0.5 and much[0] > much[2] + 0.5  # blue and yellow, beyond the scale too
+    seen.maps[0][0].values[:] = np.linspace(0.99, 1.01, seen.maps[0][0].values.size).reshape(
+        seen.maps[0][0].values.shape
+    )
+    titles = [
+        axes.get_title("left") for axes in draw_attention(np.zeros((64, 96, 3), np.uint8), seen, query, [], "").axes
+    ]
+    assert [title for title in titles if title.endswith(": 0.99 to 1.01 x even, nearly even")]

@@ -46,10 +46,14 @@ def test_the_curve_shows_an_epoch_at_its_number(tmp_path: Path, monkeypatch: pyt
     args = TRAIN.parse(["/data", "--token-label", "--token-label-data", "l"])
     run.record_start(args, 1, "cpu")
     for epoch in range(3):
-        run.epoch({"epoch": epoch, "train_loss": 3.0 - epoch, "eval_loss": None if epoch == 1 else 5.0})
+        row = dict.fromkeys(("train_loss", "train_cls_loss"), 3.0 - epoch)  # as without a dense loss
+        row |= {"eval_loss": None if epoch == 1 else 5.0, "eval_top1": epoch, "eval_top5": 9}
+        run.epoch({"epoch": epoch, **row})
     run.draw_curve()
     figure, losses = drawn[0], drawn[0].axes[0]
     figure.draw_without_rendering()
+    legends = [[text.get_text() for text in axes.get_legend().get_texts()] for axes in figure.axes]
+    assert legends == [["validation loss", "training loss"], ["top-5", "top-1"]]  # in the order of the lines' ends
     title = figure._suptitle.get_window_extent()
     assert (
         title.x0 > 0
@@ -64,7 +68,8 @@ def test_the_curve_shows_an_epoch_at_its_number(tmp_path: Path, monkeypatch: pyt
         run.record_start(TRAIN.parse(["/data", "--token-label", "--token-label-data", "l", *flags.split()]), 1, "cpu")
         assert run._loss_text() == told
     lines = {line.get_label(): np.stack(line.get_data(), 1).tolist() for axes in drawn[0].axes for line in axes.lines}
-    assert lines == {"train loss": [[1, 3], [2, 2], [3, 1]], "eval loss": [[1, 5], [3, 5]]}
+    assert lines.pop("top-1") == [[1, 0], [2, 1], [3, 2]] and lines.pop("top-5")
+    assert lines == {"training loss": [[1, 3], [2, 2], [3, 1]], "validation loss": [[1, 5], [3, 5]]}
 
 
 def test_of_short_epochs_some_curves_are_drawn_and_the_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

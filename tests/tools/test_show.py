@@ -1,5 +1,6 @@
 """`tlt show`: what is drawn is what the pipeline made, and mistakes are one line."""
 
+from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
 
@@ -130,6 +131,20 @@ def test_a_class_has_its_colour_in_every_picture_or_is_grey_and_named() -> None:
     assert {text.get_text() for text in _drawn(page, "tokens")[0].texts} >= {f"class {i}" for i in range(12, 16)}
     assert texts == [f"class {i}" for i in range(12)]
     assert page.legends[0].get_title().get_text() == "grey: class 12, class 13, class 14, class 15"
+
+
+def test_what_is_mixed_is_shown_and_the_legend_is_in_the_order_of_classes() -> None:
+    pixels, mixed = np.zeros((32, 32, 3), np.uint8), np.full((32, 32, 3), 7, np.uint8)
+    cells = Cells(np.array([[5, 5], [5, 2]]), np.ones((2, 2)), np.ones((2, 2)))
+    example = Example("a", pixels, (32, 32), np.zeros((4, 2)), pixels, tokens=cells, mixed=mixed)
+    for box in (None, (8.0, 0.0, 32.0, 16.0)):
+        page = draw_page([replace(example, mix_box=box)], [], "")
+        assert [text.get_text() for text in page.legends[0].get_texts()] == ["class 2", "class 5"]
+        (axes,) = _drawn(page, "mixed")
+        assert (np.asarray(axes.get_images()[0].get_array()) == 7).all()
+        told = [text.get_text() for text in _drawn(page, "key")[0].get_legend().get_texts()]
+        assert any("MixToken" in text for text in told) == (box is not None)
+    assert _one(axes, "box").get_bbox().extents.tolist() == list(box)
 
 
 @pytest.mark.parametrize(("parts", "count"), [((), 1), (("tokens",), 1), (("label", "tokens"), 3)])

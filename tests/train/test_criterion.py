@@ -11,14 +11,15 @@ from torch import Tensor, nn
 import volo  # noqa: F401  registers the models
 from tests.labels.brute_force import brute_force
 from tests.train.small_run import arguments
-from tlt.api import StepKey
+from tlt.api import StepKey, draw_box
 from tlt.data.batch import Batch
 from tlt.label_map import LabelBatch
 from tlt.loss import LossTerms, blend_truth
 from tlt.mix import Mixup
-from tlt.mixtoken import Box, mixed_share
+from tlt.mixtoken import Box, mix_tokens, mixed_share
 from tlt.targets import one_hot
 from volo.train.criterion import ClassCriterion, TokenLabelCriterion, make_criterion
+from volo.train.meter import mixed_images
 
 GRID = (3, 3)
 CRITERION = TokenLabelCriterion(GRID, 200, ground_truth=True, dense_weight=1.5)
@@ -92,3 +93,24 @@ def test_a_flag_sets_what_the_loss_is_told_of_by_name_and_no_more() -> None:
     del args.gt_weight_agree  # a flag that has another name now
     with pytest.raises(AttributeError, match="gt_weight_agree"):
         make_criterion(args, model, (64, 64))
+
+
+def test_what_the_first_batch_shows_as_mixed_is_what_the_step_mixes() -> None:
+    batch = replace(labelled_batch(5), images=torch.randn(3, 3, 32, 48))
+    boxes = set()
+    for update in range(9):
+        key = StepKey(7, update)
+        row0, col0, row1, col1 = draw_box(key, (4, 6))
+        boxes.add(box := (8 * col0, 8 * row0, 8 * col1, 8 * row1))
+        for mix in (None, Mixup(1.0, 0.0, num_classes=5)):
+            mixed = mixed_images(TokenLabelCriterion((4, 6), 5, mix=mix), batch, key)
+            drawn = TokenLabelCriterion((4, 6), 5, mix=mix).draw(batch, key)
+            images = batch.images if mix is None else drawn.ratios.blend_images(batch.images)
+            tokens = mix_tokens(images.permute(0, 2, 3, 1), (row0, col0, row1, col1), scale=8)
+            assert mixed is not None and mixed[1] == box
+            assert torch.equal(mixed[0], tokens.permute(0, 3, 1, 2))
+            alone = mixed_images(ClassCriterion(mix=mix), batch, key)
+            assert alone is None if mix is None else alone is not None and torch.equal(alone[0], images)
+        left_half = TokenLabelCriterion((4, 6), 5, window=(0.0, 0.0, 0.5, 1.0))  # where the tokens are
+        assert mixed_images(left_half, batch, key)[1] == (4 * col0, 8 * row0, 4 * col1, 8 * row1)
+    assert len(boxes) > 5 and mixed_images(TokenLabelCriterion((4, 6), 5, mix_token=False), batch, key) is None

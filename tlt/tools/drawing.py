@@ -51,9 +51,10 @@ _EDGE = 0.2  # share of a picture's width near its edges, where names are not ce
 _SOURCE_PIXELS = 480  # longer side of the source images in the page
 _PANEL, _ABOVE = 2.2, 0.3  # inches: side of a picture, and the space above it
 _ACROSS = 4  # pictures per row
-_WINDOW = "#ffee00"
+_WINDOW, _MIX = "#ffee00", "#ff00ff"
 # Attribute of `Example` -> heading of its picture.
-_PANELS = {"source": "image", "label": "label map", "augmented": "augmented", "tokens": "targets of the tokens"}
+_PANELS = {"source": "image", "label": "label map", "augmented": "augmented"}
+_PANELS |= {"mixed": "mixed", "tokens": "targets of the tokens"}
 
 
 @dataclass(frozen=True)
@@ -184,6 +185,8 @@ class Example:
         area: The area (x0, y0, x1, y1) that the label map covers.
         tokens: The targets of the tokens; None if only the image has a target.
         target: The most probable class of the image's target, and its probability.
+        mixed: The augmented image after Mixup, CutMix and MixToken; None without them.
+        mix_box: The area (x0, y0, x1, y1) in pixels in which MixToken shows another image.
     """
 
     name: str
@@ -195,6 +198,8 @@ class Example:
     area: Area | None = None
     tokens: Cells | None = None
     target: tuple[int, float] | None = None
+    mixed: Pixels | None = None
+    mix_box: Area | None = None
 
 
 def read_examples(
@@ -303,7 +308,8 @@ def draw_page(examples: Sequence[Example], class_names: Sequence[str], title: st
             axes.set_title(drawable(f"target: {name} {probability:.2f}"), loc="right", color="#606060", **style)
     if colours:
         _draw_legend(figure, colours, names, columns)
-    _draw_key(figure.add_subplot(grid[rows, :]), panels, note or "probability")
+    boxed = any(example.mix_box is not None for example in examples)
+    _draw_key(figure.add_subplot(grid[rows, :]), panels, note or "probability", boxed)
     return figure
 
 
@@ -311,7 +317,7 @@ def _draw_legend(figure: Figure, colours: Colours, names: Mapping[int, str], col
     """Draw the legend of the coloured classes, and above it the names of the grey ones."""
     from matplotlib.patches import Patch
 
-    coloured = {i: colour for i, colour in colours.items() if colour != _OTHERS}
+    coloured = {i: colour for i, colour in sorted(colours.items()) if colour != _OTHERS}
     patches = [Patch(facecolor=colour, label=drawable(shorten(names[i], 24))) for i, colour in coloured.items()]
     grey_names = [shorten(names[i], 24) for i in colours if i not in coloured]
     more = f" and {len(grey_names) - _NAMED} more" if len(grey_names) > _NAMED else ""
@@ -322,7 +328,7 @@ def _draw_legend(figure: Figure, colours: Colours, names: Mapping[int, str], col
         text.set_parse_math(False)
 
 
-def _draw_key(axes: Axes, panels: Sequence[str], note: str) -> None:
+def _draw_key(axes: Axes, panels: Sequence[str], note: str, boxed: bool) -> None:
     """Draw a key that explains the marks in the pictures."""
     from matplotlib.legend_handler import HandlerTuple
     from matplotlib.patches import Patch
@@ -331,11 +337,13 @@ def _draw_key(axes: Axes, panels: Sequence[str], note: str) -> None:
     entries: list[tuple[Any, str]] = [
         (Patch(fill=False, edgecolor="#e0c800", linewidth=1.6), "window of the augmented image, dot at its upper left"),
         (Patch(fill=False, linestyle="--"), "what the label map covers"),
+        (Patch(fill=False, edgecolor=_MIX), "MixToken's box: tokens of another image of the batch"),
         (shades, f"opacity 0 to 1: {note} x share of the token that has a label"),
         (Patch(facecolor="none", edgecolor="#808080", hatch="//////"), "no label: left out of the dense loss"),
     ]
     labelled = not {"label", "tokens"}.isdisjoint(panels)
-    handles, texts = zip(*compress(entries, (True, "label" in panels, labelled, labelled)), strict=True)
+    shown = (True, "label" in panels, boxed, labelled, labelled)
+    handles, texts = zip(*compress(entries, shown), strict=True)
     layout: dict[str, Any] = {"loc": "center", "ncols": 2, "frameon": False, "fontsize": 7}
     key = axes.legend(handles, texts, handler_map={tuple: HandlerTuple(ndivide=None, pad=0)}, **layout)
     key.set_in_layout(False)  # it fits below all pictures together
@@ -351,6 +359,13 @@ def _draw(axes: Axes, example: Example, panel: str, colours: Colours, names: dic
     cells, box = example.tokens if panel == "tokens" else None, (0.0, 0.0, float(width), float(height))
     if panel in ("source", "label"):
         show_image(axes, example.source, example.size, muted=panel == "label")
+    elif panel == "mixed" and example.mixed is not None:
+        show_image(axes, example.mixed)
+        if example.mix_box is not None:
+            x0, y0, x1, y1 = example.mix_box
+            axes.add_patch(
+                Rectangle((x0, y0), x1 - x0, y1 - y0, fill=False, edgecolor=_MIX, linewidth=1.6, label="box")
+            )
     else:
         show_image(axes, example.augmented, muted=panel == "tokens")
     if panel == "source":

@@ -58,7 +58,12 @@ _ROWS: dict[type[nn.Module], str] = {
 }
 _ACROSS = 3  # layers drawn of each kind: the first, a middle and the last one
 _SIDE, _LINES = 3.4, 0.55  # inches: width of a picture, height of the lines above it
-_LEGEND = "Means over the heads, from the smallest value (blue) to the largest (yellow). Cyan: the query."
+# The colours' scale is the same for every map, so that a difference of a hundredth is not drawn as one of ten times.
+_MOST, _EVEN = 4.0, 1.1  # times even attention: at the ends of the colours; up to here attention is nearly even
+_COLOURS = ("#0072b2", "#a0a0a0", "#f0e442")
+_LEGEND = (
+    "Means over the heads. Grey: even attention; blue: a quarter of it; yellow: four times as much. Cyan: the query."
+)
 
 
 class Heat(NamedTuple):
@@ -193,17 +198,26 @@ def _array(tensor: Tensor) -> npt.NDArray[np.float64]:
 
 def draw_attention(image: Pixels, content: View, query: Sequence[float], names: Sequence[str], title: str) -> Figure:
     """Draw the image before normalisation, the predictions of both heads, and the rows of attention maps."""
+    from matplotlib.colors import LinearSegmentedColormap, LogNorm
+
+    scale: dict[str, Any] = {
+        "cmap": LinearSegmentedColormap.from_list("", _COLOURS),
+        "norm": LogNorm(1 / _MOST, _MOST, clip=True),
+    }
     figure, rows = answers_page(1 + len(content.maps), image, content, names, f"{drawable(title)}\n{_LEGEND}")
     height, width = image.shape[:2]
+    grey = (image @ np.array([0.299, 0.587, 0.114])).astype(np.uint8)[..., None].repeat(3, axis=2)
     rows[0][0].plot(query[0] * width, query[1] * height, marker="+", color="#00e5ff", ms=11, mew=2)
     for row, maps in zip(rows[1:], content.maps, strict=True):
         for axes, heat in zip(row, maps, strict=False):
-            note = f"{heat.name}: {heat.values.min():.2f} to {heat.values.max():.2f} x even"
+            low, high = heat.values.min(), heat.values.max()
+            note = f"{heat.name}: {low:.2f} to {high:.2f} x even" + ", nearly even" * bool(
+                1 / _EVEN < low <= high < _EVEN
+            )
             _caption(axes, f"{heat.what}\n{note}" if axes is row[0] else note)
-            # The attention map is drawn in colour over the image in grey.
-            show_image(axes, image, muted=True)
+            show_image(axes, grey, muted=True)  # the only colours are those of the map
             extent = (0, heat.values.shape[1] * heat.cell, heat.values.shape[0] * heat.cell, 0)
-            axes.imshow(heat.values, extent=extent, interpolation="nearest", cmap="plasma", alpha=0.65, label="map")
+            axes.imshow(heat.values, extent=extent, interpolation="nearest", alpha=0.65, label="map", **scale)
             axes.set(xlim=(0, width), ylim=(height, 0))
     return figure
 

@@ -36,7 +36,8 @@ EVENTS, METRICS, SUMMARY = "events.jsonl", "metrics.jsonl", "summary.csv"
 _MOST_PENDING = 10_000  # lines kept in memory while a file can't be written
 # For each picture of curve.png: its curves' names in the records, and their legends. No two differ only in colour.
 _CURVES = (
-    {"train_loss": "train loss", "train_cls_loss": "class", "train_dense_loss": "dense", "eval_loss": "eval loss"},
+    {"train_loss": "training loss", "train_cls_loss": "class", "train_dense_loss": "dense"}
+    | {"eval_loss": "validation loss"},
     {"eval_top1": "top-1", "eval_top5": "top-5", "eval_top1_ema": "top-1 of the average"}
     | {"dense_top1": "dense top-1", "dense_top1_ema": "dense top-1 of the average"},
 )
@@ -234,16 +235,20 @@ class RunRecords:
         teachers = {name: name.partition(KD_LOSS)[2] for row in epochs for name in row if f"_{KD_LOSS}" in name}
         curves = (_CURVES[0] | teachers, _CURVES[1])
         figure.suptitle(drawable(shorten(self.path.resolve().name, 44)), fontsize=9, parse_math=False)
-        for axes, label, names in zip(figure.subplots(2), (self._loss_text(), "accuracy (%)"), curves, strict=True):
+        labels = self._loss_text(), "validation accuracy (%)"
+        for axes, label, names in zip(figure.subplots(2), labels, curves, strict=True):
+            drawn: list[Any] = []
             for (name, legend), (colour, line, marker) in zip(names.items(), cycle(_LINES), strict=False):
                 points = [(record["epoch"] + 1, record[name]) for record in epochs if record.get(name) is not None]
-                if any(value for _, value in points):
+                # Without a dense loss, the class loss is the training loss, and its line would lie on that one.
+                if any(value for _, value in points) and points not in drawn:
+                    drawn.append(points)
                     axes.plot(*zip(*points, strict=True), line, label=legend, color=colour, marker=marker, markersize=4)
             axes.set(xlabel="epoch", ylabel=label)
             axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
             axes.grid(alpha=0.3)
-            if axes.lines:
-                axes.legend()
+            if axes.lines:  # in the order in which the lines end
+                axes.legend(handles=sorted(axes.lines, key=lambda line: -line.get_ydata()[-1]))
         figure.savefig(self.path / "curve.png", dpi=120)
 
     def _loss_text(self) -> str:

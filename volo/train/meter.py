@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import importlib.util
 import time
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from tlt.api import StepKey
 from tlt.data.batch import Batch
 from tlt.io.files import blamed_on
+from tlt.label_map import Area
 from tlt.loss import LossTerms
 from volo.record.metrics import EpochTotals, Interval, Sums
 from volo.record.profile import StepProfiler
 from volo.record.records import KD_LOSS
-from volo.train.criterion import TokenLabelCriterion
+from volo.train.criterion import Criterion, TokenLabelCriterion
 from volo.train.run import Run, Training
 
 _SHORT = 0.1  # share of an interval's time: a shorter wait for data doesn't explain an idle GPU
@@ -105,7 +108,7 @@ class Meter:
         update, directory = self.state.update, self.run.directory
         # Before the first step, because other ranks wait longer for that than for later ones (`--dist-timeout`).
         if self._draws and not (update and (directory / _FIRST_BATCH).exists()):
-            _draw(self.run, self.training, update, batch.select(slice(_IMAGES)))
+            _draw(self.run, self.training, update, batch)
         self._draws = False
         if self.logger.records is not None and self.run.args.save_images and update % self.log_interval == 0:
             from torchvision.utils import save_image
@@ -189,16 +192,38 @@ def _mean_losses(totals: dict[str, float]) -> dict[str, Any]:
     return {"loss": means["loss"], "cls_loss": means["cls"], "dense_loss": means["dense"], "teacher_losses": teachers}
 
 
-def _draw(run: Run, training: Training, update: int, few: Batch) -> None:
-    """Draw a batch with its targets. If that fails, log a warning."""
+def mixed_images(criterion: Criterion, batch: Batch, key: StepKey) -> tuple[Tensor, Area | None] | None:
+    """Return the images (B, 3, H, W) as a step mixes them, and MixToken's box in pixels; None if it mixes nothing.
+    MixToken mixes embeddings of tokens: what is returned has the pixels at their places."""
+    ratios, box = criterion.draw(batch, key)
+    images = batch.images if ratios is None else ratios.blend_images(batch.images)
+    if box is None or not isinstance(criterion, TokenLabelCriterion):
+        return None if ratios is None else (images, None)
+    grid, (left, top, right, bottom) = criterion.place(images)
+    start, length = (top, left), (bottom - top, right - left)
+    y0, x0, y1, x1 = (
+        max(0, round(images.shape[2 + axis] * (start[axis] + length[axis] * edge / grid[axis])))
+        for edge, axis in zip(box.tolist(), (0, 1, 0, 1), strict=True)
+    )
+    mixed, inside = images.clone(), (..., slice(y0, y1), slice(x0, x1))
+    mixed[inside] = images.flip(0)[inside]
+    return mixed, (x0, y0, x1, y1)
+
+
+def _draw(run: Run, training: Training, update: int, batch: Batch) -> None:
+    """Draw the first images of a batch with their targets. If that fails, log a warning."""
     config = training.state.metadata["model_config"]
     try:
-        from tlt.tools.drawing import draw_page, read_examples, save_figure
+        from tlt.tools.drawing import draw_page, pixels_of, read_examples, save_figure
 
-        criterion = training.criterion
+        criterion, few = training.criterion, batch.select(slice(_IMAGES))
         targets = criterion.targets(few) if isinstance(criterion, TokenLabelCriterion) else None
         # This synchronises with the device.
         examples = read_examples(training.loader.dataset, few, targets, config["mean"], config["std"])
+        if mixed := mixed_images(criterion, batch, StepKey(run.args.seed, update, 0, run.world.data_rank)):
+            pixels = pixels_of(mixed[0][:_IMAGES], config["mean"], config["std"])
+            pairs = zip(examples, pixels, strict=True)
+            examples = [replace(example, mixed=shown, mix_box=mixed[1]) for example, shown in pairs]
         title = f"the first {len(examples)} images of update {update}, as the model sees them"
         if training.loader.dataset.label_view is not None:
             title += "\n(--compat: the window is where the labels are read, not where the image is cut)"
