@@ -28,6 +28,7 @@ train | --imgsz 64 --lr0 0.1 | unknown flag --imgsz, did you mean --img-size?; u
 train | --per_device_train_batch_size 4 --Learning_Rate 1 | unknown flag --Learning_Rate, did you mean --lr?
 train | --lr-warmup-epochs 3 --label-smoothing 0 | did you mean --warmup-epochs?; unknown flag --label-smoothing, did
 train | --cos_lr --batchsize 3 | did you mean --sched cosine?; unknown flag --batchsize, did you mean --batch-size?
+train | --exist_ok True | unknown flag --exist_ok, did you mean --resume auto?
 train | --devices 2 | did you mean volo launch N?
 train | --data x --weights y | did you mean DATA_DIR, without a flag?; unknown flag --weights, did you mean --finetune?
 predict! | --source x --weights y | did you mean PATHS, without a flag?; unknown flag --weights, did you mean --check

@@ -216,15 +216,17 @@ class FlagParser(argparse.ArgumentParser):
         if isinstance(argv, Mapping):
             return dict(argv)
         parsed, unknown = self.parse_known_args(argv)
+        if flags := [self._unknown(item) for item in unknown if item.startswith("-")]:
+            self.error("; ".join(flags))
         alone = [value for dest, value in vars(parsed).items() if self.flags[dest].names[0][0] != "-"]
         words = [str(word) for value in alone for word in (value if isinstance(value, list) else [value])] + unknown
-        if pairs := {word: text for word in words if (text := self._as_typed(word)) and not os.path.exists(word)}:
+        absent = [word for word in words if not os.path.exists(word)]
+        if pairs := {word: text for word in absent if (text := self._as_typed(word))}:
             self.error(f"{' '.join(pairs)}: write {' '.join(pairs.values())}")
-        if truth := [word for word in words if word.lower() in ("true", "false")]:
+        if truth := [word for word in absent if word.lower() in ("true", "false")]:
             self.error(f"{truth[0]}: a switch takes no value, its name alone turns it on")
         if unknown:
-            flags = [self._unknown(item) for item in unknown if item.startswith("-")]
-            self.error("; ".join(flags) or f"one argument too many: {' '.join(unknown)}")
+            self.error(f"one argument too many: {' '.join(unknown)}")
         values = vars(parsed)
         return values | {dest: dict(values[dest]) for dest in values if self.flags[dest].type is key_value}
 

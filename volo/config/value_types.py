@@ -125,9 +125,10 @@ def count_or_auto(text: str) -> int | str:
 def device_name(text: str) -> str:
     """A type of values: a device as torch names it; a number is that of a GPU. Raises argparse.ArgumentTypeError if it
     names several."""
-    gpu = re.fullmatch(r"(?:(?:cuda|gpu):?)?(\d+)", text.strip().lower())
-    if gpu is None and re.search(r"\d\s*,\s*\S*\d", text):
+    name = text.strip().lower()
+    gpu = re.fullmatch(r"(?:(?:cuda|gpu):?)?(\d+)", name)
+    if gpu is None and re.search(r"\d\s*,\s*\S*\d", name):
         raise argparse.ArgumentTypeError(
             f"{text!r} names several: CUDA_VISIBLE_DEVICES chooses GPUs, volo launch N starts a process for each"
         )
-    return f"cuda:{int(gpu[1])}" if gpu else {"gpu": "cuda"}.get(text.lower(), text)
+    return f"cuda:{int(gpu[1])}" if gpu else {"gpu": "cuda"}.get(name, name)

@@ -6,6 +6,7 @@ The table of kinds is here so that flags can be checked before the module of a k
 from __future__ import annotations
 
 import os
+import re
 import shlex
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -98,7 +99,7 @@ def _likely(data: str | os.PathLike[str] | None, is_train: bool) -> str:
     parts = ("train",) if is_train else ("val", "dev", "test")
     names = [entry.name for entry in os.scandir(data) if entry.is_dir()] if data and os.path.isdir(data) else []
     own = [name for name in sorted(names) if is_train or "train" not in name.lower()]
-    likely = next((name for part in parts for name in own if part in name.lower()), None)
+    likely = next((name for part in parts for name in own if re.search(rf"(?<![a-z]){part}", name.lower())), None)
     return f" {shlex.quote(printable(likely))}" if likely else ""
 
 
