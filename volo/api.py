@@ -24,7 +24,7 @@ from volo.cluster.binding import bind_process
 from volo.cluster.stopping import INTERRUPTED, STOP, Stopped
 from volo.commands.predict import Prediction, predict_all
 from volo.commands.train import TrainResult, train_on_ranks
-from volo.config.args import TRAIN, by_name
+from volo.config.args import TRAIN
 from volo.config.flag_table import Program
 from volo.config.flags_programs import PREDICT
 
@@ -43,7 +43,7 @@ def train(data_dir: Path | None = None, **flags: Any) -> TrainResult:
         KeyboardInterrupt: The run was interrupted, and has saved.
         SystemExit: Another signal has ended the run, which has saved; the code is that of `volo train`.
     """
-    return _run(TRAIN, train_on_ranks, data_dir=data_dir, **{"bind": "none"} | flags)
+    return _run(TRAIN, train_on_ranks, [] if data_dir is None else [str(data_dir)], {"bind": "none"} | flags)
 
 
 def predict(paths: Path | Sequence[Path], **flags: Any) -> list[Prediction]:
@@ -53,14 +53,15 @@ def predict(paths: Path | Sequence[Path], **flags: Any) -> list[Prediction]:
     Raises:
         UserError: A keyword or a file is wrong, or no image can be read.
     """
-    return _run(PREDICT, predict_all, paths=paths, **flags)
+    each = [paths] if isinstance(paths, (str, os.PathLike)) else paths
+    return _run(PREDICT, predict_all, list(map(str, each)), flags)
 
 
-def _run(program: Program, work: Callable[[Any], Result], **keywords: Any) -> Result:
-    given = {name: _plain(value) for name, value in keywords.items() if value is not None}
+def _run(program: Program, work: Callable[[Any], Result], paths: list[str], flags: dict[str, Any]) -> Result:
+    words = [*program.parser().words_of(flags), *["--"] * bool(paths), *paths]
     with _process_as_it_was():
-        sys.argv = [f"volo.{program.name}", *(f"{name}={value}" for name, value in given.items())]  # for the records
-        args = program.parse(by_name(program.parser(), given, sys.argv[0]))
+        sys.argv = ["volo", program.name, *words]  # what the records tell
+        args = program.parse(words)
         if "bind" in args:
             args.notes += bind_process(args)
         try:
@@ -70,13 +71,6 @@ def _run(program: Program, work: Callable[[Any], Result], **keywords: Any) -> Re
             if isinstance(stop.__cause__, UserError):
                 raise stop.__cause__ from None
             raise (KeyboardInterrupt if stop.exit_code == INTERRUPTED else SystemExit)(stop.exit_code) from stop
-
-
-def _plain(value: Any) -> Any:
-    """Return a value as a recipe could hold it: paths as texts, tuples and arrays as lists."""
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    return os.fspath(value) if isinstance(value, os.PathLike) else getattr(value, "tolist", lambda: value)()
 
 
 @contextmanager

@@ -66,7 +66,7 @@ def test_a_run_is_the_programs_and_the_process_is_as_before(
     assert run.curve == epochs_of(run.path) and len(run.curve) == 1
     assert run.best == max(row["eval_top1"] for row in run.curve)
     start = json.loads((run.path / "events.jsonl").read_text().splitlines()[0])
-    assert {"volo.train", f"data_dir={data}", "mix_token=False"} <= {*start["command"]}
+    assert start["command"][:2] == ["volo", "train"] and {"--no-mix-token", "--hflip=0"} <= {*start["command"]}
 
     image = data / "validation" / "red" / "red3.jpg"
     file = tmp_path / "p.csv"
@@ -86,17 +86,18 @@ def test_a_run_is_the_programs_and_the_process_is_as_before(
 @pytest.mark.parametrize(
     ("keywords", "told"),
     [
-        ({"imgsz": 64}, "volo.train: unknown key 'imgsz', did you mean img_size?"),
-        ({"lr0": 0.1}, "volo.train: unknown key 'lr0', did you mean lr?"),
-        ({"data": "d"}, "volo.train: unknown key 'data', did you mean data_dir?"),
-        ({"epochs": 1.5}, "volo.train: epochs: argument --epochs: invalid int value: '1.5'"),
-        ({"pretrained": "yes"}, "volo.train: pretrained: 'yes' is neither true nor false"),
-        ({"amp": True, "no_amp": True}, "volo.train: amp stands there twice"),
-        ({"input_size": (3, 64)}, "volo.train: input_size: argument --input-size: expected 3 arguments"),
+        ({"imgsz": 64}, "unknown flag --imgsz, did you mean --img-size? (see volo train --help)"),
+        ({"imgsz": False}, "unknown flag --imgsz, did you mean --img-size?"),
+        ({"lr0": 0.1}, "unknown flag --lr0, did you mean --lr?"),
+        ({"data": "d"}, "unknown flag --data, did you mean DATA_DIR, without a flag?"),
+        ({"epochs": 1.5}, "--epochs: invalid int value: '1.5'"),
+        ({"hflip": False}, "--hflip: invalid float value: 'False'"),
+        ({"pretrained": "yes"}, "--pretrained: a switch takes no value: 'yes'"),
+        ({"input_size": (3, 64)}, "--input-size: expected 3 arguments"),
         ({"scale": (1.0, 0.5)}, "the smaller first"),
         ({"config": "nosuch"}, "--config nosuch: No such file"),
         ({"model": "volo_dO"}, "did you mean volo_d0?"),
-        ({"fuser": "x"}, "volo.train: fuser (timm): of TorchScript"),
+        ({"fuser": "x"}, "--fuser (timm): of TorchScript"),
     ],
 )
 def test_a_mistake_is_a_user_error_of_one_line(keywords: dict[str, Any], told: str, data: Path) -> None:

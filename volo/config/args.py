@@ -19,12 +19,11 @@ import yaml
 from tlt.errors import UserError
 from tlt.io.files import regular_only
 from volo.config.flag_rules import check_train, join_data_dir
-from volo.config.flag_table import Argv, Flag, FlagParser, Program, key_value, nearest, opposite_of
+from volo.config.flag_table import Flag, FlagParser, Program, key_value, nearest
 from volo.config.flags_data import AUGMENTED, TOKEN_LABELS
 from volo.config.flags_timm import TIMM_FLAGS
 from volo.config.flags_train import FITTED, STABLE_SCHEDULES, TRAIN_GROUPS
 
-_NONE: Mapping[Any, Any] = {}
 _PACKAGE = Path(__file__).resolve().parents[1]
 
 
@@ -67,8 +66,8 @@ class _Train(Program):
         parser.instead = TIMM_FLAGS
         return parser
 
-    def parse(self, argv: Argv = None) -> TrainArgs:
-        """Parse train.py's command line (see `FlagParser.explicit`) over its recipe (`-c`).
+    def parse(self, argv: Sequence[str] | None = None) -> TrainArgs:
+        """Parse train.py's command line (`argv`, or sys.argv if None) over its recipe (`-c`).
 
         Raises:
             UserError: A flag or key is unknown, a value is wrong, flags contradict each other, or one has no effect.
@@ -189,6 +188,8 @@ class _Loader(yaml.SafeLoader):
 def load_yaml(path: str, parser: FlagParser) -> dict[str, Any]:
     """Read a recipe: a mapping from flag names (dashes or underscores) to values.
 
+    Values are checked as on the command line: type, range, choices, number of values.
+
     Args:
         path: Path of the YAML file, or name of one of this project's recipes.
         parser: Parser of the program.
@@ -197,54 +198,31 @@ def load_yaml(path: str, parser: FlagParser) -> dict[str, Any]:
         Values by destination.
 
     Raises:
-        UserError: The file can't be read or isn't a plain mapping, or as in `by_name`.
+        UserError: The file can't be read or isn't a plain mapping, a key is unknown (the message suggests the nearest
+            one), or a flag doesn't accept its value.
     """
     path = recipe_file(path)
-    content, texts = _mapping(path)
-    return by_name(parser, content, path, texts, without="config")  # a recipe in one would need rules of precedence
-
-
-def by_name(
-    parser: FlagParser, content: Mapping[Any, Any], place: str, texts: Mapping[Any, Any] = _NONE, without: str = ""
-) -> dict[str, Any]:
-    """Return the values of flags by destination, given by their names. They are checked as on the command line: type,
-    range, choices, number of values.
-
-    Args:
-        content: Values by name, with dashes or underscores.
-        place: Begins every message.
-        texts: The texts of the values' items, by name, where they were written down.
-        without: Destination of a flag that can't be set.
-
-    Raises:
-        UserError: A key is unknown (the message suggests the nearest one), or a flag doesn't accept its value.
-    """
-    for action in parser._actions:
-        action.required = False  # each value is parsed alone
-    # The data directory may be given only by one of its names.
-    rows = [row for row in parser.flags.values() if row.dest != without and not row.renamed]
-    names = {name: row for row in rows for name in row.names if len(name) > 3}
-    opposites = {opposite_of(name): row for name, row in names.items() if row.switch and opposite_of(name) not in names}
-    known = {name.lstrip("-").replace("-", "_"): row for name, row in (names | opposites).items()}
+    # A recipe inside a recipe would need rules of precedence. A recipe may use only one name of the data directory.
+    rows = [row for row in parser.flags.values() if row.dest != "config" and not row.renamed]
+    known = {name.lstrip("-").replace("-", "_"): row for row in rows for name in row.names if len(name) > 3}
     values: dict[str, Any] = {}
+    content, texts = _mapping(path)
     for key, value in content.items():
         name = str(key).replace("-", "_")
-        option = f"--{name.replace('_', '-')}"
-        if reason := parser.instead.get(option):
-            raise UserError(f"{place}: {key} (timm): {reason}")
+        if reason := parser.instead.get(f"--{name.replace('_', '-')}"):
+            raise UserError(f"{path}: {key} (timm): {reason}")
         if name not in known:
             near = nearest(name, known)
-            raise UserError(f"{place}: unknown key {shortened(key)}" + (f", did you mean {near}?" if near else ""))
-        row, is_opposite = known[name], option in opposites
-        if name != row.dest and not is_opposite and (value is None or value is False):
+            raise UserError(f"{path}: unknown key {shortened(key)}" + (f", did you mean {near}?" if near else ""))
+        row = known[name]
+        if name != row.dest and value in (None, False):
             continue  # an alias that used to be a flag of its own, and is off
         try:
             converted = _convert(row, value, parser, texts.get(key, ()))
         except UserError as error:
-            raise UserError(f"{place}: {key}: {error}") from error
-        converted = not converted if is_opposite else converted
+            raise UserError(f"{path}: {key}: {error}") from error
         if values.setdefault(row.dest, converted) != converted:
-            raise UserError(f"{place}: {row.dest} stands there twice, under two names")
+            raise UserError(f"{path}: {row.dest} stands there twice, under two names")
     return values
 
 

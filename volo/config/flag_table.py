@@ -33,7 +33,6 @@ class Need(NamedTuple):
 
 
 Needs = str | Need | tuple[str | Need, ...]
-Argv = Sequence[str] | Mapping[str, Any] | None  # words of a command line, or checked values by destination
 ValueType = Callable[[str], Any] | tuple[str, ...] | None
 
 
@@ -207,14 +206,12 @@ class FlagParser(argparse.ArgumentParser):
         message = message.replace("ignored explicit argument", "a switch takes no value:")
         raise UserError(f"{message} (see {self.prog} --help)")
 
-    def explicit(self, argv: Argv = None) -> dict[str, Any]:
+    def explicit(self, argv: Sequence[str] | None = None) -> dict[str, Any]:
         """Return the values of the flags in `argv` (None: sys.argv) by destination, without defaults.
 
         Raises:
             UserError: A flag is unknown (the message suggests the nearest one), or its value is wrong or missing.
         """
-        if isinstance(argv, Mapping):
-            return dict(argv)
         parsed, unknown = self.parse_known_args(argv)
         if flags := [self._unknown(item) for item in unknown if item.startswith("-")]:
             self.error("; ".join(flags))
@@ -233,6 +230,24 @@ class FlagParser(argparse.ArgumentParser):
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Return the values of `explicit` over the defaults."""
         return Namespace(**(self.defaults() | self.explicit(args)))
+
+    def words_of(self, values: Mapping[str, Any]) -> list[str]:
+        """Return a command line of flags with these values. Names have underscores; True and False switch on and off,
+        and None is no value."""
+        words: list[str] = []
+        for name, value in values.items():
+            option, items = f"--{name.replace('_', '-')}", value.tolist() if hasattr(value, "tolist") else value
+            flag = self._option_string_actions.get(option)
+            if value is False and flag is not None and flag.nargs == 0:
+                opposite = f"--{option[5:]}" if option.startswith("--no-") else f"--no-{option[2:]}"
+                words += [opposite] * (opposite in self._option_string_actions)  # without one it is off in any case
+            elif isinstance(items, Mapping):
+                words += [option, *(f"{key}={item!r}" for key, item in items.items())]
+            elif isinstance(items, (list, tuple)):
+                words += [option, *map(str, items)]
+            elif items is not None:
+                words.append(option if items is True else f"{option}={items}")
+        return words
 
     def defaults(self) -> dict[str, Any]:
         """Return a copy of the default of every flag, by destination."""
@@ -280,7 +295,7 @@ class Program:
         """Return a new parser for this program's flags."""
         return FlagParser(self.name, self.usage, self.does, self.groups, self.undo)
 
-    def parse(self, argv: Argv = None) -> Namespace:
+    def parse(self, argv: Sequence[str] | None = None) -> Namespace:
         """Parse a command line (None: sys.argv). Return one attribute per flag, and `notes`, which are lines to print.
 
         Raises:
@@ -304,11 +319,6 @@ def _started_as(program: str) -> str:
     return script if script and script == os.path.basename(sys.argv[0]) else f"volo {program}"
 
 
-def opposite_of(name: str) -> str:
-    """Return the name that undoes a switch."""
-    return f"--{name[5:]}" if name.startswith("--no-") else f"--no-{name[2:]}"
-
-
 def _add(section: argparse._ArgumentGroup, row: Flag, taken: Set[str] | None) -> None:
     """Add a row to a parser, without its default, so that the parser returns only what the user has set. Add a switch's
     opposite unless its name is `taken`; None adds none."""
@@ -317,7 +327,7 @@ def _add(section: argparse._ArgumentGroup, row: Flag, taken: Set[str] | None) ->
         options["dest"] = row.dest
     if row.switch:
         section.add_argument(*row.names, action="store_true", **options)
-        names = list(map(opposite_of, row.names))
+        names = [f"--{name[5:]}" if name.startswith("--no-") else f"--no-{name[2:]}" for name in row.names]
         if taken is not None and not taken & {*names}:
             section.add_argument(*names, action="store_false", **options | {"help": argparse.SUPPRESS})
         return

@@ -9,14 +9,14 @@ from __future__ import annotations
 import os
 import sys
 from argparse import Namespace
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from tlt.errors import UserError
 from volo.config import value_types as t
 from volo.config.checkpoint_files import best_or_last
 from volo.config.flag_rules import check_images, check_weights, join_data_dir
-from volo.config.flag_table import Argv, Flag, Group, Need, Program, flag, needing, switch
+from volo.config.flag_table import Flag, Group, Need, Program, flag, needing, switch
 from volo.config.flags_data import (
     BAD_LABEL,
     CLASS_MAP,
@@ -323,7 +323,7 @@ SAMPLE = Program(
 
 
 class _Launch(Program):
-    def parse(self, argv: Argv = None) -> Namespace:
+    def parse(self, argv: Sequence[str] | None = None) -> Namespace:
         """Parse the first word, and leave the other words to the program that is started.
 
         Returns:
