@@ -11,7 +11,15 @@ import pytest
 import torch
 
 from volo.cluster.distributed import World
-from volo.record.confusion import FILES, Answers, Confusion, keep_answers, neighbours_together, show_answers
+from volo.record.confusion import (
+    CONFUSION,
+    MISTAKES,
+    Answers,
+    Confusion,
+    keep_answers,
+    neighbours_together,
+    show_answers,
+)
 
 
 class Pictures:
@@ -37,6 +45,11 @@ def _random(classes: int, images: int, seed: int = 0) -> tuple[Any, np.ndarray]:
     return Pictures(true, [f"name {number}" for number in range(classes - 1)]), answers
 
 
+def _all_right(classes: int) -> tuple[Any, np.ndarray]:
+    true = np.arange(classes)
+    return Pictures(true, []), np.stack([true, true + 0.5])
+
+
 def _rows(file: Path) -> list[list[str]]:
     return list(csv.reader(file.open(encoding="utf-8", newline="")))
 
@@ -45,7 +58,9 @@ def test_the_tables_count_the_answers_to_every_image(tmp_path: Path) -> None:
     images, answers = _random(classes=5, images=200)
     images.source.class_names[1] = "a, 靴\n\udcff"
     answers[0, :3] = -1  # unreadable
-    keep_answers(tmp_path, answers, epoch=3)
+    keep_answers(tmp_path, answers[::-1], epoch=2, best=False)  # all that there is
+    keep_answers(tmp_path, answers, epoch=3, best=True)
+    keep_answers(tmp_path, answers[::-1], epoch=4, best=False)
     (line,) = show_answers(tmp_path, images, 5)
     names = ["name 0", r"a, 靴\n\udcff", "name 2", "name 3", "class 4"]
     pairs = Counter(zip(images.classes[3:].tolist(), answers[0, 3:].astype(int).tolist(), strict=True))
@@ -63,7 +78,7 @@ def test_the_tables_count_the_answers_to_every_image(tmp_path: Path) -> None:
         assert wrong[other] == int(times) == max(wrong.values())
     accuracy = 100 * sum(pairs[row, row] for row in range(4)) / 197
     assert f"(epoch 4: {accuracy:.2f} % of 197 images right)" in line and all(
-        (tmp_path / name).is_file() for name in FILES
+        (tmp_path / name).is_file() for name in (CONFUSION, MISTAKES)
     )
 
 
@@ -121,4 +136,6 @@ def test_the_sheet_begins_with_the_surest_mistake() -> None:
     assert [each.get_title("left") for each in axes] == said and len(said) == 12
     answers[0] = images.classes
     first, *_ = Confusion(images, answers, 4).draw_mistakes("epoch 1").axes
+    figure = Confusion(*_all_right(60), 60).draw("epoch 1")
+    assert np.asarray(figure.axes[0].get_images()[0].get_array()).tolist() == np.eye(20).tolist()
     assert "No mistake." in first.texts[0].get_text()

@@ -42,7 +42,7 @@ from volo.commands.console import say, warn
 from volo.commands.inference import load, place, run_on_ranks
 from volo.commands.segment import features_of, segmentation_row
 from volo.config.checkpoint_files import checkpoints_in
-from volo.record.confusion import FILES, MOST, Confusion, show_answers
+from volo.record.confusion import CLASSES, MOST, Confusion, show_answers
 from volo.record.metrics import Sums
 from volo.record.run_directory import check_writable
 from volo.train.compilation import compile_model
@@ -70,8 +70,8 @@ def validate(args: Namespace, world: World) -> None:
         refuse_existing(args.results_file, "--results-file")
         check_writable(Path(args.results_file).parent, "--results-file")
     if args.confusion:
-        for name in FILES:
-            refuse_existing(Path(args.confusion, name), "--confusion")
+        for file in Path(args.confusion).glob(f"{'*/' * args.all}{CLASSES}"):
+            refuse_existing(file, "--confusion")
         check_writable(Path(args.confusion), "--confusion")
     rows, faults = list[dict[str, Any]](), list[str]()
     row_of: dict[tuple[int, int], dict[str, Any]] = {}

@@ -34,10 +34,12 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 Floats = npt.NDArray[np.float64]
-CLASSES, COUNTS, CONFUSION, MISTAKES = FILES = ("classes.csv", "confusion.csv", "confusion.png", "mistakes.png")
+CLASSES, COUNTS, CONFUSION, MISTAKES = "classes.csv", "confusion.csv", "confusion.png", "mistakes.png"
 ANSWERS = "answers.npz"
-MOST, WORST = 2000, 20  # classes of the table of counts, which has the square of them; classes of a short list
-_LEGIBLE, _NUMBERED = 50, 21  # classes that a picture shows, and up to which its cells have room for a number
+MOST = 2000  # classes: the table of counts has the square of them
+WORST = 20  # classes in a short list
+_LEGIBLE = 50  # classes that a picture can show
+_NUMBERED = 21  # classes of a picture up to which its cells have room for a number
 _SHEET = (4, 3)  # rows and columns of the sheet of mistakes
 _TEXT: dict[str, Any] = {"fontsize": 6.5, "parse_math": False}
 
@@ -72,12 +74,13 @@ class Confusion:
     Attributes:
         counts, shares: (C, C), a row for each true class; shares are of its images.
         worst: Classes with images, the least accurate first; of equal ones, that with most images.
-        taken_for: (C,) the most frequent wrong answer.
+        taken_for: (C,) the most frequent wrong answer; the class itself if there is none.
     """
 
     def __init__(self, dataset: EvalDataset, answers: Floats, classes: int) -> None:
-        self.dataset, self.probability = dataset, np.nan_to_num(answers[1])
+        self.dataset = dataset
         self.true, self.predicted = dataset.classes, answers[0].astype(np.int64)
+        self.probability = np.nan_to_num(answers[1])
         names = dataset.source.class_names
         self.names = [*map(printable, names), *(f"class {number}" for number in range(len(names), classes))]
         places = (self.true * classes + self.predicted)[self.predicted >= 0]
@@ -87,15 +90,17 @@ class Confusion:
         order = np.lexsort((-images, self.shares.diagonal()))
         self.worst = order[images[order] > 0]
         self.wrong = self.counts - np.diag(self.counts.diagonal())
-        self.taken_for = self.wrong.argmax(axis=1)
+        self.taken_for = np.where(self.wrong.any(axis=1), self.wrong.argmax(axis=1), np.arange(classes))
 
     def table(self) -> list[tuple[str, ...]]:
         """Return a row for each class that has images, the worst first, below a heading."""
         rows: list[tuple[str, ...]] = [("class", "images", "top-1 (%)", "mostly taken for", "times")]
         for row, other in zip(self.worst, self.taken_for[self.worst], strict=True):
-            times, accuracy = self.wrong[row, other], f"{100 * self.shares[row, row]:.2f}"
-            taken_for = self.names[other] if times else ""
-            rows.append((self.names[row], str(self.counts[row].sum()), accuracy, taken_for, str(times)))
+            accuracy = f"{100 * self.shares[row, row]:.2f}"
+            taken_for = "" if row == other else self.names[other]
+            rows.append(
+                (self.names[row], str(self.counts[row].sum()), accuracy, taken_for, str(self.wrong[row, other]))
+            )
         return rows
 
     def draw(self, title: str) -> Figure:
@@ -110,7 +115,8 @@ class Confusion:
             title += f"\nthe {len(rows)} worst of {len(self.worst)} classes; {CLASSES} has all"
         columns = shown[neighbours_together(self.shares[np.ix_(shown, shown)])]
         rows = columns[np.isin(columns, rows)]
-        shares, side = self.shares[np.ix_(rows, columns)], min(0.2, 4.2 / len(columns))  # inches, of a cell
+        shares = self.shares[np.ix_(rows, columns)]
+        side = min(0.2, 4.2 / len(columns))  # of a cell, in inches
         figure = new_figure(side * len(columns), side * len(rows))
         axes = figure.add_axes((0, 0, 1, 1))
         axes.imshow(shares, cmap="Blues", norm=PowerNorm(0.5, 0, 1))
@@ -121,9 +127,7 @@ class Confusion:
         axes.set_yticks(range(len(rows)), right, **_TEXT)
         axes.tick_params(length=0, labelsize=6.5 if numbered else 5.5)
         axes.set_title(title, loc="left", **_TEXT)
-        axes.set_xlabel(
-            "answer, in % of the row" if numbered else "answer: white 0 % to dark 100 % of the row", **_TEXT
-        )
+        axes.set_xlabel("answer, in % of the row" if numbered else "answer: white 0 %, dark 100 % of the row", **_TEXT)
         axes.set_ylabel("class, and % right", **_TEXT)
         for (row, column), share in np.ndenumerate(shares):
             if share >= 0.005 and numbered:
@@ -140,10 +144,8 @@ class Confusion:
         grid = figure.subplots(max(1, rows), _SHEET[1], squeeze=False, gridspec_kw={"hspace": 0.5, "wspace": 0.1})
         for axes in grid.flat:
             axes.set_axis_off()
-        title = (
-            f"{title}\n{'Of the surest mistakes, probability and answer, then the class:' if rows else 'No mistake.'}"
-        )
-        grid[0, 0].annotate(title, (0, 1), (0, 36), "axes fraction", "offset points", **_TEXT)
+        told = "Of the surest mistakes, probability and answer, then the class:" if rows else "No mistake."
+        grid[0, 0].annotate(f"{title}\n{told}", (0, 1), (0, 36), "axes fraction", "offset points", **_TEXT)
         batch = self.dataset.load(BatchKey(0, tuple(surest.tolist())))
         for axes, image, index in zip(grid.flat, batch.images.cpu(), batch.indices.tolist(), strict=False):
             show_image(axes, image.expand(3, -1, -1).permute(1, 2, 0).numpy())
@@ -161,7 +163,8 @@ def neighbours_together(shares: Floats) -> list[int]:
     Args:
         shares: (n, n) share of the images of each class (row) that got each answer.
     """
-    between, chains = shares + shares.T, [[number] for number in range(len(shares))]
+    between = shares + shares.T
+    chains = [[number] for number in range(len(shares))]
     while len(chains) > 1:
         one, other = max(combinations(chains, 2), key=lambda pair: between[np.ix_(*pair)].mean())
         ends = ((a, b) for a in (one, one[::-1]) for b in (other, other[::-1]))
@@ -174,8 +177,11 @@ def neighbours_together(shares: Floats) -> list[int]:
 _PICTURES = {CONFUSION: Confusion.draw, MISTAKES: Confusion.draw_mistakes}
 
 
-def keep_answers(folder: Path, answers: Floats, epoch: int) -> None:
-    """Keep the answers of an epoch in a run's directory if possible, for `show_answers` when the run has ended."""
+def keep_answers(folder: Path, answers: Floats, epoch: int, best: bool) -> None:
+    """Keep the answers of an epoch in a run's directory if possible, for `show_answers` at the run's end; if it is not
+    the best epoch, only if there are none."""
+    if not best and (folder / ANSWERS).exists():
+        return
     content = io.BytesIO()
     np.savez(content, answers=answers, epoch=epoch)
     with suppress(OSError):
@@ -208,13 +214,13 @@ def show_answers(
         folder.mkdir(parents=True, exist_ok=True)
         _write_csv(folder / CLASSES, confusion.table())
         _write_csv(folder / COUNTS, [("true/predicted", *confusion.names), *((name, *row) for name, row in counts)])
-        if importlib.util.find_spec("matplotlib") is None:
-            return [f"wrote {CLASSES} and {COUNTS} ({what})"]
-        for name, draw in _PICTURES.items():
-            save_figure(draw(confusion, what), folder / name, bbox_inches="tight")
+        drawn = {} if importlib.util.find_spec("matplotlib") is None else _PICTURES
+        for name, draw in drawn.items():
+            save_figure(draw(confusion, drawable(what)), folder / name, bbox_inches="tight")
     except Exception as error:
         return [f"warning: {CONFUSION} could not be drawn: {type(error).__name__}: {error}"]
-    return [f"drew {CONFUSION} and {MISTAKES}, counted {CLASSES} and {COUNTS} ({what})"]
+    missing = "" if drawn else ", and no pictures, which need the pip extra plot"
+    return [f"wrote {', '.join((CLASSES, COUNTS, *drawn))}{missing} ({what})"]
 
 
 def _write_csv(path: Path, rows: Iterable[Sequence[Any]]) -> None:

@@ -73,8 +73,9 @@ def train_epochs(run: Run, training: Training, saver: Saver) -> None:
         logger.set_position(state.epoch, state.update)
         best_score, epochs_since = best_so_far(state, ranking_metric)
         logger.epoch(epoch, totals, evaluations, best_score)
-        if evaluations and not epochs_since and run.world.is_primary:
-            keep_answers(run.directory, [*evaluations.values()][-1].answers, epoch)  # the average's, if that is ranked
+        if evaluations and run.world.is_primary:
+            *_, ranked = evaluations.values()  # the average, if that is validated
+            keep_answers(run.directory, ranked.answers, epoch, best=not epochs_since)
         judge_epoch(run, training, epoch)
         if best := saver.after_epoch():
             logger.line(f"best {ranking_metric} {best.metric:.4f} (epoch {best.epoch + 1}, {best.file})")
@@ -196,7 +197,8 @@ def evaluate(
         UserError: An image was not seen exactly once, or none could be read.
     """
     model.eval()
-    sums, answers = Sums(("images", "top1", "top5", "loss", "unreadable"), world), Answers(len(loader.dataset), world)
+    sums = Sums(("images", "top1", "top5", "loss", "unreadable"), world)
+    answers = Answers(len(loader.dataset), world)
     began = time.perf_counter()
     with whole_weights(model), torch.inference_mode():
         for batch in guard(loader):

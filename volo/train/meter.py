@@ -205,7 +205,8 @@ def mixed_images(criterion: Criterion, batch: Batch, key: StepKey) -> tuple[Tens
         max(0, round(images.shape[2 + axis] * (start[axis] + length[axis] * edge / grid[axis])))
         for edge, axis in zip(box.tolist(), (0, 1, 0, 1), strict=True)
     )
-    mixed, inside = images.clone(), (..., slice(y0, y1), slice(x0, x1))
+    mixed = images.clone()
+    inside = (..., slice(y0, y1), slice(x0, x1))
     mixed[inside] = images.flip(0)[inside]
     return mixed, (x0, y0, x1, y1)
 
@@ -216,7 +217,8 @@ def _draw(run: Run, training: Training, update: int, batch: Batch) -> None:
     try:
         from tlt.tools.drawing import draw_page, pixels_of, read_examples, save_figure
 
-        criterion, few = training.criterion, batch.select(slice(_IMAGES))
+        criterion = training.criterion
+        few = batch.select(slice(_IMAGES))
         targets = criterion.targets(few) if isinstance(criterion, TokenLabelCriterion) else None
         # This synchronises with the device.
         examples = read_examples(training.loader.dataset, few, targets, config["mean"], config["std"])
