@@ -86,7 +86,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """The garbage collector never looks again at what was imported: a million objects, and programs call it often."""
+    """The garbage collector never looks again at what was imported: programs call it often."""
     gc.freeze()
 
 

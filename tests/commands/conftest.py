@@ -17,6 +17,7 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest.mock import Mock
 
 import pytest
 import timm
@@ -33,6 +34,8 @@ from volo.checkpoint.saver import Saver
 from volo.commands.launch import main as launcher_of
 from volo.train import loop
 
+# What was imported stays frozen (tests/conftest.py): each of hundreds of runs would look through a million objects.
+loop.gc = Mock(wraps=gc, freeze=Mock(), unfreeze=Mock())
 ROOT = Path(__file__).resolve().parents[2]
 UPDATES = 5  # of an epoch, where a test says so
 # Small and quick; every other default is the published one.

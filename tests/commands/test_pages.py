@@ -18,6 +18,7 @@ SMALLER = {
     "--images 600": "--images 60",
     r"--epochs \d+": "--epochs 1 -j 0 --warmup-epochs 0",
     r"epochs=\d+": "epochs=1, workers=0, warmup_epochs=0",
+    "volo_d0": "volo_test",
     r"range\(100\)": "range(1)",
     r"batch_size=32": "batch_size=32, workers=0",
     r"torch\.compile\((.*)\)": r"\1",

@@ -4,7 +4,6 @@ whatever the number of ranks and micro-batches."""
 import numpy as np
 import pytest
 import torch
-from scipy import stats
 
 from tlt.data.augment.counter import key, keys, normal_noise, uniform
 from tlt.data.batch import IndexStream, permutation
@@ -38,6 +37,8 @@ def test_keys_chain_words_of_any_sign_and_size(seed):
 
 
 def test_numbers_are_uniform_or_normal_and_uncorrelated():
+    from scipy import stats  # a second, which each process of the tests would take
+
     base = uniform(0, 0, np.arange(20000), 0, 4)
     assert base.min() >= 0 and base.max() < 1
     assert stats.kstest(base.ravel(), "uniform").pvalue > 1e-3

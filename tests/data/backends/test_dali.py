@@ -3,6 +3,7 @@ here (`graph`): its windows are Pillow's, and what it resizes is close to torchv
 
 import functools
 from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 from types import SimpleNamespace
 
 import numpy as np
@@ -17,7 +18,7 @@ from tlt.data.backends.dali import DaliBackend, is_sound
 from tlt.data.backends.decode import Backend, Encoded, PilBackend, Request, TorchvisionBackend
 from tlt.errors import UserError
 
-pytest.importorskip("nvidia.dali", reason="the extra dali")
+pytestmark = pytest.mark.skipif(find_spec("nvidia.dali") is None, reason="the extra dali")
 
 CROPS = [(0, 0, 96, 72), (31, 21, 50, 41), (5, 3, 7, 60), (40, 30, 1, 1), (0, 0, 96, 1), (95, 71, 1, 1)]
 
