@@ -18,20 +18,20 @@ import tqdm.auto
 import yaml
 
 import volo
-from tests.commands.conftest import QUICK, Call, same_weights
+from tests.commands.conftest import Call, TrainedRun, same_weights
 from tlt.errors import UserError
 from tlt.io.jobs import progress_bar
-from tlt.io.text import natural_sorted
 from tlt.io.weights import read_checkpoint
 from volo.checkpoint.saver import Saver
 from volo.cluster import stopping
-from volo.commands.train import TrainResult
+from volo.config.args import TRAIN
+from volo.config.flags_programs import PREDICT
 from volo.record.records import epochs_of
 
 SMALL: dict[str, Any] = {
     **{"model": "volo_test", "img_size": 32, "num_classes": np.int64(4), "batch_size": 8, "workers": 0},
     **{"warmup_epochs": 0, "cooldown_epochs": 0, "log_interval": 1, "lr": 2e-3, "seed": None},
-}  # QUICK
+}  # as QUICK
 
 
 def state_of_the_process() -> list[Any]:
@@ -42,45 +42,45 @@ def state_of_the_process() -> list[Any]:
 
 
 def test_a_run_is_the_programs_and_the_process_is_as_before(
-    call: Call, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    call: Call, trained_run: TrainedRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    flags = (
-        f"--lr 2e-3 --epochs 1 --scale 0.5 1 --hflip 0 --token-label --no-mix-token --output {tmp_path} --experiment"
-    )
-    assert call("train", f"{data} {QUICK} {flags} one").code == 0
+    data, same = trained_run
     monkeypatch.setattr(sys, "argv", ["train.py"])  # a user's own
     signal.signal(signal.SIGINT, lambda *_: None)
     torch.set_default_dtype(torch.float64)
     torch.set_num_threads(2)
     before = state_of_the_process()
     try:
-        how = {"scale": (0.5, 1), "hflip": 0, "token_label": True, "mix_token": False, "amp": False, "pretrained": None}
-        run = volo.train(data, **SMALL, **how, epochs=1, output=tmp_path, experiment="two")
+        run = volo.train(data, **SMALL, epochs=2, model_ema=True, amp=False, output=tmp_path, experiment="run")
         assert state_of_the_process() == before
     finally:
         torch.set_default_dtype(torch.float32)
-    same_weights(tmp_path / "one" / "last.pth.tar", tmp_path / "two" / "last.pth.tar")
-    settings = [yaml.safe_load((tmp_path / name / "args.yaml").read_text()) for name in ("one", "two")]
-    assert {name for name in settings[0] if settings[0][name] != settings[1][name]} == {"experiment", "bind"}
-    assert (run.path, run.classes) == (tmp_path / "two", sorted(os.listdir(data / "train")))
-    assert run.curve == epochs_of(run.path) and len(run.curve) == 1
-    assert run.best == max(row["eval_top1"] for row in run.curve)
+    same_weights(same / "last.pth.tar", run.path / "last.pth.tar")
+    settings = [yaml.safe_load((folder / "args.yaml").read_text()) for folder in (same, run.path)]
+    assert {n for n in settings[0] if settings[0][n] != settings[1][n]} == {"output", "bind"}
+    assert (run.path, run.classes) == (tmp_path / "run", sorted(os.listdir(data / "train")))
+    assert run.curve == epochs_of(run.path) and len(run.curve) == 2
+    assert run.best == max(row["eval_top1_ema"] for row in run.curve)
     start = json.loads((run.path / "events.jsonl").read_text().splitlines()[0])
-    assert start["command"][:2] == ["volo", "train"] and {"--no-mix-token", "--hflip=0"} <= {*start["command"]}
+    assert start["command"][:2] == ["volo", "train"] and start["command"][-2:] == ["--", str(data)]
 
-    image = data / "validation" / "red" / "red3.jpg"
-    file = tmp_path / "p.csv"
-    assert call("predict", f"{image} --checkpoint {run.path} --topk 3 -j 0 -o {file}").code == 0
-    (found,) = volo.predict(image, checkpoint=run.path, topk=3, workers=0)
-    rows = list(csv.DictReader(file.open()))
-    assert (found.path, found.best) == (str(image), rows[0]["class_name"])
-    assert found.classes == [(row["class_name"], float(row["probability"])) for row in rows]
-    both = volo.predict([image, data / "train" / "red"], checkpoint=run.path, workers=0)
-    assert [(each.best, len(each.classes)) for each in both] == [(found.best, 4)] + [
-        (each.best, 4) for each in both[1:]
-    ]
-    assert [each.path for each in both[1:]] == natural_sorted(map(str, (data / "train" / "red").iterdir()))
-    assert volo.train(data, **SMALL, epochs=2, output=tmp_path, dry_run=True).curve == []
+    images = [data / "validation" / "red" / "red3.jpg", data / "train" / "red"]
+    assert call("predict", f"{images[0]} {images[1]} --checkpoint {same} -j 0 --topk 3 -o {tmp_path}/p.csv").code == 0
+    found = volo.predict(images, checkpoint=run.path, topk=3, workers=0)
+    rows = list(csv.DictReader((tmp_path / "p.csv").open()))
+    assert [(each.path, each.best) for each in found] == [(row["path"], row["class_name"]) for row in rows[::3]]
+    assert sum((each.classes for each in found), []) == [(row["class_name"], float(row["probability"])) for row in rows]
+
+
+def test_keywords_become_the_words_of_a_command_line() -> None:
+    keywords: dict[str, Any] = {"scale": (0.5, 1), "mean": np.array([0.25, 0.5]), "hflip": 0, "token_label": True}
+    keywords |= {"mix_token": False, "no_amp": True, "pretrained": False, "no_aug": False, "seed": None, "aa": ""}
+    keywords |= {"torchcompile": True, "output": Path("a b"), "model_kwargs": {"depth": 3, "act": "1"}}
+    keywords["kd_model_name"] = ["k", Path("l")]
+    words = "--scale 0.5 1 --mean 0.25 0.5 --hflip=0 --token-label --no-mix-token --no-amp --no-pretrained --aug --aa="
+    words += " --torchcompile --output=a_b --model-kwargs depth=3 act='1' --kd-model-name k l"
+    assert TRAIN.parser().words_of(keywords) == [word.replace("_", " ") for word in words.split()]
+    assert PREDICT.parser().words_of({"pretrained": False, "amp": True}) == ["--amp"]  # there is no --no-pretrained
 
 
 @pytest.mark.parametrize(
@@ -109,8 +109,8 @@ def test_a_mistake_is_a_user_error_of_one_line(keywords: dict[str, Any], told: s
 def test_ctrl_c_saves_and_raises_and_the_same_call_goes_on(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def train() -> TrainResult:
-        return volo.train(data, **SMALL, epochs=2, output=tmp_path, experiment="cut", resume="auto")
+    def train() -> None:
+        volo.train(data, **SMALL, epochs=2, output=tmp_path, experiment="cut", resume="auto")
 
     after_update, signals = Saver.after_update, {1: signal.SIGINT, 3: signal.SIGTERM}
 
@@ -126,8 +126,7 @@ def test_ctrl_c_saves_and_raises_and_the_same_call_goes_on(
     assert signal.getsignal(signal.SIGINT) is handler and (tmp_path / "cut" / "last.pth.tar").is_file()
     with pytest.raises(SystemExit, match="85"):
         train()
-    assert [row["epoch"] for row in train().curve] == [0, 1]
-    assert read_checkpoint(tmp_path / "cut" / "last.pth.tar")["update"] == 4
+    assert read_checkpoint(tmp_path / "cut" / "last.pth.tar")["update"] == 3
     # Once more ends a program at once, but not the process that goes on.
     now = [0.0]
     monkeypatch.setattr(stopping.time, "monotonic", lambda: now[0])
