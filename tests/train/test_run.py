@@ -34,7 +34,9 @@ from volo.train.schedule import LrSchedule
 )
 def test_a_command_without_a_model_takes_the_recipe_from_nothing(flags: str, images: int, taken: bool) -> None:
     given = TRAIN.parse([*["data"] * ("synthetic" not in flags), *flags.split()])
+    given.notes.append("bound to CPU 0")
     args = recipe_from_nothing(given, images)
+    assert "bound to CPU 0" in args.notes
     assert (args is not given) == taken == (args.model != "volo_d1")
     if taken:
         length = "" if "--epochs" in flags else "--epochs 60"

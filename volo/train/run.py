@@ -23,7 +23,7 @@ from volo.cluster.distributed import World
 from volo.cluster.watchdog import StopGuard
 from volo.config.args import TRAIN, FrozenArgs, TrainArgs, checked_settings
 from volo.config.flag_rules import check_drop_path
-from volo.config.flags_train import CYCLIC_SCHEDULES, FROM_NOTHING, STABLE_SCHEDULES, STARTS
+from volo.config.flags_train import CYCLIC_SCHEDULES, FINE_TUNING, FROM_NOTHING, STABLE_SCHEDULES, STARTS
 from volo.record.logger import Logger
 from volo.record.metrics import Arithmetic
 from volo.record.run_directory import RunLock
@@ -103,10 +103,11 @@ def recipe_from_nothing(args: TrainArgs, images: int) -> TrainArgs:
     epochs = args.explicit.get("epochs", max(_LEAST_EPOCHS, -(-_IMAGES_SEEN // images)))
     length = {"config": FROM_NOTHING, "epochs": epochs, "val_interval": -(-epochs // _VALIDATIONS)}
     chosen = TRAIN.over_recipe(length | args.explicit)
-    chosen.notes.append(
+    line = (
         f"no --model: -c {FROM_NOTHING} --epochs {epochs} for {images} images, which trains {chosen.model} from "
-        "nothing; photographs do better with -c finetune_small --model volo_d1 --pretrained"
+        f"nothing; photographs do better with -c {FINE_TUNING} --model volo_d1 --pretrained"
     )
+    chosen.notes = [*dict.fromkeys([*args.notes, *chosen.notes, line])]
     return chosen
 
 
