@@ -159,6 +159,10 @@ def run(args: Namespace) -> int:
     fold_batchnorm(trained.model)
     dtype = getattr(torch, args.model_dtype)
     say(check_convolutions(trained.model, trained.settings["input_size"], dtype, torch.device("cpu")))
+    if args.format == "onnx":  # torch's exporter can't write some attention that is one operation; onnxruntime fuses it
+        for layer in trained.model.modules():
+            if hasattr(layer, "fused_attn"):
+                layer.fused_attn = False
     module = ExportModule(trained.model.to(dtype), args.dense)
     program = trace(module, torch.zeros(2, *shape))
 
