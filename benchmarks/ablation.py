@@ -71,7 +71,9 @@ FLAGS = (
     Group(
         "Runs",
         flag("--directory", DIR, "output/ablation", "finished runs, and the scenes"),
-        flag("--arms", tuple(ARMS), [arm for arm in ARMS if not ARMS[arm].few], "ways to train", nargs="+"),
+        flag(
+            "--arms", tuple(ARMS), [arm for arm in ARMS if not ARMS[arm].few], ", ".join(ARMS), nargs="+", metavar="ARM"
+        ),
         flag("--seeds", POSITIVE, 5, "seeds of each arm, from 0"),
         flag("--epochs", POSITIVE, 10, "epochs of a run"),
         flag("--images", Number(int, low=50), 3000, "training scenes"),

@@ -84,7 +84,7 @@ def train_rows(*names: str) -> tuple[Flag, ...]:
 
 def peers(*names: str) -> Flag:
     """Return the row of `--peer`."""
-    return flag("--peer", names, ["timm"], "what ours is compared with", nargs="*")
+    return flag("--peer", names, ["timm"], f"what ours is compared with: {', '.join(names)}", nargs="*", metavar="ARM")
 
 
 class Arm(NamedTuple):

@@ -58,7 +58,7 @@ FLAGS = (
     ),
     Group(
         "Measuring",
-        flag("--backend", BACKENDS, ["torchvision"], "decoders of ours", nargs="+"),
+        flag("--backend", BACKENDS, ["torchvision"], ", ".join(BACKENDS), nargs="+", metavar="NAME"),
         flag("--workers", COUNT, 2, "processes, measured after none; 0: none alone"),
         DEVICE,
         rounds_flag(5),

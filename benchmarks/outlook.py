@@ -39,7 +39,7 @@ FLAGS = (
     Group(
         "Sizes",
         flag("-b --batch-size", POSITIVE, 8, "images"),
-        flag("--model", tuple(WIDTHS), ["volo_d1", "volo_d5"], "channels and heads", nargs="+"),
+        flag("--model", tuple(WIDTHS), ["volo_d1", "volo_d5"], ", ".join(WIDTHS), nargs="+", metavar="NAME"),
         flag("--cells", POSITIVE, 28, "rows and columns; 28 at 224 px, 64 at 512"),
         flag("--dtypes", DTYPES, ["float32", "bfloat16"], "of values and logits", nargs="+"),
     ),

@@ -1,5 +1,6 @@
 """`volo COMMAND`: the list of commands, and how they are found."""
 
+import argparse
 import os
 import subprocess
 import sys
@@ -16,6 +17,8 @@ from tests.commands.conftest import ROOT, TrainedRun
 from tests.conftest import python_path
 from tests.stand_in_cuda import StandIn
 from tlt.errors import UserError
+from tlt.tools.cli import _COMMANDS
+from tlt.tools.cli import parser as tlt_parser
 from volo import cli
 from volo.config import flag_table
 
@@ -51,6 +54,25 @@ def test_every_command_runs_and_names_in_help_and_mistakes_what_was_typed(
         assert capsys.readouterr().out.startswith(f"usage: {typed} ")
         assert cli.run(name, ["--nonsense"]) == 2
         assert f"see {typed} --help" in capsys.readouterr().err
+
+
+PROGRAMS = [*cli.COMMANDS, *map("benchmark {}".format, benchmarks.COMMANDS), *map("tlt {}".format, ["", *_COMMANDS])]
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_help_fits_80_columns_and_breaks_no_word(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    program, _, command = name.partition(" ")
+    if program == "tlt":
+        top = tlt_parser()
+        parsers = next(action for action in top._actions if isinstance(action, argparse._SubParsersAction)).choices
+        parser = parsers[command] if command else top
+    else:
+        parser = benchmarks.benchmark_parser(command) if command else cli.COMMANDS[name].program.parser()
+    text, of_actions = parser.format_help(), [action.help for action in parser._actions]
+    assert max(map(len, text.splitlines())) <= 79
+    texts = [parser.description, *(h % {"prog": "tlt"} for h in of_actions if h and h != argparse.SUPPRESS)]
+    assert {word for part in texts for word in part.split()} <= {*text.split()}
 
 
 ON_A_GPU = {

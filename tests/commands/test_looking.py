@@ -68,16 +68,24 @@ def test_a_terminal_of_80_columns_shows_a_bar_and_the_log_the_lines(
     terminal = Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
     monkeypatch.setattr(tqdm.std, "_screen_shape_wrapper", lambda: lambda fp: (80, 24))
-    monkeypatch.setattr(logger_module, "duration", lambda seconds: "112:01:04")
+    for module in (logger_module, meter):
+        monkeypatch.setattr(module, "duration", lambda seconds: "112:01:04")
     ended = call("train", f"{data} {QUICK} --epochs 2 --token-label --output {tmp_path} --experiment run")
     assert ended.code == 0
     bars = [bar for bar in terminal.getvalue().replace("\n", "\r").split("\r") if "images/s" in bar]
     assert bars and all(len(bar) <= 80 for bar in bars)
     assert any("epoch 2/2" in bar and "loss" in bar and "ETA 112:01:04" in bar for bar in bars)
     log = (tmp_path / "run" / "log.txt").read_text()
-    assert "epoch 1 [1/2]" not in ended.out and "epoch 1 [1/2] loss" in log
-    for kept in (ended.out, log):  # loss and speed of an epoch stay where its bar has gone
-        assert kept.count("epoch 1 [2/2] loss") == kept.count("epoch 2 [2/2] loss") == 1 and "per device)" not in kept
+    # A line an epoch stays where its bar has gone; the log has the intervals as well.
+    lines = [line for line in ended.out.splitlines() if line.startswith("epoch ")]
+    assert len(lines) == 2 and lines[0].startswith("epoch 1/2: loss ") and lines[0].endswith(", best")
+    assert all(len(line) <= 79 and re.search(r"validation \d+\.\d+\), top-1 \d+\.\d\d %", line) for line in lines)
+    assert all(log.count(f" epoch {n} [{k}/2] loss") == 1 for n in (1, 2) for k in (1, 2)) and "per device)" not in log
+    assert log.count(" validation: top-1 ") == 2 and all(f" {line}\n" in log for line in lines)
+    # The last line of the start tells how long it takes.
+    assert ended.out.splitlines()[ended.out.splitlines().index(lines[0]) - 1].startswith(
+        "the run takes about 112:01:04: 1 of"
+    )
     # With no interval within an epoch, the bar tells what the last one was.
     terminal.truncate(0)
     ended = call("train", f"{data} {QUICK} --log-interval 50 --epochs 2 --output {tmp_path} --experiment few")

@@ -12,6 +12,7 @@ from torch.nn import Linear
 
 from tests.commands.conftest import QUICK, Call, Described
 from tlt.models.flops import flops_per_image
+from volo.memory import prediction
 from volo.train import loop
 
 ON_A_GPU = torch.cuda.is_available()
@@ -37,6 +38,27 @@ def test_a_dry_run_says_what_fits(call: Call, flags: str, more: str) -> None:
     for (_, most), card in zip(sizes, (23.6, 39.4, 79.2, 139.8), strict=True):  # GiB; 1 is CUDA's, 5 % a margin
         room = 1024 * (0.95 * (card - 1) - kept - batch) + 8 * image
         assert most == pytest.approx(room / image, rel=0.005 + 0.05 / image)  # which is printed with one digit
+
+
+@pytest.mark.parametrize(
+    ("more", "updates", "images"), [("", 4, 8), ("--grad-accum-steps 2 -b 4", 4, 8), ("--val-interval 2 -b 3", 12, 3)]
+)
+def test_a_dry_run_says_how_long_the_run_takes(
+    call: Call, flags: str, monkeypatch: pytest.MonkeyPatch, more: str, updates: int, images: int
+) -> None:
+    seconds, took = prediction.seconds_of_images, list[tuple[int, float]]()
+    monkeypatch.setattr(prediction, "seconds_of_images", lambda *args: (took.append(seconds(*args)), (4, 40.0))[1])
+    ended = call("train", f"{flags.replace('--epochs 1', '--epochs 2')} {more} --dry-run").ok()
+    passes = 1 if "interval" in more else 2  # of 8 images each, at a third of the 10 s of an image
+    expected = 10 * updates * images + passes * 8 * 10 / 3
+    found = re.search(r"the run takes about (\d+):(\d+) on this cpu: 4 images took 40.00 s", ended.out)
+    assert 60 * int(found[1]) + int(found[2]) == pytest.approx(expected, rel=0.1)
+    ((count, spent),) = took
+    assert 2 <= count <= 8 and 0 < spent < 60 and ended.out.splitlines()[-1].startswith("--dry-run: flags")
+    monkeypatch.undo()
+    monkeypatch.setattr(prediction, "_OPERATIONS_OF_CPU", 1)
+    ended = call("train", f"{flags} --dry-run").ok()
+    assert "how long the run takes can't be told: 0 GMACs an image are many for a CPU" in ended.out
 
 
 @pytest.mark.parametrize("error", [AssertionError("Expected gradient\nfunction"), KeyError("x"), TypeError()])

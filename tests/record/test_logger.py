@@ -17,6 +17,7 @@ from volo.cluster.distributed import World
 from volo.config.args import TRAIN
 from volo.record import records
 from volo.record.logger import Logger
+from volo.record.metrics import EpochTotals, Evaluation
 from volo.record.records import EVENTS, LineFile, RunRecords, read_json_lines, strict_json
 
 
@@ -171,3 +172,51 @@ def test_slow_data_is_reported_once_a_run_with_advice(tmp_path: Path, capsys: py
     assert advised == [False, False, True, False]
     (event,), _ = read_json_lines(tmp_path / EVENTS)
     assert event["kind"] == "data-wait" and event["share"] == 0.317
+
+
+def totals(loss: float) -> EpochTotals:
+    return EpochTotals(24, 0, 6.0, loss, 1.0, 0.5, 0.1)
+
+
+def evaluation(top1: float, loss: float) -> Evaluation:
+    return Evaluation(top1, 99.0, loss, 8, 0, 1.0, dense_top1=50.0, tokens=9)
+
+
+@pytest.mark.parametrize(
+    ("epochs", "loss", "scores", "since", "line"),
+    [
+        (300, 2.3026, {"model": (12.5, 2.25)}, 0, "loss 2.303 (validation 2.25), top-1 12.50 %, best"),
+        (300, 2.3026, {"model": (12.5, 2.25)}, 1, "loss 2.303 (validation 2.25), top-1 12.50 %"),
+        (9, 0.1, {"model": (0, 1), "ema": (1, 2)}, 0, "loss 0.1 (validation 1), top-1 0.00 %, EMA 1.00 %, best"),
+        (9, float("nan"), {}, 0, "loss nan"),
+        (9999, 2.3026, {"model": (100, 1.5), "ema": (100, 1)}, 0, "loss 2.303 (validation 1.5), top-1 100.00 %, best"),
+        (9999, -1e-9, {"model": (1, -1e30)}, 0, "loss -1e-09 (validation -1e+30), top-1 1.00 %, best"),
+    ],
+)
+def test_an_epochs_line_has_at_most_79_columns_and_marks_the_best(
+    epochs: int, loss: float, scores: dict[str, tuple[float, float]], since: int, line: str, tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    logger = Logger(World(0, 0, 1, torch.device("cpu")))
+    logger.open(RunRecords(tmp_path), (0, 1))
+    logger.start_epoch(epochs - 1, epochs, 8)
+    logger.epoch(epochs - 1, totals(loss), {n: evaluation(*s) for n, s in scores.items()}, 1.0, since)
+    (printed,) = capsys.readouterr().out.splitlines()
+    assert printed == f"epoch {epochs}/{epochs}: {line}" and len(printed) <= 79
+
+
+def test_a_terminal_gets_whole_words_and_the_log_whole_lines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    logger = Logger(World(0, 0, 1, torch.device("cpu")))
+    logger.open(RunRecords(tmp_path), (0, 1))
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    text = f"warning: {'/a-long-name' * 9}: --warmup-epochs, --token-label-data and others; {'word-' * 5} " * 3
+    logger.line(text)
+    logger.detail("only for the log")
+    printed = capsys.readouterr().out
+    assert printed.split() == text.split() and "only for" not in printed
+    assert all(len(line) <= 79 or len(line.split()) == 1 for line in printed.splitlines())
+    log = (tmp_path / "log.txt").read_text().splitlines()
+    assert [line[20:] for line in log] == [text, "only for the log"]

@@ -13,6 +13,7 @@ from volo.cluster.distributed import World
 from volo.commands.run_start import surprises
 from volo.config.args import TRAIN
 from volo.config.flags_train import FROM_NOTHING
+from volo.record.records import duration
 from volo.train import loop, meter
 from volo.train.run import batch_record, recipe_from_nothing, resolve_args, steps_to_keep
 from volo.train.schedule import LrSchedule
@@ -178,6 +179,36 @@ def test_an_interval_that_a_resumed_run_goes_on_in_has_the_times_of_both(monkeyp
     training.distillation, state.loaded_progress = Mock(names=["teacher"]), first.progress()
     (third := meter.Meter(run, training)).begin()
     assert third.progress()["seconds"] == [0.0, 0.0, 0.0] and len(third.progress()["epoch"]) == 6
+
+
+@pytest.mark.parametrize(
+    ("log_interval", "updates", "told"),
+    [(50, 9, (7, 6, 6.0)), (50, 3, (3, 2, 2.0)), (3, 9, (3, 2, 2.0)), (50, 1, (1, 1, 100.0))],
+)
+def test_the_updates_after_the_first_say_how_long_the_run_takes(
+    log_interval: int, updates: int, told: tuple[float, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first one compiles for 100 s, 4 of which it waits for workers to start; any other takes 1 s."""
+    now, state = 0.0, Mock(update=0, epoch=0, updates_per_epoch=updates, loaded_progress={})
+    monkeypatch.setattr(meter.time, "perf_counter", lambda: now)
+    args = arguments(f"--log-interval {log_interval} --val-interval 2")
+    run = Mock(world=World(0, 0, 1, torch.device("cpu")), guard=Mock(waited=0.0), args=args)
+    run.logger.work, state.metadata = range(100 * updates + 1), {"model_config": {"img_size": (8, 8)}}
+    loader = Mock(index_stream=Mock(global_batch=10, sizes=None))
+    training = Mock(state=state, validation=Mock(dataset=range(60)), loader=loader, distillation=None)
+    training.precision.skipped.pop.return_value = {}
+    training.schedule.last_epoch = 100
+    (counting := meter.Meter(run, training)).begin()
+    for update in range(updates):
+        now, run.guard.waited = now + (1.0 if update else 100.0), 4.0
+        state.update += 1
+        counting.update_done(0.1, torch.ones(()))
+    # With an average, two passes over 60 images every second epoch, at a third of the time of training.
+    at, counted, seconds = told
+    each, wait = seconds / counted, 4.0 * (updates > 1)
+    left = (100 * updates - at) * each + 100 * (wait + 2 / 2 * (wait + 60 * each / 10 / 3) + 0.5)
+    line = f"the run takes about {duration(left)}: {counted} of its updates took {seconds:.1f} s"
+    assert [call.args for call in run.logger.line.call_args_list] == [(line,)]
 
 
 def test_a_resumed_run_keeps_what_its_checkpoint_was_fitted_to() -> None:

@@ -8,6 +8,8 @@ from __future__ import annotations
 import os
 import re
 import sys
+import textwrap
+from argparse import HelpFormatter
 from collections.abc import Iterable, Sequence
 from io import TextIOWrapper
 from unicodedata import normalize
@@ -95,6 +97,23 @@ def first_difference(there: Sequence[str], here: Sequence[str]) -> str:
             difference = f"class {number} is {printable(one)} there, {printable(other)} here"
             return difference + lookalikes([one], [other])
     return f"{len(there)} classes there, {len(here)} here"
+
+
+def fill(text: str, width: int, indent: str = "") -> str:
+    """Break each line of a text into lines of `width` columns, all but the first indented; no word is broken, nor a
+    name with hyphens, even if it is longer."""
+    lines = textwrap.TextWrapper(width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+    return "\n".join(map(lines.fill, text.split("\n")))
+
+
+class WholeWords(HelpFormatter):
+    """Breaks lines of help only between words."""
+
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        return fill(" ".join(text.split()), width).splitlines()
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        return fill(" ".join(text.split()), width)
 
 
 def table(rows: Iterable[Sequence[str]]) -> list[str]:

@@ -1,13 +1,14 @@
-"""`tlt`: label archives and checks of labels. The arguments are parsed before torch is imported.
+"""`tlt`: label archives and checks of labels. Arguments are parsed before torch.
 
-    tlt pack TREE OUT --images DATA     one archive out of a tree of label files
-    tlt unpack ARCHIVE OUT              a tree of label files out of an archive
-    tlt pack-images DATA OUT            images, with their label maps, into tar shards
+    tlt pack TREE OUT --images DATA     one archive out of a tree of labels
+    tlt unpack ARCHIVE OUT              a tree of labels out of an archive
+    tlt pack-images DATA OUT            images and labels into tar shards
     tlt check DATA LABELS               do labels and images belong together?
-    tlt show DATA LABELS -o page.png    images, label maps and token targets before and after augmentation
+    tlt show DATA LABELS -o page.png    images, labels and token targets
 
-Exit codes: 0 done; 2 bad input, or `check` found labels that can't be used (one line on stderr, no traceback;
-`--debug` shows it); 5 a process was killed or hung; 130 interrupted from the keyboard.
+Exit codes: 0 done; 2 bad input, or `check` found labels that can't be used
+(one line on stderr, no traceback; `--debug` shows it); 5 a process was killed
+or hung; 130 interrupted from the keyboard.
 """
 
 from __future__ import annotations
@@ -23,10 +24,11 @@ from typing import NoReturn
 from tlt import __version__
 from tlt.errors import UserError
 from tlt.io.jobs import available_cpus
-from tlt.io.text import open_streams, printable
+from tlt.io.text import WholeWords, open_streams, printable
 from tlt.upstream import WINDOW_ROWS
 
 _path = os.path.expanduser  # a shell does not expand `~` after "="
+_COMPAT = f"volo train's, for these labels: {', '.join(WINDOW_ROWS)}"
 _SPLIT = "folder of the images within DATA, if there is one (train)"
 
 
@@ -45,7 +47,9 @@ def parser() -> ArgumentParser:
     for name, (arguments, summary, add_flags) in _COMMANDS.items():
         # Argparse's own usage line puts flags with several values where they would swallow the positional arguments.
         usage = f"tlt {name} {arguments} [flags]"
-        command = commands.add_parser(name, usage=usage, help=summary, description=add_flags.__doc__)
+        command = commands.add_parser(
+            name, usage=usage, help=summary, description=add_flags.__doc__, formatter_class=WholeWords
+        )
         add_flags(command)
         command.add_argument("--debug", action="store_true", help="show the traceback of an error")
     return top
@@ -114,7 +118,7 @@ def _show(command: ArgumentParser) -> None:
     command.add_argument("--hflip", type=float, default=0.5, metavar="P", help="volo train's (0.5)")
     command.add_argument("--reprob", type=float, default=0.25, metavar="P", help="volo train's (0.25)")
     command.add_argument("--uncovered", choices=("ignore", "uniform"), default="ignore", help="volo train's (ignore)")
-    command.add_argument("--compat", nargs="+", choices=WINDOW_ROWS, default=(), help="volo train's, for these labels")
+    command.add_argument("--compat", nargs="+", choices=WINDOW_ROWS, default=(), metavar="ROW", help=_COMPAT)
     command.add_argument("--seed", type=_whole, default=0, help="of the choice of images and of the augmentation (0)")
     command.add_argument("--epoch", type=_positive, default=1, metavar="N", help="the augmentation of this epoch (1)")
 

@@ -97,7 +97,7 @@ class _Train(Program):
 TRAIN = _Train(
     "train",
     "[-c RECIPE.yaml] DATA_DIR [flags]",
-    "Train VOLO, LV-ViT or any timm model, with or without token labels.",
+    "Train VOLO, LV-ViT or any timm model. Token labels are optional.",
     TRAIN_GROUPS,
     undo=True,
 )

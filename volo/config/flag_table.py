@@ -20,6 +20,7 @@ from typing import Any, NamedTuple, NoReturn
 
 from tlt import __version__
 from tlt.errors import UserError
+from tlt.io.text import WholeWords, fill
 from volo.config.checkpoint_files import single_checkpoint
 from volo.config.flags_elsewhere import ELSEWHERE
 from volo.config.value_types import WEIGHTS, key_value
@@ -185,8 +186,10 @@ class FlagParser(argparse.ArgumentParser):
         name = _started_as(program)
         epilog = "Values in brackets are the defaults, words in parentheses what happens without the flag."
         epilog += " --no-X turns a switch off that a recipe turns on, and --X a switch --no-X." if undo else ""
-        columns = partial(argparse.HelpFormatter, max_help_position=34, width=min(get_terminal_size().columns, 120) - 2)
-        super().__init__(name, f"{name} {usage}", description, epilog, formatter_class=columns, allow_abbrev=False)
+        width = min(get_terminal_size().columns, 120) - 2
+        columns = partial(WholeWords, max_help_position=34, width=width)
+        usage = fill(f"{name} {usage}", width - 7, " " * 7)
+        super().__init__(name, usage, description, epilog, formatter_class=columns, allow_abbrev=False)
         self.add_argument("--version", action="version", version=f"volo-tlt {__version__}")
         self.flags: dict[str, Flag] = {}
         self._names = {name: row for group in groups for row in group.flags for name in row.names}

@@ -195,14 +195,14 @@ def _check_predict(args: Namespace, flags: Mapping[str, Flag]) -> list[str]:
 VALIDATE = Program(
     "validate",
     "DATA --checkpoint PATH [flags]",
-    "Measure the accuracy of a checkpoint, of the best in a run's directory, or of all in a folder.",
+    "Measure the accuracy of a checkpoint. Of a run's directory it is the best; --all measures all of a folder.",
     _VALIDATE,
     _check_validate,
 )
 GENERATE_LABEL = Program(
     "label",
     "DATA OUT --model NAME [--checkpoint PATH | --pretrained] [flags]",
-    "Write a token-label map for every image of a folder: OUT/CLASS/IMAGE.pt, or one archive.",
+    "Write a token-label map for every image. OUT gets files CLASS/IMAGE.pt, or is one archive.",
     _GENERATE_LABEL,
     check_images,
 )
@@ -262,7 +262,7 @@ def _format(output: str, asked: str | None) -> str:
 EXPORT = Program(
     "export",
     "-o FILE --checkpoint PATH [flags]",
-    "Write a trained model as a file that runs without this project: ONNX, or torch.export's .pt2.",
+    "Write a trained model as a file that runs without this project. It is ONNX, or torch.export's .pt2.",
     _EXPORT,
     _check_export,
 )
@@ -271,7 +271,7 @@ EXPORT = Program(
 ATTENTION = Program(
     "attention",
     "IMAGE -o FILE --checkpoint PATH [flags]",
-    "Draw what the attention layers of a VOLO or LV-ViT look at in an image.",
+    "Draw what the attention layers of VOLO or LV-ViT look at.",
     (
         Group(
             "Pictures",
@@ -342,7 +342,7 @@ class _Launch(Program):
 LAUNCH = _Launch(
     "launch",
     "N [train|label|validate|preflight] [DATA] [flags of that command]",
-    "Start a command, train unless another is named, in N processes of this machine, as distributed_train.sh does. "
+    "Start a command in N processes of this machine. It is train unless another is named, as in distributed_train.sh. "
     "Several machines and other settings: variables of the environment, docs/multinode.md.",
     (Group("Launch", flag("processes", t.POSITIVE, None, "how many, one per GPU")),),
 )

@@ -1,4 +1,5 @@
-"""Predicts the memory of a training run before it starts (`--dry-run`): what each rank needs, and which batch fits.
+"""Predicts a training run before it starts (`--dry-run`): the memory that each rank needs, which batch fits, and from
+one pass of this machine how long the run takes.
 
 A forward and a backward pass on fake tensors show the peak memory of a step. Predictions are for eager mode (a compiled
 step stores less) and for this machine's kernels; those of a GPU may store somewhat more or less.
@@ -7,6 +8,7 @@ step stores less) and for this machine's kernels; those of a GPU may store somew
 from __future__ import annotations
 
 import copy
+import time
 import weakref
 from argparse import Namespace
 from collections.abc import Iterable, Sequence
@@ -30,6 +32,7 @@ from volo.train.optim import create_optimizer
 GIB, MIB = 2.0**30, 2.0**20
 _MARGIN = 0.05  # share of a card left for workspaces of libraries, prefetched batches and gaps between allocations
 _CONTEXT = GIB  # bytes that CUDA itself occupies before the first tensor
+_OPERATIONS_OF_CPU = 1e11  # most operations of the forward pass that times a CPU
 _CARDS = {24: 23.6, 40: 39.4, 80: 79.2, 141: 139.8}  # GB in a card's name: GiB that torch reports for it
 
 
@@ -61,22 +64,45 @@ def step_peak(model: nn.Module, shape: StepShape, batch: int, trained: bool = Tr
     The loss is assumed to be the one that takes most memory: logits and their gradients are float32. If the model is
     not `trained`, there is only a forward pass.
     """
-    kind, dtype, without_contents = shape.device_type, shape.amp_dtype, FakeTensorMode()
+    without_contents = FakeTensorMode()
     with FakeCopyMode(without_contents):
         model = copy.deepcopy(model)
     with without_contents:
-        images = torch.empty(batch, *shape.input_size, device=kind)
+        images = torch.empty(batch, *shape.input_size, device=shape.device_type)
         for weight in model.parameters():
             if weight.requires_grad:  # `fixed_memory` counts the gradients
                 weight.register_post_accumulate_grad_hook(lambda parameter: setattr(parameter, "grad", None))
         with _PeakMemory(*model.parameters(), *model.buffers(), images) as memory, torch.set_grad_enabled(trained):
-            with torch.autocast(kind, dtype=dtype, enabled=dtype is not None):
-                outputs = model(images, dense=True) if shape.dense else model(images)
-                loss = sum(output.float().logsumexp(-1).mean() for output in tree_leaves(outputs))
-            del outputs
+            loss = _forward(model, images, shape)
             if trained:
                 loss.backward()
     return memory.peak
+
+
+def _forward(model: nn.Module, images: Tensor, shape: StepShape) -> Any:
+    """Return a loss that depends on all outputs."""
+    with torch.autocast(shape.device_type, dtype=shape.amp_dtype, enabled=shape.amp_dtype is not None):
+        outputs = model(images, dense=True) if shape.dense else model(images)
+        return sum(output.float().logsumexp(-1).mean() for output in tree_leaves(outputs))
+
+
+def seconds_of_images(model: nn.Module, shape: StepShape, device: torch.device, batch: int) -> tuple[int, float]:
+    """Train on random images without changing the weights; return the number of images and the seconds that they took.
+    A CPU gets fewer than `batch` if they need many operations. The first pass, which chooses kernels, does not count.
+
+    Raises what the model raises, RuntimeError if memory is short, ValueError if it would take a CPU minutes.
+    """
+    if device.type == "cpu":
+        flops = flops_per_image(model, shape.input_size)
+        if 2 * flops > _OPERATIONS_OF_CPU:
+            raise ValueError(f"{flops / 2e9:.0f} GMACs an image are many for a CPU")
+        batch = min(batch, max(2, int(_OPERATIONS_OF_CPU / 4 / flops)))
+    images = torch.rand(batch, *shape.input_size, device=device)
+    for _ in range(2):
+        began = time.perf_counter()
+        _forward(model, images, shape).backward()
+        float(next(p.grad for p in model.parameters() if p.grad is not None).sum())  # waits for the device
+    return len(images), time.perf_counter() - began
 
 
 class _PeakMemory(TorchDispatchMode):

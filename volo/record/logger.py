@@ -11,13 +11,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
+from shutil import get_terminal_size
 from typing import TYPE_CHECKING, Any, Literal
 
 from tqdm import tqdm
 
 from tlt.data.batch import Skipped
 from tlt.io.jobs import progress_bar
-from tlt.io.text import printable, safe_text
+from tlt.io.text import fill, printable, safe_text
 from volo.cluster.distributed import World
 from volo.record.metrics import Arithmetic, EpochTotals, Evaluation, Interval, gpu_use
 from volo.record.records import EVENTS, KD_LOSS, LineFile, RunRecords, duration, strict_json, utc_now
@@ -55,11 +56,12 @@ class Logger:
         self.trackers: Trackers | None = None  # None unless trackers are used
         self._arithmetic: Arithmetic | None = None
         self._position: dict[str, int] = {}  # current epoch and update once they are known; part of every event
-        self._work: Sequence[float] = (0,)  # amount of work done before each update of the run, and at its end
+        self.work: Sequence[float] = (0,)  # amount of work done before each update of the run, and at its end
         self._bar: tqdm | None = None
         self._bar_text = ""  # text beside the bar: loss and speed of the last interval, even of the previous epoch
         self._lines = LineFile()  # log.txt; it keeps lines in memory until `open`
         self._seconds, self._waited, self._work_done = (0.0, 0.0, 0.0)  # totals since this start
+        self._epochs, self._shows_bar = 0, False
         self._advised = False
         self._next_curve = 0.0  # when learning curves are drawn again, on the monotonic clock
 
@@ -67,7 +69,7 @@ class Logger:
         """Write to `records` from now on, and earlier lines to its log.txt. `work` is how much was done before each
         update of the whole run, and after the last, in any unit; `arithmetic` describes a step, None if its operations
         can't be counted."""
-        self.records, self._work, self._arithmetic = records, work, arithmetic
+        self.records, self.work, self._arithmetic = records, work, arithmetic
         self._lines.open(records.path / "log.txt")
 
     def track(self, names: Sequence[str], project: str, tags: Sequence[str]) -> None:
@@ -115,11 +117,19 @@ class Logger:
         """Print a line on rank 0, and add it to log.txt."""
         if not self.world.is_primary:
             return
+        shown = fill(text, get_terminal_size().columns - 1, "  ") if sys.stdout.isatty() else text
         if self._bar is None:
-            print(text, flush=True)
+            print(shown, flush=True)
         else:
-            tqdm.write(text, file=sys.stdout)
+            tqdm.write(shown, file=sys.stdout)
         self._log(text)
+
+    def detail(self, text: str) -> None:
+        """Add a line to log.txt on rank 0, and print it unless a bar and one line an epoch are shown."""
+        if not (self._shows_bar or sys.stdout.isatty()):
+            self.line(text)
+        elif self.world.is_primary:
+            self._log(text)
 
     def _log(self, text: str) -> None:
         self._lines.append(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {safe_text(text)}")
@@ -148,11 +158,13 @@ class Logger:
 
     def start_epoch(self, epoch: int, epochs: int, updates: int) -> None:
         """Show a progress bar for the epoch on a terminal or in a notebook."""
+        self._epochs = epochs
         if self.records is not None:
-            # The bar fits 80 columns. While it is shown, only the last interval of an epoch is printed.
+            # The bar fits 80 columns.
             form = "{desc} {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt}{postfix}"
             title = f"epoch {epoch + 1}/{epochs}"
             self._bar = progress_bar(total=updates, desc=title, bar_format=form)
+            self._shows_bar = self._bar is not None
         if self._bar is not None:
             self._bar.set_postfix_str(self._bar_text)
 
@@ -168,8 +180,8 @@ class Logger:
             return
         self._seconds += interval.seconds
         self._waited += interval.wait_seconds
-        self._work_done += self._work[interval.update] - self._work[interval.update - interval.updates]
-        remaining = (self._work[-1] - self._work[interval.update]) * self._seconds / max(self._work_done, 1)
+        self._work_done += self.work[interval.update] - self.work[interval.update - interval.updates]
+        remaining = (self.work[-1] - self.work[interval.update]) * self._seconds / max(self._work_done, 1)
         per_device = interval.images_per_second / self.world.size
         wait_share = interval.wait_seconds / max(interval.seconds, 1e-9)
         skipped = f" | skipped steps {interval.skipped_steps}" if interval.skipped_steps else ""
@@ -188,10 +200,7 @@ class Logger:
         if self._bar is not None:
             self._bar_text = f"loss {interval.loss:.3f}, {rate}, ETA {duration(remaining)}"
             self._bar.set_postfix_str(self._bar_text)
-        if self._bar is None or interval.update_in_epoch == interval.updates_per_epoch:
-            self.line(text)
-        else:
-            self._log(text)
+        self.detail(text)
         use = gpu_use(self.world.device) | (self._arithmetic.use(per_device) if self._arithmetic else {})
         measurements = {"images_per_second": interval.images_per_second, **use, "time": utc_now()}
         record = asdict(interval)
@@ -204,16 +213,33 @@ class Logger:
             self.event("data-wait", share=round(share, 3))
             self.warning(f"data wait {100 * share:.0f} % of the time so far: {ADVICE}")
 
-    def epoch(self, epoch: int, totals: EpochTotals, evaluations: dict[str, Evaluation], best: float | None) -> None:
-        """Write the record of an epoch, and its row in summary.csv.
+    def _epoch_line(self, epoch: int, totals: EpochTotals, evaluations: dict[str, Evaluation], is_best: bool) -> str:
+        """Return an epoch's line of at most 79 columns; of longer ones the last accuracies are left out."""
+        parts = [f"epoch {epoch + 1}/{self._epochs}: loss {totals.loss:.4g}"]
+        for name, result in evaluations.items():
+            if name == "model":
+                parts[0] += f" (validation {result.loss:.4g})"
+            parts.append(f"{'top-1' if name == 'model' else name.upper()} {result.top1:.2f} %")
+        while len(line := ", ".join(parts) + ", best" * is_best) > 79:
+            parts.pop()
+        return line
+
+    def epoch(
+        self, epoch: int, totals: EpochTotals, evaluations: dict[str, Evaluation], best: float | None, since: int = 0
+    ) -> None:
+        """Print an epoch's line, write its record, and its row in summary.csv.
 
         Call this before the epoch's checkpoint is saved. A run that is killed in between repeats the epoch.
+
+        Args:
+            best: The best score so far, `since` so many epochs.
         """
         if self._bar is not None:
             self._bar.close()
             self._bar = None
         if self.records is None:
             return
+        self.line(self._epoch_line(epoch, totals, evaluations, bool(evaluations) and not since and best is not None))
         row: dict[str, float | int] = {
             "epoch": epoch,
             "train_loss": totals.loss,

@@ -62,23 +62,23 @@ def train_epochs(run: Run, training: Training, saver: Saver) -> None:
         if training.loader.index_stream.sizes is not None:
             counts = sorted(Counter(training.loader.index_stream.sizes_of(epoch)).items())
             listed = ", ".join(f"{updates} of {size[0]} px" for size, updates in counts if size is not None)
-            logger.line(f"epoch {epoch + 1}: updates on images {listed}")
+            logger.detail(f"epoch {epoch + 1}: updates on images {listed}")
         gc.collect()
         totals = train_epoch(run, training, step, meter, saver)
         if training.distillation is not None:
-            logger.line(training.distillation.summary_line(totals.seconds))
+            logger.detail(training.distillation.summary_line(totals.seconds))
         evaluations = validate_epoch(run, training, epoch)
         state.scores[epoch] = scores_of(evaluations)
         state.epoch += 1
         logger.set_position(state.epoch, state.update)
         best_score, epochs_since = best_so_far(state, ranking_metric)
-        logger.epoch(epoch, totals, evaluations, best_score)
+        logger.epoch(epoch, totals, evaluations, best_score, epochs_since)
         if evaluations and run.world.is_primary:
             *_, ranked = evaluations.values()  # the average, if that is validated
             keep_answers(run.directory, ranked.answers, epoch, best=not epochs_since)
         judge_epoch(run, training, epoch)
         if best := saver.after_epoch():
-            logger.line(f"best {ranking_metric} {best.metric:.4f} (epoch {best.epoch + 1}, {best.file})")
+            logger.detail(f"best {ranking_metric} {best.metric:.4f} (epoch {best.epoch + 1}, {best.file})")
         logger.curve(last=state.epoch >= last)
     if last < epochs and state.epoch >= last:
         logger.line(f"--stop-epoch {last} of {epochs}: --resume auto without it goes on with the same schedule")
@@ -166,7 +166,7 @@ def validate_epoch(run: Run, training: Training, epoch: int) -> dict[str, Evalua
         evaluations[name] = _evaluated(run, training, forward_model)
         run.logger.skipped("skipped-image", training.validation.skips.take_new())
         run.logger.skipped("bad-label", training.validation.bad_labels.take_new())
-        run.logger.line(f"epoch {epoch + 1} {'validation' if name == 'model' else name.upper()}: {evaluations[name]}")
+        run.logger.detail(f"epoch {epoch + 1} {'validation' if name == 'model' else name.upper()}: {evaluations[name]}")
     return evaluations
 
 

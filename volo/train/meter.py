@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,11 +19,13 @@ from tlt.label_map import Area
 from tlt.loss import LossTerms
 from volo.record.metrics import EpochTotals, Interval, Sums
 from volo.record.profile import StepProfiler
-from volo.record.records import KD_LOSS
+from volo.record.records import KD_LOSS, duration
 from volo.train.criterion import Criterion, TokenLabelCriterion
 from volo.train.run import Run, Training
 
 _SHORT = 0.1  # share of an interval's time: a shorter wait for data doesn't explain an idle GPU
+_JUDGED_S = 5.0  # from so many seconds of updates, or from a report, follows how long the run will take
+_SAVED_S = 0.5  # seconds that an epoch's checkpoint and curve take
 _FIRST_BATCH, _IMAGES = "first_batch.png", 4
 
 
@@ -45,7 +49,7 @@ class Meter:
         self._profiler: StepProfiler | None = None
         if run.args.profile and self.logger.records is not None:
             self._profiler = StepProfiler(run.args.profile, run.world.device, run.directory, self.logger.line)
-        self._slow_host_told = False
+        self._slow_host_told = self._expected = False
 
     def begin(self) -> None:
         """Start an epoch, or continue it where a resumed run stopped."""
@@ -54,6 +58,8 @@ class Meter:
         self.done = self.reported = self.state.update - self.state.epoch * self.state.updates_per_epoch
         self.lr = self.epoch_seconds = 0.0
         self._start_interval()
+        # When the first update here was done, its number, and how long its data took.
+        self._first_update: tuple[float, int, float] | None = None
         self._update_end: torch.cuda.Event | None = None
         self._late = 0  # updates of the interval before which the GPU had run out of work
         if self.state.loaded_progress:
@@ -127,14 +133,18 @@ class Meter:
             self._profiler.update_done(self.state.updates_per_epoch - self.done)
         self.lr = lr
         self.logger.update(self.state.epoch, self.state.update)
+        self._first_update = self._first_update or (time.perf_counter(), self.done, self.waited)
         if self.run.world.device.type == "cuda":
             self._update_end = torch.cuda.current_stream().record_event()
+        elif time.perf_counter() - self._first_update[0] > _JUDGED_S:
+            self._expect(*self._first_update)
         if self.done % self.log_interval and self.done != self.state.updates_per_epoch:
             return
         for ago, in_loss in self.precision.skipped.pop().items():
             self._record_skipped(self.state.update + ago, in_loss)
         skipped = self.precision.skipped.check()  # synchronises the host with the device, once per interval
         totals = self.sums.totals()
+        self._expect(*(self._first_update if self.done > self._first_update[1] else (self._began, self.reported, 0.0)))
         self.sums.reset()
         seconds, wait_seconds = time.perf_counter() - self._began, self.waited
         self._start_interval()
@@ -157,6 +167,16 @@ class Meter:
         self.logger.interval(interval)
         self._tell_of_slow_host(interval)
         self.reported = self.done
+
+    def _expect(self, began: float, update: int, waited: float) -> None:
+        """Tell once how long the run will take, from the updates after `update` of this epoch, done at `began`: the
+        first one compiles, and `waited` for workers to start. Host and device are synchronised."""
+        if self._expected or self.logger.records is None:
+            return
+        self._expected, seconds, work = True, time.perf_counter() - began, self.logger.work
+        done = work[self.state.update] - work[self.state.update - self.done + update]
+        left = duration(seconds_left(self.run, self.training, work, seconds / done, waited))
+        self.logger.line(f"the run takes about {left}: {self.done - update} of its updates took {seconds:.1f} s")
 
     def _tell_of_slow_host(self, interval: Interval) -> None:
         """Log once if the GPU had run out of work before most updates although their data were ready."""
@@ -183,6 +203,18 @@ class Meter:
         """Return the totals of the whole epoch."""
         images, unreadable = int(self.epoch["images"]), int(self.epoch["unreadable"])
         return EpochTotals(images, unreadable, self.epoch_seconds, **_mean_losses(self.epoch), lr=self.lr)
+
+
+def seconds_left(run: Run, training: Training, work: Sequence[float], per_unit: float, first_batch: float) -> float:
+    """Return about how long the rest of a run takes, if a unit of `work` (`IndexStream.work`) takes so long, and each
+    pass over images waits so long for its first batch. A validated image takes a third of the time of training on it.
+    """
+    state, stream = training.state, training.loader.index_stream
+    size = state.metadata["model_config"]["img_size"]
+    image = per_unit * (1 / stream.global_batch if stream.sizes is None else math.prod(size))
+    passes = (not run.args.kd_only) * (1 + (training.average is not None)) / run.args.val_interval
+    pause = first_batch + passes * (first_batch + len(training.validation.dataset) * image / 3) + _SAVED_S
+    return (work[-1] - work[state.update]) * per_unit + (training.schedule.last_epoch - state.epoch) * pause
 
 
 def _mean_losses(totals: dict[str, float]) -> dict[str, Any]:
