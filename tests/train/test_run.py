@@ -36,7 +36,7 @@ from volo.train.schedule import LrSchedule
 def test_a_command_without_a_model_takes_the_recipe_from_nothing(flags: str, images: int, taken: bool) -> None:
     given = TRAIN.parse([*["data"] * ("synthetic" not in flags), *flags.split()])
     given.notes.append("bound to CPU 0")
-    args = recipe_from_nothing(given, images)
+    args = recipe_from_nothing(given, images, 1)
     assert "bound to CPU 0" in args.notes
     assert (args is not given) == taken == (args.model != "volo_d1")
     if taken:
@@ -44,9 +44,25 @@ def test_a_command_without_a_model_takes_the_recipe_from_nothing(flags: str, ima
         recipe = TRAIN.parse(["data", "-c", FROM_NOTHING, *length.split(), *flags.split()])
         assert vars(args) == vars(recipe) | {"notes": args.notes} and args.defaulted == recipe.defaulted
         assert f"-c {FROM_NOTHING}" in args.notes[-1] and f"{images} images" in args.notes[-1]
-    fewer = recipe_from_nothing(given, 90)
-    assert not taken or "--epochs" in flags or (fewer.epochs, fewer.val_interval) == (400, 7)
-    assert not taken or recipe_from_nothing(given, 9000).epochs == args.epochs if "--epochs" in flags else 40
+
+
+@pytest.mark.parametrize(
+    ("flags", "images", "world_size", "fitted"),
+    [
+        ("", 9000, 1, (40, 1, 16)),
+        ("", 9000, 8, (40, 1, 16)),
+        ("", 90, 1, (400, 7, 16)),
+        ("", 90, 8, (400, 7, 2)),
+        ("", 8, 1, (600, 10, 2)),
+        ("", 1, 1, (600, 10, 1)),
+        ("--epochs 7 -b 8", 90, 1, (7, 1, 8)),
+    ],
+)
+def test_the_recipe_from_nothing_fits_the_images(
+    flags: str, images: int, world_size: int, fitted: tuple[int, int, int]
+) -> None:
+    args = recipe_from_nothing(TRAIN.parse(["data", *flags.split()]), images, world_size)
+    assert (args.epochs, args.val_interval, args.batch_size) == fitted
 
 
 @pytest.mark.parametrize(

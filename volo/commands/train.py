@@ -161,7 +161,7 @@ def start(args: TrainArgs, world: World, logger: Logger, guard: StopGuard) -> Tr
         architecture_of(args.model)  # report a misspelt name before a long search for images
     on_progress = SearchProgress(logger.line, partial(guard.watchdog.enter_phase, "start"))
     folders = open_folders(args, world.data_size, on_progress)
-    args = recipe_from_nothing(args, len(folders.train))
+    args = recipe_from_nothing(args, len(folders.train), world.data_size)
     note_start(args, world, logger)
     for note in args.notes:
         logger.line(note)

@@ -41,9 +41,9 @@ BATCH_KEY = "batch"  # key in a checkpoint
 _HORIZONS = 5  # a run has so many times 1 / (1 - decay) updates; then 0.7 % of the average are the initial weights
 _WARNED_SHARE = 0.1  # share of the initial weights in the average above which a warning is logged
 _LEAST_UPDATES, _LARGEST_BATCH = 4, 128  # per epoch, and images per device, if the user sets no batch size
-# A command without a model takes the recipe from nothing for so many images at most, with so many epochs at least,
-# until so many images have been seen, and validates so many times at most.
-_FEW_IMAGES, _LEAST_EPOCHS, _IMAGES_SEEN, _VALIDATIONS = 20_000, 40, 36_000, 60
+# A command without a model takes the recipe from nothing for so many images at most, with so many epochs at least and
+# at most, until so many images have been seen, and validates so many times at most.
+_FEW_IMAGES, _LEAST_EPOCHS, _MOST_EPOCHS, _IMAGES_SEEN, _VALIDATIONS = 20_000, 40, 600, 36_000, 60
 
 
 @dataclass(frozen=True)
@@ -95,14 +95,21 @@ class Training:
     dense_score: DenseScore | None = None
 
 
-def recipe_from_nothing(args: TrainArgs, images: int) -> TrainArgs:
+def recipe_from_nothing(args: TrainArgs, images: int, world_size: int) -> TrainArgs:
     """Return the arguments over the recipe for few images from nothing, if the command names no recipe, no model and no
-    weights, and the folder holds few images; published commands name a model. The fewer images, the more epochs."""
+    weights, and the folder holds few images; published commands name a model. The fewer images, the more epochs.
+
+    Args:
+        images: Number of training images.
+        world_size: Number of processes that see different images.
+    """
     if {"model", "config", *STARTS} & args.explicit.keys() or args.data_backend == "synthetic" or images > _FEW_IMAGES:
         return args
-    epochs = args.explicit.get("epochs", max(_LEAST_EPOCHS, -(-_IMAGES_SEEN // images)))
-    length = {"config": FROM_NOTHING, "epochs": epochs, "val_interval": -(-epochs // _VALIDATIONS)}
-    chosen = TRAIN.over_recipe(length | args.explicit)
+    recipe = {"config": FROM_NOTHING}
+    batch = min(TRAIN.over_recipe(recipe | args.explicit).batch_size, _fitting_batch(images // world_size))
+    epochs = args.explicit.get("epochs", min(_MOST_EPOCHS, max(_LEAST_EPOCHS, -(-_IMAGES_SEEN // images))))
+    recipe |= {"epochs": epochs, "val_interval": -(-epochs // _VALIDATIONS), "batch_size": batch}
+    chosen = TRAIN.over_recipe(recipe | args.explicit)
     line = (
         f"no --model: -c {FROM_NOTHING} --epochs {epochs} for {images} images, which trains {chosen.model} from "
         f"nothing; photographs do better with -c {FINE_TUNING} --model volo_d1 --pretrained"
@@ -164,13 +171,11 @@ def fit_to_data(
         row("num_classes", args.num_classes if "logit" in args.kd_distill_type else 0)
     else:
         row("num_classes", args.num_classes if classes == known_config(args.model).get("num_classes") else classes)
-    # The largest power of two with which an epoch has at least _LEAST_UPDATES updates.
     share = images // (args.grad_accum_steps * world_size)
     if args.train_batch_sizes == ["auto"]:  # the smallest images come in the largest batches
         full = math.prod(image_size_by_name(args))
         share = share * min(full, min(args.train_img_sizes) ** 2) // full
-    most = min(_LARGEST_BATCH, max(2, share // _LEAST_UPDATES), max(1, share))  # BatchNorm may need 2 images
-    size, fitted = row("batch_size", 1 << (most.bit_length() - 1)), "batch_size" in args.defaulted
+    size, fitted = row("batch_size", _fitting_batch(share)), "batch_size" in args.defaulted
     row("drop_last", fitted and size > 1 and images // world_size % size == 1)
     # A rate in proportion to 8 images would be as small as 1e-5; Adam's noise grows with the square root.
     row("lr_base_scale", "sqrt" if fitted and size < _LARGEST_BATCH and args.lr is None else args.lr_base_scale)
@@ -182,6 +187,12 @@ def fit_to_data(
     horizons = max(_HORIZONS, (-math.log(_WARNED_SHARE) - gone) / (1 - then.done / args.epochs))
     row("model_ema_decay", _average_decay(args, updates, horizons), _average_decay(then, updates_then, _HORIZONS))
     return {name: value for name, value in decided.items() if value != getattr(args, name)}
+
+
+def _fitting_batch(images: int) -> int:
+    """Return the largest power of two with which an epoch of so many images has at least _LEAST_UPDATES updates."""
+    most = min(_LARGEST_BATCH, max(2, images // _LEAST_UPDATES), max(1, images))  # BatchNorm may need 2 images
+    return 1 << (most.bit_length() - 1)
 
 
 def _length_of(checkpoint: dict[str, Any], args: Namespace) -> dict[str, Any]:
