@@ -121,6 +121,7 @@ def test_a_name_does_not_command_the_terminal(
     assert r"\x1b]0;owned\x07" in told.out
 
 
+@pytest.mark.usefixtures("pictures")
 def test_a_run_outlives_its_output_and_its_pictures(make_dataset: Make, tmp_path: Path) -> None:
     flags = f"{make_dataset(train=8)} {QUICK} --epochs 2 --output {tmp_path} --experiment run"
     environment = {**os.environ, "MPLBACKEND": "nonsense"}
