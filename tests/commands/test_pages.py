@@ -19,6 +19,7 @@ SMALLER = {
     r"--epochs \d+": "--epochs 1 -j 0 --warmup-epochs 0",
     r"epochs=\d+": "epochs=1, workers=0, warmup_epochs=0",
     "volo_d0": "volo_test",
+    r"--experiment (first|annotator)": r"--experiment \1 --epochs 1 -j 0 --warmup-epochs 0",
     r"range\(100\)": "range(1)",
     r"batch_size=32": "batch_size=32, workers=0",
     r"torch\.compile\((.*)\)": r"\1",
