@@ -279,10 +279,11 @@ def _settle_compat(args: Namespace) -> list[str]:
 def _remarks(args: Namespace) -> list[str]:
     """Return lines about settings that are valid but may surprise."""
     notes = []
-    if args.config and Path(args.config).stem == FINE_TUNING and not any(vars(args)[dest] for dest in STARTS):
+    started = any(vars(args)[dest] for dest in STARTS) or args.token_label  # labels teach from nothing, too
+    if args.config and Path(args.config).stem == FINE_TUNING and not started:
         notes.append(
-            f"warning: -c {FINE_TUNING} is for fine-tuning: add --pretrained or --finetune FILE; from nothing -c "
-            f"{FROM_NOTHING} learns more"
+            f"warning: -c {FINE_TUNING} is for fine-tuning: add --pretrained or --finetune FILE; from nothing the "
+            f"small network of -c {FROM_NOTHING} learns more"
         )
     if args.aa and args.aa != "none" and args.color_jitter != 0.4:
         notes.append(f"--color-jitter {args.color_jitter:g} is not used beside --aa {args.aa}; --aa '' would use it")
