@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import hashlib
 import json
 import os
@@ -11,10 +10,8 @@ import signal
 import subprocess
 import sys
 import tempfile
-import traceback
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import Mock
@@ -31,7 +28,6 @@ from tests.train.small_run import tensors
 from tlt.io.weights import read_checkpoint
 from volo import cli
 from volo.checkpoint.saver import Saver
-from volo.commands.launch import main as launcher_of
 from volo.train import loop
 
 # What was imported stays frozen (tests/conftest.py): each of hundreds of runs would look through a million objects.
@@ -232,23 +228,20 @@ def held(folder: Path, at: int, where: str = "/train/") -> dict[str, str]:
 
 
 class Running:
-    """A program in a process of its own, which `nothing_left_running` ends with the test; or what a program does after
-    its start, in a fork of this process, which has torch already: that saves four seconds of a processor."""
+    """A program in a process of its own, which `nothing_left_running` ends with the test."""
 
     begun: list[Running] = []
 
-    def __init__(self, program: list[str] | Callable[[], int], **env: str) -> None:
+    def __init__(self, command: list[str], **env: str) -> None:
         self._printed = tempfile.TemporaryFile()  # noqa: SIM115
         self._read = 0  # characters, by read_until
         # Nothing is printed late: what was seen has happened.
-        env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHON": sys.executable, "PYTHONUNBUFFERED": "1", **env}
         self.process = subprocess.Popen(
-            ["never started"] if callable(program) else program,
-            env=env,
+            command,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHON": sys.executable, "PYTHONUNBUFFERED": "1", **env},
             stdout=self._printed,
             stderr=subprocess.STDOUT,
             start_new_session=True,
-            **_fork(program, env) if callable(program) else {},
         )
         self.begun.append(self)
 
@@ -281,39 +274,8 @@ class Running:
         return "".join(re.findall("Sig.*\n", Path(f"/proc/{self.process.pid}/status").read_text()))
 
     def ranks(self) -> dict[int, int]:
-        """Process of each rank, by rank, of a launcher."""
-        pids = children(self.process.pid)
-        ranks = [environment(pid).get("RANK") or Path(f"/proc/{pid}/comm").read_text().strip() for pid in pids]
-        return {int(rank): pid for rank, pid in zip(ranks, pids, strict=True) if rank.isdecimal()}
-
-
-def _fork(program: Callable[[], int], env: dict[str, str]) -> dict[str, Any]:
-    """Arguments of Popen with which the function runs in the fork that would become another program."""
-    return {"preexec_fn": partial(_run_in_fork, program, env), "restore_signals": False}
-
-
-def _run_in_fork(program: Callable[[], int], env: dict[str, str]) -> None:
-    """Run the function, and end this process with the code that it returns."""
-    os.closerange(3, 1 << 16)  # or Popen would wait for the start of the program
-    gc.freeze()
-    os.environ |= env
-    with suppress(OSError):
-        Path("/proc/self/comm").write_text(env.get("RANK", "fork"))  # the environment that is shown is the old one
-    tempfile.tempdir = None
-    sys.stdout, sys.stderr = (os.fdopen(number, "w", buffering=1) for number in (1, 2))
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):
-        if signal.getsignal(number) is not signal.SIG_IGN:
-            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
-    code = 1
-    try:
-        code = program()
-    except SystemExit as end:
-        code = end.code if isinstance(end.code, int) else 1
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        os._exit(code)
+        """Process of each rank, by rank, of a distributed_train.sh."""
+        return {int(environment(pid)["RANK"]): pid for pid in children(self.process.pid) if "RANK" in environment(pid)}
 
 
 @pytest.fixture(autouse=True)
@@ -355,27 +317,11 @@ def environment(pid: int) -> dict[str, str]:
 
 
 def start(flags: str, *more: str | Path, processes: int = 1, **env: str) -> Running:
-    """Start training in a fork, or a launcher whose ranks are forks."""
-    train = partial(_train, [*map(str, more), *flags.split()])
-    return Running(partial(_launch, processes, train) if processes > 1 else train, **env)
-
-
-def _train(words: list[str]) -> int:
-    files = [Path(folder, "sitecustomize.py") for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep)]
-    for file in [file for file in files if file.exists()][:1]:  # as at the start of Python
-        exec(file.read_text(), {})
-    return cli.run("train", words)
-
-
-def _launch(processes: int, program: Callable[[], int]) -> int:
-    """Launch forks that run the function."""
-    begin = subprocess.Popen.__init__
-
-    def fork(self: Any, args: list[str], env: dict[str, str], **named: Any) -> None:
-        begin(self, args, env=env, **named, **_fork(program, env))
-
-    subprocess.Popen.__init__ = fork  # type: ignore[assignment, method-assign]
-    return launcher_of([str(processes), "never started"])
+    """Start train.py, by distributed_train.sh where there are several processes."""
+    program = [sys.executable, str(ROOT / "train.py")]
+    if processes > 1:
+        program = [str(ROOT / "distributed_train.sh"), str(processes)]
+    return Running([*program, *map(str, more), *flags.split()], **env)
 
 
 def digest(run: Path) -> str:

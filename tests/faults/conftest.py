@@ -11,7 +11,6 @@ import pytest
 
 from tests.commands.conftest import ROOT
 from tests.commands.conftest import call as call  # a fixture
-from tests.commands.conftest import few_pictures as few_pictures  # a fixture
 from tests.commands.conftest import nothing_left_running as nothing_left_running  # a fixture
 
 

@@ -1,48 +1,45 @@
 """One rank of several fails, or is told to stop, wherever the others are: all end, and the exit code says why."""
 
-import os
-import time
-from collections.abc import Callable
+import sys
 from pathlib import Path
 
 import pytest
 
-from tests.commands.conftest import QUICK, UPDATES, Make, Running, start, storage
-from tlt.data.batch import Batch
+from tests.commands.conftest import QUICK, ROOT, UPDATES, Make, Running, start, storage
+from tests.conftest import python_path
 from tlt.io.weights import read_checkpoint
+
+# train.py, in which rank 1 meets a fault in the second update of the second epoch.
+DRIVER = """
+import os, sys, time
+from volo import cli
 from volo.train.meter import Meter
+faults = {"nan": lambda batch: batch.images.fill_(float("nan")), "hang": lambda batch: time.sleep(9999)}
+fault, updates, *flags = sys.argv[1:]
+look_at = Meter.look_at
+def look(meter, batch):
+    look_at(meter, batch)
+    faults[fault](batch) if meter.state.update > int(updates) else None
+if os.environ["RANK"] == "1":
+    Meter.look_at = look
+sys.exit(cli.run("train", flags))
+"""
 
-FAULTS: dict[str, Callable[[Batch], object]] = {
-    "nan": lambda batch: batch.images.fill_(float("nan")),
-    "hang": lambda _: time.sleep(9999),
-}
-RunWith = Callable[[str, str], Running]
 
-
-@pytest.fixture
-def run_with(make_dataset: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunWith:
-    """`run_with(fault, flags)`: two ranks, after their ends; rank 1 meets it in the second update of epoch 2."""
-    look_at = Meter.look_at
-
-    def run_with(fault: str, more: str) -> Running:
-        def look(meter: Meter, batch: Batch) -> None:
-            look_at(meter, batch)
-            if os.environ["RANK"] == "1" and meter.state.update > UPDATES:
-                FAULTS[fault](batch)
-
-        monkeypatch.setattr(Meter, "look_at", look)
-        data = make_dataset(train=8 * UPDATES, validation=8)
-        flags = f"{QUICK} -b 4 --epochs 9 --lr 1e-3 {more} --output {tmp_path} --experiment run"
-        run = start(flags, data, processes=2)
-        run.end()
-        return run
-
-    return run_with
+def run_with(fault: str, make_dataset: Make, tmp_path: Path, more: str) -> Running:
+    """Two ranks, after their ends."""
+    (tmp_path / "driver.py").write_text(DRIVER)
+    launcher = [sys.executable, str(ROOT / "volo/commands/launch.py"), "2", str(tmp_path / "driver.py")]
+    data = make_dataset(train=8 * UPDATES, validation=8)
+    flags = f"{QUICK} -b 4 --epochs 9 --lr 1e-3 {more} --output {tmp_path} --experiment run"
+    run = Running([*launcher, fault, str(UPDATES), str(data), *flags.split()], PYTHONPATH=python_path(ROOT))
+    run.end()
+    return run
 
 
 @pytest.mark.slow
-def test_fault_53_all_ranks_end_with_the_code_of_the_one_that_failed(run_with: RunWith, tmp_path: Path) -> None:
-    run = run_with("nan", "--skip-nonfinite 2")
+def test_fault_53_all_ranks_end_with_the_code_of_the_one_that_failed(make_dataset: Make, tmp_path: Path) -> None:
+    run = run_with("nan", make_dataset, tmp_path, "--skip-nonfinite 2")
     assert run.end() == 3, run.output
     assert run.output.count("] error: the gradients of 3 steps in a row") == 1 and "hung" not in run.output
     assert read_checkpoint(tmp_path / "run/last.pth.tar")["update"] == UPDATES  # what there was
@@ -64,8 +61,8 @@ def test_fault_23_failing_storage_of_one_rank_makes_no_image_bad_and_all_save_an
     assert read_checkpoint(tmp_path / "run/last.pth.tar")["update"] >= 5
 
 
-def test_fault_21_where_a_rank_hangs_all_print_their_stacks_and_end(run_with: RunWith, tmp_path: Path) -> None:
-    run = run_with("hang", "--dist-timeout 3")
+def test_fault_21_where_a_rank_hangs_all_print_their_stacks_and_end(make_dataset: Make, tmp_path: Path) -> None:
+    run = run_with("hang", make_dataset, tmp_path, "--dist-timeout 3")
     assert run.end() == 5, run.output
     for rank in (0, 1):
         assert f"[rank {rank}] hung: no progress for " in run.output

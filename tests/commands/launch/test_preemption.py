@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.commands.conftest import QUICK, Make, children, digest, ended, held, metrics, start, storage
+from tests.commands.conftest import QUICK, ROOT, Make, Running, children, digest, ended, held, metrics, start, storage
 from tests.conftest import wait_until
 from volo.record.run_directory import RunLock
 
@@ -67,8 +67,10 @@ def test_fault_63_ranks_save_and_end_when_their_launcher_is_killed(data: Path, t
 
 
 def test_fault_09_a_background_process_of_a_script_heeds_sigint(data: Path, tmp_path: Path) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # what a shell does to the processes that it starts with &
-    run = start(f"{FLAGS} {tmp_path}", data)
+    # What a shell does to the processes that it starts with &.
+    ignored = "import os, sys, signal as s; s.signal(s.SIGINT, s.SIG_IGN); os.execv(sys.argv[1], sys.argv[1:])"
+    command = [sys.executable, "-c", ignored, sys.executable, str(ROOT / "train.py"), str(data)]
+    run = Running([*command, *f"{FLAGS} {tmp_path}".split()])
     run.read_until("[2/5]")
     assert run.end(signal.SIGINT) == 130
     assert last_update(tmp_path / "run") >= 2

@@ -5,20 +5,18 @@ import base64
 import json
 import os
 import pickle
-import threading
+import sys
 from argparse import Namespace
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
-import torch.distributed as dist
 from torch.distributed import TCPStore
 
 from tests.checkpoint.test_weights import Payload
-from tests.commands.conftest import QUICK, ROOT, Call, Make, Running, environment, metrics, storage
-from volo import cli
+from tests.commands.conftest import QUICK, ROOT, Call, Make, Running, environment, metrics, start, storage
+from tests.conftest import python_path
 from volo.record.confusion import ANSWERS
 from volo.record.run_directory import choose_directory
 
@@ -74,8 +72,7 @@ def test_two_ranks_equal_one_with_the_same_global_batch(
     go_on = tmp_path / "go on"
     waits = f"'/train/' in str(path) and next(number) >= 20 and not os.path.exists({str(go_on)!r})"
     slowed = storage(tmp_path, f"while {waits}: time.sleep(0.05)")
-    words = [str(data), *f"{flags} {more} --experiment two".split()]
-    run = Running([str(ROOT / "distributed_train.sh"), "2", *words], **slowed)
+    run = start(f"{flags} {more} --experiment two", data, processes=2, **slowed)
     run.read_until("epoch 1 [2/5]")
     interfere(run, tmp_path / "harmed")
     go_on.touch()
@@ -95,27 +92,34 @@ def test_two_ranks_equal_one_with_the_same_global_batch(
 
 # What Ray Train and notebooks do: trains in their group, in a thread as Ray does, then fails: the group and the process
 # are the caller's. A thread of gloo that outlives the group aborts Python's end, rarely, when its last work is freed.
-def train_in_a_group(meeting: Path, flags: str) -> int:
-    rank, codes = int(os.fork() == 0), list[int]()
-    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=2)
-
-    def work() -> None:
-        for _ in range(2):
-            codes.append(cli.run("train", flags.split()))
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
-    dist.barrier()
-    dist.destroy_process_group()
-    threads = [Path(task, "comm").read_text() for task in Path("/proc/self/task").iterdir()]
-    print("codes", codes, sum("gloo" in name for name in threads), "threads of gloo")
-    return os.wait()[1] if rank == 0 else 0
+WORKER = """
+import os, sys, threading
+from pathlib import Path
+import torch.distributed as dist
+import volo.commands.train
+from volo import cli
+meeting, output, flags = sys.argv[1:]
+rank = int(os.fork() == 0)
+dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=2)
+codes = []
+def work():
+    for _ in range(2):
+        codes.append(cli.run("train", [*flags.split(), "--output", output, "--experiment", "one"]))
+thread = threading.Thread(target=work)
+thread.start()
+thread.join()
+dist.barrier()
+dist.destroy_process_group()
+threads = [Path(task, "comm").read_text() for task in Path("/proc/self/task").iterdir()]
+print("codes", codes, sum("gloo" in name for name in threads), "threads of gloo", flush=True)
+sys.exit(rank == 0 and os.wait()[1])
+"""
 
 
 def test_a_group_of_two_trains_as_one_run_and_stays(make_dataset: Make, tmp_path: Path) -> None:
-    flags = f"{make_dataset(train=32)} {QUICK} --epochs 1 --bind none --output {tmp_path} --experiment one"
-    both = Running(partial(train_in_a_group, tmp_path / "meeting", flags))
+    flags = f"{make_dataset(train=32)} {QUICK} --epochs 1 --bind none"
+    where = [str(tmp_path / "meeting"), str(tmp_path), flags]
+    both = Running([sys.executable, "-c", WORKER, *where], PYTHONPATH=python_path(ROOT))
     assert both.end() == 0 and both.output.count("codes [0, 2] 0 threads of gloo") == 2, both.output
     assert both.output.count("global batch 16 = 8 per device x 2 x 1") == 1
     assert len(metrics(tmp_path / "one")) == 2  # updates of 16 of the 32 images
