@@ -94,7 +94,7 @@ def try_all(programs: Programs, name: str, weights: float, data: Path, labels: P
             train += " --model-kwargs depth=2"
     with torch.device("meta"):
         if any(isinstance(layer, torch.nn.modules.batchnorm._BatchNorm) for layer in timm.create_model(name).modules()):
-            train += " --bn-momentum 1"  # else the logits after one update may be beyond half precision
+            train += " --bn-momentum 0.9"  # else the logits after one update may be beyond half precision
     for size in sorted({*SIZES, timm.get_pretrained_cfg(name).input_size[1]}):
         programs.refused.pop("train", None)
         if programs.run("train", "train", f"{train} --img-size {size} --amp --dry-run") or programs.failed:
