@@ -209,7 +209,7 @@ def _reported(run: Path) -> int:
     return max((record["update"] for record in records if record["event"] == "train"), default=0)
 
 
-def main(words: list[str] | None = None) -> int:
+def main() -> None:
     """See the module's docstring."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, required=True, help="a directory that does not exist yet")
@@ -217,14 +217,13 @@ def main(words: list[str] | None = None) -> int:
     parser.add_argument("--kills", type=int, default=10)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("flags", nargs="+", help="of train.py")
-    args = parser.parse_args(words)
+    args = parser.parse_args()
     print(f"seed {args.seed}", flush=True)
     try:
         print(json.dumps(asdict(Chain(args.flags, args.out, args.ranks, args.kills, args.seed).go())))
     finally:
         for process in active_children():  # after a failure; this process would wait for them
             process.kill()
-    return 0
 
 
 if __name__ == "__main__":

@@ -9,16 +9,14 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from functools import partial
 from pathlib import Path
 from shutil import which
 from tempfile import TemporaryDirectory
 
 import pytest
 
-from tests.commands.conftest import Running
+from tests.commands.conftest import ROOT
 from tests.conftest import LIMIT
-from tests.faults.kill_chain import main
 
 # All that could be lost: BatchNorm, MixToken, stochastic depth, RandAugment, accumulation, the average, the schedule.
 FLAGS = (
@@ -59,10 +57,12 @@ def test_fault_01_killed_runs_end_in_the_bits_of_one_that_was_not(
     seed = os.environ.get("FAULT_SEED", "0")
     flags = [*f"{FLAGS} {more}".split(), "--token-label-data", str(make_labels(digits, classes=10))]
     where = ["--out", str(tmp_path / "runs"), "--ranks", str(ranks), "--kills", str(kills), "--seed", seed]
+    command = [sys.executable, "-m", "tests.faults.kill_chain", *where, "--", str(digits), *flags]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
     with busy_machine() if busy else nullcontext():
-        chain = Running(partial(main, [*where, "--", str(digits), *flags]))
-        assert chain.process.wait(12 * LIMIT) == 0, chain.output
-    record = json.loads(chain.output.splitlines()[-1])
+        done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=12 * LIMIT)
+    assert done.returncode == 0, done.stdout + done.stderr
+    record = json.loads(done.stdout.splitlines()[-1])
     lost = record["lost"]
     print(f"{record}; updates lost: mean {sum(lost) / len(lost):.1f}, most {max(lost)}")
     assert record["kills"] == len(lost) >= kills and 2 * record["inside_a_write"] >= kills
