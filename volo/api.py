@@ -76,7 +76,8 @@ def _run(program: Program, work: Callable[[Any], Result], paths: list[str], flag
 @contextmanager
 def _process_as_it_was() -> Iterator[None]:
     """Put back what a program sets for its whole process: environment, arguments, random numbers, torch's settings."""
-    cudnn, used = torch.backends.cudnn, torch.cuda.is_initialized()
+    cudnn = torch.backends.cudnn
+    used = torch.cuda.is_initialized()
     settings: list[tuple[Callable[[Any], Any], Any]] = [
         (torch.set_num_threads, torch.get_num_threads()),
         (torch.set_float32_matmul_precision, torch.get_float32_matmul_precision()),

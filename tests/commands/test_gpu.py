@@ -3,12 +3,15 @@
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import timm
 import torch
 
+import volo
 from tests.commands.conftest import QUICK, Call, TrainedRun, metrics
 from tests.stand_in.streams import ACTIVE
 from volo.checkpoint.saver import host_copy
@@ -112,6 +115,19 @@ def test_a_run_that_is_resumed_on_the_gpu_goes_on_as_before(
     assert [call("train", flags, "cut").code for _ in range(2)] == [130, 0]
     whole, cut = (metrics(tmp_path / name) for name in ("whole", "cut"))
     assert len(cut) == 8 and [r["loss"] for r in cut] == pytest.approx([r["loss"] for r in whole], rel=1e-3)
+
+
+def test_a_run_of_python_puts_the_stream_and_the_random_numbers_back(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = torch.cuda.current_stream()
+    put_back = Mock()
+    monkeypatch.setattr(torch.cuda, "set_rng_state", put_back)
+    small: dict[str, Any] = {"model": "volo_test", "img_size": 32, "batch_size": 8, "workers": 0, "warmup_epochs": 0}
+    volo.train(data, **small, epochs=1, lr=1e-3, device="cuda", output=tmp_path)
+    assert torch.cuda.current_stream() == before
+    (state, device), _ = put_back.call_args
+    assert device == 0 and torch.equal(state, torch.cuda.get_rng_state())
 
 
 def test_accuracy_and_labels_are_those_of_the_cpu(call: Call, data: Path, tmp_path: Path) -> None:

@@ -46,6 +46,14 @@ def data(tmp_path: Path) -> Path:
     return write_images(tmp_path / "data")
 
 
+def test_warnings_about_images_are_told_whole(data: Path, tmp_path: Path) -> None:
+    (data / "train" / "Cat").mkdir()
+    (data / "train" / "cat").mkdir()
+    told = "\n".join(pack_images(str(data), str(tmp_path / "out"), ["train"]))
+    assert "warning: " in told and all(line.removeprefix("warning:").strip() for line in told.splitlines()), told
+    assert "classes that differ in case alone" in told
+
+
 STORES: dict[str, Callable[[Path, ImageFolder], Path]] = {
     "tree, part": lambda root, images: make_tree(root, images, LabelInfo(2, (3, 4), 5, (0.1, 0.2, 0.9, 1.0))),
     "archive, centre": lambda root, images: make_archive(root, images, "center"),

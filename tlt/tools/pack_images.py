@@ -84,8 +84,9 @@ def pack_images(
     for split, source in sources.items():
         label_args = source.paths, None, None, "skip", source.class_names
         store = open_labels(labels, *label_args) if labels and split == splits[0] else None
-        warnings = [*source.warnings, *(store.warnings if store else ())]
-        lines += [f"warning: {warning.rpartition('; ')[0]}" for warning in warnings]
+        # The end of a warning about labels names a flag of volo train.
+        about_labels = [text.rpartition("; ")[0] for text in (store.warnings if store else ())]
+        lines += [f"warning: {warning}" for warning in (*source.warnings, *about_labels)]
         packing = Packing(os.path.join(out, split), source, store, max_side)
         try:
             lines.append(packing.run(shard_mb, workers, overwrite))

@@ -210,7 +210,7 @@ def draw_attention(image: Pixels, content: View, query: Sequence[float], names: 
     rows[0][0].plot(query[0] * width, query[1] * height, marker="+", color="#00e5ff", ms=11, mew=2)
     for row, maps in zip(rows[1:], content.maps, strict=True):
         for axes, heat in zip(row, maps, strict=False):
-            low, high = heat.values.min(), heat.values.max()
+            low, high = np.min(heat.values), np.max(heat.values)
             note = f"{heat.name}: {low:.2f} to {high:.2f} x even" + ", nearly even" * bool(
                 1 / _EVEN < low <= high < _EVEN
             )

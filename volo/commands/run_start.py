@@ -306,12 +306,14 @@ def surprises(args: Namespace, schedule: LrSchedule, classes: np.ndarray) -> lis
 def outcome(run: Run, training: Training) -> tuple[str, str]:
     """Return a line about the best epoch of a finished run, and a verdict: that it may have learnt nothing, or that it
     was still learning. Either may be ""."""
-    metric, state = ranked_by(vars(run.args)), training.state
+    metric = ranked_by(vars(run.args))
+    state = training.state
     best, since = best_so_far(state, metric)
     if best is None:
         return "", ""
     epoch = next(n for n, scores in state.scores.items() if scores.get(metric) == best)
-    unit, validations = "" if metric.startswith("loss") else " %", sum(metric in row for row in state.scores.values())
+    unit = "" if metric.startswith("loss") else " %"
+    validations = sum(metric in row for row in state.scores.values())
     line = f"best {metric}: {best:.2f}{unit} (epoch {epoch + 1}, {run.directory / BEST})"
     if verdict := chance_line(run, training, epoch, validations):
         return line, f"warning: {verdict}"

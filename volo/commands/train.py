@@ -186,8 +186,9 @@ def start(args: TrainArgs, world: World, logger: Logger, guard: StopGuard) -> Tr
         restore_state(resume, run, training)
         describe(run, training)
         (report_dry_run if run.args.dry_run else train)(run, training)
-        best, curve = best_so_far(training.state, ranked_by(vars(run.args)))[0], epochs_of(run.directory)
-        return TrainResult(best, run.directory, training.state.metadata["model_config"]["class_names"], curve)
+        best, _ = best_so_far(training.state, ranked_by(vars(run.args)))
+        names = training.state.metadata["model_config"]["class_names"]
+        return TrainResult(best, run.directory, names, epochs_of(run.directory))
 
 
 def build(run: Run, folders: Folders, labels: LabelReader | None, model: TimmModel, batch: dict[str, int]) -> Training:

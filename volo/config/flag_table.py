@@ -193,7 +193,7 @@ class FlagParser(argparse.ArgumentParser):
         self.add_argument("--version", action="version", version=f"volo-tlt {__version__}")
         self.flags: dict[str, Flag] = {}
         self._names = {name: row for group in groups for row in group.flags for name in row.names}
-        taken = {name for group in groups for row in group.flags for name in row.names}
+        taken = {*self._names}
         for group in groups:
             section = self.add_argument_group(group.title, group.note)
             for row in group.flags:
@@ -239,7 +239,8 @@ class FlagParser(argparse.ArgumentParser):
         and None is no value."""
         words: list[str] = []
         for name, value in values.items():
-            option, items = f"--{name.replace('_', '-')}", value.tolist() if hasattr(value, "tolist") else value
+            option = f"--{name.replace('_', '-')}"
+            items = value.tolist() if hasattr(value, "tolist") else value
             flag = self._option_string_actions.get(option)
             if value is False and flag is not None and flag.nargs == 0:
                 opposite = f"--{option[5:]}" if option.startswith("--no-") else f"--no-{option[2:]}"

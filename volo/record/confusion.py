@@ -79,7 +79,8 @@ class Confusion:
 
     def __init__(self, dataset: EvalDataset, answers: Floats, classes: int) -> None:
         self.dataset = dataset
-        self.true, self.predicted = dataset.classes, answers[0].astype(np.int64)
+        self.true = dataset.classes
+        self.predicted = answers[0].astype(np.int64)
         self.probability = np.nan_to_num(answers[1])
         names = dataset.source.class_names
         self.names = [*map(printable, names), *(f"class {number}" for number in range(len(names), classes))]

@@ -60,7 +60,8 @@ def nearest_models(name: str) -> list[str]:
     """Return the names of at most three models that `name` may mean: those that look the same, those that have all its
     words, this project's and the shortest first, or the most similar ones."""
     architecture = name.rpartition("/")[2].partition(".")[0]
-    plain, known = architecture.lower().replace("-", "_"), timm.list_models()
+    plain = architecture.lower().replace("-", "_")
+    known = timm.list_models()
     if same := [model for model in known if look_of(model) == look_of(architecture)]:
         return same
     containing = [model for model in known if {*plain.split("_")} <= {*model.split("_")}]

@@ -21,7 +21,7 @@ from volo.checkpoint.resume import table
 from volo.checkpoint.state import TrainState
 from volo.cluster.distributed import World
 from volo.cluster.watchdog import StopGuard
-from volo.config.args import TRAIN, FrozenArgs, TrainArgs, checked_settings
+from volo.config.args import TRAIN, FrozenArgs, TrainArgs, checked_settings, load_yaml
 from volo.config.flag_rules import check_drop_path
 from volo.config.flags_train import CYCLIC_SCHEDULES, FINE_TUNING, FROM_NOTHING, STABLE_SCHEDULES, STARTS
 from volo.record.logger import Logger
@@ -105,11 +105,10 @@ def recipe_from_nothing(args: TrainArgs, images: int, world_size: int) -> TrainA
     """
     if {"model", "config", *STARTS} & args.explicit.keys() or args.data_backend == "synthetic" or images > _FEW_IMAGES:
         return args
-    recipe = {"config": FROM_NOTHING}
-    batch = min(TRAIN.over_recipe(recipe | args.explicit).batch_size, _fitting_batch(images // world_size))
+    batch = min(load_yaml(FROM_NOTHING, TRAIN.parser())["batch_size"], _fitting_batch(images // world_size))
     epochs = args.explicit.get("epochs", min(_MOST_EPOCHS, max(_LEAST_EPOCHS, -(-_IMAGES_SEEN // images))))
-    recipe |= {"epochs": epochs, "val_interval": -(-epochs // _VALIDATIONS), "batch_size": batch}
-    chosen = TRAIN.over_recipe(recipe | args.explicit)
+    fitted = {"epochs": epochs, "val_interval": -(-epochs // _VALIDATIONS), "batch_size": batch}
+    chosen = TRAIN.over_recipe({"config": FROM_NOTHING} | fitted | args.explicit)
     line = (
         f"no --model: -c {FROM_NOTHING} --epochs {epochs} for {images} images, which trains {chosen.model} from "
         f"nothing; photographs do better with -c {FINE_TUNING} --model volo_d1 --pretrained"

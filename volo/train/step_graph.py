@@ -48,9 +48,8 @@ from volo.train.step import Step, StepResult
 WARM_UP, _WARM_UP_OF_RANKS = 3, 11
 # Relative tolerances of losses and norms, of the change of the weights, and of the weights.
 _LOSS_TOLERANCE, _CHANGE_TOLERANCE, _WEIGHT_TOLERANCE = 5e-3, 0.05, 1e-7
-_MUCH_RESERVED = (
-    0.5  # share of the GPU's memory; if more is reserved, graphs are freed for validation and smaller batches
-)
+# Share of the GPU's memory; if more is reserved, graphs are freed for validation and smaller batches.
+_MUCH_RESERVED = 0.5
 _AHEAD = 2  # replays that may be queued: the host is free meanwhile, and each holds a batch
 
 
