@@ -28,7 +28,6 @@ from tlt.data.dataset import LabelReader
 from tlt.data.loader import EvalLoader
 from tlt.data.sources.folder import check_num_classes
 from tlt.data.sources.source import ImageSource
-from tlt.errors import reason_of
 from tlt.io.jobs import SearchProgress
 from volo.checkpoint.checkpoint import LAST, NotWrittenError
 from volo.checkpoint.finetune import load_finetune, load_weights
@@ -79,7 +78,6 @@ from volo.train.data import (
 )
 from volo.train.dense_score import DenseScore
 from volo.train.loop import best_so_far, garbage_collected_by_the_loop, out_of_memory_explained, train_epochs
-from volo.train.meter import seconds_left
 from volo.train.model import (
     TimmModel,
     add_dense_head,
@@ -100,7 +98,6 @@ from volo.train.schedule import LrSchedule, resolve_lr
 from volo.train.step_graph import use_own_stream, why_launched
 
 if TYPE_CHECKING:  # imported only by runs that use them
-    from volo.memory.prediction import StepShape
     from volo.train.distillation import Distillation
     from volo.train.online_annotator import OnlineAnnotator
 
@@ -320,7 +317,7 @@ def create_ema(model: nn.Module, args: Namespace) -> ModelEmaV3 | None:
 
 def report_dry_run(run: Run, training: Training) -> None:
     """Print how many operations and how much memory the run needs, and which batch sizes would fit (`--dry-run`)."""
-    from volo.memory.prediction import StepShape, memory_report, teachers_report
+    from volo.memory.prediction import StepShape, expected_time, memory_report, teachers_report
 
     reason = why_launched(run, training)
     with primary_first():
@@ -349,27 +346,6 @@ def report_dry_run(run: Run, training: Training) -> None:
                 run.logger.line(line)
         run.logger.line(expected_time(run, training, computing, shape, args.batch_size))
     run.logger.line("--dry-run: flags, data and model are fine; nothing was trained or written")
-
-
-def expected_time(run: Run, training: Training, model: nn.Module, shape: StepShape, batch: int) -> str:
-    """Return a line about how long the run takes, judged by a pass of `model`, which is in training mode, on images of
-    this `shape`, of which a micro-batch has `batch`."""
-    from volo.memory.prediction import seconds_of_images
-
-    args, world, stream = run.args, run.world, training.loader.index_stream
-    if world.size > 1 and (sharding_flag(args) or args.sync_bn):
-        return "how long the run takes is not told: its ranks compute together"
-    began = time.monotonic()
-    try:
-        next(training.loader.epoch(training.state.epoch), None)  # as each epoch does
-        wait = time.monotonic() - began
-        images, seconds = seconds_of_images(model, shape, world.device, batch)
-    except Exception as error:  # of any layer, and short memory
-        return f"how long the run takes can't be told: {reason_of(error)}"
-    pixels = world.data_size * math.prod(shape.input_size[1:])
-    per_unit = seconds / images * (batch * args.grad_accum_steps if stream.sizes is None else 1 / pixels)
-    left = seconds_left(run, training, stream.work(training.schedule.last_epoch), per_unit, wait)
-    return f"the run takes about {duration(left)} on this {world.device.type}: {images} images took {seconds:.2f} s"
 
 
 def train(run: Run, training: Training) -> None:

@@ -8,6 +8,7 @@ step stores less) and for this machine's kernels; those of a GPU may store somew
 from __future__ import annotations
 
 import copy
+import math
 import time
 import weakref
 from argparse import Namespace
@@ -26,8 +27,12 @@ from tlt.models.flops import flops_per_image
 from tlt.teacher import FeatureTeacher
 from volo.cluster.shard import units_of
 from volo.cluster.tensor_parallel import divisible
+from volo.config.flag_rules import sharding_flag
+from volo.record.records import duration
 from volo.train.loop import set_train_mode
+from volo.train.meter import seconds_left
 from volo.train.optim import create_optimizer
+from volo.train.run import Run, Training
 
 GIB, MIB = 2.0**30, 2.0**20
 _MARGIN = 0.05  # share of a card left for workspaces of libraries, prefetched batches and gaps between allocations
@@ -103,6 +108,25 @@ def seconds_of_images(model: nn.Module, shape: StepShape, device: torch.device, 
         _forward(model, images, shape).backward()
         float(next(p.grad for p in model.parameters() if p.grad is not None).sum())  # waits for the device
     return len(images), time.perf_counter() - began
+
+
+def expected_time(run: Run, training: Training, model: nn.Module, shape: StepShape, batch: int) -> str:
+    """Return a line about how long the run takes, judged by a pass of `model`, which is in training mode, on images of
+    this `shape`, of which a micro-batch has `batch`."""
+    args, world, stream = run.args, run.world, training.loader.index_stream
+    if world.size > 1 and (sharding_flag(args) or args.sync_bn):
+        return "how long the run takes is not told: its ranks compute together"
+    began = time.monotonic()
+    try:
+        next(training.loader.epoch(training.state.epoch), None)  # as each epoch does
+        wait = time.monotonic() - began
+        images, seconds = seconds_of_images(model, shape, world.device, batch)
+    except Exception as error:  # of any layer, and short memory
+        return f"how long the run takes can't be told: {reason_of(error)}"
+    pixels = world.data_size * math.prod(shape.input_size[1:])
+    per_unit = seconds / images * (batch * args.grad_accum_steps if stream.sizes is None else 1 / pixels)
+    left = seconds_left(run, training, stream.work(training.schedule.last_epoch), per_unit, wait)
+    return f"the run takes about {duration(left)} on this {world.device.type}: {images} images took {seconds:.2f} s"
 
 
 class _PeakMemory(TorchDispatchMode):
