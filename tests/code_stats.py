@@ -1,7 +1,9 @@
 """How large the house is, in numbers: `make house`."""
 
+import ast
 import sys
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -9,11 +11,27 @@ sys.path.insert(0, str(ROOT))
 
 from tests.test_layout import LAYERS, MODULES, imported_by, room_of  # noqa: E402
 
+CODE = ("*.py", "volo/**/*.py", "tlt/**/*.py", "benchmarks/*.py", "demo/*.py", "examples/**/*.py")  # all but tests
+
 
 def lines_of(*patterns: str) -> int:
     """The lines of all files that fit a pattern."""
     files = {file for pattern in patterns for file in ROOT.glob(pattern)}
     return sum(len(file.read_text().splitlines()) for file in files)
+
+
+def packed(node: ast.AST) -> bool:
+    """Return whether a statement assigns several values to as many targets: `a, b = f(x), g(y)`."""
+    if not isinstance(node, ast.Assign) or not isinstance(node.value, ast.Tuple):
+        return False
+    lengths = [len(target.elts) for target in node.targets if isinstance(target, ast.Tuple)]
+    return len(node.value.elts) in lengths
+
+
+def nodes_of(*patterns: str) -> Iterator[ast.AST]:
+    """Yield every node of the syntax trees of all Python files that fit a pattern."""
+    for file in {file for pattern in patterns for file in ROOT.glob(pattern)}:
+        yield from ast.walk(ast.parse(file.read_text()))
 
 
 def main() -> None:
@@ -29,6 +47,11 @@ def main() -> None:
             len(f.read_text().split()) for f in [ROOT / "README.md", *ROOT.glob("docs/*.md")]
         ),
         "modules with one importer": sum(importers[module] == 1 for module in MODULES),
+        "packed assignments": sum(map(packed, nodes_of(*CODE))),
+        "names of tests above 60": sum(
+            isinstance(node, ast.FunctionDef) and node.name.startswith("test_") and len(node.name) > 60
+            for node in nodes_of("tests/**/*.py")
+        ),
     }
     for what, number in rows.items():
         print(f"{what:<30}{number:>8}")

@@ -63,7 +63,8 @@ def _starts_program() -> bool:
         mode = next((index for index, word in enumerate(sys.orig_argv[:-1]) if word in ("-c", "-m")), None)
         module = "" if mode is None or sys.orig_argv[mode] == "-c" else sys.orig_argv[mode + 1]
         return module.partition(".")[0] in _COMMANDS
-    program, root = Path(file), Path(__file__).resolve().parents[1]
+    program = Path(file)
+    root = Path(__file__).resolve().parents[1]
     if program.name in _SCRIPTS:  # other projects may have a train.py, too
         return program.resolve().parent == root
     return program.name in _COMMANDS or program.resolve() == root / "volo" / "commands" / "launch.py"

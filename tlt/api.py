@@ -36,7 +36,8 @@ from tlt.mixtoken import sample_box
 EMPTY_BOXES = "MixToken mixes nothing: with fewer than 3 tokens in a row or column its boxes are empty"
 # Ids of a step's random streams. They differ from each other, from those of the data (tlt.data.augment.plan.Stream),
 # and from those that other code takes from `StepKey.generator`.
-_TORCH_STREAM, _MIX_BOX_STREAM = 0x57E9, 0x57EA
+_TORCH_STREAM = 0x57E9
+_MIX_BOX_STREAM = 0x57EA
 
 
 @dataclass(frozen=True)
@@ -171,7 +172,8 @@ class Loader(DeviceLoader):
     def __iter__(self) -> Iterator[Batch]:
         """Yield the batches of the next epoch. Raises what `epoch` raises."""
         # The epoch is counted when the first batch is asked for: Lightning calls `iter` before `set_epoch`.
-        epoch, self._next = self._next, self._next + 1
+        epoch = self._next
+        self._next = self._next + 1
         yield from self.epoch(epoch)
 
     def epoch(self, epoch: int, start_update: int = 0) -> Iterator[Batch]:

@@ -59,7 +59,8 @@ def in_range(
 ) -> None:
     """Raise UserError unless the argument `name` is `counts` numbers (one or more allowed counts) in [low, high]. With
     `whole` they must be integers."""
-    values, kind = value if isinstance(value, Sequence) else [value], Integral if whole else Real
+    values = value if isinstance(value, Sequence) else [value]
+    kind = Integral if whole else Real
     if len(values) not in counts or not all(isinstance(v, kind) and low <= float(v) <= high for v in values):
         many = " or ".join(map(str, counts)) + f" number{'s' * (counts != (1,))}"
         limit = f" and at most {high:g}" * (high < math.inf) + ", without a fraction" * whole

@@ -28,7 +28,8 @@ def compose(first: Affine, second: Affine) -> Affine:
     For output-to-source maps, `compose(output_to_middle, middle_to_source)` is output-to-source, so the image operation
     that runs LAST comes first.
     """
-    first, second = np.asarray(first, np.float64), np.asarray(second, np.float64)
+    first = np.asarray(first, np.float64)
+    second = np.asarray(second, np.float64)
     linear = second[:, :, :2]
     composed = linear[:, :, :1] * first[:, :1, :] + linear[:, :, 1:] * first[:, 1:, :]
     composed[:, :, 2] += second[:, :, 2]

@@ -126,7 +126,9 @@ class LabelBatch:
     largest_id: tuple[int, str] | None = None
 
     def __post_init__(self) -> None:
-        values, ids, area = self.values, self.ids, self.area
+        values = self.values
+        ids = self.ids
+        area = self.area
         if values.ndim != 4 or values.shape != ids.shape or area.shape != (len(values), 4):
             shapes = [tuple(part.shape) for part in (values, ids, area)]
             raise UserError(f"LabelBatch: {shapes} are not values and ids of one shape (B, k, h, w), and areas (B, 4)")

@@ -144,14 +144,17 @@ def make_targets(
     if {len(labels), len(affine), len(visible)} != {len(classes)}:
         shapes = [tuple(part.shape) for part in (labels.ids, affine, visible, classes)]
         raise UserError(f"make_targets: labels, affine, visible and classes {shapes} are of unequal numbers of images")
-    affine, visible = affine.to(dtype), visible.to(dtype)
-    crop_parts, token_parts = [], []
+    affine = affine.to(dtype)
+    visible = visible.to(dtype)
+    crop_parts = []
+    token_parts = []
     _, k, h, w = labels.values.shape
     entries = math.prod(grid) * 4 * points_per_token((h, w), grid) ** 2 * k  # of one image's tokens
     # In lower precision the weights of a token's points would not sum to one.
     with torch.autocast(affine.device.type, enabled=False):
         for rows in image_chunks(len(truth), entries, affine.device):
-            group, places = _without_repeats(labels[rows], num_classes, dtype), (affine[rows], visible[rows])
+            group = _without_repeats(labels[rows], num_classes, dtype)
+            places = (affine[rows], visible[rows])
             logits, total = _crop_logits(group, _points(group, *places, grid, FULL_AREA, uncovered), num_classes)
             crop_parts.append(torch.where(total > 0, smooth(logits.softmax(-1), smoothing), truth[rows]))
             if dense:
@@ -215,7 +218,8 @@ def _truth_tokens(
 def _without_repeats(labels: LabelBatch, num_classes: int, dtype: torch.dtype) -> LabelBatch:
     """Return the labels in `dtype`, with each class at most once per cell. If a cell lists a class again, all its
     entries but the largest get value 0 and the id C, which is no class."""
-    ids, values = labels.ids, labels.values.to(dtype)
+    ids = labels.ids
+    values = labels.values.to(dtype)
     position = torch.arange(ids.shape[1], device=ids.device)[:, None, None]
     duplicate = torch.zeros_like(ids, dtype=torch.bool)
     for j in range(ids.shape[1]):

@@ -68,7 +68,8 @@ class IndexStream:
     def __post_init__(self) -> None:
         in_range("rank", self.rank, 0, self.world_size - 1, whole=True)
         in_range("--aug-repeats", self.repeats, 1, whole=True)
-        largest, parts = self.global_batch, self.world_size * self.micro_batches
+        largest = self.global_batch
+        parts = self.world_size * self.micro_batches
         if self.sizes is not None:
             largest = max(self.sizes.batch_sizes) * parts
         elif self.global_batch <= 0 or self.global_batch % parts:
@@ -129,14 +130,16 @@ class IndexStream:
 
     def _batches(self, epoch: int) -> Ints:
         """Return (updates,), the images per rank in a full micro-batch of each update."""
-        parts, updates = self.world_size * self.micro_batches, self.updates_per_epoch
+        parts = self.world_size * self.micro_batches
+        updates = self.updates_per_epoch
         if self.sizes is None:
             return np.full(updates, self.global_batch // parts)
         return np.array(self.sizes.batch_sizes)[self.sizes.choices(self.seed, epoch, updates)]
 
     def epoch(self, epoch: int, start_update: int = 0) -> Iterator[list[Ints]]:
         """Yield, for each update from `start_update` on, the micro-batches of this rank as arrays of indices."""
-        batch_sizes, parts = self._batches(epoch), self.world_size * self.micro_batches
+        batch_sizes = self._batches(epoch)
+        parts = self.world_size * self.micro_batches
         ends = parts * batch_sizes.cumsum()
         if self._endless:
             order = self._entries(parts * sum(int(self._batches(before).sum()) for before in range(epoch)), ends[-1])
@@ -195,7 +198,8 @@ class SkipCounter:
 
     def take_new(self) -> list[Skipped]:
         """Return the images that failed for the first time since the last call."""
-        new, self._new = self._new, []
+        new = self._new
+        self._new = []
         return new
 
     def take_lines(self) -> list[str]:

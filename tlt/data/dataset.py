@@ -324,7 +324,8 @@ def resized_size(size: Size, crop_pct: float, crop_mode: str, width: int, height
         return target[0], target[1]
     if crop_mode == "center" and target[0] == target[1]:
         # Like torchvision's Resize, truncate the longer side; don't round it.
-        short, long = target[0], int(target[0] * max(width, height) / min(width, height))
+        short = target[0]
+        long = int(target[0] * max(width, height) / min(width, height))
         return (short, long) if height <= width else (long, short)
     ratios = height / target[0], width / target[1]
     ratio = max(ratios) if crop_mode == "border" else min(ratios)

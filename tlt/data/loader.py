@@ -74,7 +74,8 @@ class DeviceLoader:
         self.skips = skips or SkipCounter(len(dataset))
         self.device = torch.device(device)
         on_cuda = self.device.type == "cuda"
-        self.prefetch, pin = prefetch and on_cuda, (pin_memory or prefetch) and on_cuda
+        self.prefetch = prefetch and on_cuda
+        pin = (pin_memory or prefetch) and on_cuda
         self._workers = Workers(dataset, workers, pin, persistent_workers, timeout)
 
     def _finish(self, batch: Batch) -> Tensor:
@@ -145,7 +146,9 @@ class EvalLoader(DeviceLoader):
         **loading: Any,
     ) -> None:
         super().__init__(dataset, **loading)
-        self.dataset, self.batch_size, self.stage = dataset, batch_size, stage
+        self.dataset = dataset
+        self.batch_size = batch_size
+        self.stage = stage
         self.left_out = 0
         self.bad_labels = SkipCounter(len(dataset), len(dataset))
         self._indices = range(rank, len(dataset), world_size)
@@ -192,7 +195,9 @@ class Workers:
     def __init__(self, dataset: BatchDataset, workers: int, pin_memory: bool, persistent: bool, timeout: float) -> None:
         self.in_thread = dataset.backend.has_threads and workers > 0
         self.workers = 0 if self.in_thread else workers
-        self.dataset, self.timeout, self.pin_memory = dataset, timeout, pin_memory
+        self.dataset = dataset
+        self.timeout = timeout
+        self.pin_memory = pin_memory
         self.persistent = persistent and self.workers > 0
         self._sampler = _Keys()
         self._loader: DataLoader[Batch | UserError] | None = None
@@ -320,7 +325,8 @@ def _start_pass(loader: DataLoader[Batch | UserError]) -> Iterator[Batch | UserE
 def _from_one_thread(batches: Iterator[Batch], dataset: BatchDataset, timeout: float) -> Iterator[Batch]:
     """Yield the batches, which one thread makes two ahead. Raise UserError if that fails."""
     queue: SimpleQueue[Batch | BaseException | None] = SimpleQueue()
-    free, stop = threading.Semaphore(PREFETCH_FACTOR), threading.Event()
+    free = threading.Semaphore(PREFETCH_FACTOR)
+    stop = threading.Event()
 
     def make() -> None:
         while free.acquire() and not stop.is_set():
@@ -374,7 +380,8 @@ def _timeout_error(dataset: BatchDataset, timeout: float) -> UserError:
     longest = dataset.worker_status.longest()
     if longest is None:  # CPython up to 3.11 can hang when it forks beside threads of C++ libraries
         return WorkerDied(f"{limit}, though no file is being read: a worker hangs, or the machine does; start again")
-    path, seconds = printable(dataset.path(longest[0])), longest[1]
+    path = printable(dataset.path(longest[0]))
+    seconds = longest[1]
     return UserError(f"{limit}: reading {path} has taken {seconds:.0f} s; check the storage, or raise the limit")
 
 

@@ -67,7 +67,8 @@ class SizeSchedule:
         shares: Floats = self._timm.choice_weights_for_epoch(epoch).numpy().copy()
         if self.epochs is not None and epoch >= self.epochs - max(1, round(_AT_LAST * self.epochs)):
             last = np.flatnonzero(self._timm.choice_weights.numpy())[-1]
-            shares[:], shares[last] = 0, 1
+            shares[:] = 0
+            shares[last] = 1
         return shares
 
     @cached_property

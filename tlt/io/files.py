@@ -75,7 +75,8 @@ def blamed_on(file: str | Path | None, what: str = "can't be used", remedy: str 
     try:
         yield
     except Exception as error:
-        name, text = printable(str(file)), " ".join(str(error).split())[:200]
+        name = printable(str(file))
+        text = " ".join(str(error).split())[:200]
         if file is None or (isinstance(error, UserError) and name in printable(str(error))):
             raise
         if isinstance(error, UserError):

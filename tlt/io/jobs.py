@@ -59,7 +59,8 @@ class SearchProgress:
     """
 
     def __init__(self, report: Callable[[str], None] | None = print, alive: Callable[[], None] | None = None) -> None:
-        self._report, self._alive = report, alive
+        self._report = report
+        self._alive = alive
         self._start = time.monotonic()
         self._due = self._start + _FIRST_SECONDS
 
@@ -85,7 +86,10 @@ class Progress:
     """Shows a bar with the remaining time in a terminal, and lines with it in a log."""
 
     def __init__(self, what: str, total: int, unit: str = "image") -> None:
-        self.what, self.total, self.unit, self.done = what, total, unit, 0
+        self.what = what
+        self.total = total
+        self.unit = unit
+        self.done = 0
         self.start = self.reported = time.monotonic()
         self.bar = progress_bar(desc=what, total=total, unit=unit)
 
@@ -189,7 +193,8 @@ def _end_with_forking_process() -> None:
     fork does: the main process may be killed at any time, and what comes next may hang beside threads of C++ libraries.
     """
     global _starting, _ends_with_parent
-    parent, _starting = _starting, 0
+    parent = _starting
+    _starting = 0
     if parent and _C_LIBRARY is not None:
         _C_LIBRARY.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:  # it has ended already
@@ -233,11 +238,13 @@ def in_processes(
         UserError: `function` raised it.
     """
     progress = Progress(what, len(items), unit) if unit else None
-    processes, pool = set[BaseProcess](), None
+    processes = set[BaseProcess]()
+    pool = None
     try:
         if workers > 1 and items:
             with starting_processes(), os_errors_as(lambda error: f"{what}: no processes ({error.strerror}): {_ALONE}"):
-                others, context = {*multiprocessing.active_children()}, multiprocessing.get_context(START_METHOD)
+                others = {*multiprocessing.active_children()}
+                context = multiprocessing.get_context(START_METHOD)
                 started = context.Semaphore(0)
                 pool = ProcessPoolExecutor(min(workers, len(items)), context, _begin, (job, started))
                 results = pool.map(partial(_run, function), items)

@@ -33,7 +33,8 @@ class Names(Sequence[str]):
     def packed(cls, block: bytes | memoryview, ends: np.ndarray) -> Names:
         """Return names from `block`, in which name i ends at byte `ends[i]`, without copying."""
         names = cls()
-        names.block, names.ends = block, ends
+        names.block = block
+        names.ends = ends
         return names
 
     def __reduce__(self) -> tuple[Any, tuple[bytes, np.ndarray]]:
@@ -54,7 +55,8 @@ class Names(Sequence[str]):
         return os.fsdecode(bytes(self.block[start : int(self.ends[row])]))
 
     def __iter__(self) -> Iterator[str]:
-        block, start = bytes(self.block), 0
+        block = bytes(self.block)
+        start = 0
         for end in self.ends.tolist():
             yield os.fsdecode(block[start:end])
             start = end

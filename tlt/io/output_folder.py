@@ -43,7 +43,9 @@ class OutputFolder:
     def __init__(
         self, root: str | Path, marker: str, settings: Mapping[str, Any], files: Iterable[str], overwrite: bool = False
     ) -> None:
-        self.root, self.marker, self.settings = Path(root), Path(root) / marker, dict(settings)
+        self.root = Path(root)
+        self.marker = Path(root) / marker
+        self.settings = dict(settings)
         label = f"OUT {printable(str(root))}"
         if self.root.exists() and not self.root.is_dir():
             raise UserError(f"{label} is not a folder")

@@ -117,7 +117,8 @@ def check_plain(content: Any, what: str | Path) -> Any:
     Raises:
         UserError: A tensor is sparse, quantized, nested, on `meta`, or has complex or 8-bit floating-point numbers.
     """
-    stack, seen = [("", content)], set[int]()
+    stack = [("", content)]
+    seen = set[int]()
     while stack:
         name, value = stack.pop()
         if isinstance(value, Tensor):
@@ -220,7 +221,8 @@ def _preferred(name: str, use_ema: bool | None) -> bool:
 
 def _fitting(names: Iterable[str], wanted: Collection[str], use_ema: bool | None = None) -> tuple[str, int]:
     """Return the prefix whose removal makes the most names the model's own, and how many these are."""
-    counts, known = Counter({"": 0}), set(wanted)
+    counts = Counter({"": 0})
+    known = set(wanted)
     for parts in (str(name).split(".") for name in names) if known else ():
         counts.update("".join(f"{p}." for p in parts[:n]) for n in range(len(parts)) if ".".join(parts[n:]) in known)
     return max(counts.items(), key=lambda item: (item[1], not item[0], _preferred(item[0], use_ema)))

@@ -75,7 +75,9 @@ class Annotator:
         amp_dtype: torch.dtype | None = None,
         compiled: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda function: function,
     ) -> None:
-        self.model, self.k, self.amp_dtype = model, k, amp_dtype
+        self.model = model
+        self.k = k
+        self.amp_dtype = amp_dtype
         # We don't compile the head: this class decides how many images go through it at once.
         self._features = compiled(_features)
 
@@ -100,7 +102,8 @@ def _annotation(dense: Tensor, k: int) -> Annotation:
     `dense`."""
     dense = dense.float()
     top, classes = dense.topk(min(k, dense.shape[-1]), dim=-1)  # (B, h, w, k)
-    values, ids = top.permute(0, 3, 1, 2).half(), classes.permute(0, 3, 1, 2).int()
+    values = top.permute(0, 3, 1, 2).half()
+    ids = classes.permute(0, 3, 1, 2).int()
     # We sum the tail itself: the difference of two sums would lose the digits of a small tail.
     tail = dense.scatter_(-1, classes, -torch.inf).logsumexp(-1)
     total = torch.logaddexp(values.double().logsumexp(1), tail.double()).float()
@@ -135,7 +138,8 @@ def check_dense(model: nn.Module, images: Tensor, name: str = "the annotator") -
         raise UserError(f"{name}: {error}") from error
     for class_logits, dense in pairs:
         mean = dense.mean((1, 2))
-        difference, largest = float((mean - class_logits).abs().max()), float(class_logits.abs().max())
+        difference = float((mean - class_logits).abs().max())
+        largest = float(class_logits.abs().max())
         if not difference <= _TOLERANCE * largest:
             raise UserError(
                 f"{name} can't annotate: the mean of its dense logits is up to {difference:.3g} away from its own "
@@ -146,7 +150,8 @@ def check_dense(model: nn.Module, images: Tensor, name: str = "the annotator") -
 
 def _features(model: nn.Module, images: Tensor) -> tuple[Tensor, bool]:
     """Return the model's last features (B, h, w, channels), and whether a timm model has them as tokens."""
-    kind, size = type(model).__name__, (images.shape[-2], images.shape[-1])
+    kind = type(model).__name__
+    size = (images.shape[-2], images.shape[-1])
     if isinstance(model, TOKEN_LABEL_MODELS):
         if not model.dense_head:
             raise UserError(f"{kind} can't annotate: its dense head is switched off; call set_dense_head(True)")
@@ -154,7 +159,8 @@ def _features(model: nn.Module, images: Tensor) -> tuple[Tensor, bool]:
     if not hasattr(model, "forward_features") or not hasattr(model, "forward_head"):
         raise UserError(f"{kind} has no forward_features and forward_head; {_SUGGESTION}")
     features = cast(Callable[[Tensor], Any], model.forward_features)(images)
-    as_tokens, pool = isinstance(features, Tensor) and features.ndim == 3, getattr(model, "global_pool", "avg")
+    as_tokens = isinstance(features, Tensor) and features.ndim == 3
+    pool = getattr(model, "global_pool", "avg")
     if as_tokens and pool != "avg":
         raise UserError(f"{kind} can't annotate: its global pooling is {pool!r} and no average; {_SUGGESTION}")
     try:

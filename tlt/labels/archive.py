@@ -62,7 +62,10 @@ class Column:
     def __init__(self, path: str, shape: tuple[int, ...], dtypes: Sequence[str], writable: bool = False) -> None:
         self._arguments = path, shape, dtypes, writable
         mapped = map_file(path, shape, dtypes)
-        self.path, self.dtype, self._begin, self._row_shape = path, mapped.dtype, mapped.offset, shape[1:]
+        self.path = path
+        self.dtype = mapped.dtype
+        self._begin = mapped.offset
+        self._row_shape = shape[1:]
         self._row_bytes = math.prod(shape[1:]) * mapped.dtype.itemsize
         self._file = with_retries(lambda: open(path, "r+b" if writable else "rb", buffering=0), path)  # noqa: SIM115
 
@@ -71,7 +74,8 @@ class Column:
 
     def read(self, row: int) -> np.ndarray:
         """Return a row. Raise UserError if the file was cut."""
-        offset, name = self._begin + row * self._row_bytes, f"label archive {printable(self.path)}"
+        offset = self._begin + row * self._row_bytes
+        name = f"label archive {printable(self.path)}"
         with os_errors_as(lambda error: f"{name} can't be read any more ({error.strerror}): {_REMEDY}"):
             data = with_retries(lambda: read_at(self._file.fileno(), self._row_bytes, offset), self.path)
         if len(data) != self._row_bytes:
@@ -135,7 +139,8 @@ def read_description(root: str | Path) -> tuple[LabelInfo, Names]:
     Raises:
         UserError: There is no archive, or it is incomplete or damaged.
     """
-    name, path = printable(os.fspath(root)), os.path.join(root, META_NAME)
+    name = printable(os.fspath(root))
+    path = os.path.join(root, META_NAME)
     if not os.path.isfile(path):
         raise UserError(f"{name} is not a label archive (no {META_NAME} in it): make one with `tlt pack`")
     content = read_marker(path, FORMAT)
@@ -170,7 +175,8 @@ class ArchiveReader:
     """
 
     def __init__(self, root: str, names: Names) -> None:
-        self.root, self._names = root, names
+        self.root = root
+        self._names = names
         self.info, stored = read_description(root)
         self._rows = Rows(root, self.info, len(stored))
         self._done, self._crc32 = self._rows.states()
@@ -188,7 +194,8 @@ class ArchiveReader:
         return Path(self.root, META_NAME).read_bytes()
 
     def read(self, index: int) -> LabelMap:
-        row, source = int(self._row_of[index]), self.source(index)
+        row = int(self._row_of[index])
+        source = self.source(index)
         label_map = self._rows.read(row, int(self._crc32[row]), source) if self._done[row] == LABEL else None
         if label_map is None:
             raise UserError(f"{source}, row {row}, is damaged (crc32 is wrong): {_REMEDY}")

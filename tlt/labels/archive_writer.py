@@ -54,7 +54,9 @@ class ArchiveWriter:
         first: bool = True,
         made_by: Mapping[str, Any] | None = None,
     ) -> None:
-        self.root, self.info, self._made_by = Path(root), info, made_by or {}
+        self.root = Path(root)
+        self.info = info
+        self._made_by = made_by or {}
         self.names = names if isinstance(names, Names) else Names(names)
         with self._writing():
             self._folder = self._begin(overwrite) if first else None
@@ -114,7 +116,8 @@ class ArchiveWriter:
             UserError: A row is missing or damaged, or writing fails.
         """
         assert self._folder is not None
-        tally, max_id = Agreement(), 0
+        tally = Agreement()
+        max_id = 0
         truth = np.full(len(self.names), -1) if classes is None else np.asarray(classes)
         done, crc32 = self._rows.states()
         for row in range(len(self.names)):
@@ -144,7 +147,8 @@ class ArchiveWriter:
 
     def _begin(self, overwrite: bool) -> OutputFolder:
         """Write meta.json, then create the files that are missing or that an interrupted earlier run left cut."""
-        block, ends = np.frombuffer(self.names.block, np.uint8), np.asarray(self.names.ends, np.int64)
+        block = np.frombuffer(self.names.block, np.uint8)
+        ends = np.asarray(self.names.ends, np.int64)
         described = {key: value for key, value in asdict(self.info).items() if key not in ("skipped", "max_id")}
         settings = {"format": FORMAT, **self._made_by, **described}
         settings |= {"records": len(self.names), "names_crc32": names_crc(block, ends)}

@@ -99,11 +99,13 @@ class Agreement:
 
     def __init__(self) -> None:
         self.images = self.images_agreeing = self.cells = self.cells_agreeing = 0
-        self._named, self._classes = Counter[int](), Counter[int]()
+        self._named = Counter[int]()
+        self._classes = Counter[int]()
 
     def add(self, truth: int, label_map: LabelMap) -> None:
         """Count one image, whose folder class is `truth`."""
-        values, ids = label_map.values.astype(np.float64), label_map.ids
+        values = label_map.values.astype(np.float64)
+        ids = label_map.ids
         top = np.take_along_axis(ids, values.argmax(axis=0)[None], axis=0)[0]  # (h, w)
         shares = np.exp(values - values.max(axis=0))
         shares /= shares.sum(axis=0)

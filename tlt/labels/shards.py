@@ -58,7 +58,8 @@ class ShardReader:
     """
 
     def __init__(self, root: str, names: Names) -> None:
-        self.root, self._names = root, names
+        self.root = root
+        self._names = names
         table = os.path.join(root, f"{LABELS}.json")
         if not os.path.isfile(table):
             raise UserError(
@@ -82,7 +83,8 @@ class ShardReader:
         source = self.source(index)
         with blamed_on(source):
             tensors = load(bytes(self.table.read(int(self._row_of[index]))))
-            values, ids = tensors["values"], whole_ids(tensors["ids"], source)
+            values = tensors["values"]
+            ids = whole_ids(tensors["ids"], source)
         return LabelMap(values, ids, source=source, log_sum_exp=tensors.get("log_sum_exp"))
 
     def extra(self) -> list[str]:

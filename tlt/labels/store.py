@@ -94,7 +94,8 @@ def open_labels(
         reader = ShardReader(shards, packed)
     else:
         reader = TreeReader(os.fspath(path), packed, num_classes, on_progress)
-    root, warnings = printable(reader.root), list[str]()
+    root = printable(reader.root)
+    warnings = list[str]()
     if reader.info is not None:
         check_label_classes(reader.info, f"token labels {root}", num_classes, class_names)
         num_classes = num_classes or reader.info.num_classes
@@ -174,7 +175,8 @@ class LabelStore:
     def load(self, index: int, width: int | None = None, height: int | None = None) -> LabelMap:
         """Return the map of image `index`, which is not missing. Raise UserError if it is unusable."""
         label_map = self.reader.read(index).validate(self.num_classes)
-        values, lse = label_map.values, label_map.log_sum_exp
+        values = label_map.values
+        lse = label_map.log_sum_exp
         if self.exact_tail:
             assert self.num_classes
             if lse is None or not np.isfinite(lse).all():
@@ -189,7 +191,8 @@ class LabelStore:
 
     def take_faults(self) -> list[tuple[str, str]]:
         """Return (image, reason) for each map that `read` replaced since the last call."""
-        faults, self._faults = self._faults, []
+        faults = self._faults
+        self._faults = []
         return faults
 
 

@@ -53,7 +53,8 @@ def find_labels(names: Sequence[str], files: Set[str], root: str) -> Names:
     Raises:
         UserError: A label file fits two images.
     """
-    labels, owner = [], dict[str, str]()
+    labels = []
+    owner = dict[str, str]()
     for name in names:
         label = next((candidate for candidate in (f"{name}.pt", usual_label_name(name)) if candidate in files), "")
         if label and (other := owner.setdefault(label, name)) != name:
@@ -72,7 +73,8 @@ def label_files_below(root: str, on_progress: Callable[[str, int], None] | None 
     Raises:
         UserError: A folder can't be read.
     """
-    paths, report = set[str](), on_progress or SearchProgress()
+    paths = set[str]()
+    report = on_progress or SearchProgress()
     folders = [("", frozenset[str]())]  # with the real paths of the folders whose links led there
     explained = "label folder {0.filename} can't be read ({0.strerror}): mend its permissions"
     while folders:  # os.walk calls itself for each level in Python below 3.12
@@ -82,7 +84,8 @@ def label_files_below(root: str, on_progress: Callable[[str, int], None] | None 
                 if entry.is_dir(follow_symlinks=False):
                     folders.append((f"{prefix}{entry.name}/", way))
                 elif entry.is_symlink() and os.path.isdir(entry):
-                    above, real = way | {os.path.realpath(os.path.join(root, prefix))}, os.path.realpath(entry)
+                    above = way | {os.path.realpath(os.path.join(root, prefix))}
+                    real = os.path.realpath(entry)
                     if not any(f"{each}/".startswith(f"{real}/") for each in above):
                         folders.append((f"{prefix}{entry.name}/", above))
                 # A hidden file is what a killed writer left behind.
@@ -156,7 +159,9 @@ class TreeReader:
         num_classes: int | None = None,
         on_progress: Callable[[str, int], None] | None = None,
     ) -> None:
-        self.root, self.num_classes, self._names = root, num_classes, names
+        self.root = root
+        self.num_classes = num_classes
+        self._names = names
         if not os.path.isdir(root):
             raise UserError(f"token labels {printable(root)}: this does not exist or is not a folder")
         self.info = LabelInfo.read(os.path.join(root, INFO_NAME))
@@ -174,7 +179,8 @@ class TreeReader:
         return read_map(self.path(index), self.num_classes)
 
     def identity(self) -> bytes:
-        file, digest = Path(self.root) / INFO_NAME, hashlib.sha256()
+        file = Path(self.root) / INFO_NAME
+        digest = hashlib.sha256()
         count = min(len(self._names), _SAMPLED)
         for index in (number * len(self._names) // count for number in range(count)):
             path = self.path(index)

@@ -24,7 +24,8 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 from torch.utils.flop_counter import register_flop_formula
 
-_FORWARD, _CALL = nn.Linear.forward, nn.Module.__call__
+_FORWARD = nn.Linear.forward
+_CALL = nn.Module.__call__
 CHOICE = "TLT_LINEAR"  # environment variable: "mkl" or "onednn" on any processor
 _PROCESSOR = Path("/proc/cpuinfo")
 # Zen 5. The AVX-512 units of Zen 4 have half the width: there oneDNN is only 1.0 to 1.2 times as fast, which an
@@ -41,7 +42,8 @@ def mkl_is_slow() -> bool:
         return False
     with _PROCESSOR.open(encoding="utf-8", errors="replace") as file:
         first = dict(re.findall(r"^(vendor_id|cpu family)\s*:\s*(\S+)$", file.read(2048), re.MULTILINE))
-    amd, family = first.get("vendor_id") == "AuthenticAMD", int(first.get("cpu family", 0))
+    amd = first.get("vendor_id") == "AuthenticAMD"
+    family = int(first.get("cpu family", 0))
     return amd and family >= _FIRST_WITH_WHOLE_UNITS and torch.backends.cpu.get_cpu_capability() == "AVX512"
 
 

@@ -74,7 +74,8 @@ def fit_state_dict(
             of a grid that is not square needs it.
         there, here: Names of the classes of the weights and of the model, as far as they are known.
     """
-    expected, target = clean_state_dict(model), unwrap(model)
+    expected = clean_state_dict(model)
+    target = unwrap(model)
     changed_heads, reordered = _fit_heads(model, expected, state, there, here)
     changes = changed_heads | _adapt_input(model, expected, _changed(state, changed_heads))
     weights = _changed(state, changes)
@@ -90,9 +91,12 @@ def fit_state_dict(
             changes[name] = (None, "not in the model")
         elif expected[name].shape != value.shape:
             changes[name] = (None, f"the model's is {_shape(expected[name])}, not {_shape(value)}")
-    weights, notes = _changed(state, changes), {name: note for name, (_, note) in changes.items()}
-    kept, resized = [n for n in weights if n not in notes], [n for n in notes if n in weights]
-    dropped, missing = [n for n in notes if n not in weights], [n for n in expected if n not in weights]
+    weights = _changed(state, changes)
+    notes = {name: note for name, (_, note) in changes.items()}
+    kept = [n for n in weights if n not in notes]
+    resized = [n for n in notes if n in weights]
+    dropped = [n for n in notes if n not in weights]
+    missing = [n for n in expected if n not in weights]
     heads = tuple(f"{layer}." for layer in head_names(model)) if changed_heads else ()
     ends = tuple(f"{layer}." for layer in head_names(model) + input_names(model))
     changeable, replaced = ({n for n in [*expected, *state] if n.startswith(starts)} for starts in (ends, heads))
@@ -211,7 +215,8 @@ def _resize_as_timm(
     resized = dict(state)
     try:
         if source_size and "pos_embed" in resized and hasattr(family, "resample_abs_pos_embed"):
-            (rows, cols), pos = model.patch_embed.dynamic_feat_size(source_size), resized["pos_embed"]
+            rows, cols = model.patch_embed.dynamic_feat_size(source_size)
+            pos = resized["pos_embed"]
             prefix = pos.shape[1] - rows * cols
             resized["pos_embed"] = resample_abs_pos_embed(pos, model.patch_embed.grid_size, [rows, cols], prefix)
         resized |= family.checkpoint_filter_fn(dict(resized), model)
@@ -247,7 +252,8 @@ def adapt_state_dict(
         UserError: N fits neither of these grids.
     """
     adapted = dict(state_dict)
-    pos, target = adapted.get("pos_embed"), model.pos_embed
+    pos = adapted.get("pos_embed")
+    target = model.pos_embed
     if pos is None or target is None or pos.ndim != target.ndim or pos.shape[-1] != target.shape[-1]:
         return adapted, []
     if not (pos if pos.ndim == 4 else pos[:, 1:]).numel():  # it has no tokens

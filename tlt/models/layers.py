@@ -229,7 +229,8 @@ class ResidualBlock(nn.Module):
         self.attn = attn
         self.norm2 = norm_layer(dim)
         self.mlp = Mlp(dim, int(dim * mlp_ratio), drop)
-        self.drop_path, self.residual_scale = drop_path, residual_scale
+        self.drop_path = drop_path
+        self.residual_scale = residual_scale
 
     def forward(self, x: Tensor, first: Tensor | None = None, second: Tensor | None = None) -> Tensor:
         """Map (B, ..., C) to the same shape. `first` and `second` are the draws for the two branches, from `draw_masks`

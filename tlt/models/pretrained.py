@@ -101,7 +101,8 @@ def published_weights(cfg: dict[str, Any]) -> dict[str, Tensor]:
     Raises:
         UserError: There are none, or they can't be downloaded; the message says where to put the file.
     """
-    url, name = cfg.get("url"), ".".join(filter(None, (cfg.get("architecture"), cfg.get("tag"))))
+    url = cfg.get("url")
+    name = ".".join(filter(None, (cfg.get("architecture"), cfg.get("tag"))))
     if not url:
         tags = list_models(f"{cfg['architecture']}.*", pretrained=True)
         instead = f"there are {' and '.join(tags)}" if tags else "build the model with pretrained=False"

@@ -60,7 +60,8 @@ def feature_map(model: nn.Module, features: Any, img_size: tuple[int, int]) -> T
     layers: list[Any] = [getattr(model, name, None) for name in ("patch_embed", "stem")]
     measured_grid = getattr(model, "token_grid", None)  # VOLO and LV-ViT have this method
     measure = next((layer.dynamic_feat_size for layer in layers if hasattr(layer, "dynamic_feat_size")), measured_grid)
-    grid, prefix = None if measure is None else tuple(measure(img_size)), prefix_tokens(model)
+    grid = None if measure is None else tuple(measure(img_size))
+    prefix = prefix_tokens(model)
     if grid is None or features.shape[1] != prefix + grid[0] * grid[1]:
         where = "it doesn't say which patch each shows" if grid is None else f"not {grid[0]} x {grid[1]} patches"
         raise UserError(f"{kind} has no spatial features: {features.shape[1] - prefix} tokens, {where}")
@@ -101,13 +102,15 @@ def norm_with_scale_of(norm: nn.Module, x: Tensor, reference: Tensor) -> Tensor:
         (B, h, w, C), in at least float32.
     """
     dtype = torch.promote_types(x.dtype, torch.float32)
-    x, reference = x.to(dtype), reference.to(dtype)
+    x = x.to(dtype)
+    reference = reference.to(dtype)
     if not isinstance(norm, _RMS_NORMS):
         x = x - x.mean(-1, keepdim=True)
         reference = reference - reference.mean(-1, keepdim=True)
     eps = torch.finfo(dtype).eps if norm.eps is None else norm.eps  # None means this in torch's RMSNorm
     x = x * (reference.square().mean(-1) + cast(float, eps)).rsqrt()[:, None, None, None]
-    weight, bias = getattr(norm, "weight", None), getattr(norm, "bias", None)
+    weight = getattr(norm, "weight", None)
+    bias = getattr(norm, "bias", None)
     if weight is not None:
         x = x * weight
     return x if bias is None else x + bias
@@ -209,8 +212,12 @@ def _along(layers: list[DownsamplingLayer], axis: int, size: int, image: int) ->
         elif image % size:
             raise UserError(f"none of its layers tells where the {size} cells of a map lie in {image} px")
         else:  # equal parts
-            stride, start, source = image / size, image / size / 2, image
-        pitch, first, size = pitch * stride, start + (first - 0.5) * stride, source
+            stride = image / size
+            start = image / size / 2
+            source = image
+        pitch = pitch * stride
+        first = start + (first - 0.5) * stride
+        size = source
     return pitch, first
 
 
@@ -245,7 +252,8 @@ def _downsampling(layer: Any, source: Any, size: Any, attends: bool, pad: nn.Zer
     if isinstance(layer, _MERGINGS):
         return DownsamplingLayer(tuple(source), tuple(size), (2, 2), (1.0, 1.0))
     kernel = to_2tuple(layer.filt_size if isinstance(layer, BlurPool2d) else layer.kernel_size)
-    stride, dilation = to_2tuple(layer.stride), to_2tuple(getattr(layer, "dilation", 1))
+    stride = to_2tuple(layer.stride)
+    dilation = to_2tuple(getattr(layer, "dilation", 1))
     reach = tuple(step * (cells - 1) + 1 for step, cells in zip(dilation, kernel, strict=True))
     if getattr(layer, "same_pad", isinstance(layer, _SAME)):  # TensorFlow's padding; an odd cell goes to the end
         steps = zip(source, size, stride, reach, strict=True)

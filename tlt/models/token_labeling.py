@@ -91,7 +91,8 @@ class TokenLabelModel(Constants):
         self.num_classes = num_classes
         self.global_pool = _checked_pool(global_pool)
         self.dense_head = dense_head
-        self.grad_checkpointing, self.blocks_draw = False, True
+        self.grad_checkpointing = False
+        self.blocks_draw = True
         self.drop_path_mode = "mask"
 
     # What a model defines ------------------------------------------------------------------------------------------
@@ -117,7 +118,8 @@ class TokenLabelModel(Constants):
         Raises:
             UserError: The images are smaller than one token.
         """
-        (height, width), kernel = to_2tuple(img_size or self.img_size), self.patch_size // self.stem_stride
+        height, width = to_2tuple(img_size or self.img_size)
+        kernel = self.patch_size // self.stem_stride
         rows, cols = (((side - 1) // self.stem_stride + 1) // kernel // self.mix_scale for side in (height, width))
         if min(rows, cols) < 1:
             least = self.patch_size * self.mix_scale
@@ -231,7 +233,8 @@ class TokenLabelModel(Constants):
         chosen, last = feature_take_indices(len(self.feature_info), indices)
         grid = self.token_grid((x.shape[-2], x.shape[-1]))
         _compile_for_any_batch(self.patch_embed, x)
-        x, run = self.patch_embed(x), self._runner(x)
+        x = self.patch_embed(x)
+        run = self._runner(x)
         maps: list[Any] = []
         stages = last + 1 if stop_early or intermediates_only else len(self.feature_info)
         for index in range(stages):
@@ -298,7 +301,8 @@ class TokenLabelModel(Constants):
         Switched off or not `trained`, its parameters remain but get no gradient, and `model(x)` returns the class
         token's logits only. Switched off, it refuses `dense=True`, too. Call it before you build the optimizer.
         """
-        self.dense_head, self.dense_trained = enabled, trained
+        self.dense_head = enabled
+        self.dense_trained = trained
         self.aux_head.requires_grad_(enabled and trained)
 
     def get_classifier(self) -> nn.Module:
@@ -319,7 +323,8 @@ class TokenLabelModel(Constants):
         self._init_heads()
 
     def _init_heads(self) -> None:
-        self.head, self.aux_head = new_head(self, self.num_features), new_head(self, self.num_features)
+        self.head = new_head(self, self.num_features)
+        self.aux_head = new_head(self, self.num_features)
         self.aux_head.requires_grad_(self.dense_head and self.dense_trained)
 
     # Image size ----------------------------------------------------------------------------------------------------
@@ -340,7 +345,8 @@ class TokenLabelModel(Constants):
         if self.pos_embed is not None:
             resized = self.resized_pos_embed(grid).detach().clone()
             self.pos_embed = nn.Parameter(resized, requires_grad=self.pos_embed.requires_grad)
-        self.img_size, self.pos_grid = to_2tuple(img_size), grid
+        self.img_size = to_2tuple(img_size)
+        self.pos_grid = grid
         self.record_size()
 
     def record_size(self) -> None:

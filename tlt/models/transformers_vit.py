@@ -77,7 +77,9 @@ def timm_config(config: Mapping[str, Any], processor: Mapping[str, Any]) -> tupl
     """
     if config.get("hidden_act", "gelu") != "gelu":
         raise UserError(f"its config.json has hidden_act {config['hidden_act']}, this ViT has gelu")
-    width, size, channels = config["hidden_size"], config["image_size"], config.get("num_channels", 3)
+    width = config["hidden_size"]
+    size = config["image_size"]
+    channels = config.get("num_channels", 3)
     classifies = "ViTForImageClassification" in (config.get("architectures") or ())
     names = {int(number): name for number, name in config.get("id2label", {0: "", 1: ""}).items()}
     kwargs = {

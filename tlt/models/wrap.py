@@ -186,7 +186,8 @@ def with_dense_head(model: Any, img_size: tuple[int, int] | None = None) -> Any:
     like: Any = {"device": model.aux_head.weight.device, "dtype": model.aux_head.weight.dtype}
     model.aux_norm = nn.Identity() if norm_after_pooling(model) is None else nn.LayerNorm(layout.channels, **like)
     model.set_dense_head(True)
-    model.mix_point, model.mix_refusal = None, ""
+    model.mix_point = None
+    model.mix_refusal = ""
     try:
         model.mix_point, model._layout_by_size[size] = add_mix_point(model, probe(model, 2, size))
     except UserError as error:
@@ -207,7 +208,8 @@ def bare(model: Any, action: str = "", inside: bool = False) -> Any:
     """
     if not isinstance(model, nn.Module):
         return model
-    inner, kinds = unwrap(model), {kind for part in model.modules() for kind in type(part).__mro__}
+    inner = unwrap(model)
+    kinds = {kind for part in model.modules() for kind in type(part).__mro__}
     divided = any(kind.__module__.startswith("torch.distributed.fsdp") for kind in kinds)
     if action and (divided or (inner is not model and not inside)):
         raise UserError(f"{action}: {type(model).__name__} wraps or divides the model already: do this before")
@@ -231,7 +233,8 @@ def find_tokens(model: Any, size: Size, mix_point: MixPoint | None = None) -> To
     with downsampling_layers(model) as layers:
         features, output = _map_and_output(model, layer, probe(model, 1, size))
     grid = features.shape[1], features.shape[2]
-    positions, cells = positions_of(layers, grid, size), None
+    positions = positions_of(layers, grid, size)
+    cells = None
     if mix_point and mix_point.layout != "NLC":
         rows = mix_point.layout.index("H")
         cells = positions_of(layers, (output.shape[rows], output.shape[rows + 1]), size)
@@ -295,7 +298,8 @@ class MixPoint:
     """
 
     def __init__(self, layer: str, layout: str) -> None:
-        self.layer, self.layout = layer, layout
+        self.layer = layer
+        self.layout = layout
         self.calls: dict[int, tuple[Box, TokenLayout]] = {}
 
     def attach(self, model: nn.Module) -> None:

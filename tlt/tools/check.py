@@ -27,7 +27,9 @@ def check(data: str, labels: str, split: str = "train", num_classes: int | None 
     """
     folder = open_images(data, split, None, allow_root=True)
     store = open_labels(labels, folder.paths, num_classes=num_classes, bad_label="skip")
-    skipped, missing, info = set(store.info.skipped), store.reader.missing, store.reader.info
+    skipped = set(store.info.skipped)
+    missing = store.reader.missing
+    info = store.reader.info
     unusable: dict[str, str] = {}
     shapes: dict[str, tuple[int, int, int]] = {}
     agreement = Agreement()

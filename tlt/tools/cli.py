@@ -146,7 +146,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     debug = "--debug" in (sys.argv if argv is None else argv)
     try:
         flags = vars(parser().parse_args(argv))
-        name, debug = flags.pop("command").replace("-", "_"), flags.pop("debug")
+        name = flags.pop("command").replace("-", "_")
+        debug = flags.pop("debug")
         module = import_module(f"tlt.tools.{'pack' if name == 'unpack' else name}")
         result = getattr(module, name)(**flags)
     except UserError as error:

@@ -51,7 +51,8 @@ _EDGE = 0.2  # share of a picture's width near its edges, where names are not ce
 _SOURCE_PIXELS = 480  # longer side of the source images in the page
 _PANEL, _ABOVE = 2.2, 0.3  # inches: side of a picture, and the space above it
 _ACROSS = 4  # pictures per row
-_WINDOW, _MIX = "#ffee00", "#ff00ff"
+_WINDOW = "#ffee00"
+_MIX = "#ff00ff"
 # Attribute of `Example` -> heading of its picture.
 _PANELS = {"source": "image", "label": "label map", "augmented": "augmented"}
 _PANELS |= {"mixed": "mixed", "tokens": "targets of the tokens"}
@@ -127,7 +128,8 @@ def draw_cells(
     from matplotlib.patches import Rectangle
     from matplotlib.patheffects import withStroke
 
-    (x0, y0, x1, y1), limits = box, axes.axis()
+    x0, y0, x1, y1 = box
+    limits = axes.axis()
     # A cell of weight 0 shows no colour, and its class may have none.
     colour_of = np.vectorize(lambda class_id: to_rgb(colours.get(class_id, INK)), otypes=[float] * 3)
     rgba = np.stack([*colour_of(cells.ids), _OPACITY * cells.probability * cells.weight], axis=-1)  # (r, c, 4)
@@ -221,14 +223,18 @@ def read_examples(
     examples = []
     for row, index in enumerate(batch.indices.tolist()):
         source, size = _source(dataset, index)
-        name, label, area = os.path.relpath(dataset.path(index), dataset.root), None, None
+        name = os.path.relpath(dataset.path(index), dataset.root)
+        label = None
+        area = None
         if labels is not None and targets is not None:
             x0, y0, x1, y1 = (labels.area[row].double() * torch.tensor(size * 2)).tolist()
-            label, area = _map_cells(labels, row, targets.cls.shape[1]), (x0, y0, x1, y1)
+            label = _map_cells(labels, row, targets.cls.shape[1])
+            area = (x0, y0, x1, y1)
         tokens = target = None
         if targets is not None:
             probability, class_id = targets.cls[row].max(dim=-1)
-            tokens, target = _token_cells(targets, row), (int(class_id), float(probability))
+            tokens = _token_cells(targets, row)
+            target = (int(class_id), float(probability))
         examples.append(Example(name, source, size, corners[row] * size, pixels[row], label, area, tokens, target))
     return examples
 
@@ -304,7 +310,8 @@ def draw_page(examples: Sequence[Example], class_names: Sequence[str], title: st
         if panel == panels[0]:
             axes.set_title(drawable(shorten(example.name, 32)), loc="left", **style)
         if panel == "tokens" and example.target is not None:
-            name, probability = shorten(names[example.target[0]], 20), example.target[1]
+            name = shorten(names[example.target[0]], 20)
+            probability = example.target[1]
             axes.set_title(drawable(f"target: {name} {probability:.2f}"), loc="right", color="#606060", **style)
     if colours:
         _draw_legend(figure, colours, names, columns)
@@ -356,7 +363,8 @@ def _draw(axes: Axes, example: Example, panel: str, colours: Colours, names: dic
     from matplotlib.patches import Polygon, Rectangle
 
     height, width = example.augmented.shape[:2]
-    cells, box = example.tokens if panel == "tokens" else None, (0.0, 0.0, float(width), float(height))
+    cells = example.tokens if panel == "tokens" else None
+    box = (0.0, 0.0, float(width), float(height))
     if panel in ("source", "label"):
         show_image(axes, example.source, example.size, muted=panel == "label")
     elif panel == "mixed" and example.mixed is not None:

@@ -87,18 +87,21 @@ def find_rows(tree: str, folder: ImageSource | None) -> tuple[list[str], list[st
         raise UserError(f"TREE {printable(tree)} holds no label file (CLASS/IMAGE.pt)")
     paths, numbers = ([], np.empty(0, np.int64)) if folder is None else (folder.paths, folder.classes)
     label_files = list(find_labels(paths, files, tree))
-    images, without = [row for row, label in enumerate(label_files) if label], label_files.count("")
+    images = [row for row, label in enumerate(label_files) if label]
+    without = label_files.count("")
     if folder is not None and not images:
         raise UserError(
             f"no image in {printable(folder.root)} has a label in {printable(tree)}: is it another data set?"
         )
-    notes, extra = [], natural_sorted(files.difference(label_files))
+    notes = []
+    extra = natural_sorted(files.difference(label_files))
     if without:
         first = printable(paths[label_files.index("")])
         notes.append(f"warning: {without} of {len(label_files)} images have no label, such as {first}")
     if folder is not None and extra:
         notes.append(f"warning: {len(extra)} labels belong to no image, such as {printable(extra[0])}; packed too")
-    labels, names = [label_files[row] for row in images], [paths[row] for row in images]
+    labels = [label_files[row] for row in images]
+    names = [paths[row] for row in images]
     return labels + extra, names + extra, np.append(numbers[images], [-1] * len(extra)), notes
 
 
@@ -111,7 +114,8 @@ def unpack(archive: str, out: str, overwrite: bool = False) -> list[str]:
         UserError: The archive is incomplete or damaged, or `out` can't be written or holds something other than a tree
             from such a command.
     """
-    root, (info, names) = Path(out), read_description(archive)
+    root = Path(out)
+    info, names = read_description(archive)
     reader = ArchiveReader(archive, names)
     # The label file of the image, or the one whose name the row has.
     labels = [name if name.endswith(".pt") else usual for name, usual in zip(names, label_names(names), strict=True)]

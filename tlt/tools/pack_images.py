@@ -72,7 +72,8 @@ def pack_images(
     Raises:
         UserError: There are no images, an image or label is unreadable, or `out` can't be written or has other files.
     """
-    lines, sources = list[str](), dict[str, ImageSource]()
+    lines = list[str]()
+    sources = dict[str, ImageSource]()
     class_names: list[str] | None = None
     if not splits:
         both = ("train", TRAIN_SPLITS), ("validation", VALIDATION_SPLITS)
@@ -107,7 +108,10 @@ class Packing:
     """
 
     def __init__(self, folder: str, source: ImageSource, labels: LabelStore | None, max_side: int | None) -> None:
-        self.folder, self.source, self.labels, self.max_side = folder, source, labels, max_side
+        self.folder = folder
+        self.source = source
+        self.labels = labels
+        self.max_side = max_side
         if (outside := next(filter(leads_out, source.paths), None)) is not None:
             raise UserError(
                 f"{printable(outside)}, an image of {printable(source.root)}, is named outside of it: rename it"
@@ -117,7 +121,8 @@ class Packing:
 
     def run(self, shard_mb: int, workers: int, overwrite: bool) -> str:
         """Write the missing shards and the tables. Return a line that reports the result."""
-        per_shard, total = self._images_per_shard(shard_mb), len(self.source)
+        per_shard = self._images_per_shard(shard_mb)
+        total = len(self.source)
         old_files = filter(_OURS.fullmatch, os.listdir(self.folder) if os.path.isdir(self.folder) else ())
         out = OutputFolder(self.folder, PACKING, self._settings(shard_mb, per_shard), old_files, overwrite)
         try:
@@ -158,7 +163,8 @@ class Packing:
         return max(1, int(shard_mb * 1e6 / (image + label + 3 * tarfile.BLOCKSIZE)))
 
     def _write_tables(self, shards: list[FileRecords], maps: list[FileRecords]) -> None:
-        source, labels = self.source, self.labels
+        source = self.source
+        labels = self.labels
         if labels is not None:
             about = labels_description(replace(labels.info, area=labels.area), labels.reader.identity())
             names = [source.paths[row] for row in sorted(self.labelled)]
@@ -222,7 +228,8 @@ def _write(packing: Packing, rows: range, path: str) -> dict[str, int]:
         for row in rows:
             for name, data in _members(packing, row):
                 info = tarfile.TarInfo(name)
-                info.size, info.mode = len(data), 0o644
+                info.size = len(data)
+                info.mode = 0o644
                 tar.addfile(info, io.BytesIO(data))
                 if not name.endswith(".cls"):
                     written[name] = zlib.crc32(data)
@@ -234,7 +241,8 @@ def _write(packing: Packing, rows: range, path: str) -> dict[str, int]:
 
 def _members(packing: Packing, row: int) -> Iterator[tuple[str, bytes | bytearray]]:
     """Yield name and bytes of each file to store for an image. Raise UserError if its label is invalid."""
-    name, image = packing.names[row], read_image(packing.source, row)
+    name = packing.names[row]
+    image = read_image(packing.source, row)
     yield name, image if packing.max_side is None else shrink_image(image, packing.max_side)
     yield f"{os.path.splitext(name)[0]}.cls", str(packing.source.classes[row]).encode()
     labels = packing.labels
@@ -277,7 +285,8 @@ def shrink_image(image: bytes | bytearray, max_side: int) -> bytes | bytearray:
             opened.draft(None, (2 * max_side, 2 * max_side))  # libjpeg scales by 1/2, 1/4 or 1/8 while it decodes
             scale = max_side / max(width, height)
             size = max(1, round(width * scale)), max(1, round(height * scale))
-            small, encoded = as_rgb(opened).resize(size, Image.Resampling.LANCZOS, reducing_gap=2.0), io.BytesIO()
+            small = as_rgb(opened).resize(size, Image.Resampling.LANCZOS, reducing_gap=2.0)
+            encoded = io.BytesIO()
             small.save(encoded, "JPEG", quality=_JPEG_QUALITY, optimize=True)
             return encoded.getvalue()
     except BadImage:

@@ -59,7 +59,8 @@ def show(**flags: Any) -> list[str]:
     assert batch.labels is not None and batch.plan is not None
     # The window of the images, which with rows of `--compat` differs from that of the labels.
     unmirrored = replace(batch, affine=torch.from_numpy(batch.plan.normalised_affine()))
-    num_classes, names = store.info.num_classes, store.info.class_names or []
+    num_classes = store.info.num_classes
+    names = store.info.class_names or []
     if not num_classes:  # the labels do not record their classes
         num_classes = max(int(batch.labels.ids.max()) + 1, len(folder.class_names))
         names = folder.class_names if num_classes == len(folder.class_names) else []

@@ -33,7 +33,8 @@ def label_view(rows: Collection[str]) -> LabelView | None:
 def published_window(rows: Collection[str], plan: Plan, labels: LabelBatch) -> tuple[LabelBatch, Tensor, Tensor]:
     """Return the label maps of a batch, and the affine (B, 2, 3) and visible part (B, 4) that make
     `tlt.targets.make_targets` read them as the published data set does. `rows` are from WINDOW_ROWS."""
-    affine, visible = plan.normalised_affine(), plan.visible()
+    affine = plan.normalised_affine()
+    visible = plan.visible()
     if "label-area" in rows:
         full = torch.tensor(FULL_AREA).expand_as(labels.area)
         labels = replace(labels, area=torch.where(has_area(labels)[:, None], full, labels.area))
@@ -47,8 +48,10 @@ def published_window(rows: Collection[str], plan: Plan, labels: LabelBatch) -> t
     if "label-scale" in rows:
         # y in cells is (share of the map) * w instead of * h.
         height, width = labels.values.shape[2:]
-        top, scale = labels.area[:, 1].double().numpy(), width / height
-        affine, visible = affine.copy(), visible.copy()
+        top = labels.area[:, 1].double().numpy()
+        scale = width / height
+        affine = affine.copy()
+        visible = visible.copy()
         affine[:, 1, 2] -= top
         affine[:, 1] *= scale
         affine[:, 1, 2] += top

@@ -30,7 +30,8 @@ _MEMORY = {"auto": "preferred", "cpu": "off", "cpu+mem": "bind"}
 # Distances from near to far, as `nvidia-smi topo -m` names them: same PCIe switch, several switches, same host bridge,
 # same NUMA node, anywhere.
 LEVELS = ("PIX", "PXB", "PHB", "NODE", "SYS")
-_BRIDGE, _FAR = LEVELS.index("PHB"), LEVELS.index("SYS")
+_BRIDGE = LEVELS.index("PHB")
+_FAR = LEVELS.index("SYS")
 _LEFT = "CPUs and memory are left to the kernel"
 _SET_MEMPOLICY = {"x86_64": 238, "aarch64": 237}  # numbers of the system call set_mempolicy
 _POLICIES = {"preferred": 1, "bind": 2}
@@ -70,7 +71,8 @@ def bind_process(args: Namespace) -> list[str]:
     if args.bind == "none":
         return []
     launch = launch_of(os.environ, getattr(args, "local_rank", 0))
-    rank, local_rank = launch.rank, launch.local_rank
+    rank = launch.rank
+    local_rank = launch.local_rank
     machine = read_machine()
     plan = make_plan(machine, args.bind, args.device, max(launch.local_size or 1, local_rank + 1), os.environ)
     share = plan.shares[local_rank]
@@ -107,7 +109,8 @@ def make_plan(machine: Machine, mode: str, device: str | None, ranks: int, env: 
     ports, nearest = choose_ports(machine.gpus if any(gpus) else (), machine.ports)
     shares = []
     for gpu, cpu_share in zip(gpus, cpu_shares, strict=True):
-        memory, port = _MEMORY[mode] if cpu_share.node is not None else "off", nearest.get(gpu.name) if gpu else None
+        memory = _MEMORY[mode] if cpu_share.node is not None else "off"
+        port = nearest.get(gpu.name) if gpu else None
         shares.append(replace(cpu_share, gpu=gpu, memory=memory, port=port))
     idle = f" ({', '.join(machine.idle_ports)})" if machine.idle_ports else ""
     no_card = f"no InfiniBand or RoCE card near a GPU{idle}: left to NCCL" if any(gpus) and not nearest else ""
@@ -120,7 +123,8 @@ def share_cpus(machine: Machine, mode: str, gpus: Sequence[Gpu | None], ranks: i
     """Return the CPUs and NUMA node of each rank, and what is not bound and why. Only CPUs that this process may use
     are shared out. `gpus` holds the GPUs of the machine's ranks, or one GPU if only one is known."""
     homes = [gpu.node if gpu else None for gpu in gpus]
-    shares, reasons = [Share() for _ in gpus], []
+    shares = [Share() for _ in gpus]
+    reasons = []
     if mode == "auto" and not any(gpus):
         return shares, f"{_LEFT} (--bind cpu would divide the CPUs among the ranks)"
     if mode == "auto" and len(machine.cores) < 2:
@@ -192,7 +196,9 @@ def variables(
     plan: BindingPlan, local_rank: int, env: Mapping[str, str], root: str | Path = "/"
 ) -> tuple[dict[str, str], list[str]]:
     """Return the environment variables to add for a rank, and the reasons why others are not set."""
-    wanted, reasons, share = {}, [], plan.shares[local_rank]
+    wanted = {}
+    reasons = []
+    share = plan.shares[local_rank]
     if plan.cards:
         wanted["NCCL_IB_HCA"] = "=" + ",".join(plan.cards)
     if share.port:
@@ -251,9 +257,11 @@ def describe(plan: BindingPlan, title: str, rank: int, added: Mapping[str, str],
         return [f"binding: nothing is bound: {reasons}", *env]
     rows = [list(_COLUMNS)]
     for i, share in enumerate(plan.shares[:1] if plan.own_gpu else plan.shares):
-        gpu, port = share.gpu, share.port
+        gpu = share.gpu
+        port = share.port
         card = (port.name, LEVELS[distance(gpu, port)]) if gpu and port else (None, None)
-        node, cpus = gpu.node if gpu else share.node, listed(share.cpus) or "as they are"
+        node = gpu.node if gpu else share.node
+        cpus = listed(share.cpus) or "as they are"
         cells = (rank + i, gpu and gpu.name, node, cpus, share.memory, *card)
         rows.append(["-" if cell is None else str(cell) for cell in cells])
     return [f"binding on {title}:", *table(rows), *env, *([f"left out: {reasons}"] if reasons else [])]

@@ -143,7 +143,8 @@ def init_world(
             would share a GPU, or `local_rank` was given without a launcher.
         RankLost: Ranks did not come in time, or can't reach each other.
     """
-    launch, group_exists = launch_of(os.environ, local_rank), dist.is_initialized()
+    launch = launch_of(os.environ, local_rank)
+    group_exists = dist.is_initialized()
     if group_exists:
         launch = replace(launch, rank=dist.get_rank(), size=dist.get_world_size())
     elif local_rank and launch.size == 1:
@@ -193,7 +194,8 @@ def _join(world: World, launch: Launch, own_gpu: bool, timeout_s: float, join_s:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     if launch.one_machine:
         os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
-    connecting, until = ThreadPoolExecutor(1).submit(_connect_all, store, world, timeout_s), time.monotonic() + _MESH_S
+    connecting = ThreadPoolExecutor(1).submit(_connect_all, store, world, timeout_s)
+    until = time.monotonic() + _MESH_S
     while not connecting.done() and time.monotonic() < until:
         time.sleep(_POLL_S)  # result(_MESH_S) would not handle a signal that another thread receives
     try:
@@ -207,7 +209,8 @@ def _join(world: World, launch: Launch, own_gpu: bool, timeout_s: float, join_s:
 
 def _connect_all(store: dist.Store, world: World, timeout_s: float) -> None:
     # What the ranks agree on, for example whether to stop, goes over gloo, from CPU to CPU: it waits for no GPU.
-    backend, limit = "cpu:gloo,cuda:nccl" if world.device.type == "cuda" else "gloo", timedelta(seconds=_MESH_S)
+    backend = "cpu:gloo,cuda:nccl" if world.device.type == "cuda" else "gloo"
+    limit = timedelta(seconds=_MESH_S)
     dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.size, timeout=limit)
     wait_for_hosts()
     # Older torch has only the private function.

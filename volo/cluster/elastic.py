@@ -45,11 +45,14 @@ class OneAddress(StaticTCPRendezvous):
     def next_rendezvous(self) -> RendezvousInfo:
         """Return when all nodes are there. Raises RankLost if a node does not come in time, UserError if two nodes have
         the same number or the port is in use."""
-        address, port, until = self.master_addr, self.master_port, time.monotonic() + self.timeout.total_seconds()
+        address = self.master_addr
+        port = self.master_port
+        until = time.monotonic() + self.timeout.total_seconds()
         store = serve(address, port) if self.rank == 0 else connect(address, port, until, "node")
         meet(store, "node", self.rank, self.world_size, until, self.run_id)
         self.run_id = store.get("node/0").decode()  # all nodes use the run id of node 0's launcher
-        self._store, self.master_port = store, store.port  # the ranks will meet in the same store
+        self._store = store  # the ranks will meet in the same store
+        self.master_port = store.port
         return super().next_rendezvous()
 
     def close(self, restart: int) -> None:
@@ -87,11 +90,13 @@ class Launcher:
             if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores SIGHUP
                 signal.signal(number, self._received)
         try:
-            code, restart = self._start(0), 1
+            code = self._start(0)
+            restart = 1
             while restart <= self.max_restarts and code not in FINAL and not self._signal:
                 message = f"a process ended with code {code}: restart {restart} of {self.max_restarts}"
                 print(message, file=sys.stderr, flush=True)
-                code, restart = self._start(restart), restart + 1
+                code = self._start(restart)
+                restart = restart + 1
         except KeyboardInterrupt:  # a signal came before there were processes
             code = 128 + self._signal
         if self._signal and code in (128 + self._signal, 128 + signal.SIGKILL):  # the processes couldn't save in time
@@ -116,14 +121,16 @@ class Launcher:
             )
             logs = DefaultLogsSpecs(scratch, tee=Std.ALL if prefix else Std.NONE)
             self._agent = LocalElasticAgent(spec, logs, exit_barrier_timeout=_END_S, log_line_prefix_template=prefix)
-            result, self._agent = self._agent.run(), None
+            result = self._agent.run()
+            self._agent = None
         if result.failures:
             rendezvous.close(restart)
         return telling_code([failure.exitcode for failure in result.failures.values()])  # in the order they were seen
 
     def _received(self, number: int, frame: FrameType | None) -> None:
         if not self._signal:
-            self._signal, self._since = number, time.monotonic()
+            self._since = time.monotonic()  # before the number: another signal may come in between
+            self._signal = number
         processes = [worker.id for worker in self._agent.get_worker_group().workers] if self._agent else []
         if not processes or not all(processes):  # the processes don't exist yet
             raise KeyboardInterrupt

@@ -61,7 +61,8 @@ def launch_of(env: Mapping[str, str], local_rank_flag: int = 0) -> Launch:
     for row in rows:
         if all(numbers.get(name, row[name]) == row[name] for name in ("rank", "size")):
             numbers = row | numbers
-    size, address = numbers.get("size", 1), env.get("MASTER_ADDR") or None
+    size = numbers.get("size", 1)
+    address = env.get("MASTER_ADDR") or None
     rank = numbers.get("rank", -1) if size > 1 else 0
     # Kubeflow sets MASTER_ADDR=localhost in the first pod, and sets the number of local processes in no pod.
     elsewhere = not _is_loopback(address) or ("KUBERNETES_SERVICE_HOST" in env and "local_rank" not in numbers)

@@ -102,7 +102,8 @@ def examine_node(args: Namespace, name: str, ranks: list[int], bandwidth: float 
     machine = read_machine(root)
     equal = _driver_and_gpus(root) | {f"card {port.name}": f"ACTIVE at {port.rate:g} Gb/s" for port in machine.ports}
     equal |= {f"card {card}": state for card, _, state in (idle.partition(" is ") for idle in machine.idle_ports)}
-    problems, free = [], None
+    problems = []
+    free = None
     for path in args.data:
         try:
             equal[f"size of {path}"] = str(_size(path))
@@ -170,7 +171,8 @@ def find_problems(nodes: Sequence[Node], overall: float | None, least: float | N
     """Yield a line with its remedy for each problem: a difference between nodes, something wrong on a node, or an
     all-reduce slower than `least` GB/s (`--min-bandwidth`)."""
     for key in dict.fromkeys(key for node in nodes for key in node.equal):
-        kind, names = key.split()[0], dict[str, list[str]]()
+        kind = key.split()[0]
+        names = dict[str, list[str]]()
         for node in nodes:
             if key in node.equal or kind == "card":  # a path without a size can't be read, and has its own problem
                 names.setdefault(node.equal.get(key, "none"), []).append(node.name)

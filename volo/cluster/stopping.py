@@ -47,7 +47,9 @@ class StopSignal:
 
     def __init__(self) -> None:
         self.number: int | None = None  # number of the first signal
-        self._since, self._raises, self._ends_process = 0.0, False, True
+        self._since = 0.0
+        self._raises = False
+        self._ends_process = True
 
     @property
     def exit_code(self) -> int:
@@ -106,7 +108,8 @@ class StopSignal:
         if number == _ALARM:
             pass
         elif self.number is None:
-            self.number, self._since = number, time.monotonic()
+            self._since = time.monotonic()  # before the number: another signal may come in between
+            self.number = number
             with suppress(OSError):  # the terminal may be closed; not print(), which the signal may have interrupted
                 message = "this run stops as soon as it has saved; once more: at once"
                 os.write(2, f"{signal.Signals(number).name}: {message}\n".encode())

@@ -219,7 +219,8 @@ def own_model_state(model: nn.Module, whole: dict[str, Tensor]) -> dict[str, Ten
     """Return this rank's parts of the whole tensors of a state dict, without communication."""
     if not is_sharded(model):
         return whole
-    like, specs = clean_state_dict(model), TensorParallelParams(model).by_name()
+    like = clean_state_dict(model)
+    specs = TensorParallelParams(model).by_name()
     return {name: _own(value, like.get(name), specs.get(name)) for name, value in whole.items()}
 
 

@@ -173,7 +173,8 @@ def _node_cores(root: Path) -> dict[int, Cores]:
 def _place(device: Path, nodes: Sequence[int]) -> tuple[tuple[str, ...], int | None]:
     """Return the PCI path and the NUMA node of a device, given its directory in sysfs or a link to it."""
     real = device.resolve()
-    node, only = read(real / "numa_node"), nodes[0] if len(nodes) == 1 else None
+    node = read(real / "numa_node")
+    only = nodes[0] if len(nodes) == 1 else None
     return tuple(filter(_PCI.fullmatch, real.parts)), int(node) if node.isdecimal() else only  # -1 means unknown
 
 
@@ -196,15 +197,18 @@ def _ports(root: Path, nodes: Sequence[int]) -> tuple[tuple[Port, ...], tuple[st
 
     Every container sees all cards in sysfs, but can't open those whose device file is missing.
     """
-    active, idle = [], []
+    active = []
+    idle = []
     verbs = _entries(root / "sys/class/infiniband_verbs")
     locked = {read(card / "ibdev") for card in verbs if not (root / "dev/infiniband" / card.name).exists()}
     for port in _entries(root / "sys/class/infiniband", "*/ports/*"):
         card = port.parents[1]
-        name, state = f"{card.name}:{port.name}", read(port / "state").rpartition(" ")[2] or "unknown"
+        name = f"{card.name}:{port.name}"
+        state = read(port / "state").rpartition(" ")[2] or "unknown"
         if state != "ACTIVE" or card.name in locked:
             idle.append(f"{name} is {state if state != 'ACTIVE' else 'not passed into this container'}")
             continue
-        rate, layer = (read(port / "rate") or "0").split()[0], read(port / "link_layer") or "InfiniBand"
+        rate = (read(port / "rate") or "0").split()[0]
+        layer = read(port / "link_layer") or "InfiniBand"
         active.append(Port(name, *_place(card / "device", nodes), float(rate), layer))
     return tuple(active), tuple(idle)

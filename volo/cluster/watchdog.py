@@ -46,7 +46,10 @@ class Watchdog:
     START_S = 600.0
 
     def __init__(self, rank: int, timeout: float, loader_timeout: float, note: Callable[..., None]) -> None:
-        self.rank, self.timeout, self.loader_timeout, self.note = rank, timeout, loader_timeout, note
+        self.rank = rank
+        self.timeout = timeout
+        self.loader_timeout = loader_timeout
+        self.note = note
         self._since = time.monotonic()
         self._phase: Phase = "start"
         self._meetings = 2  # meetings of all ranks that are still to come before phases are limited to `timeout`
@@ -76,7 +79,8 @@ class Watchdog:
         if size is not None and size not in self._sizes:
             self._meetings = max(self._meetings, 1)
             self._sizes.add(size)
-        self._phase, self._since = phase, time.monotonic()
+        self._phase = phase
+        self._since = time.monotonic()
 
     def end(self) -> None:
         """Stop watching, because the run is over."""
@@ -92,12 +96,15 @@ class Watchdog:
         return waits
 
     def _watch(self) -> None:
-        pause, woke = min(1.0, self.timeout / 10), time.monotonic()
+        pause = min(1.0, self.timeout / 10)
+        woke = time.monotonic()
         while not self._ended.wait(pause):
-            slept, woke = time.monotonic() - woke, time.monotonic()
+            slept = time.monotonic() - woke
+            woke = time.monotonic()
             if slept > pause + _STOOD_STILL_S:  # the process was suspended (SIGSTOP, a frozen container, a laptop)
                 self._since = woke
-            phase, idle = self._phase, woke - self._since
+            phase = self._phase
+            idle = woke - self._since
             if idle > self.allowed() and not self._ended.is_set():
                 # Other threads may hold any lock, so this code waits for no lock except that of the event's file.
                 reason = f"no progress for {idle:.0f} s (--dist-timeout {self.timeout:g}), in phase {phase}"
@@ -114,7 +121,9 @@ class StopGuard:
     rank and returns the largest of them."""
 
     def __init__(self, stop: StopSignal, watchdog: Watchdog, largest: Callable[[int], int]) -> None:
-        self.stop, self.watchdog, self._largest = stop, watchdog, largest
+        self.stop = stop
+        self.watchdog = watchdog
+        self._largest = largest
         self.waited = 0.0  # seconds spent waiting for batches
 
     def iterate_until_stopped(self, batches: Iterable[Batch]) -> Iterator[Batch]:
@@ -125,7 +134,8 @@ class StopGuard:
                 whose data failed, its UserError is the cause.
             UserError: Data failed within an update.
         """
-        iterator, at_boundary = iter(batches), True
+        iterator = iter(batches)
+        at_boundary = True
         while True:
             batch, failure = self._next(iterator, at_boundary)
             if at_boundary:

@@ -62,7 +62,8 @@ def _forward(v: Tensor, logits: Tensor, scale: float) -> Tensor:
 def _backward(grad: Tensor, v: Tensor, logits: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """Return the gradients of v and the logits, given the gradient of the result."""
     grad = grad.contiguous()
-    grad_v, grad_logits = torch.empty_like(v), torch.empty_like(logits)
+    grad_v = torch.empty_like(v)
+    grad_logits = torch.empty_like(logits)
     lse = v.new_empty(logits.shape[-1] // 9, logits.shape[:3].numel(), dtype=torch.float32)  # (heads * 9, windows)
     scales = (scale, scale * LOG2_E)
     of_logits = (grad, v, logits, grad_logits, lse)
@@ -95,7 +96,8 @@ def _launch(
     """
     _, height, width, channels = v.shape
     batch, rows, columns, outputs = logits.shape
-    cells, heads = batch * rows * columns, outputs // 81
+    cells = batch * rows * columns
+    heads = outputs // 81
     if cells == 0:
         return
     block, warps = block_of(program, v.dtype, channels // heads)

@@ -42,7 +42,8 @@ def _attend(v: Tensor, logits: Tensor, scale: float) -> Tensor:
 
 def _attend_backward(grad: Tensor, v: Tensor, logits: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """Return the gradients of v and the logits. Recomputing the weights is as fast as storing them."""
-    grad_v, grad_logits = _map_of_pairs(v, logits), logits.new_empty(logits.shape)
+    grad_v = _map_of_pairs(v, logits)
+    grad_logits = logits.new_empty(logits.shape)
     scratch = _Scratch(v, logits)
     for part in scratch.chunks:
         weights = _softmax(logits[part], scale, _accurate(logits))

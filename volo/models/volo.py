@@ -119,7 +119,8 @@ class OutlookAttention(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Map (B, H, W, C) to (B, H, W, C)."""
         pooled = F.avg_pool2d(x.permute(0, 3, 1, 2), self.stride, ceil_mode=True).permute(0, 2, 3, 1)
-        v, logits = linear(self.v, x), linear(self.attn, pooled)
+        v = linear(self.v, x)
+        logits = linear(self.attn, pooled)
         dropout = self.attn_drop if self.training else 0.0
         return linear(self.proj, outlook_attention(v, logits, self.scale, dropout, self.kernel))
 
@@ -232,7 +233,8 @@ class VOLO(TokenLabelModel):
         norm_layer: type[nn.Module] = nn.LayerNorm,
     ) -> None:
         super().__init__(embed_dims[-1], img_size, in_chans, num_classes, global_pool, dense_head)
-        self.patch_size, self.stem_stride = patch_size, stem_stride
+        self.patch_size = patch_size
+        self.stem_stride = stem_stride
         self.pos_grid = self.token_grid()
         self.patch_embed = PatchEmbed(in_chans, stem_hidden_dim, embed_dims[0], patch_size, stem_stride)
         self.pos_embed = nn.Parameter(torch.zeros(1, *self.pos_grid, self.num_features))

@@ -97,8 +97,10 @@ def _wave(plan: Plan, chosen: Bools) -> Iterator[Work]:
     for run, makers in ((remap, TABLES), (blend, DEGENERATES)):
         rows, layers = np.nonzero(chosen & np.isin(plan.op, list(makers)))
         ascending = np.argsort(plan.op[rows, layers], kind="stable")
-        rows, layers = rows[ascending], layers[ascending]
-        kernels, arguments = plan.op[rows, layers], plan.argument[rows, layers]
+        rows = rows[ascending]
+        layers = layers[ascending]
+        kernels = plan.op[rows, layers]
+        arguments = plan.argument[rows, layers]
         yield Work(run, rows, kernels, fixed_tables(kernels, arguments) if run is remap else arguments)
 
 
@@ -149,7 +151,8 @@ def _fill(images: Tensor, rows: Ints, boxes: Ints, keys: Ints, number: int, mode
         keys: Determine the noise.
         number: Which of an image's boxes these are.
     """
-    (channels, height, width), device = images.shape[1:], images.device
+    channels, height, width = images.shape[1:]
+    device = images.device
     columns = to_device(np.column_stack([rows, boxes, keys]).T, device)[..., None, None, None]  # (b, 1, 1, 1) each
     row, top, left, box_height, box_width, key = columns
     tallest, widest = boxes[:, 2:].max(0).tolist()
@@ -159,7 +162,8 @@ def _fill(images: Tensor, rows: Ints, boxes: Ints, keys: Ints, number: int, mode
     x = left + torch.minimum(torch.arange(widest, device=device), box_width - 1)
     area: tuple[Tensor | slice, ...] = (row, channel, y, x)
     if len(rows) == 1:  # cheaper on CPUs
-        starts, sizes = (rows[0], 0, *boxes[0, :2]), (1, channels, tallest, widest)
+        starts = (rows[0], 0, *boxes[0, :2])
+        sizes = (1, channels, tallest, widest)
         area = tuple(slice(start, start + size) for start, size in zip(starts, sizes, strict=True))
     if mode == "pixel":
         images[area] = normal_noise(key, (channel * height + y) * width + x)

@@ -114,7 +114,8 @@ def _mean_luma(images: Tensor, _: Tensor) -> Tensor:
 
 def _smooth(images: Tensor, _: Tensor) -> Tensor:
     """Smooth by `ImageFilter.SMOOTH`, which does not change the border pixels, for `ImageEnhance.Sharpness`."""
-    smooth, levels = images.float(), images.short()
+    smooth = images.float()
+    levels = images.short()
     rows = (levels[:, :, :-2] + levels[:, :, 1:-1]).add_(levels[:, :, 2:])
     box = (rows[..., :-2] + rows[..., 1:-1]).add_(rows[..., 2:])
     weighted = box.add_(levels[:, :, 1:-1, 1:-1], alpha=4)  # 1 1 1 / 1 5 1 / 1 1 1
@@ -209,7 +210,8 @@ def _interpolated(framed: Tensor, first: Tensor, fraction: Tensor, cubic: bool, 
     reach = range(4) if cubic else range(1, 3)
     weights = _weights(fraction, cubic)
     weights_x, weights_y = ([weight[:, axis : axis + 1] for weight in weights] for axis in (0, 1))
-    pixels, line = framed.flatten(2), framed.shape[3]
+    pixels = framed.flatten(2)
+    line = framed.shape[3]
     if framed.device.type == "cpu":  # one plane at a time, which fits into its caches
         reach_x, reach_y = (range(1, 2) if along == other else reach for other in (1, 0))
         lines: Sequence[Tensor] = [

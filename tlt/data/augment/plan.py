@@ -34,7 +34,8 @@ Draw = Callable[[int, int], Floats]  # (stream, k) -> uniform numbers (B, k)
 BILINEAR, BICUBIC = 2, 3  # PIL.Image.Resampling's numbers
 INTERPOLATIONS = {"random": (BILINEAR, BICUBIC), "bilinear": (BILINEAR,), "bicubic": (BICUBIC,)}
 ERASE_MODES = ("const", "rand", "pixel")
-ERASE_AREA, ERASE_ASPECT = (0.02, 1 / 3), (0.3, 1 / 0.3)
+ERASE_AREA = (0.02, 1 / 3)
+ERASE_ASPECT = (0.3, 1 / 0.3)
 TRIES = 10  # boxes that are proposed for one crop or one erased box
 BOX_DRAWS = 2 * TRIES + 2  # areas, aspect ratios, two coordinates
 
@@ -161,7 +162,8 @@ def make_plan(
     interpolation, warp_interpolation = filters[(flip_draws[:, 2:] * len(filters)).astype(np.int64)].T
     kernels, values = _layers(config, draw, len(indices))
     warp = _warps(config, flip_draws[:, :2], kernels, values)
-    colour, geometric = kernels < Kernel.ROTATE, kernels >= Kernel.ROTATE
+    colour = kernels < Kernel.ROTATE
+    geometric = kernels >= Kernel.ROTATE
     erase_draws = draw(Stream.ERASE, 2 + config.recount * BOX_DRAWS)
     return Plan(
         size=config.size,
@@ -186,7 +188,8 @@ def _layers(config: AugmentConfig, draw: Draw, count: int) -> tuple[Ints, Floats
     if config.jitter is None:
         return np.zeros((count, 0), np.int64), np.zeros((count, 0))
     # As torchvision's ColorJitter without hue: three factors from U[max(0, 1 - v), 1 + v], in random order.
-    strength, draws = np.array(config.jitter), draw(Stream.COLOR_JITTER, 6)
+    strength = np.array(config.jitter)
+    draws = draw(Stream.COLOR_JITTER, 6)
     low, high = np.maximum(0.0, 1.0 - strength), 1.0 + strength
     factors = low + (high - low) * draws[:, :3]
     kernels = np.where(strength > 0, [Kernel.BRIGHTNESS, Kernel.CONTRAST, Kernel.COLOR], Kernel.NONE)
@@ -228,7 +231,8 @@ def crop_windows(scale: Range, ratio: Range, draws: Floats, image_sizes: Ints) -
     size = image_sizes.astype(np.float64)
     proposals = _proposals(scale, ratio, draws, size[:, :1] * size[:, 1:])
     fits: Bools = np.all((proposals <= size[:, :, None]) & (proposals > 0), axis=1)
-    (width, height), (low, high) = size.T, ratio
+    width, height = size.T
+    low, high = ratio
     w = np.where(width / height > high, np.rint(height * high), width)
     h = np.where(width / height < low, np.rint(width / low), height)
     central = np.stack([(width - w) // 2, (height - h) // 2, w, h], axis=1).astype(np.int64)
@@ -250,7 +254,8 @@ def erased_boxes(size: tuple[int, int], probability: float, recount: int, draws:
 
 def _proposals(share: Range, ratio: Range, draws: Floats, area: Floats) -> Floats:
     """Return sides (..., 2, tries) of boxes with random shares of an area, and ratios of first to second side."""
-    (small, large), (low, high) = share, ratio
+    small, large = share
+    low, high = ratio
     areas = (small + (large - small) * draws[..., :TRIES]) * area
     aspects = np.exp(math.log(low) + (math.log(high) - math.log(low)) * draws[..., TRIES : 2 * TRIES])
     return np.rint(np.sqrt(np.stack([areas * aspects, areas / aspects], axis=-2)))

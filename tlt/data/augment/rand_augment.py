@@ -136,7 +136,8 @@ def parse(policy: str) -> RandAugmentPolicy:
             raise _reject(policy, f"'{name}' is given twice")
         options[name] = value
     try:
-        std, layers = float(options.get("mstd", 0)), int(options.get("n", 2))
+        std = float(options.get("mstd", 0))
+        layers = int(options.get("n", 2))
         ops = _INCREASING if int(options.get("inc", 0)) else _PLAIN
         if "t" in options and layers > len(_WEIGHTS):
             raise _reject(policy, f"{layers} of {len(_WEIGHTS)} weighted operations can't be drawn: lower n")

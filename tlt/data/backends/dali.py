@@ -88,7 +88,8 @@ class DaliBackend(Backend):
         if 1 < len(accelerated) == len(failed) and not bad.keys() >= set(accelerated):
             raise UserError(f"--data-backend {self.name}: DALI fails at images that are fine: {failed[0]}")
         whole = torch.empty(len(requests), 3, *size, dtype=torch.uint8, device=self.device)
-        whole[rows], whole[host_rows] = images, host.images.to(self.device)
+        whole[rows] = images
+        whole[host_rows] = host.images.to(self.device)
         return Decoded(whole, bad)
 
     def _decode_accelerated(
@@ -112,7 +113,8 @@ class DaliBackend(Backend):
 
     def _resized(self, windows: Any, requests: list[Request], size: Size, fill: Sequence[int]) -> Tensor:
         def resize(row: int) -> Tensor:
-            request, pixels = requests[row], torch.from_numpy(np.asarray(windows[row])).permute(2, 0, 1)
+            request = requests[row]
+            pixels = torch.from_numpy(np.asarray(windows[row])).permute(2, 0, 1)
             pixels = resized_crop(pixels, None, request.size, request.interpolation)
             return cut(pixels, request.top, request.left, size, fill)
 
@@ -182,7 +184,9 @@ def _geometry(request: Request, size: Size) -> tuple[int, ...]:
 def _pipeline(room: int, threads: int, device: torch.device, fill: tuple[int, ...] | None) -> Any:
     """Return a pipeline for batches of up to `room` images, which training and validation share. Raise UserError if
     DALI can't start."""
-    fn, types, gpu = _dali().fn, _dali().types, device.type == "cuda"
+    fn = _dali().fn
+    types = _dali().types
+    gpu = device.type == "cuda"
     # Threads stay on the cores to which the rank is bound. The GPU's hardware JPEG decoder is off, because which images
     # it gets would depend on the others of the batch.
     only_mixed = {"affine": False, "hw_decoder_load": 0.0} if gpu else {}
@@ -212,7 +216,8 @@ def _pipeline(room: int, threads: int, device: torch.device, fill: tuple[int, ..
 
 
 def _resized_in_dali(images: Any, geometry: Any, fill: tuple[int, ...]) -> Any:
-    fn, types = _dali().fn, _dali().types
+    fn = _dali().fn
+    types = _dali().types
     filters = fn.reinterpret(geometry[6], dtype=types.INTERP_TYPE)
     size = fn.cast(geometry[4:6], dtype=types.FLOAT)
     images = fn.resize(images, size=size, interp_type=filters, antialias=True)

@@ -101,7 +101,8 @@ class Backend:
 
     def decode_batch(self, requests: Sequence[Request], size: Size, fill: Sequence[int] = (0, 0, 0)) -> Decoded:
         """Decode all requests into outputs of one `size`."""
-        images, bad = torch.empty(len(requests), 3, *size, dtype=torch.uint8), {}
+        images = torch.empty(len(requests), 3, *size, dtype=torch.uint8)
+        bad = {}
         for row, request in enumerate(requests):
             try:
                 # An image of 1 x 20000 pixels becomes too large when it is resized to a width of 224.
@@ -155,7 +156,8 @@ class TorchvisionBackend(PilBackend):
 
     def divisor(self, request: Request) -> int:
         """Return the divisor of the image's sides in decoding: 8, 4, 2, or 1 for full size."""
-        encoded, size = request.encoded, request.size
+        encoded = request.encoded
+        size = request.size
         scales = self.dct_scaling and encoded.data[:3] == JPEG_MAGIC and request.interpolation in TORCH_FILTERS
         if not scales or encoded.width * encoded.height <= DCT_SCALING_PIXELS:
             return 1

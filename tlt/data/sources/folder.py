@@ -53,11 +53,16 @@ class FolderListing:
     def __init__(
         self, root: str | os.PathLike[str], on_progress: ProgressCallback | None = None, classes: bool = True
     ) -> None:
-        self.root, self._on_progress, self._classes = os.fspath(root), on_progress or SearchProgress(), classes
-        self.names, self.leaves, self.leaf = list[str](), list[str](), list[int]()
+        self.root = os.fspath(root)
+        self._on_progress = on_progress or SearchProgress()
+        self._classes = classes
+        self.names = list[str]()
+        self.leaves = list[str]()
+        self.leaf = list[int]()
         self._left_out = defaultdict[str, list[str]](list)
         self._linked: set[str] = set()  # real paths of folders that were read through links
-        self._suffixes, self._real_root = image_extensions(), os.path.realpath(self.root)
+        self._suffixes = image_extensions()
+        self._real_root = os.path.realpath(self.root)
         if not os.path.isdir(self.root):
             raise UserError(f"image folder {printable(self.root)} does not exist or is not a folder")
         self._list()
@@ -79,7 +84,8 @@ class FolderListing:
                 self.leaf.append(leaf)
 
     def _children(self, folder: str) -> list[tuple[str, int]]:
-        prefix, (images, folders) = os.path.join(folder, ""), self._entries(folder)
+        prefix = os.path.join(folder, "")
+        images, folders = self._entries(folder)
         if self._classes and not folder:
             self._left_out["images outside of any class folder"] += images
             images = []
@@ -96,7 +102,9 @@ class FolderListing:
 
     def _entries(self, folder: str) -> tuple[list[str], dict[str, bool]]:
         """Return the names of the images in a folder, and its subfolders with whether each is a link."""
-        path, images, folders = os.path.join(self.root, folder), list[str](), dict[str, bool]()
+        path = os.path.join(self.root, folder)
+        images = list[str]()
+        folders = dict[str, bool]()
         remedy = "mend its permissions or the link"
         remedy += "; leaving it out would change the class numbers" if self._classes else ""
         explained = os_errors_as(lambda e: f"{printable(e.filename or path)} can't be read ({e.strerror}): {remedy}")
@@ -158,7 +166,8 @@ def scan_folder(
     if not classes:
         same = np.zeros(len(listing.names), np.int64)
         return ImageFolder(listing.root, Names(listing.names), same, ["unlabelled"], [], listing.warnings)
-    where, folders = printable(listing.root), dict[str, str]()
+    where = printable(listing.root)
+    folders = dict[str, str]()
     for folder in listing.leaves:
         first = folders.setdefault(os.path.basename(folder), folder)
         if first != folder:
@@ -194,8 +203,10 @@ def open_csv(name: str, data: str, split: str, _on_progress: object) -> ImageFol
             is missing or outside `data`.
         MissingSplit: No row is in the split, or a table without splits is asked for the validation images.
     """
-    file, searched = os.path.join(data, name), split_names(split)
-    rows, csv_name = _rows(file), printable(file)
+    file = os.path.join(data, name)
+    searched = split_names(split)
+    rows = _rows(file)
+    csv_name = printable(file)
     used = [row for row in rows if row.get("split", "train") in searched]
     if not used:
         splits = some_names(sorted({row["split"] for row in rows if "split" in row}))
@@ -213,7 +224,8 @@ def open_csv(name: str, data: str, split: str, _on_progress: object) -> ImageFol
 
 def _rows(file: str) -> list[dict[str, str]]:
     """Return the rows, with normalised paths (`a.jpg` for `./a.jpg`)."""
-    csv_name, rows = printable(file), list[dict[str, str]]()
+    csv_name = printable(file)
+    rows = list[dict[str, str]]()
     try:
         with open(file, newline="", encoding="utf-8-sig", opener=regular_only) as lines:
             reader = csv.DictReader(lines, skipinitialspace=True)
@@ -301,7 +313,8 @@ def compare_classes(train: ImageSource, val: ImageSource) -> None:
         UserError: A class is in one split only; names both lists.
     """
     trained = [train.class_names[index] for index in np.unique(train.classes).tolist()]
-    train_names, validated = set(train.class_names), set(val.folder_names)
+    train_names = set(train.class_names)
+    validated = set(val.folder_names)
     only_train = [name for name in trained if name not in validated]
     only_val = [name for name in val.folder_names if name not in train_names]
     if only_train or only_val:

@@ -26,7 +26,8 @@ class HubImages(ImageSource):
         image = self.table[index].column(0)[0]
         if not image.is_valid:
             raise BadImage("no image in this row")
-        data, path = image["bytes"].as_buffer(), image["path"].as_py()
+        data = image["bytes"].as_buffer()
+        path = image["path"].as_py()
         if not data and path:
             return read_file(path, max_pixels)
         check_length(len(data or b""), max_pixels)
@@ -130,6 +131,7 @@ def open_torch_dataset(name: str, data: str, split: str, _on_progress: object) -
         dataset = reader(data, train=split in TRAIN_SPLITS)
     except RuntimeError as error:
         raise UserError(f"{flag}: {reader.base_folder} is missing or damaged: unpack {reader.url} there") from error
-    class_names, classes = list(dataset.classes), np.asarray(dataset.targets, np.int64)
+    class_names = list(dataset.classes)
+    classes = np.asarray(dataset.targets, np.int64)
     paths = numbered_names((class_names[number] for number in classes), ".ppm")
     return ArrayImages(data, paths, classes, class_names, class_names, pixels=np.asarray(dataset.data))

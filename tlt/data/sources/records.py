@@ -84,7 +84,8 @@ def open_records(
     Raises:
         UserError: A file is missing, cut or damaged, or differs from the table.
     """
-    name, lock = f"{printable(table)}.json", FileLock(f"{table}.lock")
+    name = f"{printable(table)}.json"
+    lock = FileLock(f"{table}.lock")
     on_progress = on_progress or SearchProgress()
     task = f"reading every byte of {len(paths)} files for {name}"
     try:
@@ -215,11 +216,13 @@ def write_table(
 def _read_table(table: str) -> tuple[np.ndarray, memoryview, dict[str, Any]]:
     """Map the files of a table. Return its rows, the block of names, and the description. Raise UserError if they are
     cut, damaged or of another kind."""
-    table_name, remedy = f"{printable(table)}.json", "copy the files again, or remove it: it is then made anew"
+    table_name = f"{printable(table)}.json"
+    remedy = "copy the files again, or remove it: it is then made anew"
     with blamed_on(f"{table_name} and what belongs to it", "can't be read", remedy):
         with open(f"{table}.json", "rb") as file:
             content = json.load(file)
-        rows, names = np.load(f"{table}.npy", mmap_mode="r"), np.memmap(f"{table}.names", np.uint8, "r").data
+        rows = np.load(f"{table}.npy", mmap_mode="r")
+        names = np.memmap(f"{table}.names", np.uint8, "r").data
         description = content["description"]
         sound = content["format"] == FORMAT and content["crc32"] == _crc(rows, names, description)
         sound = sound and _is_consistent(rows, names, description)
@@ -232,7 +235,8 @@ def _read_table(table: str) -> tuple[np.ndarray, memoryview, dict[str, Any]]:
 
 def _is_consistent(rows: np.ndarray, names: memoryview, description: dict[str, Any]) -> bool:
     """Return whether the rows refer to files, classes and names that are there. A checksum may be right by intent."""
-    files, class_names = [name for name, _ in description["files"]], description["class_names"]
+    files = [name for name, _ in description["files"]]
+    class_names = description["class_names"]
     ends = {"file": len(files), "class": len(class_names), "name_end": len(names) + 1}
     positions = (rows["offset"], rows["length"], rows["class"], np.diff(rows["name_end"], prepend=0))
     texts = [*files, *class_names, *description["folder_names"], *description["warnings"]]
@@ -264,7 +268,8 @@ class RecordImages(ImageSource):
     def __init__(self, table: str) -> None:
         self.rows, names, description = _read_table(table)
         folder = os.path.dirname(table) or "."
-        self.files, self.about = [os.path.join(folder, name) for name, _ in description["files"]], description["about"]
+        self.files = [os.path.join(folder, name) for name, _ in description["files"]]
+        self.about = description["about"]
         self.texts = dict(zip(self.files, description.get("texts", ()), strict=False))  # older tables have none
         for path, (_, length) in zip(self.files, description["files"], strict=True):
             size = os.path.getsize(path) if os.path.isfile(path) else None
@@ -274,7 +279,8 @@ class RecordImages(ImageSource):
                     f"{printable(path)} {fault}: copy it again, or remove {printable(table)}.json: the table is then "
                     "made anew"
                 )
-        paths, classes = Names.packed(names, self.rows["name_end"]), self.rows["class"].astype(np.int64)
+        paths = Names.packed(names, self.rows["name_end"])
+        classes = self.rows["class"].astype(np.int64)
         warnings = [f"{printable(table)}: {text}" for text in description["warnings"]]
         super().__init__(folder, paths, classes, description["class_names"], description["folder_names"], warnings)
         self._table = table
@@ -297,7 +303,8 @@ class RecordImages(ImageSource):
         """Return the bytes of a record. Threads and processes may call this at once. Raise BadImage if they can't be
         read or their crc32 is wrong, or MachineFault."""
         file, offset, length, crc32, *_ = self.rows[index].item()
-        data, path = bytearray(check_length(length, max_pixels)), self.files[file]
+        data = bytearray(check_length(length, max_pixels))
+        path = self.files[file]
 
         def read() -> int:
             try:

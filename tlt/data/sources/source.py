@@ -63,7 +63,8 @@ class ImageSource:
         """Renumber the classes by another class list, that of the training set or a class map, matching names. If the
         list has none of the names and they are numbers, class i becomes entry i of the list. Raise UserError if the
         list lacks a class or has one twice."""
-        names, numbers = self.class_names, {name: number for number, name in enumerate(class_names)}
+        names = self.class_names
+        numbers = {name: number for number, name in enumerate(class_names)}
         if numbers.keys().isdisjoint(names) and names == [str(n) for n in range(min(len(names), len(numbers)))]:
             self.folder_names = [class_names[int(name)] for name in self.folder_names]
         else:

@@ -73,7 +73,9 @@ def open_webdataset(_name: str, data: str, split: str, on_progress: ProgressCall
     """
     if ".tar" in split or ".." in split:
         pattern = split.partition("|")[0]
-        name, files, label_key = re.sub(r"[^\w.,-]+", "_", pattern), expand_braces(pattern), LABEL_KEY
+        name = re.sub(r"[^\w.,-]+", "_", pattern)
+        files = expand_braces(pattern)
+        label_key = LABEL_KEY
     else:
         name, files, label_key = _split_entry(data, split)
     for file in files:
@@ -87,7 +89,8 @@ def open_webdataset(_name: str, data: str, split: str, on_progress: ProgressCall
     if missing or not files:
         raise UserError(f"{len(missing)} of {len(files)} shards are missing: {some_names(missing)}")
     name += f".{class_folder(label_key)}" * (label_key != LABEL_KEY)  # other classes have a table of their own
-    table, scan = os.path.join(data, f"{name}.shards"), partial(scan_tar, label_key=label_key)
+    table = os.path.join(data, f"{name}.shards")
+    scan = partial(scan_tar, label_key=label_key)
     return records.open_records(paths, table, scan, write_tar_table, on_progress)
 
 
@@ -129,7 +132,8 @@ def _split_entry(data: str, split: str) -> tuple[str, list[str], str]:
         name = next((item for item in split_names(split) if item in splits), None)
         if name is None:
             raise MissingSplit(f"{printable(path)} has no split {printable(split)}; it has {some_names(list(splits))}")
-        files, label_key = [*splits[name]["filenames"]], splits[name].get("alt_label") or LABEL_KEY
+        files = [*splits[name]["filenames"]]
+        label_key = splits[name].get("alt_label") or LABEL_KEY
         if not all(isinstance(item, str) for item in [*files, label_key]):
             raise TypeError("names that are none")
     return name, files, label_key
@@ -147,7 +151,9 @@ def scan_tar(path: str, label_key: str = LABEL_KEY, texts_only: bool = False) ->
 
 def scan_packed(path: str, label_key: str = LABEL_KEY, texts_only: bool = False) -> tuple[FileRecords, FileRecords]:
     """Read the images of a shard as `scan_tar` does, and the label maps that `tlt pack-images` stored with them."""
-    left_out, images, maps = dict[str, list[str]](), list[Member](), list[Member]()
+    left_out = dict[str, list[str]]()
+    images = list[Member]()
+    maps = list[Member]()
     samples = list_members(path, left_out)
     with open(path, "rb") as file:
         descriptor = file.fileno()
@@ -180,7 +186,8 @@ def _crc32(descriptor: int, offset: int, length: int) -> int:
 def write_tar_table(table: str, shards: list[FileRecords]) -> None:
     """Write the table of shards of other programs, in natural order of the names. Classes are named after the keys'
     folders if each class has exactly one folder of its own, else by their number."""
-    rows, names = records.concatenated(shards), [name for shard in shards for name in shard.names]
+    rows = records.concatenated(shards)
+    names = [name for shard in shards for name in shard.names]
     keys = Counter(re.sub(r"\.[^/]*$", "", name) for name in names)
     if twice := [key for key, count in keys.items() if count > 1]:
         raise UserError(
@@ -209,7 +216,8 @@ def list_members(path: str, left_out: dict[str, list[str]]) -> Samples:
         UserError: The file is unreadable, compressed, cut or damaged, or has a link, two files with one name, or a name
             that is absolute or leads out of the tar.
     """
-    tar, samples = f"tar {printable(path)}", Samples()
+    tar = f"tar {printable(path)}"
+    samples = Samples()
     try:
         for info in _infos(path):
             name = info.name.removeprefix("./")
@@ -254,7 +262,8 @@ class _Headers(io.FileIO):
 def _infos(path: str) -> Iterator[tarfile.TarInfo]:
     """Yield every member in order. Raise TarError if the tar is cut or damaged."""
     with _Headers(path, opener=regular_only) as file, tarfile.open(fileobj=file, mode="r:") as tar:
-        length, end = os.fstat(file.fileno()).st_size, 0
+        length = os.fstat(file.fileno()).st_size
+        end = 0
         while (info := tar.next()) is not None:
             file.left = _LONGEST_TEXT
             tar.members.clear()  # type: ignore[attr-defined]  # otherwise all members stay in memory

@@ -66,13 +66,16 @@ def open_tfrecords(_name: str, data: str, split: str, on_progress: ProgressCallb
         UserError: There are none, or by the numbers in their names some are missing.
     """
     for name in split_names(split):
-        folder, table = os.path.join(data, name), "records"
+        folder = os.path.join(data, name)
+        table = "records"
         files = _record_names(folder) if os.path.isdir(folder) else []
         if not files:
-            folder, table = data, f"{name}.records"
+            folder = data
+            table = f"{name}.records"
             files = [file for file in _record_names(data) if re.search(rf"(^|-){re.escape(name)}[-._]", file)]
         if files:
-            paths, table = _complete_paths(folder, files), os.path.join(folder, table)
+            paths = _complete_paths(folder, files)
+            table = os.path.join(folder, table)
             images = records.open_records(paths, table, scan_records, _write_record_table, on_progress)
             if (listed := _class_list(folder)) and listed != images.class_names:
                 raise UserError(
@@ -141,8 +144,10 @@ def _write_record_table(table: str, read: list[FileRecords]) -> None:
     If the records name their classes, the classes are numbered in natural order, as in a folder; else as in the
     records. Images with unique names are in natural order, as in a folder; others are numbered in the files' order.
     """
-    rows, folder = records.concatenated(read), os.path.dirname(read[0].path)
-    classes, texts = rows["class"].tolist(), [text for file in read for text in file.class_texts]
+    rows = records.concatenated(read)
+    folder = os.path.dirname(read[0].path)
+    classes = rows["class"].tolist()
+    texts = [text for file in read for text in file.class_texts]
     if class_names := _class_list(folder):
         named = class_names
     elif all(texts) and len({*zip(texts, classes, strict=True)}) == len({*texts}) == len({*classes}):
@@ -169,13 +174,16 @@ def scan_records(path: str, texts_only: bool = False) -> FileRecords:
     Raises:
         UserError: The file is cut, damaged or compressed, or a record lacks an image or a single class.
     """
-    rows, names, class_texts = [], [], []
+    rows = []
+    names = []
+    class_texts = []
     with open(path, "rb", opener=regular_only) as file:
         length = os.fstat(file.fileno()).st_size
         for number, (offset, record) in enumerate(_records(file, path, length)):
             where = f"record {number} of {printable(path)}"
             features = _parse_example(record, where)
-            image, label = _single(features, _IMAGE, bytes), _single(features, _LABEL, int)
+            image = _single(features, _IMAGE, bytes)
+            label = _single(features, _LABEL, int)
             for part, names_of, value in (("image", _IMAGE, image), ("class number", _LABEL, label)):
                 if value is None:
                     keys = ", ".join(map(printable, sorted(features))) or "nothing"
@@ -231,7 +239,8 @@ def _records(file: BinaryIO, path: str, size: int) -> Iterator[tuple[int, bytes]
             raise UserError(f"{file_name} is cut: its last record begins at byte {at} of {size}; copy it again")
         if length > most_bytes():
             raise UserError(f"{file_name}: the record at byte {at} has {length} bytes, more than an image takes")
-        data, checksum = file.read(length), int.from_bytes(file.read(4), "little")
+        data = file.read(length)
+        checksum = int.from_bytes(file.read(4), "little")
         if _masked(crc32c(data)) != checksum:
             raise UserError(f"{file_name} is damaged in the record at byte {at} (crc32c is wrong): copy it again")
         yield at + 12, data
