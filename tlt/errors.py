@@ -80,14 +80,12 @@ def size_of(name: str, size: Sequence[int]) -> tuple[int, int]:
 
 
 def require(module: str, extra: str) -> ModuleType:
-    """Import and return an optional package.
+    """Import and return an optional package. Raise UserError if the package is not installed; the message names the
+    extra.
 
     Args:
         module: The import name, such as `"matplotlib"`.
         extra: The pip extra of this project that installs it.
-
-    Raises:
-        UserError: The package is not installed; the message names the extra.
     """
     try:
         return importlib.import_module(module)

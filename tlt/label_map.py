@@ -59,12 +59,9 @@ class LabelMap:
         return k, h, w
 
     def validate(self, num_classes: int | None) -> LabelMap:
-        """Return the map itself after checking it.
-
-        Raises:
-            UserError: A value is NaN or infinite, a class id is negative or not below `num_classes`, or the arrays are
-                not of one (k, h, w) shape. The message starts with `source`.
-        """
+        """Return the map itself after checking it. Raise UserError if a value is NaN or infinite, a class id is
+        negative or not below `num_classes`, or the arrays are not of one (k, h, w) shape. The message starts with
+        `source`."""
         source = self.source
         if self.values.ndim != 3 or self.values.shape != self.ids.shape or 0 in self.values.shape:
             raise UserError(f"{source}: values {self.values.shape} and ids {self.ids.shape} are not one (k, h, w) map")
@@ -140,11 +137,7 @@ class LabelBatch:
 
     @classmethod
     def stack(cls, maps: Sequence[LabelMap]) -> LabelBatch:
-        """Stack maps in order.
-
-        Raises:
-            UserError: The maps differ in shape (all maps of a data set have one shape).
-        """
+        """Stack maps in order. Raise UserError if the maps differ in shape (all maps of a data set have one shape)."""
         shapes = {label_map.shape for label_map in maps}
         if len(shapes) != 1:
             raise UserError(f"label maps of different shapes (k, h, w) in one batch: {sorted(shapes)}")

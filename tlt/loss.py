@@ -143,7 +143,8 @@ class TokenLabelLoss(TokenPlaces):
         """Return the losses, as means over the batch.
 
         The dense loss weighs each token by its coverage and always divides by B * N. So the mean over micro-batches or
-        ranks, weighted by their number of images, equals the loss of one large batch.
+        ranks, weighted by their number of images, equals the loss of one large batch. Raise UserError if the outputs
+        have another number of tokens or classes than the targets.
 
         Args:
             outputs: Class logits (B, C) and un-mixed token logits (B, N, C) or None, from `model(images, dense=True,
@@ -153,9 +154,6 @@ class TokenLabelLoss(TokenPlaces):
                 The class target is mixed with the partner's (sample B - 1 - i) by the share of tokens in the box.
             ratios: The result of `tlt.mix.Mixup.draw`, or None without Mixup and CutMix. MixToken works on images that
                 these mixed already: a token inside its box shows the partner's mixture.
-
-        Raises:
-            UserError: The outputs have another number of tokens or classes than the targets.
         """
         cls_logits, token_logits = outputs
         fits = cls_logits.shape == targets.cls.shape

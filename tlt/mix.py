@@ -65,7 +65,8 @@ class MixRatios:
 
 @dataclass(eq=False)
 class Mixup:
-    """Draws how images are mixed. It has the arguments of `timm.data.Mixup`.
+    """Draws how images are mixed. It has the arguments of `timm.data.Mixup`. Raises UserError if Mixup and CutMix are
+    both off, `cutmix_minmax` is no range, or the mode is unknown.
 
     Args:
         mixup_alpha: Mixup draws lam from Beta(alpha, alpha); 0 turns Mixup off.
@@ -76,9 +77,6 @@ class Mixup:
         mode: One draw per "batch", per "pair" of samples, or per sample ("elem").
         label_smoothing: Label smoothing of the targets, in [0, 1).
         num_classes: C.
-
-    Raises:
-        UserError: Mixup and CutMix are both off, `cutmix_minmax` is no range, or the mode is unknown.
     """
 
     mixup_alpha: float = 1.0

@@ -22,7 +22,8 @@ def load_pretrained_weights(
     """Load pretrained weights for fine-tuning, as published. Return which weights were loaded.
 
     Both heads are dropped only if the file has other classes than the model, by name or else by number. The position
-    embedding is resized to the model's image size.
+    embedding is resized to the model's image size. Raise UserError if the file can't be read, holds NaN or lacks EMA
+    weights; or a tensor misfits (not strict: all do).
 
     Args:
         model: The model to change. An error leaves it unchanged.
@@ -32,9 +33,6 @@ def load_pretrained_weights(
         num_classes: Number of classes of the model. A number that contradicts the model is an error, except for the
             default 1000, which the published examples use for any model.
         class_names: Names of the model's classes, by which it takes the rows of heads if the file names its own.
-
-    Raises:
-        UserError: The file can't be read, holds NaN or lacks EMA weights; or a tensor misfits (not strict: all do).
     """
     model_classes = getattr(model, "num_classes", num_classes)
     if num_classes not in (model_classes, 1000):

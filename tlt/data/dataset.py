@@ -59,11 +59,8 @@ class LabelReader(Protocol):
 
 
 class WorkerStatus:
-    """Records which image each worker is reading and since when, in memory that all processes share.
-
-    Raises:
-        RuntimeError: There are workers, and torch gets no shared memory.
-    """
+    """Records which image each worker is reading and since when, in memory that all processes share. Raises
+    RuntimeError if there are workers, and torch gets no shared memory."""
 
     def __init__(self, workers: int) -> None:
         # Without workers the only row belongs to the main process.
@@ -149,16 +146,14 @@ class BatchDataset(Dataset[Batch | UserError]):
 
 
 class TrainDataset(BatchDataset):
-    """Makes augmented training batches, as a function of (seed, epoch, indices).
+    """Makes augmented training batches, as a function of (seed, epoch, indices). Raises UserError if the labels belong
+    to other images.
 
     Args:
         seed: Seed of crops, augmentation and replacements.
         labels: Token labels of the same images, in their order.
         backend: The decoder; None takes torchvision's.
         label_view: Replaces the plan's geometry for reading the maps of a batch (see `tlt.upstream.behaviour`).
-
-    Raises:
-        UserError: The labels belong to other images.
     """
 
     def __init__(
@@ -239,7 +234,8 @@ class TrainDataset(BatchDataset):
 
 
 class EvalDataset(BatchDataset):
-    """Makes evaluation batches, with the images of timm's `create_transform(is_training=False)`.
+    """Makes evaluation batches, with the images of timm's `create_transform(is_training=False)`. Raises UserError if
+    crop mode or interpolation is unknown, `crop_pct` is not positive, or labels are of other images.
 
     Args:
         size: (H, W) of the output.
@@ -250,9 +246,6 @@ class EvalDataset(BatchDataset):
         fill: Colour 0..255 of the padding of "border"; timm uses the mean.
         backend: The decoder; None takes Pillow's, which gives exactly timm's pixels.
         labels: Token labels of the same images, in their order.
-
-    Raises:
-        UserError: Crop mode or interpolation is unknown, `crop_pct` is not positive, or labels are of other images.
     """
 
     def __init__(

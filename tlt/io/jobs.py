@@ -119,11 +119,8 @@ class Progress:
 
 
 def available_cpus(process: int = 0) -> int:
-    """Return how many CPUs a process may use (0: this one): those of its affinity, limited by its control groups.
-
-    Raises:
-        OSError: There is no such process.
-    """
+    """Return how many CPUs a process may use (0: this one): those of its affinity, limited by its control groups. Raise
+    OSError if there is no such process."""
     bound = len(os.sched_getaffinity(process)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, int(min(bound, _granted_cpus(_ROOT / "proc" / str(process or "self") / "cgroup"))))
 

@@ -44,16 +44,14 @@ _REFUSED = re.compile(r"GLOBAL (\S+)|unrecognized function (\S+)|but got (?:<cla
 
 
 def read_checkpoint(path: str | Path, peek: bool = False) -> dict[str, Any]:
-    """Return everything a checkpoint holds, tensors on the CPU.
+    """Return everything a checkpoint holds, tensors on the CPU. Raise UserError if the file is missing, truncated,
+    damaged (names the record), compressed, of another kind, or holds more than tensors and plain data (names the class;
+    its code does not run).
 
     Args:
         path: A safetensors file, or one of `torch.save` (a zip archive; before torch 1.6 a pickle). The content
             decides, not the extension.
         peek: Skip the checksums, and map the tensors of a zip archive into memory instead of reading them.
-
-    Raises:
-        UserError: The file is missing, truncated, damaged (names the record), compressed, of another kind, or holds
-            more than tensors and plain data (names the class; its code does not run).
     """
     path = Path(path)
     if path.is_dir():
@@ -113,9 +111,7 @@ def load_plain(file: BinaryIO, what: str | Path, peek: bool = False) -> Any:
 
 def check_plain(content: Any, what: str | Path) -> Any:
     """Return the content of a file, whose tensors are detached in place, if programs can compute with all of them.
-
-    Raises:
-        UserError: A tensor is sparse, quantized, nested, on `meta`, or has complex or 8-bit floating-point numbers.
+    Raise UserError if a tensor is sparse, quantized, nested, on `meta`, or has complex or 8-bit floating-point numbers.
     """
     stack = [("", content)]
     seen = set[int]()
@@ -162,15 +158,13 @@ def weights_entry(
     path: str | Path = "the checkpoint",
     wanted: Collection[str] = (),
 ) -> str:
-    """Return the key of the weights to use, or `""` if the checkpoint itself is the state dict.
+    """Return the key of the weights to use, or `""` if the checkpoint itself is the state dict. Raise UserError if the
+    checkpoint has no such weights.
 
     Args:
         use_ema: True takes the moving average, False the plain weights, None the moving average if there is one.
         wanted: The model's names. Among several entries, the one that has most of them is used; of equal ones, an
             average or a teacher before others, unless `use_ema` is False, then the first.
-
-    Raises:
-        UserError: The checkpoint has no such weights.
     """
     ema, plain = ([k for k in keys if isinstance(checkpoint.get(k), dict)] for keys in (EMA_KEYS, WEIGHT_KEYS))
     if use_ema and not ema:

@@ -53,11 +53,8 @@ class Column:
     """One .npy file of an archive; it reads and writes rows by number.
 
     It does not use a memory map for that: the system kills a process that touches a part of a map that was cut off or
-    for which a full disk has no room. All processes of a machine share the page cache anyway.
-
-    Raises:
-        UserError: The file is missing, cut, or holds something else.
-    """
+    for which a full disk has no room. All processes of a machine share the page cache anyway. Raises UserError if the
+    file is missing, cut, or holds something else."""
 
     def __init__(self, path: str, shape: tuple[int, ...], dtypes: Sequence[str], writable: bool = False) -> None:
         self._arguments = path, shape, dtypes, writable
@@ -134,11 +131,8 @@ def column_types(info: LabelInfo, records: int) -> dict[str, tuple[tuple[int, ..
 
 
 def read_description(root: str | Path) -> tuple[LabelInfo, Names]:
-    """Return the description of a complete archive and the names of its rows, in memory that processes share.
-
-    Raises:
-        UserError: There is no archive, or it is incomplete or damaged.
-    """
+    """Return the description of a complete archive and the names of its rows, in memory that processes share. Raise
+    UserError if there is no archive, or it is incomplete or damaged."""
     name = printable(os.fspath(root))
     path = os.path.join(root, META_NAME)
     if not os.path.isfile(path):
@@ -165,13 +159,11 @@ class ArchiveReader:
     """Reads the rows of an archive that belong to a list of images. A `tlt.labels.store.Reader`.
 
     Rows are matched by name, so their order does not matter: by the image's name if the archive has it, else by label
-    file with the rule of `find_labels`.
+    file with the rule of `find_labels`. Raises UserError if there is no archive, or it is incomplete, of an old
+    version, or damaged.
 
     Args:
         names: Image paths relative to the image folder.
-
-    Raises:
-        UserError: There is no archive, or it is incomplete, of an old version, or damaged.
     """
 
     def __init__(self, root: str, names: Names) -> None:

@@ -28,7 +28,7 @@ from tlt.labels.label_info import Agreement, LabelInfo
 
 
 class ArchiveWriter:
-    """Writes an archive.
+    """Writes an archive. Raises UserError if the folder holds something else or another archive, or can't be written.
 
     Args:
         root: The folder of the archive. It is created if it does not exist.
@@ -40,9 +40,6 @@ class ArchiveWriter:
 
     Attributes:
         complete: Whether the same command has finished this archive before. Then rows must not be written.
-
-    Raises:
-        UserError: The folder holds something else or another archive, or can't be written.
     """
 
     def __init__(
@@ -77,11 +74,7 @@ class ArchiveWriter:
         return all(np.array_equal(getattr(stored, name), getattr(label_map, name)) for name in ("ids", "values"))
 
     def write(self, row: int, label_map: LabelMap) -> None:
-        """Write a map into a row.
-
-        Raises:
-            UserError: The map is invalid or has another shape, or the disk is full.
-        """
+        """Write a map into a row. Raise UserError if the map is invalid or has another shape, or the disk is full."""
         info = self.info
         label_map.validate(info.num_classes)
         if label_map.shape != info.shape:
@@ -106,14 +99,12 @@ class ArchiveWriter:
         self._write(row, {"ids": empty, "values": empty, "lse": empty[0]}, NO_LABEL)
 
     def finish(self, skipped: Sequence[str] = (), classes: npt.ArrayLike | None = None) -> dict[str, Any]:
-        """Check every row, mark the archive complete and close it. Return how well the labels name the classes.
+        """Check every row, mark the archive complete and close it. Return how well the labels name the classes. Raise
+        UserError if a row is missing or damaged, or writing fails.
 
         Args:
             skipped: Names of images without a label.
             classes: Class of each row's image, or -1 if it is not known. None: the labels have other classes.
-
-        Raises:
-            UserError: A row is missing or damaged, or writing fails.
         """
         assert self._folder is not None
         tally = Agreement()

@@ -49,10 +49,7 @@ def usual_label_name(name: str) -> str:
 
 def find_labels(names: Sequence[str], files: Set[str], root: str) -> Names:
     """Return the label file of each image, `a/x.jpg.pt` or else `a/x.pt`; "" if neither is in the `files` of `root`.
-
-    Raises:
-        UserError: A label file fits two images.
-    """
+    Raise UserError if a label file fits two images."""
     labels = []
     owner = dict[str, str]()
     for name in names:
@@ -68,11 +65,7 @@ def find_labels(names: Sequence[str], files: Set[str], root: str) -> Names:
 
 def label_files_below(root: str, on_progress: Callable[[str, int], None] | None = None) -> set[str]:
     """Return the label files below a folder, relative to it. `on_progress` gets a message and the number so far. Links
-    are followed, except those to a folder in which they lie.
-
-    Raises:
-        UserError: A folder can't be read.
-    """
+    are followed, except those to a folder in which they lie. Raise UserError if a folder can't be read."""
     paths = set[str]()
     report = on_progress or SearchProgress()
     folders = [("", frozenset[str]())]  # with the real paths of the folders whose links led there
@@ -141,15 +134,13 @@ def read_map(path: str | Path, num_classes: int | None = None) -> LabelMap:
 
 
 class TreeReader:
-    """Reads the label files of a list of images. A `tlt.labels.store.Reader`.
+    """Reads the label files of a list of images. A `tlt.labels.store.Reader`. Raises UserError if there is no such
+    folder, or one label file fits two images.
 
     Args:
         names: Image paths relative to the image folder.
         num_classes: Class ids must be below it.
         on_progress: As in `tlt.data.sources.folder.FolderListing`.
-
-    Raises:
-        UserError: There is no such folder, or one label file fits two images.
     """
 
     def __init__(

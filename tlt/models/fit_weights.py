@@ -236,7 +236,8 @@ def _shape(tensor: Tensor) -> str:
 def adapt_state_dict(
     model: TokenLabelModel, state_dict: Mapping[str, Tensor], source_grid: Grid | None = None
 ) -> tuple[dict[str, Tensor], list[str]]:
-    """Resize the position embedding of weights that were trained at another image size.
+    """Resize the position embedding of weights that were trained at another image size. Raise UserError if N fits
+    neither of these grids.
 
     Args:
         model: The model that will load them.
@@ -247,9 +248,6 @@ def adapt_state_dict(
 
     Returns:
         The converted copy and the names of the entries that were resized.
-
-    Raises:
-        UserError: N fits neither of these grids.
     """
     adapted = dict(state_dict)
     pos = adapted.get("pos_embed")
@@ -275,11 +273,8 @@ def source_grid(
 
 
 def _guess_grid(tokens: int, target: Grid) -> Grid:
-    """Return the grid of a checkpoint's tokens: a square, else one with the aspect ratio of `target`.
-
-    Raises:
-        UserError: Neither grid has so many tokens.
-    """
+    """Return the grid of a checkpoint's tokens: a square, else one with the aspect ratio of `target`. Raise UserError
+    if neither grid has so many tokens."""
     side = math.isqrt(tokens)
     if side * side == tokens:
         return side, side
@@ -324,12 +319,8 @@ def place_of(model: nn.Module, checkpoint: dict[str, Any], use_ema: bool | None,
 def dense_head_of(
     checkpoint: dict[str, Any], use_ema: bool | None = None, path: Any = "the checkpoint", wanted: Collection[str] = ()
 ) -> dict[str, Tensor]:
-    """Return the dense head and the projector that a checkpoint holds beside the weights; empty if it has none.
-    The arguments are those of `weights_entry`.
-
-    Raises:
-        UserError: The entry holds something else.
-    """
+    """Return the dense head and the projector that a checkpoint holds beside the weights; empty if it has none. The
+    arguments are those of `weights_entry`. Raise UserError if the entry holds something else."""
     entry = DENSE_ENTRIES.get(weights_entry(checkpoint, use_ema, path, wanted), "")
     state = checkpoint.get(entry)
     if state is None:

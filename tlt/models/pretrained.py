@@ -64,16 +64,14 @@ def create(
     dtype: torch.dtype | None = None,
     **kwargs: Any,
 ) -> nn.Module:
-    """Build a model with the arguments of `timm.create_model`.
+    """Build a model with the arguments of `timm.create_model`. Raise UserError if the weights do not exist or can't be
+    fetched.
 
     Args:
         pretrained: Load the published weights, converted to this image size and these channels and classes.
         pyramid: The default `out_indices` of `features_only=True`.
         device, dtype: Of the weights, as timm's newest models take them; None takes torch's defaults.
         **kwargs: Arguments of timm and of the constructor.
-
-    Raises:
-        UserError: The weights do not exist or can't be fetched.
     """
     builder: Callable[..., nn.Module] = model_cls
     if pretrained:
@@ -96,11 +94,8 @@ def create(
 
 
 def published_weights(cfg: dict[str, Any]) -> dict[str, Tensor]:
-    """Return the weights of a `pretrained_cfg`, from torch's hub folder or downloaded from their release.
-
-    Raises:
-        UserError: There are none, or they can't be downloaded; the message says where to put the file.
-    """
+    """Return the weights of a `pretrained_cfg`, from torch's hub folder or downloaded from their release. Raise
+    UserError if there are no weights, or they can't be downloaded; the message says where to put the file."""
     url = cfg.get("url")
     name = ".".join(filter(None, (cfg.get("architecture"), cfg.get("tag"))))
     if not url:

@@ -40,16 +40,14 @@ _RMS_NORMS = (nn.RMSNorm, RmsNorm, RmsNorm2d)
 
 
 def feature_map(model: nn.Module, features: Any, img_size: tuple[int, int]) -> Tensor:
-    """Return the output of `model.forward_features` for images of (H, W) as a map, without prefix tokens.
+    """Return the output of `model.forward_features` for images of (H, W) as a map, without prefix tokens. Raise
+    UserError if the features are none of these, or the tokens are not the patches of the image.
 
     Args:
         features: (B, C, h, w); (B, h, w, C) if the model's `output_fmt` says so; or (B, P + h * w, C).
 
     Returns:
         (B, h, w, C).
-
-    Raises:
-        UserError: The features are none of these, or the tokens are not the patches of the image.
     """
     kind = type(model).__name__
     if not isinstance(features, Tensor) or features.ndim not in (3, 4):
@@ -187,10 +185,7 @@ def positions_of(layers: list[DownsamplingLayer], grid: Size, img_size: Size) ->
 
     If no layer makes a map (the first of TResNet), its cells divide the image into equal parts. Of parallel layers we
     follow those that average, such as the shortcuts of ResNet-D: they carry the image, and the other branch is small.
-
-    Raises:
-        UserError: No layer tells where the cells lie.
-    """
+    Raise UserError if no layer tells where the cells lie."""
     axes = [_along(layers, axis, grid[axis], img_size[axis]) for axis in (0, 1)]
     (pitch_y, first_y), (pitch_x, first_x) = axes
     return TokenGrid((pitch_y, pitch_x), (first_y, first_x))

@@ -136,7 +136,8 @@ class TokenLabelModel(Constants):
     # Forward -------------------------------------------------------------------------------------------------------
 
     def forward(self, x: Tensor, dense: bool = False, mix_box: Box | None = None) -> Tensor | tuple[Tensor, Tensor]:
-        """Classify images.
+        """Classify images. Raise UserError if `dense` is set, but the dense head is switched off or there is no
+        pooling.
 
         Args:
             x: (B, in_chans, H, W) of any size that gives at least one token.
@@ -146,9 +147,6 @@ class TokenLabelModel(Constants):
 
         Returns:
             (B, K); with `dense` (B, K) and (B, N, K). If `num_classes` is 0, features instead of logits.
-
-        Raises:
-            UserError: `dense` is set, but the dense head is switched off or there is no pooling.
         """
         if isinstance(x, torch.fx.Proxy):  # torch.fx traces `model(x)`
             return self.forward_head(self.forward_features(x))
@@ -332,13 +330,11 @@ class TokenLabelModel(Constants):
     def set_input_size(self, img_size: int | tuple[int, int]) -> None:
         """Make (H, W) the model's own image size, and resize the position embedding permanently.
 
-        The embedding is replaced by a new parameter, so call this before you build the optimizer.
+        The embedding is replaced by a new parameter, so call this before you build the optimizer. Raise UserError if
+        the images are smaller than one token. The model stays as it was.
 
         Args:
             img_size: One side or (H, W) in pixels.
-
-        Raises:
-            UserError: The images are smaller than one token. The model stays as it was.
         """
         in_range("img_size", img_size, 1, counts=(1, 2))
         grid = self.token_grid(img_size)

@@ -67,13 +67,11 @@ def describes_vit(config: Mapping[str, Any]) -> bool:
 
 
 def timm_config(config: Mapping[str, Any], processor: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the arguments of `vit_transformers` for a config.json, and its `pretrained_cfg` without a source.
+    """Return the arguments of `vit_transformers` for a config.json, and its `pretrained_cfg` without a source. Raise
+    UserError if timm has no such model; the message names the setting.
 
     Args:
         processor: The preprocessor_config.json beside it; empty if there is none.
-
-    Raises:
-        UserError: timm has no such model; the message names the setting.
     """
     if config.get("hidden_act", "gelu") != "gelu":
         raise UserError(f"its config.json has hidden_act {config['hidden_act']}, this ViT has gelu")

@@ -72,11 +72,8 @@ class WithDenseHead(Extension):
     _layout_by_size: dict[Size, TokenLayout]
 
     def forward(self, x: Tensor, dense: bool = False, mix_box: Box | None = None) -> Any:
-        """Classify images. Arguments and results are those of `TokenLabelModel.forward`.
-
-        Raises:
-            UserError: `dense` is set, but the dense head is switched off; or a box is given, but the model can't mix.
-        """
+        """Classify images. Arguments and results are those of `TokenLabelModel.forward`. Raise UserError if `dense` is
+        set, but the dense head is switched off; or a box is given, but the model can't mix."""
         if not dense and mix_box is None:
             return super().forward(x)
         return self.apply_heads(self.mixed_features(x, mix_box), (x.shape[-2], x.shape[-1]), dense, mix_box)
@@ -196,15 +193,13 @@ def with_dense_head(model: Any, img_size: tuple[int, int] | None = None) -> Any:
 
 
 def bare(model: Any, action: str = "", inside: bool = False) -> Any:
-    """Return the model inside wrappers such as torch.compile's, DistributedDataParallel and timm's ModelEmaV3.
+    """Return the model inside wrappers such as torch.compile's, DistributedDataParallel and timm's ModelEmaV3. Raise
+    UserError if the action is not possible any more.
 
     Args:
         action: What changes the model, or runs a part of it; "" if the caller only reads what the model knows.
         inside: Whether this can be done to a model inside a wrapper. FSDP, of either version, allows it never: it has
             divided the weights.
-
-    Raises:
-        UserError: The action is not possible any more.
     """
     if not isinstance(model, nn.Module):
         return model
@@ -318,11 +313,8 @@ class MixPoint:
     def mixed(
         self, model: nn.Module, run: Callable[[Tensor], Tensor], images: Tensor, box: Box, tokens: TokenLayout
     ) -> Tensor:
-        """Return `run(images)`, which runs the layer of `model`, while the hook mixes its output by `box`.
-
-        Raises:
-            UserError: The layer ran without its hook, so that the images were not mixed.
-        """
+        """Return `run(images)`, which runs the layer of `model`, while the hook mixes its output by `box`. Raise
+        UserError if the layer ran without its hook, so that the images were not mixed."""
         self.attach(model)
         call = _this_call()
         self.calls[call] = box, tokens
@@ -356,16 +348,14 @@ def _this_call() -> int:
 
 def add_mix_point(model: nn.Module, images: Tensor) -> tuple[MixPoint, TokenLayout]:
     """Hook a `MixPoint` to the embedding of a model and test it: a box of all tokens must give the partner's features.
+    Raise UserError if there is no such layer, its output is no map, or images also reach the features another way. No
+    hook remains.
 
     Args:
         images: Any two images, (2, 3, H, W).
 
     Returns:
         The mix point, and the token layout for images of this size.
-
-    Raises:
-        UserError: There is no such layer, its output is no map, or images also reach the features another way. No
-            hook remains.
     """
     name = next((n for n in _EMBEDDINGS if type(getattr(model, n, None)) not in _NO_LAYERS), None)
     if name is None:
@@ -397,10 +387,7 @@ def _map_and_output(model: nn.Module, layer: nn.Module, images: Tensor) -> tuple
 
 def _layout(name: str, layer: nn.Module, grid: Size, output: Any, lower: Any) -> str:
     """Return the layout of the `output` of `layer`; `lower` is its output if only the lower half of the images differs.
-
-    Raises:
-        UserError: The output can't be read as a map.
-    """
+    Raise UserError if the output can't be read as a map."""
     if not isinstance(output, Tensor) or output.ndim not in (3, 4):
         raise UserError(f"its {name} does not give one map of the image, for MixToken to mix")
     if output.ndim == 3:

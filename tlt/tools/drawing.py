@@ -156,10 +156,7 @@ def draw_cells(
 
 def save_figure(figure: Figure, path: str | Path, **options: Any) -> None:
     """Write the page to `path` atomically; the file's suffix chooses the format. `options` are those of `savefig`.
-
-    Raises:
-        UserError: The file can't be written.
-    """
+    Raise UserError if the file can't be written."""
     content = io.BytesIO()
     figure.savefig(content, format=Path(path).suffix[1:].lower(), **options)
     with os_errors_as(lambda error: f"{printable(str(path))} can't be written: {error.strerror or error}"):
@@ -207,15 +204,13 @@ class Example:
 def read_examples(
     dataset: TrainDataset, batch: Batch, targets: Targets | None, mean: Sequence[float], std: Sequence[float]
 ) -> list[Example]:
-    """Return the images of a batch with their sources, which are read again.
+    """Return the images of a batch with their sources, which are read again. Raise BadImage if a source image can't be
+    read.
 
     Args:
         dataset: The data set that made the batch.
         targets: The targets of the batch; None if the loss uses only the classes.
         mean, std: The normalisation of the images.
-
-    Raises:
-        BadImage: A source image can't be read.
     """
     pixels = pixels_of(batch.images, mean, std)
     corners = geometry.apply(batch.affine.double().cpu().numpy(), [[0, 0], [1, 0], [1, 1], [0, 1]])

@@ -33,10 +33,7 @@ def pack(
     overwrite: bool = False,
 ) -> list[str]:
     """Pack every label file of a tree; the arguments are the flags of `tlt pack`. Return lines that report the result.
-
-    Raises:
-        UserError: There are no labels, a label is invalid, or `out` can't be written.
-    """
+    Raise UserError if there are no labels, a label is invalid, or `out` can't be written."""
     if split and not images:
         raise UserError(f"--split {split} has no effect without --images")
     if not os.path.isdir(tree):
@@ -74,13 +71,11 @@ def pack(
 
 
 def find_rows(tree: str, folder: ImageSource | None) -> tuple[list[str], list[str], np.ndarray, list[str]]:
-    """Return the label files of a tree: first those of the images, in their order, then all others.
+    """Return the label files of a tree: first those of the images, in their order, then all others. Raise UserError if
+    there are no labels, or one fits two images.
 
     Returns:
         Label files; image names, or label files of unknown images; classes, -1 if not known; notes.
-
-    Raises:
-        UserError: There are no labels, or one fits two images.
     """
     files = label_files_below(tree)
     if not files:
@@ -108,12 +103,8 @@ def find_rows(tree: str, folder: ImageSource | None) -> tuple[list[str], list[st
 def unpack(archive: str, out: str, overwrite: bool = False) -> list[str]:
     """Write the labels of an archive as a tree of label files. Return lines that report the result.
 
-    `labels.json` is written first. An image without a label gets no file.
-
-    Raises:
-        UserError: The archive is incomplete or damaged, or `out` can't be written or holds something other than a tree
-            from such a command.
-    """
+    `labels.json` is written first. An image without a label gets no file. Raise UserError if the archive is incomplete
+    or damaged, or `out` can't be written or holds something other than a tree from such a command."""
     root = Path(out)
     info, names = read_description(archive)
     reader = ArchiveReader(archive, names)

@@ -67,11 +67,8 @@ def pack_images(
     dataset: str = "",
 ) -> list[str]:
     """Pack the images of a data set into shards; the arguments are the flags of `tlt pack-images`. Return lines that
-    report the result. The other splits get the class numbers of the first.
-
-    Raises:
-        UserError: There are no images, an image or label is unreadable, or `out` can't be written or has other files.
-    """
+    report the result. The other splits get the class numbers of the first. Raise UserError if there are no images, an
+    image or label is unreadable, or `out` can't be written or has other files."""
     lines = list[str]()
     sources = dict[str, ImageSource]()
     class_names: list[str] | None = None
@@ -261,11 +258,7 @@ def _label_name(image: str) -> str:
 
 
 def read_image(source: ImageSource, row: int) -> bytearray:
-    """Return the encoded image, or empty bytes for an empty file.
-
-    Raises:
-        UserError: The image is unreadable.
-    """
+    """Return the encoded image, or empty bytes for an empty file. Raise UserError if the image is unreadable."""
     try:
         return source.read(row)
     except BadImage as error:

@@ -31,11 +31,8 @@ _TOKEN_PIXELS = 16
 
 
 def show(**flags: Any) -> list[str]:
-    """Draw the page that the flags of `tlt show` describe. Return lines that report the result.
-
-    Raises:
-        UserError: There are no images or labels, an image is missing or unreadable, or matplotlib is not installed.
-    """
+    """Draw the page that the flags of `tlt show` describe. Return lines that report the result. Raise UserError if
+    there are no images or labels, an image is missing or unreadable, or matplotlib is not installed."""
     args = Namespace(**flags)
     check_format(args.output)
     refuse_existing(args.output, "-o")

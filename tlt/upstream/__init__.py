@@ -23,11 +23,8 @@ WINDOW_ROWS = ("label-crop", "label-scale", "label-area")
 
 
 def resolve(words: Sequence[str]) -> tuple[list[str], bool]:
-    """Return the chosen rows in the table's order, and whether `words` has `upstream`, which means all rows.
-
-    Raises:
-        UserError: A row is unknown; the message names the nearest one.
-    """
+    """Return the chosen rows in the table's order, and whether `words` has `upstream`, which means all rows. Raise
+    UserError if a row is unknown; the message names the nearest one."""
     for word in words:
         if word not in (UPSTREAM, *ROWS):
             near = difflib.get_close_matches(word, [UPSTREAM, *ROWS], n=2)

@@ -90,12 +90,9 @@ def launch_id() -> str | None:
 def choose_device(requested: str | None, local_rank: int) -> torch.device:
     """Resolve `--device`: None or "auto" is this rank's GPU, or the CPU if there is no GPU.
 
-    Every program calls this, so that all of them compute float32 on a GPU in the same way.
-
-    Raises:
-        UserError: The machine doesn't have that GPU, the device type is not supported, or the machine has GPUs that
-            torch can't use and the user did not ask for the CPU.
-    """
+    Every program calls this, so that all of them compute float32 on a GPU in the same way. Raise UserError if the
+    machine doesn't have that GPU, the device type is not supported, or the machine has GPUs that torch can't use and
+    the user did not ask for the CPU."""
     name = requested or "auto"
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
@@ -225,14 +222,12 @@ def start_of(store: dist.Store, name: str, restart: int) -> dist.PrefixStore:
 
 def serve(address: str, port: int, other_machines: bool = False) -> dist.TCPStore:
     """Return torch's key-value store, in which ranks meet. It listens only at this address, while torch's own listens
-    at all addresses; port 0 takes a free port.
+    at all addresses; port 0 takes a free port. Raise UserError if the port is in use, or this machine doesn't have the
+    address.
 
     Args:
         other_machines: Whether they must reach the store. If the address is loopback, as Debian resolves a machine's
             own name, the store then listens at all addresses.
-
-    Raises:
-        UserError: The port is in use, or this machine doesn't have the address.
     """
     try:
         host = str(socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)[0][4][0])
@@ -249,10 +244,7 @@ def serve(address: str, port: int, other_machines: bool = False) -> dist.TCPStor
 
 def connect(address: str, port: int, until: float, what: str) -> dist.TCPStore:
     """Return the store that listens there. Wait for it until `until` (monotonic seconds); `what` is "rank" or "node".
-
-    Raises:
-        RankLost: Nothing answers in time.
-    """
+    Raise RankLost if nothing answers in time."""
     while time.monotonic() < until:
         try:
             # torch's client would wait for the server without handling signals, so a plain socket waits.

@@ -116,10 +116,7 @@ class LastLinear(DividedLinear):
 
 def divide_layers(model: nn.Module, mesh: DeviceMesh) -> None:
     """Divide the attentions and MLPs of `model` among the ranks of `mesh` in place. All ranks have the same weights.
-
-    Raises:
-        UserError: The model has no such module, or one that can't be divided.
-    """
+    Raise UserError if the model has no such module, or one that can't be divided."""
     modules: list[tuple[str, Any]] = divisible(model)
     if not modules:
         what = "attention or MLP of VOLO, LV-ViT or timm's ViT"

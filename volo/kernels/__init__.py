@@ -72,7 +72,8 @@ KERNELS = {
 def outlook_attention(
     v: Tensor, logits: Tensor, scale: float = 1.0, dropout: float = 0.0, kernel: str = "auto"
 ) -> Tensor:
-    """Mix the values in each window, and sum the results of all windows at each pixel.
+    """Mix the values in each window, and sum the results of all windows at each pixel. Raise UserError if `kernel` does
+    not support this.
 
     Args:
         v: Values (B, H, W, C), C = heads * D.
@@ -84,9 +85,6 @@ def outlook_attention(
 
     Returns:
         (B, H, W, C), in the dtype of `v` or of autocast.
-
-    Raises:
-        UserError: `kernel` does not support this.
     """
     return choose_kernel(kernel, v, logits, dropout).compute(_as_in_products(v), logits, scale, dropout)
 
@@ -96,11 +94,7 @@ def choose_kernel(kernel: str, v: Tensor, logits: Tensor, dropout: float) -> Out
 
     Meta tensors always get the reference, so that counts of operations don't depend on the kernel. With "auto",
     `torch.export`, `torch.jit.trace` and `torch.func` get it as well, so that an exported program contains none of our
-    own operators.
-
-    Raises:
-        UserError: The named implementation doesn't support this.
-    """
+    own operators. Raise UserError if the named implementation doesn't support this."""
     if v.is_meta or (kernel == "auto" and not own_operators_fit()):
         return KERNELS["reference"]
     if kernel == "auto":

@@ -88,12 +88,9 @@ def block_of(program: str, dtype: torch.dtype, head_dim: int) -> tuple[int, int]
 def _launch(
     program: str, tensors: tuple[Tensor, ...], v: Tensor, logits: Tensor, scales: tuple[float, ...], **options: bool
 ) -> None:
-    """Launch a program for every head and block of cells.
-
-    Raises:
-        UserError: Triton can't compile it for this GPU, or it needs more than the GPU has. No other implementation
-            replaces it, because a run should not silently be many times slower than it could be.
-    """
+    """Launch a program for every head and block of cells. Raise UserError if Triton can't compile it for this GPU, or
+    it needs more than the GPU has. No other implementation replaces it, because a run should not silently be many times
+    slower than it could be."""
     _, height, width, channels = v.shape
     batch, rows, columns, outputs = logits.shape
     cells = batch * rows * columns

@@ -215,10 +215,7 @@ class DeviceStage(EvalStage):
     @torch.no_grad()
     def forward(self, images: Tensor, plan: Plan) -> Tensor:  # type: ignore[override]
         """Augment resized crops (B, 3, H, W) uint8 on the device by their plan. Return images (B, C, H, W) float32.
-
-        Raises:
-            ValueError: The images aren't those of the plan.
-        """
+        Raise ValueError if the images aren't those of the plan."""
         if images.shape != (len(plan), 3, *plan.size) or images.dtype != torch.uint8:
             raise ValueError(f"{len(plan)} planned images of 3 x {plan.size} uint8, got {images.shape} {images.dtype}")
         return _erase(super().forward(_augmented(images, plan, self.fill)), plan, self.remode)

@@ -117,11 +117,9 @@ class RandAugmentPolicy:
 @lru_cache(maxsize=16)
 def parse(policy: str) -> RandAugmentPolicy:
     """Parse timm's RandAugment string, with sections in any order: m (magnitude, 10), n (layers, 2), p (chance of a
-    layer, 0.5), mstd (0; over 100: uniform), mmax (10), inc (0), tweights (rarer operations that change colours).
-
-    Raises:
-        UserError: It is another policy (original, v0, augmix, 3a), or a section is unknown, repeated or no number.
-    """
+    layer, 0.5), mstd (0; over 100: uniform), mmax (10), inc (0), tweights (rarer operations that change colours). Raise
+    UserError if the string is another policy (original, v0, augmix, 3a), or a section is unknown, repeated or no
+    number."""
     head, *sections = policy.split("-")
     if head != "rand":
         raise _reject(policy, f"'{head}' is not available: RandAugment (rand-...) is the one policy of this loader")

@@ -17,11 +17,8 @@ def create_backend(
     dct_scaling: bool = False,
 ) -> Backend:
     """Return the backend of a name of `--data-backend`. `threads` is for DALI, `device` is where dali-gpu decodes, and
-    `dct_scaling` is for torchvision (see there) and dali-cpu.
-
-    Raises:
-        UserError: The name is unknown, DALI is not installed, or dali-gpu can't use the device.
-    """
+    `dct_scaling` is for torchvision (see there) and dali-cpu. Raise UserError if the name is unknown, DALI is not
+    installed, or dali-gpu can't use the device."""
     if name == "torchvision":
         return TorchvisionBackend(max_pixels, dct_scaling)
     if name == "pil":

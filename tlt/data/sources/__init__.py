@@ -105,11 +105,8 @@ def _likely(data: str | os.PathLike[str] | None, is_train: bool) -> str:
 
 def parse_kind(dataset: str | None) -> tuple[str, str]:
     """Split `--dataset` at its first slash into (kind, name), the kind in lower case, as timm does; ("", "") for image
-    folders and shards, which are recognised by their files.
-
-    Raises:
-        UserError: The kind is unknown, or can't be read by index.
-    """
+    folders and shards, which are recognised by their files. Raise UserError if the kind is unknown, or can't be read by
+    index."""
     if dataset is None or dataset.lower() in ("", "imagefolder", "image_folder", "folder"):
         return "", ""
     kind, _, name = dataset.partition("/")

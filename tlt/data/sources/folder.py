@@ -35,7 +35,7 @@ _HIDDEN = re.compile(r"(^|/)\.")
 
 
 class FolderListing:
-    """Lists the images below `root`.
+    """Lists the images below `root`. Raises UserError if a folder is missing or unreadable.
 
     Args:
         on_progress: Called with a message and the number of images so far; None prints lines if it takes long.
@@ -45,9 +45,6 @@ class FolderListing:
         names: `CLASS/FILE` relative to `root`, in natural order of the whole path.
         leaves: Folders that hold images, or no folder.
         leaf: For each name, the index in `leaves` of its folder.
-
-    Raises:
-        UserError: A folder is missing or unreadable.
     """
 
     def __init__(
@@ -157,11 +154,8 @@ def scan_folder(
     root: str | os.PathLike[str], on_progress: ProgressCallback | None = None, classes: bool = True
 ) -> ImageFolder:
     """Find all images under `root`, a folder of class folders, at any depth. All folders found are classes, in natural
-    order, even without images. Without `classes` images may lie anywhere, and all have one class.
-
-    Raises:
-        UserError: A folder is missing or unreadable, there are no images, or two class folders have one name.
-    """
+    order, even without images. Without `classes` images may lie anywhere, and all have one class. Raise UserError if a
+    folder is missing or unreadable, there are no images, or two class folders have one name."""
     listing = FolderListing(root, on_progress, classes)
     if not classes:
         same = np.zeros(len(listing.names), np.int64)
@@ -258,14 +252,12 @@ def split_names(split: str) -> list[str]:
 
 
 def find_split(data_dir: str | os.PathLike[str], split: str, allow_root: bool = False) -> str:
-    """Return the folder of a split under `data_dir`. Its own name comes first, then timm's synonyms of it.
+    """Return the folder of a split under `data_dir`. Its own name comes first, then timm's synonyms of it. Raise
+    UserError if there is no such folder; the message shows the names tried. timm uses `data_dir` itself in this case,
+    so a run without a validation folder validates on the training images.
 
     Args:
         allow_root: Return `data_dir` itself if it has no split of any name (for programs that read one split only).
-
-    Raises:
-        UserError: There is no such folder; the message shows the names tried. timm uses `data_dir` itself in this case,
-            so a run without a validation folder validates on the training images.
     """
     data_dir = os.fspath(data_dir)
     if not os.path.isdir(data_dir):
@@ -307,11 +299,8 @@ def holds_shards(folder: str) -> bool:
 
 
 def compare_classes(train: ImageSource, val: ImageSource) -> None:
-    """Check that both splits have the same class folders. One without training images may be missing in `val`.
-
-    Raises:
-        UserError: A class is in one split only; names both lists.
-    """
+    """Check that both splits have the same class folders. One without training images may be missing in `val`. Raise
+    UserError if a class is in one split only; the message names both lists."""
     trained = [train.class_names[index] for index in np.unique(train.classes).tolist()]
     train_names = set(train.class_names)
     validated = set(val.folder_names)
@@ -339,11 +328,8 @@ def check_num_classes(folder: ImageSource, num_classes: int) -> list[str]:
 
 
 def read_class_map(path: str | os.PathLike[str]) -> list[str]:
-    """Read a class list (`--class-map`): one folder name per line, where the line's number is the class index.
-
-    Raises:
-        UserError: The file is unreadable or empty, or has a name twice.
-    """
+    """Read a class list (`--class-map`): one folder name per line, where the line's number is the class index. Raise
+    UserError if the file is unreadable or empty, or has a name twice."""
     path = os.fspath(path)
     try:
         with open(path, encoding="utf-8-sig", opener=regular_only) as file:

@@ -96,12 +96,8 @@ def check_length(length: int, max_pixels: int = DEFAULT_MAX_PIXELS) -> int:
 
 
 def read_size(data: bytes | bytearray, max_pixels: int = DEFAULT_MAX_PIXELS) -> tuple[int, int]:
-    """Read width and height from the header, without decoding.
-
-    Raises:
-        BadImage: The format is unknown, its pixels have no known range, or there are more than `max_pixels` (a small
-            file can hold a huge image).
-    """
+    """Read width and height from the header, without decoding. Raise BadImage if the format is unknown, its pixels have
+    no known range, or there are more than `max_pixels` (a small file can hold a huge image)."""
     if simplejpeg is not None and data[:3] == JPEG_MAGIC:
         with suppress(ValueError):  # Pillow then gives the reason
             height, width, *_ = simplejpeg.decode_jpeg_header(data)
@@ -113,10 +109,7 @@ def read_size(data: bytes | bytearray, max_pixels: int = DEFAULT_MAX_PIXELS) -> 
 
 def as_rgb(image: Image.Image) -> Image.Image:
     """Convert to RGB, without a copy if it is RGB. Of 16-bit grey keep the upper 8 bits; Pillow would clip at 255.
-
-    Raises:
-        BadImage: Its pixels are floats, 32 bits wide or from FITS, so that the value of white is unknown.
-    """
+    Raise BadImage if its pixels are floats, 32 bits wide or from FITS, so that the value of white is unknown."""
     _check_range(image)
     if image.mode.startswith("I"):
         tags = getattr(image, "tag_v2", {})  # TIFF's tags say how many bits a value has, and whether 0 is white

@@ -72,7 +72,8 @@ def open_records(
     write: Callable[[str, list[FileRecords]], None],
     on_progress: ProgressCallback | None = None,
 ) -> RecordImages:
-    """Return the images in large files. If there is no table yet, one process at a time makes it.
+    """Return the images in large files. If there is no table yet, one process at a time makes it. Raise UserError if a
+    file is missing, cut or damaged, or differs from the table.
 
     Args:
         table: Path of their table without an extension.
@@ -80,9 +81,6 @@ def open_records(
             UserError if the file is cut, damaged or of another kind.
         write: Writes the table of the scanned files, with `write_table`.
         on_progress: Called often with a message and the number of files so far; None prints lines.
-
-    Raises:
-        UserError: A file is missing, cut or damaged, or differs from the table.
     """
     name = f"{printable(table)}.json"
     lock = FileLock(f"{table}.lock")
@@ -116,11 +114,8 @@ def open_records(
 def _check_texts(
     images: RecordImages, table: str, scan: Callable[..., FileRecords], on_progress: ProgressCallback
 ) -> None:
-    """Check that files that were written or copied after their table still say the same about their images.
-
-    Raises:
-        UserError: One of them doesn't.
-    """
+    """Check that files that were written or copied after their table still say the same about their images. Raise
+    UserError if one of them does not."""
     name, made = f"{table}.json", os.stat(f"{table}.json").st_ctime_ns  # copying may preserve other times
     newer = [path for path in images.texts if os.stat(path).st_ctime_ns >= made]
     task = f"comparing {len(newer)} files with {printable(name)}, which is older"
@@ -251,16 +246,14 @@ def _crc(rows: np.ndarray, names: bytes | memoryview, description: Any) -> int:
 
 class RecordImages(ImageSource):
     """A source of the images in large files. The table (path without an extension) is memory-mapped; pickling stores
-    only its path.
+    only its path. Raises UserError if the table is cut, damaged or of another kind; or a file is missing or has another
+    length.
 
     Attributes:
         rows: (N,) of `ROW`.
         files: Paths of the large files.
         texts: The checksum `FileRecords.texts` of each file.
         about: The `about` of `write_table`.
-
-    Raises:
-        UserError: The table is cut, damaged or of another kind; or a file is missing or has another length.
     """
 
     paths: Names

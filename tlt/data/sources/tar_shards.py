@@ -66,11 +66,8 @@ def open_shards(folder: str, on_progress: ProgressCallback | None = None) -> Rec
 
 
 def open_webdataset(_name: str, data: str, split: str, on_progress: ProgressCallback | None) -> RecordImages:
-    """Open the images in the shards of a split.
-
-    Raises:
-        UserError: There is no `_info.json`, it lacks the split, or a named shard is not in DATA.
-    """
+    """Open the images in the shards of a split. Raise UserError if there is no `_info.json`, it lacks the split, or a
+    named shard is not in DATA."""
     if ".tar" in split or ".." in split:
         pattern = split.partition("|")[0]
         name = re.sub(r"[^\w.,-]+", "_", pattern)
@@ -95,11 +92,8 @@ def open_webdataset(_name: str, data: str, split: str, on_progress: ProgressCall
 
 
 def expand_braces(pattern: str) -> list[str]:
-    """Return all names of a pattern: `{000..123}`, zero-padded to the width of the first number, and `{a,b}`.
-
-    Raises:
-        UserError: The pattern has other braces, or more than a million names.
-    """
+    """Return all names of a pattern: `{000..123}`, zero-padded to the width of the first number, and `{a,b}`. Raise
+    UserError if the pattern has other braces, or more than a million names."""
     pieces = _BRACES.split(pattern)  # text and contents of braces alternate
     choices = [_choices(piece) if number % 2 else [piece] for number, piece in enumerate(pieces)]
     if any("{" in text or "}" in text for text in pieces[::2]) or not 0 < math.prod(map(len, choices)) <= _MOST_SHARDS:
@@ -141,11 +135,8 @@ def _split_entry(data: str, split: str) -> tuple[str, list[str], str]:
 
 def scan_tar(path: str, label_key: str = LABEL_KEY, texts_only: bool = False) -> FileRecords:
     """Read a shard. A sample is one image with its class, in `KEY.cls` or as the number `label_key` in `KEY.json`. If
-    `label_key` is not the usual one, `KEY.cls` is ignored. With `texts_only` the images are not read.
-
-    Raises:
-        UserError: The shard is cut or damaged, or a sample has no class or several images.
-    """
+    `label_key` is not the usual one, `KEY.cls` is ignored. With `texts_only` the images are not read. Raise UserError
+    if the shard is cut or damaged, or a sample has no class or several images."""
     return scan_packed(path, label_key, texts_only)[0]
 
 
@@ -207,14 +198,11 @@ def write_tar_table(table: str, shards: list[FileRecords]) -> None:
 
 def list_members(path: str, left_out: dict[str, list[str]]) -> Samples:
     """Return the samples of a tar file: the files of each key by extension. As in WebDataset, a key ends at the first
-    dot of the file name, and extensions are in lower case.
+    dot of the file name, and extensions are in lower case. Raise UserError if the file is unreadable, compressed, cut
+    or damaged, or has a link, two files with one name, or a name that is absolute or leads out of the tar.
 
     Args:
         left_out: Collects by kind the names of files that belong to no sample.
-
-    Raises:
-        UserError: The file is unreadable, compressed, cut or damaged, or has a link, two files with one name, or a name
-            that is absolute or leads out of the tar.
     """
     tar = f"tar {printable(path)}"
     samples = Samples()

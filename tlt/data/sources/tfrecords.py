@@ -60,11 +60,8 @@ Features = dict[str, list[bytes | int]]
 
 def open_tfrecords(_name: str, data: str, split: str, on_progress: ProgressCallback | None) -> RecordImages:
     """Open the images in the TFRecord files of a split: those in its folder, or those with its name in their name. A
-    file `label.labels.txt` beside them, if there is one, names the classes.
-
-    Raises:
-        UserError: There are none, or by the numbers in their names some are missing.
-    """
+    file `label.labels.txt` beside them, if there is one, names the classes. Raise UserError if there are no files, or
+    by the numbers in their names some are missing."""
     for name in split_names(split):
         folder = os.path.join(data, name)
         table = "records"
@@ -169,11 +166,8 @@ def _write_record_table(table: str, read: list[FileRecords]) -> None:
 
 
 def scan_records(path: str, texts_only: bool = False) -> FileRecords:
-    """Read a TFRecord file, in any case wholly: the class of an image is beside its bytes.
-
-    Raises:
-        UserError: The file is cut, damaged or compressed, or a record lacks an image or a single class.
-    """
+    """Read a TFRecord file, in any case wholly: the class of an image is beside its bytes. Raise UserError if the file
+    is cut, damaged or compressed, or a record lacks an image or a single class."""
     rows = []
     names = []
     class_texts = []
