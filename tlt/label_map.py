@@ -35,21 +35,16 @@ def centre_square(width: int, height: int) -> Area:
 
 @dataclass(frozen=True)
 class LabelMap:
-    """The labels of one image.
+    """The labels of one image."""
 
-    Attributes:
-        values: (k, h, w) float16 logits of the classes in `ids`; float32 after `--label-tail exact` shifted them.
-        ids: (k, h, w) int32 class ids.
-        area: `(x0, y0, x1, y1)`, the part of the source image that the map covers. If the network pads, it may reach
-            beyond the image by less than the image's size. An empty area means that the labels are unknown.
-        source: Where the map was read from, such as its file. Error messages start with it.
-        log_sum_exp: (h, w) float32, log-sum-exp over all logits of the annotator; None if it is not known.
-    """
-
+    # (k, h, w) float16 logits of the classes in `ids`; float32 after `--label-tail exact` shifted them.
     values: np.ndarray
-    ids: np.ndarray
+    ids: np.ndarray  # (k, h, w) int32 class ids
+    # `(x0, y0, x1, y1)`, the part of the source image that the map covers. If the network pads, it may reach beyond the
+    # image by less than the image's size. An empty area means that the labels are unknown.
     area: Area = FULL_AREA
-    source: str = "label map"
+    source: str = "label map"  # where the map was read from, such as its file. Error messages start with it.
+    # (h, w) float32, log-sum-exp over all logits of the annotator; None if it is not known.
     log_sum_exp: np.ndarray | None = None
 
     @property

@@ -29,15 +29,10 @@ MODES = ("batch", "pair", "elem")
 
 @dataclass(frozen=True)
 class MixRatios:
-    """The share that each sample keeps in a mixed batch. The rest comes from its partner.
+    """The share that each sample keeps in a mixed batch. The rest comes from its partner."""
 
-    Attributes:
-        label: (R, 1), the share of its label that stays.
-        image: (R, 1, H or 1, W or 1), the share that stays of each pixel of its image.
-    """
-
-    label: Tensor
-    image: Tensor
+    label: Tensor  # (R, 1), the share of its label that stays
+    image: Tensor  # (R, 1, H or 1, W or 1), the share that stays of each pixel of its image
 
     def blend_images(self, images: Tensor) -> Tensor:
         """Mix images (B, 3, H, W)."""
@@ -66,27 +61,17 @@ class MixRatios:
 @dataclass(eq=False)
 class Mixup:
     """Draws how images are mixed. It has the arguments of `timm.data.Mixup`. Raises UserError if Mixup and CutMix are
-    both off, `cutmix_minmax` is no range, or the mode is unknown.
+    both off, `cutmix_minmax` is no range, or the mode is unknown."""
 
-    Args:
-        mixup_alpha: Mixup draws lam from Beta(alpha, alpha); 0 turns Mixup off.
-        cutmix_alpha: The same for CutMix; 0 turns CutMix off.
-        cutmix_minmax: Smallest and largest side of CutMix's box as a share of the image; replaces `cutmix_alpha`.
-        prob: Probability that a batch (a pair or sample in the other modes) is mixed.
-        switch_prob: Probability of CutMix if both are on.
-        mode: One draw per "batch", per "pair" of samples, or per sample ("elem").
-        label_smoothing: Label smoothing of the targets, in [0, 1).
-        num_classes: C.
-    """
-
-    mixup_alpha: float = 1.0
-    cutmix_alpha: float = 0.0
+    mixup_alpha: float = 1.0  # Mixup draws lam from Beta(alpha, alpha); 0 turns Mixup off
+    cutmix_alpha: float = 0.0  # the same for CutMix; 0 turns CutMix off
+    # Smallest and largest side of CutMix's box as a share of the image; replaces `cutmix_alpha`.
     cutmix_minmax: Sequence[float] | None = None
-    prob: float = 1.0
-    switch_prob: float = 0.5
-    mode: str = "batch"
-    label_smoothing: float = 0.1
-    num_classes: int = 1000
+    prob: float = 1.0  # probability that a batch (a pair or sample in the other modes) is mixed
+    switch_prob: float = 0.5  # probability of CutMix if both are on
+    mode: str = "batch"  # one draw per "batch", per "pair" of samples, or per sample ("elem")
+    label_smoothing: float = 0.1  # label smoothing of the targets, in [0, 1)
+    num_classes: int = 1000  # C
 
     def __post_init__(self) -> None:
         if self.mode not in MODES:

@@ -42,20 +42,14 @@ _ROUNDING = 1e-5  # bound of the relative rounding error of a label's probabilit
 
 
 class SparseLabels(NamedTuple):
-    """Soft labels of tokens: the probability of class c is `base` plus the sum of `excess` where `ids` is c.
+    """Soft labels of tokens: the probability of class c is `base` plus the sum of `excess` where `ids` is c."""
 
-    Attributes:
-        weight: (B, N) in [0, 1], the weight of each token in the loss: the share of its points that count, which is 1
-            under `uncovered="uniform"` unless the image has no map.
-        base: (B, N), the probability of every class without an entry.
-        ids: (B, N, M) int32 class ids. A class may occur more than once, but only one of its entries is not 0.
-        excess: (B, N, M), what the entry adds to `base`; may be negative.
-    """
-
+    # (B, N) in [0, 1], the weight of each token in the loss: the share of its points that count, which is 1 under
+    # `uncovered="uniform"` unless the image has no map.
     weight: Tensor
-    base: Tensor
-    ids: Tensor
-    excess: Tensor
+    base: Tensor  # (B, N), the probability of every class without an entry
+    ids: Tensor  # (B, N, M) int32 class ids. A class may occur more than once, but only one of its entries is not 0.
+    excess: Tensor  # (B, N, M), what the entry adds to `base`; may be negative
 
     def dense(self, num_classes: int) -> Tensor:
         """Return the labels as (B, N, C) probabilities."""
@@ -230,17 +224,12 @@ def _without_repeats(labels: LabelBatch, num_classes: int, dtype: torch.dtype) -
 
 
 class _Points(NamedTuple):
-    """The places where label maps are read: P points in each of N tokens.
+    """The places where label maps are read: P points in each of N tokens."""
 
-    Attributes:
-        x, y: (B, N, P) in cells of the map: 0 is the centre of the first cell, w - 1 or h - 1 that of the last.
-        inside: (B, N, P), 1 if the map covers the point and the crop shows it, else 0.
-        counted: (B, N, P), 1 if the point counts in the mean. A counted point that is not inside adds 0 to the sum.
-    """
-
-    x: Tensor
-    y: Tensor
-    inside: Tensor
+    x: Tensor  # (B, N, P) in cells of the map: 0 is the centre of the first cell, w - 1 or h - 1 that of the last
+    y: Tensor  # (B, N, P)
+    inside: Tensor  # (B, N, P), 1 if the map covers the point and the crop shows it, else 0
+    # (B, N, P), 1 if the point counts in the mean. A counted point that is not inside adds 0 to the sum.
     counted: Tensor
 
 

@@ -45,16 +45,11 @@ def labelled_area(model: nn.Module, img_size: tuple[int, int]) -> Area:
 
 
 class Annotation(NamedTuple):
-    """The labels that an annotator gives B images.
+    """The labels that an annotator gives B images."""
 
-    Attributes:
-        values, ids: (B, k, h, w) float16 logits and int32 class ids.
-        log_sum_exp: (B, h, w) float32, over all logits of a position, the listed ones rounded as in `values`.
-    """
-
-    values: Tensor
-    ids: Tensor
-    log_sum_exp: Tensor
+    values: Tensor  # (B, k, h, w) float16 logits
+    ids: Tensor  # (B, k, h, w) int32 class ids
+    log_sum_exp: Tensor  # (B, h, w) float32, over all logits of a position, the listed ones rounded as in `values`
 
 
 class Annotator:

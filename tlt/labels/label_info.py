@@ -25,31 +25,22 @@ AREAS = ("full", "center")
 
 @dataclass(frozen=True)
 class LabelInfo:
-    """The description that all label maps of a store share.
+    """The description that all label maps of a store share."""
 
-    Attributes:
-        k, grid: Every map has shape (k, grid[0], grid[1]).
-        num_classes: Class ids are below it; None if it is not known.
-        area: `"full"`, `"center"` (the centred square of each image) or `(x0, y0, x1, y1)` in shares of the image,
-            which may reach beyond it (a network that pads labels such positions).
-        annotator: The network that made the labels, with its settings.
-        class_names: Name of every class id: the class folders, or the annotator's own classes; None if not known.
-        transfer: Whether the ids are the annotator's own classes, which differ from the class folders.
-        skipped: Unreadable images, which have no map; paths relative to the image folder.
-        log_sum_exp: Whether the maps have the log-sum-exp of all the annotator's logits.
-        max_id: The largest class id; None if it is not known.
-    """
-
-    k: int
-    grid: tuple[int, int]
-    num_classes: int | None = None
+    k: int  # every map has shape (k, grid[0], grid[1])
+    grid: tuple[int, int]  # rows and columns of a map
+    num_classes: int | None = None  # class ids are below it; None if it is not known
+    # `"full"`, `"center"` (the centred square of each image) or `(x0, y0, x1, y1)` in shares of the image, which may
+    # reach beyond it (a network that pads labels such positions).
     area: str | Area = "full"
-    annotator: dict[str, Any] = field(default_factory=dict)
+    annotator: dict[str, Any] = field(default_factory=dict)  # the network that made the labels, with its settings
+    # Name of every class id: the class folders, or the annotator's own classes; None if not known.
     class_names: list[str] | None = None
-    transfer: bool = False
+    transfer: bool = False  # whether the ids are the annotator's own classes, which differ from the class folders
+    # Unreadable images, which have no map; paths relative to the image folder.
     skipped: list[str] = field(default_factory=list)
-    log_sum_exp: bool = False
-    max_id: int | None = None
+    log_sum_exp: bool = False  # whether the maps have the log-sum-exp of all the annotator's logits
+    max_id: int | None = None  # the largest class id; None if it is not known
 
     @property
     def shape(self) -> tuple[int, int, int]:

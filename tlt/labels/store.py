@@ -113,26 +113,16 @@ def open_labels(
 
 @dataclass
 class LabelStore:
-    """The label maps of a list of images; a `tlt.data.dataset.LabelReader`.
+    """The label maps of a list of images; a `tlt.data.dataset.LabelReader`."""
 
-    Attributes:
-        reader: Reads the stored maps.
-        names: Image paths relative to the image folder, in index order.
-        info: The description that all maps share.
-        area: The part of the images that the maps cover.
-        num_classes, bad_label: See `open_labels`.
-        exact_tail: Whether the classes that a cell does not list have their exact probability.
-        warnings: Warnings of one line each, which rank 0 prints once.
-    """
-
-    reader: Reader
-    names: Names
-    info: LabelInfo
-    area: str | Area
-    num_classes: int | None
-    bad_label: str
-    exact_tail: bool
-    warnings: list[str]
+    reader: Reader  # reads the stored maps
+    names: Names  # image paths relative to the image folder, in index order
+    info: LabelInfo  # the description that all maps share
+    area: str | Area  # the part of the images that the maps cover
+    num_classes: int | None  # see `open_labels`
+    bad_label: str  # see `open_labels`
+    exact_tail: bool  # whether the classes that a cell does not list have their exact probability
+    warnings: list[str]  # warnings of one line each, which rank 0 prints once
     _faults: list[tuple[str, str]] = field(default_factory=list)
 
     def __len__(self) -> int:

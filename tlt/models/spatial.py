@@ -115,15 +115,11 @@ def norm_with_scale_of(norm: nn.Module, x: Tensor, reference: Tensor) -> Tensor:
 
 
 class TokenGrid(NamedTuple):
-    """The positions of tokens in an image.
+    """The positions of tokens in an image."""
 
-    Attributes:
-        pitch: Pixels from one token to the next, (down, across).
-        first: Centre of the first token in pixels from the upper left corner of the image, (down, across). It may lie
-            outside the image, in padding.
-    """
-
-    pitch: tuple[float, float]
+    pitch: tuple[float, float]  # pixels from one token to the next, (down, across)
+    # Centre of the first token in pixels from the upper left corner of the image, (down, across). It may lie outside
+    # the image, in padding.
     first: tuple[float, float]
 
     def window(self, grid: Size, img_size: Size) -> Area:

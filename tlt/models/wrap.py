@@ -33,18 +33,12 @@ _TOLERANCE = 1e-3  # allowed difference as a share of the largest feature
 
 
 class TokenLayout(NamedTuple):
-    """Describes the last map of a model for images of one size.
+    """Describes the last map of a model for images of one size."""
 
-    Attributes:
-        grid: Rows and columns of the map.
-        positions: Where its tokens lie in the image.
-        cells: Where the cells that MixToken mixes lie; None if they are the tokens.
-    """
-
-    grid: Size
-    positions: TokenGrid
+    grid: Size  # rows and columns of the map
+    positions: TokenGrid  # where its tokens lie in the image
     channels: int
-    cells: TokenGrid | None = None
+    cells: TokenGrid | None = None  # where the cells that MixToken mixes lie; None if they are the tokens
 
     def of_cells(self, axis: int, count: int, device: torch.device) -> Tensor:
         """Return (count,), the token of each cell along an axis. Cells beyond the outer tokens belong to these."""

@@ -60,17 +60,11 @@ _PANELS |= {"mixed": "mixed", "tokens": "targets of the tokens"}
 
 @dataclass(frozen=True)
 class Cells:
-    """The most probable class of every cell of a grid with r rows and c columns.
+    """The most probable class of every cell of a grid with r rows and c columns."""
 
-    Attributes:
-        ids: (r, c) class ids.
-        probability: (r, c) probability of that class, in [0, 1].
-        weight: (r, c) share of the cell that the label covers, in [0, 1].
-    """
-
-    ids: npt.NDArray[np.int64]
-    probability: npt.NDArray[np.float64]
-    weight: npt.NDArray[np.float64]
+    ids: npt.NDArray[np.int64]  # (r, c) class ids
+    probability: npt.NDArray[np.float64]  # (r, c) probability of that class, in [0, 1]
+    weight: npt.NDArray[np.float64]  # (r, c) share of the cell that the label covers, in [0, 1]
 
 
 def class_colours(ids: Iterable[int]) -> Colours:
@@ -172,33 +166,20 @@ def check_format(path: str | Path) -> None:
 
 @dataclass(frozen=True)
 class Example:
-    """One image of a batch, with all that is drawn of it.
+    """One image of a batch, with all that is drawn of it."""
 
-    Attributes:
-        name: The image's path relative to the data set.
-        source: The image in its file, possibly made smaller.
-        size: (width, height) of the file's image in pixels, the units of `window` and `area`.
-        window: (4, 2) x, y of the corners of the augmented image, clockwise from its upper left one.
-        augmented: The image that the model sees, without normalisation.
-        label: The label map of the source; None without token labels.
-        area: The area (x0, y0, x1, y1) that the label map covers.
-        tokens: The targets of the tokens; None if only the image has a target.
-        target: The most probable class of the image's target, and its probability.
-        mixed: The augmented image after Mixup, CutMix and MixToken; None without them.
-        mix_box: The area (x0, y0, x1, y1) in pixels in which MixToken shows another image.
-    """
-
-    name: str
-    source: Pixels
-    size: tuple[int, int]
+    name: str  # the image's path relative to the data set
+    source: Pixels  # the image in its file, possibly made smaller
+    size: tuple[int, int]  # (width, height) of the file's image in pixels, the units of `window` and `area`
+    # (4, 2) x, y of the corners of the augmented image, clockwise from its upper left one.
     window: npt.NDArray[np.float64]
-    augmented: Pixels
-    label: Cells | None = None
-    area: Area | None = None
-    tokens: Cells | None = None
-    target: tuple[int, float] | None = None
-    mixed: Pixels | None = None
-    mix_box: Area | None = None
+    augmented: Pixels  # the image that the model sees, without normalisation
+    label: Cells | None = None  # the label map of the source; None without token labels
+    area: Area | None = None  # the area (x0, y0, x1, y1) that the label map covers
+    tokens: Cells | None = None  # the targets of the tokens; None if only the image has a target
+    target: tuple[int, float] | None = None  # the most probable class of the image's target, and its probability
+    mixed: Pixels | None = None  # the augmented image after Mixup, CutMix and MixToken; None without them
+    mix_box: Area | None = None  # the area (x0, y0, x1, y1) in pixels in which MixToken shows another image
 
 
 def read_examples(

@@ -29,23 +29,14 @@ class ImageSource:
     """N images with names and classes.
 
     A source is shared with worker processes. So its contents must be picklable, and small or memory-mapped. It may keep
-    files open if it uses only `os.pread`, because processes and threads share the position in a file.
+    files open if it uses only `os.pread`, because processes and threads share the position in a file."""
 
-    Attributes:
-        root: The place of the images, for messages.
-        paths: (N,) name of each image, `CLASS/FILE` with slashes, which labels, logs and checkpoints use.
-        classes: (N,) int64, class index of each image.
-        class_names: Name of every class index; an imposed list may have classes without images.
-        folder_names: The classes of this data set (a class folder may be empty).
-        warnings: Warnings of one line each, which rank 0 prints once.
-    """
-
-    root: str
-    paths: Sequence[str]
-    classes: np.ndarray
-    class_names: list[str]
-    folder_names: list[str] = field(default_factory=list)
-    warnings: list[str] = field(default_factory=list)
+    root: str  # the place of the images, for messages
+    paths: Sequence[str]  # (N,) name of each image, `CLASS/FILE` with slashes, which labels, logs and checkpoints use
+    classes: np.ndarray  # (N,) int64, class index of each image
+    class_names: list[str]  # name of every class index; an imposed list may have classes without images
+    folder_names: list[str] = field(default_factory=list)  # the classes of this data set (a class folder may be empty)
+    warnings: list[str] = field(default_factory=list)  # warnings of one line each, which rank 0 prints once
 
     def __len__(self) -> int:
         return len(self.classes)
