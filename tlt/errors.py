@@ -80,13 +80,8 @@ def size_of(name: str, size: Sequence[int]) -> tuple[int, int]:
 
 
 def require(module: str, extra: str) -> ModuleType:
-    """Import and return an optional package. Raise UserError if the package is not installed; the message names the
-    extra.
-
-    Args:
-        module: The import name, such as `"matplotlib"`.
-        extra: The pip extra of this project that installs it.
-    """
+    """Import and return an optional package by its import name, such as `"matplotlib"`. Raise UserError, which names
+    the pip extra of this project that installs it, if it is missing."""
     try:
         return importlib.import_module(module)
     except ImportError as error:

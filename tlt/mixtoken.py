@@ -46,24 +46,15 @@ def sample_box(generator: np.random.Generator, grid: tuple[int, int], alpha: flo
 
 
 def mix_tokens(x: Tensor, box: Box, scale: int = 1) -> Tensor:
-    """Return a new tensor in which the cells inside the box are those of the partner.
-
-    Args:
-        x: (B, H, W, C).
-        scale: How many cells of `x` one token of the final grid spans along each axis.
-    """
+    """Return a new tensor like x (B, H, W, C) in which the cells inside the box are those of the partner. One token of
+    the final grid spans `scale` cells along each axis."""
     rows = torch.arange(x.shape[1], device=x.device)
     cols = torch.arange(x.shape[2], device=x.device)
     return mix_cells(x, box, rows // scale, cols // scale)
 
 
 def mix_cells(x: Tensor, box: Box, rows: Tensor, cols: Tensor) -> Tensor:
-    """Do what `mix_tokens` does for cells whose token row and column are given.
-
-    Args:
-        x: (B, H, W, C).
-        rows, cols: (H,) the token row of each row of cells, and (W,) the token column of each column.
-    """
+    """Do what `mix_tokens` does for cells of x (B, H, W, C) whose token row (H,) and token column (W,) are given."""
     row0, col0, row1, col1 = _edges(box)
     inside_rows = (rows >= row0) & (rows < row1)  # (H,)
     inside_cols = (cols >= col0) & (cols < col1)  # (W,)

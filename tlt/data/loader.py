@@ -287,12 +287,8 @@ def _check_sockets() -> None:
 
 
 class _EndFlag:
-    """Replaces torch's event that tells workers to stop. If a worker is killed while it reads that event, the event's
-    lock stays held, and the main process waits for it for ever.
-
-    Args:
-        value: A shared byte, which is 0.
-    """
+    """Replaces torch's event that tells workers to stop by a shared byte, which is 0 at first. If a worker is killed
+    while it reads that event, the event's lock stays held, and the main process waits for it for ever."""
 
     def __init__(self, value: Any) -> None:
         self._value = value

@@ -51,12 +51,8 @@ _START_SECONDS = 300.0  # for a process to start; a forked one takes millisecond
 
 
 class SearchProgress:
-    """Reports the results of a search with unknown total: a line after 3 s, then one every 10 s.
-
-    Args:
-        report: Prints a line; None prints nothing.
-        alive: Called at each step.
-    """
+    """Reports the results of a search with unknown total by `report`, unless it is None: a line after 3 s, then one
+    every 10 s. `alive` is called at each step."""
 
     def __init__(self, report: Callable[[str], None] | None = print, alive: Callable[[], None] | None = None) -> None:
         self._report = report
@@ -221,14 +217,11 @@ def _end_with_main_process() -> None:
 def in_processes(
     function: Callable[[Job, Item], Result], job: Job, items: Sequence[Item], workers: int, what: str, unit: str = ""
 ) -> Iterator[Result]:
-    """Yield `function(job, item)` for every item, in order. With a `unit`, show a progress bar titled `what`.
+    """Yield `function(job, item)` for every item, in order, from `workers` processes, or with 1 from this one. Each
+    gets the `job` once, on Linux without a copy. With a `unit`, show a progress bar titled `what`.
 
     The processes are killed at the end: CPython up to 3.11 can hang in a fork beside threads of C++ libraries, and we
     would wait for such a process for ever.
-
-    Args:
-        job: Passed to each process once, on Linux without a copy.
-        workers: Number of processes; with 1, this process does the work.
 
     Raises:
         WorkerDied: A process was killed, or hung at its start.

@@ -13,15 +13,8 @@ class Names(Sequence[str]):
     """A sequence of names stored in one block of bytes, which processes share. Reading a list of a million strings
     changes their reference counts, and so makes every data worker copy their memory pages.
 
-    It equals any sequence of the same names.
-
-    Args:
-        names: Names without NUL; a NUL would split a name in two.
-
-    Attributes:
-        block: The concatenated names.
-        ends: (N,) int64, the end of each name in `block`.
-    """
+    It equals any sequence of the same names. They must have no NUL, which would split a name in two. `block` holds the
+    concatenated names, `ends` (N,) int64 the end of each in it."""
 
     def __init__(self, names: Iterable[str] = ()) -> None:
         encoded = os.fsencode("".join(f"{name}\0" for name in names))

@@ -44,15 +44,12 @@ _REFUSED = re.compile(r"GLOBAL (\S+)|unrecognized function (\S+)|but got (?:<cla
 
 
 def read_checkpoint(path: str | Path, peek: bool = False) -> dict[str, Any]:
-    """Return everything a checkpoint holds, tensors on the CPU. Raise UserError if the file is missing, truncated,
-    damaged (names the record), compressed, of another kind, or holds more than tensors and plain data (names the class;
-    its code does not run).
+    """Return everything a checkpoint holds, tensors on the CPU. It is a safetensors file, or one of `torch.save` (a zip
+    archive; before torch 1.6 a pickle); the content decides, not the extension. With `peek`, skip the checksums, and
+    map the tensors of a zip archive into memory instead of reading them.
 
-    Args:
-        path: A safetensors file, or one of `torch.save` (a zip archive; before torch 1.6 a pickle). The content
-            decides, not the extension.
-        peek: Skip the checksums, and map the tensors of a zip archive into memory instead of reading them.
-    """
+    Raise UserError if the file is missing, truncated, damaged (names the record), compressed, of another kind, or holds
+    more than tensors and plain data (names the class; its code does not run)."""
     path = Path(path)
     if path.is_dir():
         raise UserError(f"{path} is a directory: name a checkpoint in it; a .pth.tar is not to be unpacked")
@@ -79,15 +76,8 @@ def peek_checkpoint(path: str | Path) -> dict[str, Any]:
 
 
 def load_plain(file: BinaryIO, what: str | Path, peek: bool = False) -> Any:
-    """Unpickle a file of `torch.save`: only tensors, plain data, NumPy's numbers and `argparse.Namespace`.
-
-    Args:
-        what: The file's name in messages.
-        peek: See `read_checkpoint`.
-
-    Raises:
-        UserError: See `read_checkpoint`.
-    """
+    """Unpickle a file of `torch.save`: only tensors, plain data, NumPy's numbers and `argparse.Namespace`. `what` names
+    it in messages; `peek` and errors are those of `read_checkpoint`."""
     with blamed_on(what, _DAMAGED):
         zipped = file.read(2) == b"PK"  # before torch 1.6 it was a pickle, without checksums
         file.seek(0)

@@ -156,15 +156,12 @@ def names_crc(block: np.ndarray, ends: np.ndarray) -> int:
 
 
 class ArchiveReader:
-    """Reads the rows of an archive that belong to a list of images. A `tlt.labels.store.Reader`.
+    """Reads the rows of an archive that belong to a list of images, given their paths relative to the image folder. A
+    `tlt.labels.store.Reader`. Raises UserError if there is no archive, or it is incomplete, of an old version, or
+    damaged.
 
     Rows are matched by name, so their order does not matter: by the image's name if the archive has it, else by label
-    file with the rule of `find_labels`. Raises UserError if there is no archive, or it is incomplete, of an old
-    version, or damaged.
-
-    Args:
-        names: Image paths relative to the image folder.
-    """
+    file with the rule of `find_labels`."""
 
     def __init__(self, root: str, names: Names) -> None:
         self.root = root

@@ -99,13 +99,10 @@ class ArchiveWriter:
         self._write(row, {"ids": empty, "values": empty, "lse": empty[0]}, NO_LABEL)
 
     def finish(self, skipped: Sequence[str] = (), classes: npt.ArrayLike | None = None) -> dict[str, Any]:
-        """Check every row, mark the archive complete and close it. Return how well the labels name the classes. Raise
-        UserError if a row is missing or damaged, or writing fails.
+        """Check every row, mark the archive complete and close it. Return how well the labels name the `classes`, those
+        of the rows' images or -1; None if the labels have other classes. `skipped` names the images without a label.
 
-        Args:
-            skipped: Names of images without a label.
-            classes: Class of each row's image, or -1 if it is not known. None: the labels have other classes.
-        """
+        Raise UserError if a row is missing or damaged, or writing fails."""
         assert self._folder is not None
         tally = Agreement()
         max_id = 0

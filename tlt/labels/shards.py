@@ -48,12 +48,9 @@ def labels_description(info: LabelInfo, identity: bytes) -> dict[str, Any]:
 
 
 class ShardReader:
-    """Reads the label maps of a list of images from tar shards, matched by name. A `tlt.labels.store.Reader`. Raises
-    UserError if there is no index, a shard does not fit it, or the shards have no labels.
-
-    Args:
-        names: Image paths relative to the image folder.
-    """
+    """Reads the label maps of a list of images from tar shards, matched by the images' paths relative to their folder.
+    A `tlt.labels.store.Reader`. Raises UserError if there is no index, a shard does not fit it, or the shards have no
+    labels."""
 
     def __init__(self, root: str, names: Names) -> None:
         self.root = root

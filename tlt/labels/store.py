@@ -138,10 +138,8 @@ class LabelStore:
         return hashlib.sha256(repr((self.shape, self.area)).encode() + self.reader.identity()).hexdigest()
 
     def read(self, index: int, width: int | None = None, height: int | None = None) -> LabelMap:
-        """Return the map of image `index`, of shape `self.shape`.
-
-        Args:
-            width, height: Size of the source image, needed if the maps cover its centred square.
+        """Return the map of image `index`, of shape `self.shape`. The size of the image is needed if the maps cover its
+        centred square.
 
         Raises:
             UserError: The map is unusable and `bad_label` is `"stop"`.
@@ -187,7 +185,8 @@ class LabelStore:
 
 
 def relative_to_tail(values: torch.Tensor, log_sum_exp: torch.Tensor, num_classes: int) -> torch.Tensor:
-    """Subtract from the listed logits the logit of the classes that their cell does not list (`--label-tail exact`).
+    """Subtract from the listed logits (..., k, h, w) the logit of the classes that their cell does not list
+    (`--label-tail exact`). Return float32 logits; if all `num_classes` are listed, the unchanged values.
 
     Published targets assume logit 0 for unlisted classes. The log-sum-exp (LSE) of all the annotator's logits tells how
     probable they are together. We give each of them the same logit, t = log((exp(LSE) - sum of exp(listed)) / (C - k)),
@@ -195,16 +194,7 @@ def relative_to_tail(values: torch.Tensor, log_sum_exp: torch.Tensor, num_classe
     we subtract t: unlisted classes then have logit 0, as the code that makes targets expects.
 
     A tail probability too small for float32 (rounding may even make it negative) counts as half the last digit of the
-    log-sum-exp: probabilities are exact to about 1e-7 times that, and logits stay finite.
-
-    Args:
-        values: (..., k, h, w) logits; the classes of a cell differ.
-        log_sum_exp: (..., h, w) float32.
-        num_classes: C, the number of all classes.
-
-    Returns:
-        (..., k, h, w) float32 logits. If all classes are listed, they are the unchanged values.
-    """
+    log-sum-exp (..., h, w): probabilities are exact to about 1e-7 times that, and logits stay finite."""
     k = values.shape[-3]
     if k >= num_classes:
         return values.float()

@@ -51,17 +51,10 @@ MKL_IS_SLOW = mkl_is_slow()
 
 
 def linear(layer: nn.Module, x: Tensor) -> Tensor:
-    """Return `layer(x)`, computed by oneDNN if that is the faster library.
+    """Return `layer(x)` (..., out_features) of x (..., in_features), computed by oneDNN if that is the faster library.
 
     The layers of a model stay plain `nn.Linear`, because other programs look for this type to count, quantize or
-    replace them. If another program changed a layer's class, weights, hooks or call, we call the layer itself.
-
-    Args:
-        x: (..., in_features).
-
-    Returns:
-        (..., out_features)
-    """
+    replace them. If another program changed a layer's class, weights, hooks or call, we call the layer itself."""
     if MKL_IS_SLOW and type(layer) is nn.Linear and isinstance(x, Tensor) and _takes_onednn(x, layer):
         return onednn_linear(x, layer.weight, layer.bias)
     return layer(x)
@@ -160,19 +153,11 @@ def check_heads(dim: int, num_heads: int) -> None:
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, dropout: float = 0.0) -> Tensor:
-    """Return `softmax(q k^T / sqrt(D)) v`, with the softmax in float32.
+    """Return `softmax(q k^T / sqrt(D)) v` (B, heads, N, D), with the softmax in float32, for q (B, heads, N, D), and k
+    and v (B, heads, M, D). `dropout` is the rate of the weights; pass 0 outside training.
 
     The queries are scaled before the product with the keys, so that half precision overflows only if the scaled product
-    does.
-
-    Args:
-        q: (B, heads, N, D).
-        k, v: (B, heads, M, D).
-        dropout: Dropout rate of the weights; pass 0 outside training.
-
-    Returns:
-        (B, heads, N, D)
-    """
+    does."""
     if not (_written_out(k) or transformed()):  # torch's fused attention on a CPU has no forward-mode derivatives
         return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout)
     logits = (q * q.shape[-1] ** -0.5) @ k.transpose(-2, -1)

@@ -168,11 +168,8 @@ def _fit_heads(
 
 
 def number_classes(model: Any, there: Classes, here: Classes, count: int) -> tuple[list[str], list[str]]:
-    """Give a model the classes `here`, of `count` in all, in place of `there`, by their names.
-
-    Returns:
-        A line for the user, unless names decide nothing (`rows_by_name`); and the classes that are new to the model.
-    """
+    """Give a model the classes `here`, of `count` in all, in place of `there`, by their names. Return a line for the
+    user, unless names decide nothing (`rows_by_name`), and the classes that are new to the model."""
     if (rows := rows_by_name(there, here, (model.num_classes, count))) is None:
         return [], []
     before = {name: value.clone() for name, value in clean_state_dict(model).items()}

@@ -127,14 +127,9 @@ def kept_images(batch: int, share: int) -> int:
 
 
 def draw_masks(shares: Tensor, x: Tensor) -> Tensor:
-    """Draw, for mode "mask", the factor of each branch for each of the B images of x (B, ...): 0 or 1 / share.
-
-    Args:
-        shares: (branches, 1) integers from `kept_share`. On another device than x, copying them synchronises.
-
-    Returns:
-        (branches, B) float32.
-    """
+    """Draw, for mode "mask", the factor (branches, B) float32 of each branch for each of the B images of x (B, ...): 0
+    or 1 / share. `shares` (branches, 1) are integers from `kept_share`; on another device than x, copying them
+    synchronises."""
     keep = shares.to(x.device) / WHOLE
     return torch.bernoulli(keep.expand(-1, x.shape[0])) / keep.clamp_min(1 / WHOLE)
 
@@ -173,10 +168,7 @@ def add_branch(
     x: Tensor, branch: Callable[[Tensor], Tensor], keep: Tensor | None = None, divisor: float = 1.0
 ) -> Tensor:
     """Return x + branch(x) / divisor with stochastic depth, x being (B, ..., C). `branch` must treat images separately.
-
-    Args:
-        keep: Which images keep the branch: a row of `draw_masks` or of `draw_subsets`; None drops nothing.
-    """
+    A row of `draw_masks` or of `draw_subsets` says which images `keep` the branch; None drops nothing."""
     if keep is not None and not isinstance(keep, torch.fx.Proxy) and not keep.is_floating_point():
         return _add_to_subset(x, branch, keep, divisor)
     update = branch(x)

@@ -40,15 +40,10 @@ _RMS_NORMS = (nn.RMSNorm, RmsNorm, RmsNorm2d)
 
 
 def feature_map(model: nn.Module, features: Any, img_size: tuple[int, int]) -> Tensor:
-    """Return the output of `model.forward_features` for images of (H, W) as a map, without prefix tokens. Raise
-    UserError if the features are none of these, or the tokens are not the patches of the image.
+    """Return the output of `model.forward_features` for images of (H, W) as a map (B, h, w, C), without prefix tokens.
+    The features are (B, C, h, w); (B, h, w, C) if the model's `output_fmt` says so; or (B, P + h * w, C).
 
-    Args:
-        features: (B, C, h, w); (B, h, w, C) if the model's `output_fmt` says so; or (B, P + h * w, C).
-
-    Returns:
-        (B, h, w, C).
-    """
+    Raise UserError if the features are none of these, or the tokens are not the patches of the image."""
     kind = type(model).__name__
     if not isinstance(features, Tensor) or features.ndim not in (3, 4):
         shape = tuple(features.shape) if isinstance(features, Tensor) else type(features).__name__
@@ -86,19 +81,11 @@ def norm_after_pooling(model: nn.Module) -> nn.Module | None:
 
 
 def norm_with_scale_of(norm: nn.Module, x: Tensor, reference: Tensor) -> Tensor:
-    """Normalise `x` with `norm`, but divide by the deviation of `reference`.
+    """Normalise x (B, h, w, C) with `norm` of `norm_after_pooling`, but divide by the deviation of `reference` (B, C);
+    return (B, h, w, C), in at least float32.
 
     If `reference` is the mean of `x` over its tokens, this is an affine function of each token, and its mean over the
-    tokens is `norm(reference)`: centring is linear, and the divisor is one number per image.
-
-    Args:
-        norm: A norm from `norm_after_pooling`.
-        x: (B, h, w, C).
-        reference: (B, C).
-
-    Returns:
-        (B, h, w, C), in at least float32.
-    """
+    tokens is `norm(reference)`: centring is linear, and the divisor is one number per image."""
     dtype = torch.promote_types(x.dtype, torch.float32)
     x = x.to(dtype)
     reference = reference.to(dtype)

@@ -282,23 +282,18 @@ class TokenLabelModel(Constants):
         self.hold(_shares_on_device=shares)
 
     def set_drop_path_mode(self, mode: str) -> None:
-        """Choose how stochastic depth drops residual branches in training.
-
-        Args:
-            mode: "mask" multiplies them by 0, as published; "subset" computes them only for a fixed number of images
-                (see `tlt.models.layers`).
-        """
+        """Choose how stochastic depth drops residual branches in training: "mask" multiplies them by 0, as published;
+        "subset" computes them only for a fixed number of images (see `tlt.models.layers`)."""
         one_of("drop_path_mode", mode, ("mask", "subset"))
         self.drop_path_mode = mode
 
     # Heads ---------------------------------------------------------------------------------------------------------
 
     def set_dense_head(self, enabled: bool, trained: bool = True) -> None:
-        """Switch the dense head on or off.
+        """Switch the dense head on or off, before you build the optimizer.
 
         Switched off or not `trained`, its parameters remain but get no gradient, and `model(x)` returns the class
-        token's logits only. Switched off, it refuses `dense=True`, too. Call it before you build the optimizer.
-        """
+        token's logits only. Switched off, it refuses `dense=True`, too."""
         self.dense_head = enabled
         self.dense_trained = trained
         self.aux_head.requires_grad_(enabled and trained)
@@ -308,12 +303,8 @@ class TokenLabelModel(Constants):
         return self.head
 
     def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
-        """Replace both heads by freshly initialised ones. With 0 classes the model returns features.
-
-        Args:
-            num_classes: Number of classes of both heads.
-            global_pool: "token", "avg" or "", as in the constructor; None keeps the present one.
-        """
+        """Replace both heads by freshly initialised ones. With 0 classes the model returns features. `global_pool` is
+        "token", "avg" or "", as in the constructor; None keeps the present one."""
         in_range("num_classes", num_classes, 0)
         if global_pool is not None:
             self.global_pool = _checked_pool(global_pool)
@@ -328,14 +319,10 @@ class TokenLabelModel(Constants):
     # Image size ----------------------------------------------------------------------------------------------------
 
     def set_input_size(self, img_size: int | tuple[int, int]) -> None:
-        """Make (H, W) the model's own image size, and resize the position embedding permanently.
+        """Make one side or (H, W) in pixels the model's own image size, and resize the position embedding permanently.
+        Raise UserError, and change nothing, if the images are smaller than one token.
 
-        The embedding is replaced by a new parameter, so call this before you build the optimizer. Raise UserError if
-        the images are smaller than one token. The model stays as it was.
-
-        Args:
-            img_size: One side or (H, W) in pixels.
-        """
+        The embedding is replaced by a new parameter, so call this before you build the optimizer."""
         in_range("img_size", img_size, 1, counts=(1, 2))
         grid = self.token_grid(img_size)
         if self.pos_embed is not None:

@@ -67,12 +67,9 @@ def describes_vit(config: Mapping[str, Any]) -> bool:
 
 
 def timm_config(config: Mapping[str, Any], processor: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the arguments of `vit_transformers` for a config.json, and its `pretrained_cfg` without a source. Raise
-    UserError if timm has no such model; the message names the setting.
-
-    Args:
-        processor: The preprocessor_config.json beside it; empty if there is none.
-    """
+    """Return the arguments of `vit_transformers` for a config.json, and its `pretrained_cfg` without a source.
+    `processor` is the preprocessor_config.json beside it; empty if there is none. Raise UserError, which names the
+    setting, if timm has no such model."""
     if config.get("hidden_act", "gelu") != "gelu":
         raise UserError(f"its config.json has hidden_act {config['hidden_act']}, this ViT has gelu")
     width = config["hidden_size"]
@@ -100,13 +97,8 @@ def timm_config(config: Mapping[str, Any], processor: Mapping[str, Any]) -> tupl
 
 class TwoLayerHeadViT(VisionTransformer):
     """timm's VisionTransformer, optionally with the two-layer head with which ViT (arXiv:2010.11929, section 3.1) is
-    pre-trained: `head.pre_logits`, tanh, `head.logits`.
-
-    Args:
-        representation_size: Features between the two layers; 0 gives timm's head of one layer, as does
-            `reset_classifier`, for fine-tuning.
-        The others: Those of timm's VisionTransformer.
-    """
+    pre-trained: `head.pre_logits`, tanh, `head.logits`, with `representation_size` features between the two layers.
+    Size 0 gives timm's head of one layer, as does `reset_classifier`, for fine-tuning."""
 
     head: nn.Module
 
@@ -131,10 +123,7 @@ default_cfgs = generate_default_cfgs({NAME: _CFG})
 @register_model
 def vit_transformers(pretrained: bool = False, norm_eps: float = _EPS, **kwargs: Any) -> nn.Module:
     """Build timm's VisionTransformer with the LayerNorm of Transformers; `kwargs` are those of `TwoLayerHeadViT`.
-
-    Args:
-        norm_eps: Added to the variances of LayerNorm. At timm's 1e-6 logits differ by up to 5e-4.
-    """
+    `norm_eps` is added to the variances of LayerNorm. At timm's 1e-6 logits differ by up to 5e-4."""
     return build_model_with_cfg(
         TwoLayerHeadViT,
         NAME,

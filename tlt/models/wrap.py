@@ -123,10 +123,8 @@ class WithDenseHead(Extension):
         return self._layout_by_size[size]
 
     def set_dense_head(self, enabled: bool, trained: bool = True) -> None:
-        """Switch the dense head on or off. Switched off or not `trained`, it remains but gets no gradient.
-
-        Call it before you build the optimizer.
-        """
+        """Switch the dense head on or off, before you build the optimizer. Switched off or not `trained`, it remains
+        but gets no gradient."""
         self.dense_head = enabled
         for layer in DENSE_LAYERS:
             getattr(self, layer).requires_grad_(enabled and trained)
@@ -187,14 +185,11 @@ def with_dense_head(model: Any, img_size: tuple[int, int] | None = None) -> Any:
 
 
 def bare(model: Any, action: str = "", inside: bool = False) -> Any:
-    """Return the model inside wrappers such as torch.compile's, DistributedDataParallel and timm's ModelEmaV3. Raise
-    UserError if the action is not possible any more.
+    """Return the model inside wrappers such as torch.compile's, DistributedDataParallel and timm's ModelEmaV3.
 
-    Args:
-        action: What changes the model, or runs a part of it; "" if the caller only reads what the model knows.
-        inside: Whether this can be done to a model inside a wrapper. FSDP, of either version, allows it never: it has
-            divided the weights.
-    """
+    `action` says what changes the model, or runs a part of it; "" if the caller only reads what the model knows. Raise
+    UserError if it is not possible any more: inside a wrapper it must be `inside`, and FSDP, of either version, allows
+    it never, because it has divided the weights."""
     if not isinstance(model, nn.Module):
         return model
     inner = unwrap(model)
@@ -341,16 +336,11 @@ def _this_call() -> int:
 
 
 def add_mix_point(model: nn.Module, images: Tensor) -> tuple[MixPoint, TokenLayout]:
-    """Hook a `MixPoint` to the embedding of a model and test it: a box of all tokens must give the partner's features.
-    Raise UserError if there is no such layer, its output is no map, or images also reach the features another way. No
-    hook remains.
+    """Hook a `MixPoint` to the embedding of a model and test it with any two images (2, 3, H, W): a box of all tokens
+    must give the partner's features. Return it with the token layout for images of this size.
 
-    Args:
-        images: Any two images, (2, 3, H, W).
-
-    Returns:
-        The mix point, and the token layout for images of this size.
-    """
+    Raise UserError, and leave no hook, if there is no such layer, its output is no map, or images also reach the
+    features another way."""
     name = next((n for n in _EMBEDDINGS if type(getattr(model, n, None)) not in _NO_LAYERS), None)
     if name is None:
         raise UserError(f"none of its layers is one that MixToken knows ({', '.join(_EMBEDDINGS)})")

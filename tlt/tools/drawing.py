@@ -100,10 +100,7 @@ def shorten(text: str, length: int) -> str:
 
 def show_image(axes: Axes, image: Pixels, size: tuple[float, float] | None = None, muted: bool = False) -> None:
     """Draw an image with its upper left corner at (0, 0) and `size` (width, height) in axis units; default: in pixels.
-
-    Args:
-        muted: Whether to make it grey and pale, so that colours drawn over it can be distinguished.
-    """
+    Make it grey and pale if it is `muted`, so that colours drawn over it can be distinguished."""
     width, height = size or (image.shape[1], image.shape[0])
     if muted:
         grey = image @ np.array([0.299, 0.587, 0.114])

@@ -71,12 +71,9 @@ def pack(
 
 
 def find_rows(tree: str, folder: ImageSource | None) -> tuple[list[str], list[str], np.ndarray, list[str]]:
-    """Return the label files of a tree: first those of the images, in their order, then all others. Raise UserError if
-    there are no labels, or one fits two images.
-
-    Returns:
-        Label files; image names, or label files of unknown images; classes, -1 if not known; notes.
-    """
+    """Return the label files of a tree, first those of the images, in their order, then all others; image names, or
+    label files of unknown images; classes, -1 if not known; and notes. Raise UserError if there are no labels, or one
+    fits two images."""
     files = label_files_below(tree)
     if not files:
         raise UserError(f"TREE {printable(tree)} holds no label file (CLASS/IMAGE.pt)")

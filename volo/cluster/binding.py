@@ -244,12 +244,8 @@ def set_policy(mode: str, node: int) -> None:
 
 
 def describe(plan: BindingPlan, title: str, rank: int, added: Mapping[str, str], left_out: list[str]) -> list[str]:
-    """Return a table of what the ranks of a machine are bound to, or one line if nothing is bound.
-
-    Args:
-        rank: Global rank of the machine's first process.
-        left_out: Reasons besides those of the plan why something is not bound.
-    """
+    """Return a table of what the ranks of a machine are bound to, or one line if nothing is bound. `rank` is the global
+    rank of the machine's first process; `left_out` are reasons besides those of the plan why something is not bound."""
     reasons = "; ".join([*plan.reasons, *left_out])
     shared = [f"{name}={value}" for name, value in added.items() if name != "UCX_NET_DEVICES"]
     env = [f"set on every rank here: {' '.join(shared)}"] if shared else []

@@ -222,13 +222,10 @@ def start_of(store: dist.Store, name: str, restart: int) -> dist.PrefixStore:
 
 def serve(address: str, port: int, other_machines: bool = False) -> dist.TCPStore:
     """Return torch's key-value store, in which ranks meet. It listens only at this address, while torch's own listens
-    at all addresses; port 0 takes a free port. Raise UserError if the port is in use, or this machine doesn't have the
-    address.
+    at all addresses; port 0 takes a free port. If `other_machines` must reach it, and the address is loopback, as
+    Debian resolves a machine's own name, the store listens at all addresses.
 
-    Args:
-        other_machines: Whether they must reach the store. If the address is loopback, as Debian resolves a machine's
-            own name, the store then listens at all addresses.
-    """
+    Raise UserError if the port is in use, or this machine doesn't have the address."""
     try:
         host = str(socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)[0][4][0])
         if other_machines and ipaddress.ip_address(host).is_loopback:

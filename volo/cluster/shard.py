@@ -111,11 +111,9 @@ def units_of(model: nn.Module) -> list[nn.Module]:
 def shard(model: nn.Module, mesh: DeviceMesh, compute: torch.dtype | None = None, compression: str = "none") -> None:
     """Divide the weights of `model` in place. All ranks must have the same whole weights before.
 
-    Args:
-        compute: bfloat16 gathers the blocks' weights and computes the blocks in that type (`--model-dtype bfloat16`).
-            The layers outside the blocks stay in float32, because the stem has BatchNorm.
-        compression: `"bf16"` sums gradients over the ranks in bfloat16.
-    """
+    With bfloat16 as `compute`, the blocks' weights are gathered, and the blocks computed, in that type (`--model-dtype
+    bfloat16`); the layers outside the blocks stay in float32, because the stem has BatchNorm. `compression` "bf16" sums
+    gradients over the ranks in bfloat16."""
     reduced = torch.bfloat16 if compression == "bf16" else torch.float32
     for unit in units_of(model):
         fully_shard(unit, mesh=mesh, mp_policy=MixedPrecisionPolicy(compute, reduced))

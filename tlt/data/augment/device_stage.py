@@ -42,13 +42,10 @@ class Work(NamedTuple):
 
 
 def _geometric_work(plan: Plan, fill: Sequence[int], on_cpu: bool) -> tuple[list[Work], Bools]:
-    """Divide the plan's maps into flips, which are exact and cheap, and warps, which interpolate.
+    """Divide the plan's maps into flips, which are exact and cheap, and warps, which interpolate; return both for all
+    images, and (B,) which images are warped.
 
-    A mirrored image whose lines are moved is flipped first, as PIL does it, and then moved by the rest of its map.
-
-    Returns:
-        The flips and the warps of all images; (B,) which images are warped.
-    """
+    A mirrored image whose lines are moved is flipped first, as PIL does it, and then moved by the rest of its map."""
     height, width = plan.size
     mirrored = plan.warp[:, [0, 1], [0, 1]] < 0  # (B, 2) left and right, top and bottom
     flips = geometry.compose(geometry.vflip(mirrored[:, 1], height), geometry.hflip(mirrored[:, 0], width))
@@ -145,12 +142,8 @@ def _erase(images: Tensor, plan: Plan, mode: str) -> Tensor:
 
 
 def _fill(images: Tensor, rows: Ints, boxes: Ints, keys: Ints, number: int, mode: str) -> None:
-    """Fill in place one box (top, left, height, width) in each of the images `rows`; all arrays are (b, ...).
-
-    Args:
-        keys: Determine the noise.
-        number: Which of an image's boxes these are.
-    """
+    """Fill in place box `number` (top, left, height, width) of each of the images `rows`; `keys` determine the noise.
+    All arrays are (b, ...)."""
     channels, height, width = images.shape[1:]
     device = images.device
     columns = to_device(np.column_stack([rows, boxes, keys]).T, device)[..., None, None, None]  # (b, 1, 1, 1) each

@@ -140,11 +140,8 @@ def is_sound(encoded: Encoded) -> bool:
 def _run(
     requests: Sequence[Request], size: Size, threads: int, device: torch.device, fill: tuple[int, ...] | None
 ) -> Any:
-    """Return DALI's list of images: windows (h, w, 3), or (3, H, W) if it resizes. Raise one of `_FAILURES`.
-
-    Args:
-        fill: Colour beyond the images, if the pipeline also resizes; None if it only decodes.
-    """
+    """Return DALI's list of images: windows (h, w, 3), or (3, H, W) if it resizes. Raise one of `_FAILURES`. `fill` is
+    the colour beyond the images if the pipeline also resizes; None if it only decodes."""
     geometry = np.array([_geometry(request, size) for request in requests], np.int32)
     encoded = [np.frombuffer(request.encoded.data, np.uint8) for request in requests]
     room = 1 << (len(requests) - 1).bit_length()

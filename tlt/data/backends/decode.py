@@ -78,13 +78,9 @@ class Backend:
     """Decodes, crops and resizes images, without randomness.
 
     `decode` handles one image, `decode_batch`, which loaders call, a batch. Backends without threads of their own run
-    in worker processes and can be pickled.
+    in worker processes and can be pickled."""
 
-    Attributes:
-        has_threads: Whether it decodes in threads of its own, which other processes can't share.
-    """
-
-    has_threads = False
+    has_threads = False  # whether it decodes in threads of its own, which other processes can't share
 
     def __init__(self, max_pixels: int = DEFAULT_MAX_PIXELS) -> None:
         self.max_pixels = max_pixels

@@ -185,12 +185,9 @@ def scan_folder(
 
 
 def open_csv(name: str, data: str, split: str, _on_progress: object) -> ImageFolder:
-    """Return the images of a table, in its order.
-
-    Args:
-        name: The file, relative to `data` or absolute. Its first line names the columns. `path` is an image file's path
-            relative to `data`.
-        split: Selects the rows whose column `split`, if there is one, has this name or a synonym.
+    """Return the images of a table, in its order. `name` is the file, relative to `data` or absolute; its first line
+    names the columns. `path` is an image file's path relative to `data`. `split` selects the rows whose column `split`,
+    if there is one, has this name or a synonym.
 
     Raises:
         UserError: The file can't be read, has other columns, a row with other fields, an image twice, or an image that
@@ -252,13 +249,12 @@ def split_names(split: str) -> list[str]:
 
 
 def find_split(data_dir: str | os.PathLike[str], split: str, allow_root: bool = False) -> str:
-    """Return the folder of a split under `data_dir`. Its own name comes first, then timm's synonyms of it. Raise
-    UserError if there is no such folder; the message shows the names tried. timm uses `data_dir` itself in this case,
-    so a run without a validation folder validates on the training images.
+    """Return the folder of a split under `data_dir`, or `data_dir` itself if it has no split of any name and
+    `allow_root` is set (for programs that read one split only). The split's own name comes first, then timm's synonyms
+    of it.
 
-    Args:
-        allow_root: Return `data_dir` itself if it has no split of any name (for programs that read one split only).
-    """
+    Raise UserError if there is no such folder; the message shows the names tried. timm uses `data_dir` itself in this
+    case, so a run without a validation folder validates on the training images."""
     data_dir = os.fspath(data_dir)
     if not os.path.isdir(data_dir):
         raise UserError(f"data folder {printable(data_dir)} does not exist or is not a folder{other_kinds(data_dir)}")

@@ -88,12 +88,8 @@ def open_tfrecords(_name: str, data: str, split: str, on_progress: ProgressCallb
 
 
 def open_tfds(name: str, data: str, split: str, on_progress: ProgressCallback | None) -> RecordImages:
-    """Open the images of a split that tensorflow_datasets prepared.
-
-    Args:
-        name: `NAME[/CONFIG][:VERSION]`; without a version, the newest one.
-        data: tensorflow_datasets' `data_dir`.
-    """
+    """Open the images of a split that tensorflow_datasets prepared. `name` is `NAME[/CONFIG][:VERSION]`, without a
+    version the newest one; `data` is tensorflow_datasets' `data_dir`."""
     builder, _, version = name.partition(":")
     folder = os.path.join(data, builder)
     if leads_out(builder) or not os.path.isdir(folder):
