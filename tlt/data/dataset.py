@@ -12,10 +12,9 @@ from __future__ import annotations
 import math
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from itertools import chain
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -145,6 +144,14 @@ class BatchDataset(Dataset[Batch | UserError]):
         return Skipped(self.path(index), str(error))
 
 
+class _Opened(NamedTuple):
+    """An image of a batch, or its replacement, before decoding."""
+
+    index: int
+    encoded: Encoded
+    attempt: int  # 0 for the image itself, n for the n-th of its replacements
+
+
 class TrainDataset(BatchDataset):
     """Makes augmented training batches, as a function of (seed, epoch, indices). Raises UserError if the labels belong
     to other images.
@@ -173,15 +180,14 @@ class TrainDataset(BatchDataset):
     def load(self, key: BatchKey) -> Batch:
         config = self.config if key.size is None else replace(self.config, size=key.size)
         skipped: list[Skipped] = []
-        candidates = [self._readable(key.epoch, index, skipped) for index in key.indices]
-        opened = [next(images) for images in candidates]
+        opened = [self._first_readable(key.epoch, index, 0, skipped) for index in key.indices]
         plan, images, bad = self._decode(config, key.epoch, opened, range(len(opened)))
         while rows := list(bad):  # replace the images that can't be decoded
-            skipped += [self._skip(opened[row][0], error) for row, error in bad.items()]
+            skipped += [self._skip(opened[row].index, error) for row, error in bad.items()]
             for row in rows:
-                opened[row] = next(candidates[row])
+                opened[row] = self._first_readable(key.epoch, key.indices[row], opened[row].attempt + 1, skipped)
             plan, images[rows], bad = self._decode(config, key.epoch, opened, rows)
-        image_indices = [index % len(self) for index, _ in opened]
+        image_indices = [image.index % len(self) for image in opened]
         affine, visible = (torch.from_numpy(part).float() for part in (plan.normalised_affine(), plan.visible()))
         labels, faults = self._read_labels(image_indices, plan.image_sizes.tolist())
         if labels is not None and self.label_view is not None:
@@ -201,13 +207,13 @@ class TrainDataset(BatchDataset):
         )
 
     def _decode(
-        self, config: AugmentConfig, epoch: int, opened: Sequence[tuple[int, Encoded]], rows: Sequence[int]
+        self, config: AugmentConfig, epoch: int, opened: Sequence[_Opened], rows: Sequence[int]
     ) -> tuple[Plan, Tensor, dict[int, BadImage]]:
         """Draw the plan of a batch, decode the crops of some `rows`, and return both with the errors by row."""
         self.worker_status.mark(-1)
-        sizes = np.array([(image.width, image.height) for _, image in opened]).T
-        plan = make_plan(config, self.seed, epoch, [index for index, _ in opened], *sizes)
-        decoded = self.backend.decode_batch([self._request(opened[row][1], plan, row) for row in rows], plan.size)
+        sizes = np.array([(image.encoded.width, image.encoded.height) for image in opened]).T
+        plan = make_plan(config, self.seed, epoch, [image.index for image in opened], *sizes)
+        decoded = self.backend.decode_batch([self._request(opened[row].encoded, plan, row) for row in rows], plan.size)
         return plan, decoded.images, {rows[position]: error for position, error in decoded.bad.items()}
 
     def replacement(self, epoch: int, index: int, attempt: int) -> int:
@@ -215,11 +221,13 @@ class TrainDataset(BatchDataset):
         draws = uniform(self.seed, epoch, [index], Stream.REPLACEMENT, MAX_ATTEMPTS)
         return int(draws[0, attempt] * len(self))
 
-    def _readable(self, epoch: int, index: int, skipped: list[Skipped]) -> Iterator[tuple[int, Encoded]]:
-        """Yield the readable ones among an image and its replacements, in order, each with its index."""
-        for candidate in chain([index], (self.replacement(epoch, index, attempt) for attempt in range(MAX_ATTEMPTS))):
+    def _first_readable(self, epoch: int, index: int, first_attempt: int, skipped: list[Skipped]) -> _Opened:
+        """Open the image in attempt 0, or else one of its replacements in the attempts after it: the first that can be
+        read from `first_attempt` on. Append the others to `skipped`."""
+        for attempt in range(first_attempt, MAX_ATTEMPTS + 1):
+            candidate = self.replacement(epoch, index, attempt - 1) if attempt else index
             try:
-                yield candidate, self._open(candidate)
+                return _Opened(candidate, self._open(candidate), attempt)
             except BadImage as error:
                 skipped.append(self._skip(candidate, error))
         path, reason = skipped[-1]

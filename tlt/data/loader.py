@@ -221,11 +221,11 @@ class Workers:
         while (batch := self._next(batches, processes)) is not None:
             if isinstance(batch, UserError):
                 raise batch
-            # The consumer may not ask for the pass's end, as `zip` does not; the workers are kept after the last batch.
-            if ended := self.persistent and batches._send_idx == batches._rcvd_idx:
+            is_last = batches._send_idx == batches._rcvd_idx if self.persistent else False
+            if is_last:  # keep the workers already now: the consumer may not ask for the end, as `zip` does not
                 self._loader = loader
             yield batch
-            if ended:
+            if is_last:
                 return
 
     def _new_loader(self) -> DataLoader[Batch | UserError]:

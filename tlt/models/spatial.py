@@ -101,7 +101,7 @@ def norm_with_scale_of(norm: nn.Module, x: Tensor, reference: Tensor) -> Tensor:
     return x if bias is None else x + bias
 
 
-class TokenGrid(NamedTuple):
+class TokenPositions(NamedTuple):
     """The positions of tokens in an image."""
 
     pitch: tuple[float, float]  # pixels from one token to the next, (down, across)
@@ -163,7 +163,7 @@ def downsampling_layers(model: nn.Module) -> Iterator[list[DownsamplingLayer]]:
             handle.remove()
 
 
-def positions_of(layers: list[DownsamplingLayer], grid: Size, img_size: Size) -> TokenGrid:
+def positions_of(layers: list[DownsamplingLayer], grid: Size, img_size: Size) -> TokenPositions:
     """Return the positions of a map of `grid` cells in images of (H, W) pixels, in a network with these layers.
 
     If no layer makes a map (the first of TResNet), its cells divide the image into equal parts. Of parallel layers we
@@ -171,7 +171,7 @@ def positions_of(layers: list[DownsamplingLayer], grid: Size, img_size: Size) ->
     Raise UserError if no layer tells where the cells lie."""
     axes = [_along(layers, axis, grid[axis], img_size[axis]) for axis in (0, 1)]
     (pitch_y, first_y), (pitch_x, first_x) = axes
-    return TokenGrid((pitch_y, pitch_x), (first_y, first_x))
+    return TokenPositions((pitch_y, pitch_x), (first_y, first_x))
 
 
 def _along(layers: list[DownsamplingLayer], axis: int, size: int, image: int) -> tuple[float, float]:

@@ -32,7 +32,7 @@ from tlt.models.layers import (
     kept_share,
     resize_pos_embed,
 )
-from tlt.models.spatial import TokenGrid
+from tlt.models.spatial import TokenPositions
 
 RunBlock = Callable[[nn.Module, Tensor], Tensor]  # runs a block with its draw of stochastic depth
 DENSE_SHARE = 0.5  # factor of the dense head's maximum in the class logits (published rule)
@@ -126,12 +126,12 @@ class TokenLabelModel(Constants):
             raise UserError(f"image size {height}x{width} is too small for this model: at least {least} pixels a side")
         return rows, cols
 
-    def token_positions(self, img_size: int | tuple[int, int] | None = None) -> TokenGrid:
+    def token_positions(self, img_size: int | tuple[int, int] | None = None) -> TokenPositions:
         """Return where the tokens lie in an image. The first cell of the stem, a 7x7 convolution with padding 3, has
         its centre at 0.5 pixels; the centre of a token is the mean of those of its cells."""
         pitch = self.patch_size * self.mix_scale
         first = (pitch - self.stem_stride) / 2 + 0.5
-        return TokenGrid((pitch, pitch), (first, first))
+        return TokenPositions((pitch, pitch), (first, first))
 
     # Forward -------------------------------------------------------------------------------------------------------
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -22,7 +23,7 @@ from tlt.errors import UserError, reason_of, size_of
 from tlt.io.weights import unwrap
 from tlt.mixtoken import Box, mix_cells, mix_tokens
 from tlt.models.extension import Extension, extend
-from tlt.models.spatial import Size, TokenGrid, downsampling_layers, feature_map, norm_after_pooling, positions_of
+from tlt.models.spatial import Size, TokenPositions, downsampling_layers, feature_map, norm_after_pooling, positions_of
 from tlt.models.token_labeling import TokenLabelModel, new_head
 
 DENSE_LAYERS = ("aux_head", "aux_norm")
@@ -36,9 +37,9 @@ class TokenLayout(NamedTuple):
     """Describes the last map of a model for images of one size."""
 
     grid: Size  # rows and columns of the map
-    positions: TokenGrid  # where its tokens lie in the image
+    positions: TokenPositions  # where its tokens lie in the image
     channels: int
-    cells: TokenGrid | None = None  # where the cells that MixToken mixes lie; None if they are the tokens
+    cells: TokenPositions | None = None  # where the cells that MixToken mixes lie; None if they are the tokens
 
     def of_cells(self, axis: int, count: int, device: torch.device) -> Tensor:
         """Return (count,), the token of each cell along an axis. Cells beyond the outer tokens belong to these."""
@@ -112,7 +113,7 @@ class WithDenseHead(Extension):
         """
         return self._tokens(img_size).grid
 
-    def token_positions(self, img_size: int | Size | None = None) -> TokenGrid:
+    def token_positions(self, img_size: int | Size | None = None) -> TokenPositions:
         """Return where the tokens lie in images of (H, W) pixels (default: its own size). Raises like `token_grid`."""
         return self._tokens(img_size).positions
 
@@ -270,21 +271,14 @@ def _name(model: Any) -> str:
 # Where MixToken mixes -------------------------------------------------------------------------------------------------
 
 
+@dataclass(eq=False)
 class MixPoint:
-    """A forward hook that mixes the output of one layer, in those calls of the model that ask for it.
+    """A forward hook that mixes the output of one layer, in those calls of the model that ask for it."""
 
-    Args:
-        layer: Name of the layer.
-        layout: "NLC" (patches row by row), "NHWC" or "NCHW".
-
-    Attributes:
-        calls: Thread id -> the box and the token layout, for every running call that has yet to mix.
-    """
-
-    def __init__(self, layer: str, layout: str) -> None:
-        self.layer = layer
-        self.layout = layout
-        self.calls: dict[int, tuple[Box, TokenLayout]] = {}
+    layer: str  # name of the layer
+    layout: str  # "NLC" (patches row by row), "NHWC" or "NCHW"
+    # Thread id -> the box and the token layout, for every running call that has yet to mix.
+    calls: dict[int, tuple[Box, TokenLayout]] = field(default_factory=dict)
 
     def attach(self, model: nn.Module) -> None:
         """Hook the layer that has the name now: programs replace layers, for SyncBatchNorm, LoRA or quantization."""

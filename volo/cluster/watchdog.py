@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 Phase = Literal["start", "data", "others", "step", "capture", "validation", "saving"]
 
+# Phases after which a rank may still compile or save, and after how many meetings of all ranks ("others") none does:
+# validation has one at its end, and one after the save that may follow.
+_MEETINGS: dict[Phase, int] = {"start": 2, "validation": 2, "saving": 1, "capture": 1}
 HUNG = 5
 _STOOD_STILL_S = 2.0  # so much later than asked for this thread wakes only if time stood still for the whole process
 _OTHERS_S = 2.0  # a rank that hangs waits so long before it ends, so that the other ranks can print their stacks
@@ -52,7 +55,7 @@ class Watchdog:
         self.note = note
         self._since = time.monotonic()
         self._phase: Phase = "start"
-        self._meetings = 2  # meetings of all ranks that are still to come before phases are limited to `timeout`
+        self._meetings_ahead = _MEETINGS["start"]  # until phases are limited to `timeout`
         self._sizes = set[int]()  # batch sizes with which a step has begun
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
@@ -64,23 +67,15 @@ class Watchdog:
         self._thread.start()
 
     def enter_phase(self, phase: Phase, size: int | None = None) -> None:
-        """Record progress, and that `phase` begins.
-
-        Args:
-            phase: "others" waits until all ranks have their data; "capture" captures a CUDA graph.
-            size: Number of images in the batch, if the phase is a step.
-        """
-        if phase == "validation":
-            self._meetings = 2  # the ranks meet at the end of validation, and after the save that may follow
-        elif phase in ("saving", "capture"):
-            self._meetings = max(self._meetings, 1)
-        elif self._phase == "others":
-            self._meetings = max(self._meetings - 1, 0)
-        if size is not None and size not in self._sizes:
-            self._meetings = max(self._meetings, 1)
+        """Record progress, and that `phase` begins: "others" waits until all ranks have their data, "capture" captures
+        a CUDA graph. `size` is the number of images in the batch of a step, whose first one compiles."""
+        compiles = size is not None and size not in self._sizes
+        if size is not None:
             self._sizes.add(size)
-        self._phase = phase
+        have_met = self._phase == "others" and phase not in _MEETINGS
+        self._meetings_ahead = max(self._meetings_ahead - have_met, _MEETINGS.get(phase, int(compiles)))
         self._since = time.monotonic()
+        self._phase = phase
 
     def end(self) -> None:
         """Stop watching, because the run is over."""
@@ -90,7 +85,7 @@ class Watchdog:
 
     def allowed(self) -> float:
         """Return how many seconds this rank may spend in the current phase without progress."""
-        waits = max(self.timeout, self.START_S) if self._meetings else self.timeout
+        waits = max(self.timeout, self.START_S) if self._meetings_ahead else self.timeout
         if self._phase in ("data", "others"):  # in "others" a rank waits for another rank whose data are late
             return max(waits, self.loader_timeout + 30) if self.loader_timeout else float("inf")
         return waits
@@ -99,9 +94,11 @@ class Watchdog:
         pause = min(1.0, self.timeout / 10)
         woke = time.monotonic()
         while not self._ended.wait(pause):
-            slept = time.monotonic() - woke
+            before = woke
             woke = time.monotonic()
-            if slept > pause + _STOOD_STILL_S:  # the process was suspended (SIGSTOP, a frozen container, a laptop)
+            if (
+                woke - before > pause + _STOOD_STILL_S
+            ):  # the process was suspended (SIGSTOP, a frozen container, a laptop)
                 self._since = woke
             phase = self._phase
             idle = woke - self._since
