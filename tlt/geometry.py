@@ -96,13 +96,8 @@ def translate(dx: Numbers, dy: Numbers) -> Affine:
 
 
 def normalise(affine: Affine, source_size: tuple[Numbers, Numbers], output_size: tuple[Numbers, Numbers]) -> Affine:
-    """Turn pixel maps into maps from the unit square of the output to the unit square of the source.
-
-    Args:
-        affine: (B, 2, 3), output pixels -> source pixels.
-        source_size: (height, width) of the sources in pixels, each a number or (B,).
-        output_size: (height, width) of the outputs in pixels, each a number or (B,).
-    """
+    """Turn maps (B, 2, 3) from output pixels to source pixels into maps from the unit square of the output to that of
+    the source. Both sizes are (height, width) in pixels, each a number or (B,)."""
     source_h, source_w = (np.asarray(size, np.float64) for size in source_size)
     output_h, output_w = (np.asarray(size, np.float64) for size in output_size)
     rows, columns = affine[:, 0], affine[:, 1]

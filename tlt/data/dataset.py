@@ -153,15 +153,11 @@ class _Opened(NamedTuple):
 
 
 class TrainDataset(BatchDataset):
-    """Makes augmented training batches, as a function of (seed, epoch, indices). Raises UserError if the labels belong
-    to other images.
+    """Makes augmented training batches, as a function of (seed, epoch, indices).
 
-    Args:
-        seed: Seed of crops, augmentation and replacements.
-        labels: Token labels of the same images, in their order.
-        backend: The decoder; None takes torchvision's.
-        label_view: Replaces the plan's geometry for reading the maps of a batch (see `tlt.upstream.behaviour`).
-    """
+    `seed` is that of crops, augmentation and replacements. The `labels` are of the same images, in their order, else a
+    UserError is raised. `label_view` replaces the plan's geometry for reading the maps of a batch (see
+    `tlt.upstream.behaviour`). The default decoder is torchvision's."""
 
     def __init__(
         self,

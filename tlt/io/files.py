@@ -39,12 +39,8 @@ def is_machine_fault(error: OSError) -> bool:
 
 
 def with_retries(read: Callable[[], Result], path: str) -> Result:
-    """Return `read()`. If it fails because of the machine, which may pass, try up to three times more.
-
-    Raises:
-        MachineFault: All attempts failed.
-        OSError: The file is at fault.
-    """
+    """Return `read()`. If it fails because of the machine, which may pass, try up to three times more, then raise
+    MachineFault. Raise OSError at once if the file is at fault."""
     waits = iter(_WAITS)
     while True:
         try:

@@ -23,17 +23,13 @@ _SHOWN = 60  # characters of a setting in a message
 
 
 class OutputFolder:
-    """The output folder of a command, locked until `close`.
+    """The output folder of a command, locked until `close`; it is created if it does not exist.
 
     Args:
-        root: The folder; it is created if it does not exist.
         marker: Name of the JSON file.
         settings: `format`, and the settings that must be equal for continuing an interrupted command.
         files: Names of the other files that the command writes.
         overwrite: First remove the marker and `files` of an earlier command, and nothing else.
-
-    Attributes:
-        complete: Whether the same command has finished this folder before.
 
     Raises:
         UserError: The folder holds something else, or another command is writing into it.
@@ -66,7 +62,7 @@ class OutputFolder:
             state = None
         if state is None:
             self._write(self.settings, complete=False)
-        self.complete = state is not None and state["complete"] is True
+        self.complete = state is not None and state["complete"] is True  # the same command has finished before
         for key, value in json.loads(json.dumps(self.settings)).items():  # JSON turns tuples into lists
             if state is not None and state.get(key, value) != value:  # older versions recorded fewer settings
                 was, says = (printable(str(setting))[:_SHOWN] for setting in (state[key], value))

@@ -109,11 +109,8 @@ def check_dense(model: nn.Module, images: Tensor, name: str = "the annotator") -
     """Refuse an annotator if the mean of its dense logits is not its own output. Raise UserError if the two differ, or
     the model has no dense logits. The message begins with `name`.
 
-    Args:
-        model: A model in evaluation mode. One with a dense head is accepted without a check.
-        images: (B, 3, H, W), normalised; two real images are enough. We compare in float32.
-        name: The model's name in the message.
-    """
+    The model is in evaluation mode; one with a dense head is accepted without a check. Two real images (B, 3, H, W),
+    normalised, are enough. We compare in float32."""
     if isinstance(model, TOKEN_LABEL_MODELS):
         return
     try:

@@ -26,18 +26,14 @@ BAD_LABEL_POLICIES = ("stop", "skip", "uniform")
 
 
 class Reader(Protocol):
-    """Reads the label maps of a list of images. Trees of files, archives and tar shards have a reader each.
-
-    Attributes:
-        missing: Indices of images without a map.
-        info: What is recorded about the maps; None for a published tree, which records nothing.
-    """
+    """Reads the label maps of a list of images. Trees of files, archives and tar shards have a reader each."""
 
     root: str
-    missing: set[int]
+    missing: set[int]  # indices of images without a map
 
     @property
-    def info(self) -> LabelInfo | None: ...
+    def info(self) -> LabelInfo | None:
+        """What is recorded about the maps; None for a published tree, which records nothing."""
 
     def read(self, index: int) -> LabelMap:
         """Return the map of image `index`, which is not missing, as stored; its area is not used, `info.area` is. Raise

@@ -99,12 +99,8 @@ def write_map(path: str | Path, label_map: LabelMap, num_classes: int) -> None:
 
 
 def read_map(path: str | Path, num_classes: int | None = None) -> LabelMap:
-    """Read one label file, [2, k, H, W] or [1, 2, k, H, W], without running code from it.
-
-    `LabelMap.validate` checks the values.
-
-    Args:
-        num_classes: The file's number format must be able to represent so many classes.
+    """Read one label file, [2, k, H, W] or [1, 2, k, H, W], without running code from it. `LabelMap.validate` checks
+    the values. The file's number format must be able to represent `num_classes`.
 
     Raises:
         UserError: The file is missing or damaged, holds no such tensor, or has class ids that its number format can't
@@ -134,14 +130,9 @@ def read_map(path: str | Path, num_classes: int | None = None) -> LabelMap:
 
 
 class TreeReader:
-    """Reads the label files of a list of images. A `tlt.labels.store.Reader`. Raises UserError if there is no such
-    folder, or one label file fits two images.
-
-    Args:
-        names: Image paths relative to the image folder.
-        num_classes: Class ids must be below it.
-        on_progress: As in `tlt.data.sources.folder.FolderListing`.
-    """
+    """Reads the label files of a list of images, given their paths relative to the image folder; class ids must be
+    below `num_classes`. A `tlt.labels.store.Reader`. Raises UserError if there is no such folder, or one label file
+    fits two images."""
 
     def __init__(
         self,

@@ -233,19 +233,13 @@ def _shape(tensor: Tensor) -> str:
 def adapt_state_dict(
     model: TokenLabelModel, state_dict: Mapping[str, Tensor], source_grid: Grid | None = None
 ) -> tuple[dict[str, Tensor], list[str]]:
-    """Resize the position embedding of weights that were trained at another image size. Raise UserError if N fits
-    neither of these grids.
+    """Resize the position embedding of weights that were trained at another image size, in a copy. Return it with the
+    names of the entries that were resized.
 
-    Args:
-        model: The model that will load them.
-        state_dict: Weights under the published names; not changed.
-        source_grid: Token grid of the weights. Only (1, 1 + N, C) embeddings need it, and only if it is not square.
-            Without it we assume a square grid, as in all published weights, even if the model has as many tokens in
-            another grid; if N is no square number, we assume the model's aspect ratio.
-
-    Returns:
-        The converted copy and the names of the entries that were resized.
-    """
+    The token grid of the weights is `source_grid`. Only (1, 1 + N, C) embeddings need it, and only if it is not square.
+    Without it we assume a square grid, as in all published weights, even if the model has as many tokens in another
+    grid; if N is no square number, we assume the model's aspect ratio. Raise UserError if N fits neither of these
+    grids."""
     adapted = dict(state_dict)
     pos = adapted.get("pos_embed")
     target = model.pos_embed

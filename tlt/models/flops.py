@@ -20,7 +20,6 @@ def flops_per_image(
         input_size: (channels, H, W).
         backward: Whether to add the backward pass of the trained parameters.
         images: Batch size, at least 2 for BatchNorm. `--drop-path-mode subset` makes the work per image depend on it.
-        options: Other arguments of the model.
 
     Raises what the model's layers raise on meta tensors, which may be of any type.
     """

@@ -50,13 +50,8 @@ class Constants(nn.Module):
 
 
 class SelfAttention(nn.Module):
-    """Multi-head self-attention over all tokens.
-
-    Args:
-        dim: Channels, a multiple of `num_heads`.
-        attn_drop: Dropout rate on the attention weights.
-        proj_drop: Dropout rate on the output.
-    """
+    """Multi-head self-attention over all tokens. `attn_drop` is the dropout rate of the attention weights, `proj_drop`
+    that of the output."""
 
     def __init__(
         self, dim: int, num_heads: int, qkv_bias: bool = False, attn_drop: float = 0.0, proj_drop: float = 0.0
@@ -198,12 +193,9 @@ class ResidualBlock(nn.Module):
         drop: Dropout rate in the MLP.
         drop_path: Share of the images that drop each branch in training; `forward` is given the draw.
         residual_scale: Each branch is divided by it before it is added (`skip_lam` of the published LV-ViT).
-
-    Attributes:
-        drop_index: Its index among the model's blocks with stochastic depth, or None. It is stored in the block, so
-            that copies of the block and wrappers around it have it.
     """
 
+    # Index among the model's blocks with stochastic depth. Copies of the block and wrappers around it have it, too.
     drop_index: int | None = None
 
     def __init__(

@@ -30,13 +30,8 @@ Entrypoint: TypeAlias = Callable[..., nn.Module]
 
 
 def register(module: str, names: Iterable[str], build: Entrypoint) -> dict[str, Entrypoint]:
-    """Register one entry point per name with timm, and set it as an attribute of the module, as in timm's model files.
-
-    Args:
-        module: `__name__` of the module, which holds timm's `default_cfgs`.
-        names: Model names for `timm.create_model`.
-        build: `build(name, pretrained, **kwargs)`.
-    """
+    """Register one entry point per name with timm, `build(name, pretrained, **kwargs)`, and set it as an attribute of
+    the module (its `__name__`), which holds timm's `default_cfgs`, as in timm's model files."""
     entrypoints = {}
     for name in names:
         entrypoint = _entrypoint(module, name, build)
@@ -64,15 +59,11 @@ def create(
     dtype: torch.dtype | None = None,
     **kwargs: Any,
 ) -> nn.Module:
-    """Build a model with the arguments of `timm.create_model`. Raise UserError if the weights do not exist or can't be
-    fetched.
+    """Build a model with the arguments of `timm.create_model`. With `pretrained`, load the published weights, converted
+    to this image size and these channels and classes; raise UserError if they do not exist or can't be fetched.
 
-    Args:
-        pretrained: Load the published weights, converted to this image size and these channels and classes.
-        pyramid: The default `out_indices` of `features_only=True`.
-        device, dtype: Of the weights, as timm's newest models take them; None takes torch's defaults.
-        **kwargs: Arguments of timm and of the constructor.
-    """
+    `pyramid` are the default `out_indices` of `features_only=True`. `device` and `dtype` are those of the weights, as
+    timm's newest models take them; None takes torch's defaults."""
     builder: Callable[..., nn.Module] = model_cls
     if pretrained:
         cfg = resolve_pretrained_cfg(name, kwargs.get("pretrained_cfg"), kwargs.get("pretrained_cfg_overlay"))

@@ -74,10 +74,8 @@ def is_channels_last(model: nn.Module) -> bool:
 def norm_after_pooling(model: nn.Module) -> nn.Module | None:
     """Return the layer norm or RMS norm that the model applies to its pooled features (ConvNeXt's `head.norm`, a vision
     transformer's `fc_norm`), or None if there is none or it is of another kind."""
-    for norm in (getattr(model, "fc_norm", None), getattr(getattr(model, "head", None), "norm", None)):
-        if isinstance(norm, (nn.LayerNorm, *_RMS_NORMS)):
-            return norm
-    return None
+    norms = (getattr(model, "fc_norm", None), getattr(getattr(model, "head", None), "norm", None))
+    return next((norm for norm in norms if isinstance(norm, (nn.LayerNorm, *_RMS_NORMS))), None)
 
 
 def norm_with_scale_of(norm: nn.Module, x: Tensor, reference: Tensor) -> Tensor:
@@ -169,8 +167,7 @@ def positions_of(layers: list[DownsamplingLayer], grid: Size, img_size: Size) ->
     If no layer makes a map (the first of TResNet), its cells divide the image into equal parts. Of parallel layers we
     follow those that average, such as the shortcuts of ResNet-D: they carry the image, and the other branch is small.
     Raise UserError if no layer tells where the cells lie."""
-    axes = [_along(layers, axis, grid[axis], img_size[axis]) for axis in (0, 1)]
-    (pitch_y, first_y), (pitch_x, first_x) = axes
+    (pitch_y, first_y), (pitch_x, first_x) = (_along(layers, axis, grid[axis], img_size[axis]) for axis in (0, 1))
     return TokenPositions((pitch_y, pitch_x), (first_y, first_x))
 
 
@@ -191,7 +188,7 @@ def _along(layers: list[DownsamplingLayer], axis: int, size: int, image: int) ->
             raise UserError(f"none of its layers tells where the {size} cells of a map lie in {image} px")
         else:  # equal parts
             stride = image / size
-            start = image / size / 2
+            start = stride / 2
             source = image
         pitch = pitch * stride
         first = start + (first - 0.5) * stride

@@ -111,13 +111,9 @@ class TokenLabelModel(Constants):
         raise NotImplementedError
 
     def token_grid(self, img_size: int | tuple[int, int] | None = None) -> tuple[int, int]:
-        """Return rows and columns of the final grid for images of (H, W) pixels (default: the model's own size).
-
-        As the convolutions do, it ignores pixels beyond the last whole token.
-
-        Raises:
-            UserError: The images are smaller than one token.
-        """
+        """Return rows and columns of the final grid for images of (H, W) pixels (default: the model's own size). As the
+        convolutions do, it ignores pixels beyond the last whole token. Raise UserError for images smaller than one
+        token."""
         height, width = to_2tuple(img_size or self.img_size)
         kernel = self.patch_size // self.stem_stride
         rows, cols = (((side - 1) // self.stem_stride + 1) // kernel // self.mix_scale for side in (height, width))

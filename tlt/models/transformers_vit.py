@@ -39,11 +39,9 @@ _RESAMPLING = {2: "bilinear", 3: "bicubic"}  # Pillow's numbers
 
 
 def from_transformers(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return weights of a ViT from Transformers under timm's names; return any other `state` itself.
-
-    Queries, keys and values are joined, as in timm. Tensors that timm's model lacks keep their names: the pooler (a
-    second layer of the pre-training head) and the mask token.
-    """
+    """Return weights of a ViT from Transformers under timm's names; return any other `state` itself. Queries, keys and
+    values are joined, as in timm. Tensors that timm's model lacks keep their names: the pooler (a second layer of the
+    pre-training head) and the mask token."""
     prefix = next((p for p in ("vit.", "") if p + _PATCHES in state), None)
     if prefix is None:
         return state

@@ -104,13 +104,10 @@ class WithDenseHead(Extension):
             raise UserError(f"{_name(self)} can't mix images: {self.mix_refusal}; use --no-mix-token")
 
     def token_grid(self, img_size: int | tuple[int, int] | None = None) -> tuple[int, int]:
-        """Return rows and columns of the last map for images of (H, W) pixels (default: the model's own size).
+        """Return rows and columns of the last map for images of (H, W) pixels (default: the model's own size). Raise
+        UserError if the model does not take this size.
 
-        The first call for a size runs the model once. This also finds `token_positions`.
-
-        Raises:
-            UserError: The model does not take this size.
-        """
+        The first call for a size runs the model once. This also finds `token_positions`."""
         return self._tokens(img_size).grid
 
     def token_positions(self, img_size: int | Size | None = None) -> TokenPositions:

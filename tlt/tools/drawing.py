@@ -182,14 +182,9 @@ class Example:
 def read_examples(
     dataset: TrainDataset, batch: Batch, targets: Targets | None, mean: Sequence[float], std: Sequence[float]
 ) -> list[Example]:
-    """Return the images of a batch with their sources, which are read again. Raise BadImage if a source image can't be
-    read.
-
-    Args:
-        dataset: The data set that made the batch.
-        targets: The targets of the batch; None if the loss uses only the classes.
-        mean, std: The normalisation of the images.
-    """
+    """Return the images of a batch with their sources, which are read again. `dataset` has made the batch; `targets` is
+    None if the loss uses only the classes; `mean` and `std` have normalised the images. Raise BadImage if a source
+    image can't be read."""
     pixels = pixels_of(batch.images, mean, std)
     corners = geometry.apply(batch.affine.double().cpu().numpy(), [[0, 0], [1, 0], [1, 1], [0, 1]])
     labels = None if batch.labels is None or targets is None else batch.labels.to("cpu")
@@ -252,13 +247,8 @@ def _token_cells(targets: Targets, row: int) -> Cells | None:
 
 
 def draw_page(examples: Sequence[Example], class_names: Sequence[str], title: str, note: str = "") -> Figure:
-    """Draw the examples and the legend.
-
-    Args:
-        class_names: Names by class id; other ids are shown as numbers.
-        title: First line of the page.
-        note: The meaning of the probabilities, for the legend.
-    """
+    """Draw the examples and the legend below a title. Ids without a class name are shown as numbers. `note` is the
+    meaning of the probabilities, for the legend."""
     cells = [cell for example in examples for cell in (example.label, example.tokens) if cell is not None]
     counts = Counter(np.concatenate([np.empty(0, int), *(cell.ids[cell.weight > 0] for cell in cells)]).tolist())
     colours = class_colours([class_id for class_id, _ in counts.most_common()])

@@ -97,12 +97,8 @@ def pack_images(
 
 
 class Packing:
-    """Writes the shards of one split into `folder`.
-
-    Attributes:
-        names: The tar member name of each image.
-        labelled: Indices of the images that have a label map.
-    """
+    """Writes the shards of one split into `folder`. `names` has the tar member name of each image, `labelled` the
+    indices of the images that have a label map."""
 
     def __init__(self, folder: str, source: ImageSource, labels: LabelStore | None, max_side: int | None) -> None:
         self.folder = folder
@@ -187,10 +183,9 @@ def member_names(names: Sequence[str]) -> list[str]:
 def make_shard(packing: Packing, shard: tuple[int, range]) -> tuple[FileRecords, FileRecords]:
     """Write a shard (its number and its images) unless it exists, and read it back. Return the records of its images
     and of its label maps. Its contents depend on the images and labels only, not on the process that wrote it.
-    Raises:
-        UserError: An image or label is unreadable, or the existing shard differs, or the written one reads differently.
-        OSError: Writing failed.
-    """
+
+    Raise UserError if an image or label is unreadable, the existing shard differs, or the written one reads
+    differently, and OSError if writing failed."""
     number, rows = shard
     path = os.path.join(packing.folder, f"{number:05d}.tar")
     if os.path.exists(path):

@@ -256,12 +256,9 @@ def connect(address: str, port: int, until: float, what: str) -> dist.TCPStore:
 
 
 def meet(store: dist.Store, what: str, number: int, size: int, until: float, name: str = "here") -> None:
-    """Register as number `number` of `size`, and wait for the others or LEFT; the store ends with number 0.
-
-    Raises:
-        RankLost: Some have not come by `until`; the message names them.
-        UserError: Another process with another name has registered with this number.
-    """
+    """Register as number `number` of `size`, and wait for the others or LEFT; the store ends with number 0. Raise
+    RankLost, which names them, if some have not come by `until`; UserError if another process with another name has
+    registered with this number."""
     try:
         if store.compare_set(f"{what}/{number}", "", name).decode() != name:
             raise UserError(f"another machine has joined as {what} {number}, too: each needs its own number")

@@ -30,15 +30,12 @@ from volo.cluster.distributed import World
 def distribute(
     model: nn.Module, device: torch.device, compression: str = "none", find_unused: bool = False
 ) -> DistributedDataParallel:
-    """Return `model` wrapped in DistributedDataParallel, which averages its gradients over all ranks.
+    """Return `model` wrapped in DistributedDataParallel, which averages its gradients over all ranks. With
+    `compression` "bf16" it sends and sums them in bfloat16, half the bytes. `find_unused` allows parameters without a
+    gradient.
 
     torch's defaults are kept unless another value is measurably better (docs/performance.md). `static_graph` is off:
-    with gradient accumulation (`no_sync`) torch then fails in the first backward pass, or doesn't sum gradients.
-
-    Args:
-        compression: `"bf16"` sends and sums gradients in bfloat16, which halves the bytes.
-        find_unused: Whether some parameters receive no gradient.
-    """
+    with gradient accumulation (`no_sync`) torch then fails in the first backward pass, or doesn't sum gradients."""
     # --dist-bn averages running statistics once per epoch instead of at every step. Newer torch renamed the argument.
     known = inspect.signature(DistributedDataParallel).parameters
     sync: dict[str, Any] = {"forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers": False}

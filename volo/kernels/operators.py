@@ -40,14 +40,11 @@ def define_operator(name: str, forward: Forward, backward: Backward) -> Forward:
     operator.register_autograd(differentiate, setup_context=keep)
     of_gradients.register_autograd(refuse)
     register_flop_formula(getattr(torch.ops.volo, name))(_flops)
-    register_flop_formula(getattr(torch.ops.volo, f"{name}_backward"))(_backward_flops)
+    backward_flops = register_flop_formula(getattr(torch.ops.volo, f"{name}_backward"))
+    backward_flops(lambda grad, v, logits, scale, **_: 2 * _flops(v, logits, scale))
     return operator
 
 
 def _flops(v: Sequence[int], logits: Sequence[int], scale: float, **_: Any) -> int:
     """Count two operations per channel for each of the 81 weights of a window, as in a matrix product."""
     return 2 * 81 * math.prod(logits[:3]) * v[-1]
-
-
-def _backward_flops(grad: Sequence[int], v: Sequence[int], logits: Sequence[int], scale: float, **_: Any) -> int:
-    return 2 * _flops(v, logits, scale)

@@ -126,7 +126,7 @@ class OutlookAttention(nn.Module):
 
 
 class Outlooker(ResidualBlock):
-    """Pre-norm block of outlook attention and MLP."""
+    """Pre-norm block of outlook attention and MLP; `options` are other arguments of ResidualBlock."""
 
     def __init__(
         self,
@@ -135,11 +135,9 @@ class Outlooker(ResidualBlock):
         mlp_ratio: float = 3.0,
         qkv_bias: bool = False,
         attn_drop: float = 0.0,
-        drop_path: float = 0.0,
-        norm_layer: type[nn.Module] = nn.LayerNorm,
+        **options: Any,
     ) -> None:
-        attn = OutlookAttention(dim, num_heads, qkv_bias=qkv_bias, attn_drop=attn_drop)
-        super().__init__(dim, attn, mlp_ratio, norm_layer, drop_path=drop_path)
+        super().__init__(dim, OutlookAttention(dim, num_heads, qkv_bias, attn_drop), mlp_ratio, **options)
 
 
 class ClassAttention(nn.Module):
@@ -239,19 +237,18 @@ class VOLO(TokenLabelModel):
         self.patch_embed = PatchEmbed(in_chans, stem_hidden_dim, embed_dims[0], patch_size, stem_stride)
         self.pos_embed = nn.Parameter(torch.zeros(1, *self.pos_grid, self.num_features))
         self.pos_drop = nn.Dropout(drop_rate)
-        shared: dict[str, Any] = {
-            "mlp_ratio": mlp_ratio,
-            "qkv_bias": qkv_bias,
-            "attn_drop": attn_drop_rate,
-            "norm_layer": norm_layer,
-        }
+        shared: dict[str, Any] = {"mlp_ratio": mlp_ratio, "qkv_bias": qkv_bias, "norm_layer": norm_layer}
+        shared["attn_drop"] = attn_drop_rate
         rates = _drop_path_rates(layers, drop_path_rate, outlooker_drop_path)
         self.network = _network(embed_dims, num_heads, rates, shared)
         blocks = [ClassBlock(self.num_features, num_heads[-1], **shared) for _ in range(CLASS_BLOCKS)]
         self.post_network: nn.ModuleList | None = nn.ModuleList(blocks)
         self.cls_token: nn.Parameter | None = nn.Parameter(torch.zeros(1, 1, self.num_features))
         self.norm = norm_layer(self.num_features)
-        self.feature_info = _feature_info(embed_dims, patch_size)
+        self.feature_info = [{"num_chs": embed_dims[0], "reduction": patch_size, "module": "network.0"}]
+        for index, dim in enumerate(embed_dims[1:], start=2):
+            info = {"num_chs": dim, "reduction": patch_size * POOLING, "module": f"network.{index}"}
+            self.feature_info.append(info)
         self.apply(init_linear)
         trunc_normal_(self.pos_embed, std=0.02)
         trunc_normal_(self.cls_token, std=0.02)
@@ -330,13 +327,6 @@ def _network(
     for dim, head, stage in zip(dims[1:], heads[1:], rates[1:], strict=True):
         network.append(Stage(*[TransformerBlock(dim, head, drop_path=rate, **shared) for rate in stage]))
     return nn.ModuleList(network)
-
-
-def _feature_info(dims: tuple[int, ...], patch_size: int) -> list[dict[str, Any]]:
-    info = [{"num_chs": dims[0], "reduction": patch_size, "module": "network.0"}]
-    for index, dim in enumerate(dims[1:], start=2):
-        info.append({"num_chs": dim, "reduction": patch_size * POOLING, "module": f"network.{index}"})
-    return info
 
 
 _RELEASE = "https://github.com/sail-sg/volo/releases/download/volo_1"

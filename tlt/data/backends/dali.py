@@ -35,13 +35,9 @@ _ONE_AT_A_TIME = threading.Lock()
 
 
 class DaliBackend(Backend):
-    """Decodes JPEGs with DALI, and other images with TorchvisionBackend on the CPU, with its `dct_scaling`. Raises
-    UserError if DALI is not installed, or `device` is no CUDA device.
-
-    Args:
-        threads: Number of CPU threads of the pipeline, and of those that resize.
-        device: The CUDA device that decodes, resizes and holds the images; None uses the CPU.
-    """
+    """Decodes JPEGs with DALI, and other images with TorchvisionBackend on the CPU, with its `dct_scaling`. `threads`
+    CPU threads decode and resize; with a CUDA `device`, this decodes, resizes and holds the images. Raises UserError if
+    DALI is not installed, or `device` is no CUDA device."""
 
     has_threads = True  # a pipeline has threads and a device, which processes can't share
 

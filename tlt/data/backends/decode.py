@@ -124,15 +124,12 @@ class PilBackend(Backend):
 
 
 class TorchvisionBackend(PilBackend):
-    """Decodes JPEG with simplejpeg, resizes by torch (bilinear or bicubic), and does the rest like PilBackend.
+    """Decodes JPEG with simplejpeg, resizes by torch (bilinear or bicubic), and does the rest like PilBackend. Its
+    pixels equal those of torchvision, whose own decoders will be removed.
 
-    Its pixels equal those of torchvision, whose own decoders will be removed.
-
-    Args:
-        dct_scaling: Decode JPEGs of more than `DCT_SCALING_PIXELS` at 1/2, 1/4 or 1/8, as long as the crop keeps twice
-            the output's size. It takes half the time at 4000 x 3000. Grey levels change by 1 on average, about half of
-            the difference between bilinear and bicubic.
-    """
+    With `dct_scaling`, JPEGs of more than `DCT_SCALING_PIXELS` are decoded at 1/2, 1/4 or 1/8, as long as the crop
+    keeps twice the output's size. It takes half the time at 4000 x 3000. Grey levels change by 1 on average, about half
+    of the difference between bilinear and bicubic."""
 
     def __init__(self, max_pixels: int = DEFAULT_MAX_PIXELS, dct_scaling: bool = False) -> None:
         super().__init__(max_pixels)

@@ -37,15 +37,8 @@ _HIDDEN = re.compile(r"(^|/)\.")
 class FolderListing:
     """Lists the images below `root`. Raises UserError if a folder is missing or unreadable.
 
-    Args:
-        on_progress: Called with a message and the number of images so far; None prints lines if it takes long.
-        classes: Whether folders are classes. Then images in `root` itself have no class and are left out.
-
-    Attributes:
-        names: `CLASS/FILE` relative to `root`, in natural order of the whole path.
-        leaves: Folders that hold images, or no folder.
-        leaf: For each name, the index in `leaves` of its folder.
-    """
+    `on_progress` is called with a message and the number of images so far; None prints lines if it takes long. If
+    folders are `classes`, images in `root` itself have no class and are left out."""
 
     def __init__(
         self, root: str | os.PathLike[str], on_progress: ProgressCallback | None = None, classes: bool = True
@@ -53,9 +46,9 @@ class FolderListing:
         self.root = os.fspath(root)
         self._on_progress = on_progress or SearchProgress()
         self._classes = classes
-        self.names = list[str]()
-        self.leaves = list[str]()
-        self.leaf = list[int]()
+        self.names = list[str]()  # `CLASS/FILE` relative to `root`, in natural order of the whole path
+        self.leaves = list[str]()  # folders that hold images, or no folder
+        self.leaf = list[int]()  # for each name, the index in `leaves` of its folder
         self._left_out = defaultdict[str, list[str]](list)
         self._linked: set[str] = set()  # real paths of folders that were read through links
         self._suffixes = image_extensions()

@@ -35,14 +35,11 @@ class HubImages(ImageSource):
 
 
 def open_hub_dataset(name: str, data: str | None, split: str, _on_progress: object) -> HubImages:
-    """Open a data set with one column of images and one of classes. Raise UserError if the data set can't be loaded, or
-    lacks this split or the columns.
+    """Open a data set with one column of images and one of classes. Raise UserError if it can't be loaded, or lacks
+    this split or the columns.
 
-    Args:
-        name: The name for `datasets.load_dataset`: a name on the hub, or a folder.
-        data: Folder in which `datasets` stores its files; None takes its own cache.
-        split: A split of `datasets`; slices (`train[:10%]`) are allowed.
-    """
+    `name` is that of `datasets.load_dataset`: a name on the hub, or a folder. `datasets` stores its files in `data`;
+    None takes its own cache. Slices (`train[:10%]`) are allowed as `split`."""
     datasets = require("datasets", "hf")
     flag = f"--dataset hfds/{printable(name)}"
     try:
@@ -108,14 +105,9 @@ class ArrayImages(ImageSource):
 
 
 def open_torch_dataset(name: str, data: str, split: str, _on_progress: object) -> ArrayImages:
-    """Open a data set in torchvision's layout. torchvision reads it, and loads pickles only if their md5 is the
-    published one. Nothing is downloaded. Raise UserError if the data set is missing or damaged, or has no such split.
-
-    Args:
-        name: "cifar10" or "cifar100".
-        data: The folder that contains it, torchvision's `root`.
-        split: A name of the training or the validation split; "test" is the latter.
-    """
+    """Open "cifar10" or "cifar100" in torchvision's layout below its `root` folder, `data`. torchvision reads it, and
+    loads pickles only if their md5 is the published one. Nothing is downloaded. The split "test" is that of validation.
+    Raise UserError if the data set is missing or damaged, or has no such split."""
     from torchvision import datasets
 
     flag = f"--dataset torch/{name} in {printable(data)}"

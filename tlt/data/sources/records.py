@@ -247,22 +247,15 @@ def _crc(rows: np.ndarray, names: bytes | memoryview, description: Any) -> int:
 class RecordImages(ImageSource):
     """A source of the images in large files. The table (path without an extension) is memory-mapped; pickling stores
     only its path. Raises UserError if the table is cut, damaged or of another kind; or a file is missing or has another
-    length.
-
-    Attributes:
-        rows: (N,) of `ROW`.
-        files: Paths of the large files.
-        texts: The checksum `FileRecords.texts` of each file.
-        about: The `about` of `write_table`.
-    """
+    length."""
 
     paths: Names
 
     def __init__(self, table: str) -> None:
-        self.rows, names, description = _read_table(table)
+        self.rows, names, description = _read_table(table)  # rows (N,) of `ROW`
         folder = os.path.dirname(table) or "."
         self.files = [os.path.join(folder, name) for name, _ in description["files"]]
-        self.about = description["about"]
+        self.about = description["about"]  # of `write_table`
         self.texts = dict(zip(self.files, description.get("texts", ()), strict=False))  # older tables have none
         for path, (_, length) in zip(self.files, description["files"], strict=True):
             size = os.path.getsize(path) if os.path.isfile(path) else None
