@@ -105,7 +105,9 @@ def make_targets(
     uncovered: str = "ignore",
     window: Area = FULL_AREA,
 ) -> Targets:
-    """Return the targets of one batch, on the device of its labels and without synchronising with the host.
+    """Return the targets of one batch, on the device of its labels and without synchronising with the host. Raise
+    UserError if `uncovered` is unknown, a number is out of range, the tensors are of unequal numbers of images, or a
+    class id is too large, where that is known without waiting for the device.
 
     Args:
         labels: Label maps. None gives every token the class of its image.
@@ -121,10 +123,6 @@ def make_targets(
         uncovered: How to treat points that the map does not cover or the crop does not show. "ignore": they are left
             out of the mean. "uniform": they have logit 0 for all classes and every token has weight 1, as published.
         window: See `Targets`.
-
-    Raises:
-        UserError: `uncovered` is unknown, a number is out of range, the tensors are of unequal numbers of images, or a
-            class id is too large, where that is known without waiting for the device.
     """
     one_of("--uncovered", uncovered, UNCOVERED)
     in_range("--smoothing", smoothing, 0, 1)
@@ -138,8 +136,7 @@ def make_targets(
     if {len(labels), len(affine), len(visible)} != {len(classes)}:
         shapes = [tuple(part.shape) for part in (labels.ids, affine, visible, classes)]
         raise UserError(f"make_targets: labels, affine, visible and classes {shapes} are of unequal numbers of images")
-    affine = affine.to(dtype)
-    visible = visible.to(dtype)
+    affine, visible = (part.to(dtype) for part in (affine, visible))
     crop_parts = []
     token_parts = []
     _, k, h, w = labels.values.shape

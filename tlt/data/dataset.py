@@ -147,7 +147,7 @@ class BatchDataset(Dataset[Batch | UserError]):
 class _Opened(NamedTuple):
     """An image of a batch, or its replacement, before decoding."""
 
-    index: int
+    image: int  # its index
     encoded: Encoded
     attempt: int  # 0 for the image itself, n for the n-th of its replacements
 
@@ -179,11 +179,11 @@ class TrainDataset(BatchDataset):
         opened = [self._first_readable(key.epoch, index, 0, skipped) for index in key.indices]
         plan, images, bad = self._decode(config, key.epoch, opened, range(len(opened)))
         while rows := list(bad):  # replace the images that can't be decoded
-            skipped += [self._skip(opened[row].index, error) for row, error in bad.items()]
+            skipped += [self._skip(opened[row].image, error) for row, error in bad.items()]
             for row in rows:
                 opened[row] = self._first_readable(key.epoch, key.indices[row], opened[row].attempt + 1, skipped)
             plan, images[rows], bad = self._decode(config, key.epoch, opened, rows)
-        image_indices = [image.index % len(self) for image in opened]
+        image_indices = [each.image % len(self) for each in opened]
         affine, visible = (torch.from_numpy(part).float() for part in (plan.normalised_affine(), plan.visible()))
         labels, faults = self._read_labels(image_indices, plan.image_sizes.tolist())
         if labels is not None and self.label_view is not None:
@@ -207,8 +207,8 @@ class TrainDataset(BatchDataset):
     ) -> tuple[Plan, Tensor, dict[int, BadImage]]:
         """Draw the plan of a batch, decode the crops of some `rows`, and return both with the errors by row."""
         self.worker_status.mark(-1)
-        sizes = np.array([(image.encoded.width, image.encoded.height) for image in opened]).T
-        plan = make_plan(config, self.seed, epoch, [image.index for image in opened], *sizes)
+        sizes = np.array([(each.encoded.width, each.encoded.height) for each in opened]).T
+        plan = make_plan(config, self.seed, epoch, [each.image for each in opened], *sizes)
         decoded = self.backend.decode_batch([self._request(opened[row].encoded, plan, row) for row in rows], plan.size)
         return plan, decoded.images, {rows[position]: error for position, error in decoded.bad.items()}
 
