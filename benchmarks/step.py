@@ -12,7 +12,7 @@ stochastic depth, which each arm draws in its own way, against those of our mode
 from __future__ import annotations
 
 from argparse import Namespace
-from dataclasses import replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import count, cycle, islice
 from types import SimpleNamespace
@@ -27,12 +27,13 @@ from benchmarks.rounds import OUTPUT, Rows, synchronize
 from tlt import Batch, StepKey
 from tlt.errors import UserError
 from tlt.loss import LossTerms
+from tlt.targets import Targets
 from volo.cluster.distributed import World, choose_device
 from volo.cluster.watchdog import Watchdog
 from volo.config.flag_table import Group, flag
 from volo.config.value_types import POSITIVE
 from volo.train.compilation import compile_errors_told, compile_model
-from volo.train.criterion import Criterion, Drawn, make_criterion
+from volo.train.criterion import Criterion, Drawn, TokenLabelCriterion, make_criterion
 from volo.train.data import open_folders, open_labels, train_loader
 from volo.train.model import TimmModel, eval_settings
 from volo.train.optim import create_optimizer, set_lr
@@ -109,6 +110,17 @@ class _Case:
         return self._build(arms.exact(self.ours))()
 
 
+@dataclass(frozen=True)
+class _KeptLogits(TokenLabelCriterion):
+    """Keeps the logits of the newest batch that was launched."""
+
+    logits: dict[str, Tensor] = field(default_factory=dict)
+
+    def losses(self, outputs: Any, targets: Targets, drawn: Drawn) -> LossTerms:
+        self.logits.update(zip(("class logits", "token logits"), map(Tensor.detach, outputs), strict=True))
+        return super().losses(outputs, targets, drawn)
+
+
 class TrainStep:
     """A training step of one arm, as train.py does it; `bare` has the parameters that are trained."""
 
@@ -126,8 +138,9 @@ class TrainStep:
         optimizer = create_optimizer(arm.flags, bare, device)
         set_lr(optimizer, 1e-5)
         state = SimpleNamespace(model=bare, optimizer=optimizer, ema=None, unproven=None)
-        training: Any = SimpleNamespace(model=compile_model(computing, arm.flags), state=state, precision=precision)
-        training.criterion, training.distillation = replace(criterion, amp_dtype=dtype), None
+        training: Any = SimpleNamespace(state=state, precision=precision, distillation=None)
+        training.forward_model = compile_model(computing, arm.flags)
+        training.criterion = self._criterion = _KeptLogits(**vars(criterion))
         run: Any = SimpleNamespace(args=arm.flags, world=World(0, 0, 1, device))
         self._told: list[str] = []
         self._launched = arm.flags.no_cuda_graph
@@ -135,9 +148,7 @@ class TrainStep:
         run.guard = SimpleNamespace(watchdog=Watchdog(0, 0, 0, lambda **_: None))  # never started
         self._stream = torch.cuda.current_stream() if device.type == "cuda" else None
         self.step = step_of(run, training)
-        self.step.loss_of = self._loss_of
         self.launched_first = WARM_UP + 1 if isinstance(self.step, StepGraph) else 0
-        self.logits: dict[str, Tensor] = {}  # of the newest batch that was launched
 
     @property
     def note(self) -> str:
@@ -145,19 +156,10 @@ class TrainStep:
         newest = "" if self._launched else "".join(self._told[-1:])
         return "" if newest.startswith("a step is one CUDA graph") else newest
 
-    def _loss_of(self, model: Any, batch: Batch, drawn: Drawn) -> LossTerms:
-        def kept(*images: Tensor, **options: Any) -> tuple[Tensor, ...]:
-            outputs: tuple[Tensor, ...] = model(*images, **options)
-            self.logits = {"class logits": outputs[0].detach(), "token logits": outputs[1].detach()}
-            return outputs
-
-        terms: LossTerms = self.step.criterion.loss_of(kept, batch, drawn)
-        return terms
-
     def __call__(self) -> dict[str, Tensor]:
         """Do one step; return both heads' logits, the loss, and the norm of the gradient before clipping."""
         if self._stream is not None:
             torch.cuda.set_stream(self._stream)
         result = self.step(next(self.batches), StepKey(arms.SEED, next(self.updates)))
         assert result.norm is not None
-        return {**self.logits, "loss": result.terms.total, "gradient": result.norm}
+        return {**self._criterion.logits, "loss": result.terms.total, "gradient": result.norm}

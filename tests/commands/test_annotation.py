@@ -15,7 +15,7 @@ from tlt.data.batch import Batch
 from tlt.label_map import FULL_AREA
 from tlt.labels.annotate import Annotation, Annotator
 from tlt.mix import Mixup
-from volo.train.criterion import TokenLabelCriterion
+from volo.train.criterion import TokenLabelCriterion, step_loss
 from volo.train.online_annotator import OnlineAnnotator
 
 
@@ -109,7 +109,7 @@ def test_it_sees_the_images_before_they_are_mixed() -> None:
     batch = Batch(images * 2 - 1, classes, torch.arange(3), affine, whole, None, [], [], sizes)
     criterion = TokenLabelCriterion((2, 2), 4, mix=Mixup(0.8, 1.0, num_classes=4), annotator=annotator)
     model = timm.create_model("volo_test", num_classes=4, img_size=32)
-    terms = criterion.loss(model, batch, StepKey(0, 0, 0, 0))
+    terms = step_loss(criterion, None, model, batch, criterion.draw(batch, StepKey(0, 0, 0, 0)))
     assert torch.isfinite(terms.total)
     own = (images - torch.tensor([0.1, 0.2, 0.3])[:, None, None]) / 0.2
     torch.testing.assert_close(seen, [own], rtol=1e-4, atol=1e-5)

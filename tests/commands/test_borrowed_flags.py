@@ -2,6 +2,7 @@
 
 from argparse import Namespace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ from tlt.errors import UserError
 from volo.cluster.distributed import World
 from volo.commands.validate import validate
 from volo.config.flags_programs import VALIDATE
-from volo.train.criterion import make_criterion
+from volo.train.criterion import make_criterion, step_loss
 from volo.train.loop import best_so_far
 
 
@@ -34,7 +35,8 @@ def test_binary_cross_entropy_is_timms(flags: str) -> None:
         seen.append(mixed)
         return logits
 
-    loss = criterion.loss(model, Namespace(images=images, classes=classes), StepKey(1, 0, 0, 0)).total
+    batch: Any = Namespace(images=images, classes=classes)
+    loss = step_loss(criterion, None, model, batch, criterion.draw(batch, StepKey(1, 0, 0, 0))).total
     targets = torch.full((4, 5), 0.1 / 5).scatter_(1, classes[:, None], 0.9 + 0.1 / 5)
     if "--mixup" in flags:
         share = float(((seen[0] - images.flip(0)) / (images - images.flip(0))).median())  # as the images show it

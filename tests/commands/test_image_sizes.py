@@ -22,7 +22,7 @@ from tlt.io.weights import peek_checkpoint
 from volo.cluster.distributed import World
 from volo.commands.hub import write_folder
 from volo.config.args import TRAIN
-from volo.train.criterion import TokenLabelCriterion, make_criterion
+from volo.train.criterion import TokenLabelCriterion, make_criterion, step_loss
 from volo.train.data import train_loader
 from volo.train.distillation import load_distillation
 from volo.train.model import add_dense_head, build_model, eval_settings, model_config
@@ -100,7 +100,8 @@ def test_tokens_get_the_labels_of_what_they_show_at_every_size_of_an_epoch(model
             assert torch.allclose(found.cls.double(), expected.cls, atol=1e-4)
             assert torch.allclose(found.tokens.weight.double(), expected.weight, atol=1e-5)
             assert torch.allclose(found.tokens.dense(5).double()[counted], expected.tokens[counted], atol=1e-4)
-            assert torch.isfinite(criterion.loss(trained, batch, StepKey(0, epoch)).total)
+            drawn = criterion.draw(batch, StepKey(0, epoch))
+            assert torch.isfinite(step_loss(criterion, None, trained, batch, drawn).total)
     assert seen == {(64, 64), (80, 80), (96, 96)} and list(trained.state_dict()) == names
 
 

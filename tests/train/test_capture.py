@@ -209,9 +209,9 @@ def test_several_gpus_launch_their_steps_unless_asked(monkeypatch: pytest.Monkey
     for flags in ("", "--cuda-graph", "--no-cuda-graph", "--opt lamb"):
         run, training = small_run(flags, 16)
         several = replace(run, world=World(0, 0, 2, CUDA))
-        training.model.find_unused_parameters = False
+        training.forward_model.find_unused_parameters = False
         with monkeypatch.context() as patch:
-            patch.setattr(step_graph, "DistributedDataParallel", type(training.model))
+            patch.setattr(step_graph, "DistributedDataParallel", type(training.forward_model))
             answers[flags] = [why_launched(run, training), why_launched(several, training)]
     assert answers[""] == ["", "nobody has seen a graph on several GPUs yet, --cuda-graph asks for it"]
     assert answers["--cuda-graph"] == ["", ""] and answers["--no-cuda-graph"] == ["--no-cuda-graph"] * 2
@@ -262,7 +262,7 @@ def _rank(rank: int, folder: str, fails: int) -> None:
     store = dist.FileStore(f"{folder}/store", 2)
     dist.init_process_group("cpu:gloo,cuda:nccl", store=store, rank=rank, world_size=2)
     run, training = small_run(f"{LABELLED} --cuda-graph", 64)
-    step = StepGraph(run, replace(training, model=distribute(training.model, CUDA)))
+    step = StepGraph(run, replace(training, forward_model=distribute(training.forward_model, CUDA)))
     step.several_ranks, step._warm_up = True, 11
     if rank == fails:
         parameters = [*training.state.model.parameters()]

@@ -18,7 +18,7 @@ from tlt.loss import LossTerms, blend_truth
 from tlt.mix import Mixup
 from tlt.mixtoken import Box, mix_tokens, mixed_share
 from tlt.targets import one_hot
-from volo.train.criterion import ClassCriterion, TokenLabelCriterion, make_criterion
+from volo.train.criterion import ClassCriterion, TokenLabelCriterion, make_criterion, step_loss
 from volo.train.meter import mixed_images
 
 GRID = (3, 3)
@@ -60,7 +60,7 @@ class TwoHeads(nn.Module):
 def test_loss_and_gradients_are_those_of_the_dense_definition(num_classes: int) -> None:
     batch, model = labelled_batch(num_classes), TwoHeads(num_classes)
     criterion = replace(CRITERION, num_classes=num_classes)
-    found = criterion.loss(model, batch, StepKey(0, 0, 0, 0))
+    found = step_loss(criterion, None, model, batch, criterion.draw(batch, StepKey(0, 0, 0, 0)))
     assert batch.labels is not None and model.box is not None
     dense = brute_force(batch.labels, batch.affine, batch.visible, batch.classes, GRID, num_classes)
     cls = blend_truth(dense.cls, one_hot(batch.classes, num_classes, 0.1, torch.float64), 0.5, 0.1)
@@ -76,10 +76,11 @@ def test_loss_and_gradients_are_those_of_the_dense_definition(num_classes: int) 
 def test_targets_that_mixup_has_smoothed_are_not_smoothed_again() -> None:
     batch, logits, step = labelled_batch(5), torch.randn(3, 5), StepKey(0, 0, 0, 0)
     mix = Mixup(0.8, 0.0, label_smoothing=0.1, num_classes=5)
-    ratios = ClassCriterion(0.1, mix).draw(batch, step).ratios
-    assert ratios is not None
-    targets = mix.soft_targets(batch.classes, ratios, torch.float32)
-    found = ClassCriterion(0.1, mix).loss(lambda images: logits, batch, step)
+    criterion = ClassCriterion(0.1, mix)
+    drawn = criterion.draw(batch, step)
+    assert drawn.ratios is not None
+    targets = mix.soft_targets(batch.classes, drawn.ratios, torch.float32)
+    found = step_loss(criterion, None, lambda images: logits, batch, drawn)
     torch.testing.assert_close(found.total, -(targets * logits.log_softmax(-1)).sum(-1).mean())
 
 

@@ -125,7 +125,7 @@ def test_a_rank_of_nccl_repeats_its_exchange_of_gradients(fails: bool) -> None:
     dist.init_process_group("cpu:gloo,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1)
     try:
         run, training = small_run(LABELLED, 64)
-        step = StepGraph(run, replace(training, model=distribute(training.model, CUDA)))
+        step = StepGraph(run, replace(training, forward_model=distribute(training.forward_model, CUDA)))
         step.several_ranks, step._warm_up = True, 11
         if fails:
             parameters = [*training.state.model.parameters()]
@@ -229,8 +229,8 @@ def of_two_updates(flags: str, device: StandIn) -> list[list[str]]:
     run, training = small_run(flags, 16)
     step, kept = step_of(run, training), []
     assert isinstance(step, StepGraph)
-    set_train_mode(training.model, run.args.freeze_bn)
-    training.precision.begin(training.model)
+    set_train_mode(training.forward_model, run.args.freeze_bn)
+    training.precision.begin(training.forward_model)
     for update, batch in enumerate(training.loader.epoch(0)):
         key = StepKey(0, update)
         set_lr(training.state.optimizer, training.schedule(update))
@@ -277,6 +277,6 @@ def test_no_number_changes_from_update_to_update_in_a_graph(flags: str, stand_in
 def test_what_is_launched_is_told_with_the_reason(flags: str, reason: str) -> None:
     run, training = small_run(flags, 16)
     if "hooks" in reason:
-        next(training.model.children()).register_forward_hook(lambda *_: None)
+        next(training.forward_model.children()).register_forward_hook(lambda *_: None)
     assert type(step_of(run, training)) is Step
     assert reason in run.logger.lines[-1]

@@ -200,7 +200,7 @@ def build(run: Run, folders: Folders, labels: LabelReader | None, model: TimmMod
     model = add_dense_head(model, args, input_size[1:])
     load_start(model, args, run.logger, [] if args.kd_only else folders.train.class_names)
     online, distillation = load_teachers(run, folders.train, model, settings)
-    criterion = make_criterion(args, model, input_size[1:], dtype, online)
+    criterion = make_criterion(args, model, input_size[1:], online)
 
     loader = train_loader(args, folders.train, labels, settings, world)
     stream = loader.index_stream
@@ -230,7 +230,7 @@ def build(run: Run, folders: Folders, labels: LabelReader | None, model: TimmMod
         state=TrainState(
             model, optimizer, precision.scaler, ema, metadata=metadata, updates_per_epoch=stream.updates_per_epoch
         ),
-        model=forward_model,
+        forward_model=forward_model,
         average=average,
         loader=loader,
         validation=validation,

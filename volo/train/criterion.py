@@ -1,9 +1,8 @@
-"""The loss of a training step, with or without token labels.
+"""The loss of a training step: `step_loss`, of a criterion (token labels, classes, or no labels) and of teachers.
 
-A step calls `draw`, then `loss_of`; `loss` is both in one call. `draw` draws random numbers on the host: how Mixup or
-CutMix mix images, and MixToken's box. `loss_of` runs on the device, where a CUDA graph can repeat it: `prepare` makes
-images and targets, then come the model and the losses of its outputs. `StepKey` seeds everything random, so that a
-resumed run draws the same numbers.
+`draw` of a criterion draws a step's random numbers on the host: how Mixup or CutMix mix images, and MixToken's box.
+`step_loss` runs on the device, where a CUDA graph can repeat it. `StepKey` seeds everything random, so that a resumed
+run draws the same numbers.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ from __future__ import annotations
 from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -25,12 +23,13 @@ from tlt.data.batch import Batch
 from tlt.errors import UserError
 from tlt.loss import SETTINGS, LossTerms, TokenLabelLoss
 from tlt.mix import MixRatios, Mixup
+from tlt.mixtoken import mixed_share
 from tlt.models.wrap import TOKEN_LABEL_MODELS
 from tlt.targets import Targets
 from volo.config.flag_rules import other_sizes
-from volo.train.precision import autocast
 
 if TYPE_CHECKING:
+    from volo.train.distillation import Distillation
     from volo.train.online_annotator import OnlineAnnotator
 
 _MIXUP_STREAM = 0x57EB  # another random stream of a step, besides those of `tlt.api`
@@ -40,38 +39,37 @@ class Drawn(NamedTuple):
     """The random numbers of a step, except the model's, on the batch's device: how images are mixed, and MixToken's box
     (4,) int32; None for what is not used."""
 
-    ratios: MixRatios | None
+    ratios: MixRatios | None = None
     box: Tensor | None = None
 
-
-class Prepared(NamedTuple):
-    """The inputs of the model in a step: `terms(model(images, **options))` are the step's losses."""
-
-    images: Tensor
-    options: dict[str, Any]
-    terms: Callable[[Any], LossTerms]
+    def mix(self, images: Tensor) -> Tensor:
+        """Return images (B, 3, H, W) as Mixup or CutMix mix them."""
+        return images if self.ratios is None else self.ratios.blend_images(images)
 
 
-class StepLoss:
-    """The methods that all criteria share."""
-
-    amp_dtype: torch.dtype | None
-    draw: Callable[[Batch, StepKey], Drawn]
-    prepare: Callable[[Batch, Drawn], Prepared]
-
-    def loss(self, model: Callable[..., Any], batch: Batch, step: StepKey) -> LossTerms:
-        """Return the losses of a step, averaged over the batch. They depend only on the arguments."""
-        return self.loss_of(model, batch, self.draw(batch, step))
-
-    def loss_of(self, model: Callable[..., Any], batch: Batch, drawn: Drawn) -> LossTerms:
-        """Return the losses of a step with these random numbers."""
-        images, options, terms = self.prepare(batch, drawn)
-        with autocast(images.device, self.amp_dtype):
-            return terms(model(images, **options))
+def step_loss(
+    criterion: Criterion, teachers: Distillation | None, model: Callable[..., Any], batch: Batch, drawn: Drawn
+) -> LossTerms:
+    """Return the losses of a step, averaged over the batch: those of the criterion, and the teachers' in the total."""
+    targets = criterion.targets(batch)  # before the forward pass, so that the memory of an annotator is free by then
+    images = drawn.mix(batch.images)
+    options = criterion.options(drawn)
+    if teachers is None:
+        return criterion.losses(model(images, **options), targets, drawn)
+    lessons = teachers.lessons(batch, images)
+    if teachers.projected:
+        outputs, features = model(images, taught=True, **options)
+    else:
+        outputs = model(images, **options)
+        features = [outputs[0] if isinstance(outputs, tuple) else outputs] * len(lessons)  # logits (B, C)
+    mixed = 0.0 if drawn.box is None else mixed_share(drawn.box, targets.grid)
+    taught, of_teachers = teachers.losses.terms(features, lessons, mixed)
+    losses = criterion.losses(outputs, targets, drawn)
+    return losses._replace(total=losses.total + taught, teachers=dict(zip(teachers.names, of_teachers, strict=True)))
 
 
 @dataclass(frozen=True)
-class TokenLabelCriterion(StepLoss, TokenLabelLoss):
+class TokenLabelCriterion(TokenLabelLoss):
     """Class loss plus dense loss on token labels, with MixToken.
 
     Args:
@@ -79,7 +77,6 @@ class TokenLabelCriterion(StepLoss, TokenLabelLoss):
         mix: Mixup or CutMix of the images and their labels, which precedes MixToken; None for neither.
         published_sum: Whether smoothed targets sum to 1 + s / C (`--compat target-sum`).
         annotator: Labels each batch before it is mixed; None if the batch has labels already, or needs none.
-        amp_dtype: The dtype in which autocast computes the forward pass; None for float32.
         Others: As in `tlt.loss.TokenLabelLoss`. If `dense` is False, `model(x)` is trained on the class labels.
     """
 
@@ -87,17 +84,6 @@ class TokenLabelCriterion(StepLoss, TokenLabelLoss):
     mix: Mixup | None = None
     published_sum: bool = False
     annotator: OnlineAnnotator | None = None
-    amp_dtype: torch.dtype | None = None
-
-    def targets(self, batch: Batch) -> Targets:
-        # The annotator runs before the student's forward pass, so that the memory of its activations is free by then.
-        batch = batch if self.annotator is None else self.annotator.label(batch)
-        targets = super().targets(batch)
-        if self.published_sum and batch.labels is not None:
-            from tlt.upstream.behaviour import summing_to_more
-
-            return summing_to_more(targets, batch.labels, self.smoothing)
-        return targets
 
     def draw(self, batch: Batch, step: StepKey) -> Drawn:
         """Return the step's random numbers. Raises UserError if a label map has a class that doesn't exist."""
@@ -107,52 +93,65 @@ class TokenLabelCriterion(StepLoss, TokenLabelLoss):
         box = None if cells is None else to_device(np.array(cells, np.int32), batch.images.device)
         return Drawn(_draw_ratios(self.mix, batch, step), box)
 
-    def prepare(self, batch: Batch, drawn: Drawn) -> Prepared:
-        """Return the images, the model's options, and a function from its outputs to losses."""
-        targets, (ratios, box) = self.targets(batch), drawn
-        images = batch.images if ratios is None else ratios.blend_images(batch.images)
+    def targets(self, batch: Batch) -> Targets:
+        """Return the targets of the images before they are mixed."""
+        batch = batch if self.annotator is None else self.annotator.label(batch)
+        targets = super().targets(batch)
+        if self.published_sum and batch.labels is not None:
+            from tlt.upstream.behaviour import summing_to_more
 
-        def terms(outputs: Any) -> LossTerms:
-            """Return the losses of class logits (B, C) and token logits (B, N, C), or of class logits alone."""
-            return self(outputs if self.dense else (outputs, None), targets, box, ratios)
+            return summing_to_more(targets, batch.labels, self.smoothing)
+        return targets
 
-        return Prepared(images, {"mix_box": box} | ({"dense": True} if self.dense else {}), terms)
+    def options(self, drawn: Drawn) -> dict[str, Any]:
+        """Return the model's arguments besides the images."""
+        return {"mix_box": drawn.box} | ({"dense": True} if self.dense else {})
+
+    def losses(self, outputs: Any, targets: Targets, drawn: Drawn) -> LossTerms:
+        """Return the losses of class logits (B, C) and token logits (B, N, C), or of class logits alone."""
+        return self(outputs if self.dense else (outputs, None), targets, drawn.box, drawn.ratios)
 
 
 @dataclass(frozen=True)
-class ClassCriterion(StepLoss):
-    """Cross-entropy on the image's class, for any timm model.
+class ClassCriterion:
+    """Cross-entropy on the image's class, for any timm model. Its methods are those of `TokenLabelCriterion`.
 
     Args:
         mix: Mixup or CutMix, which also smooth the targets; None for neither.
         bce: Binary cross-entropy of logits and targets, which smooths class numbers itself; None for softmax.
-        amp_dtype: As in `TokenLabelCriterion`.
     """
 
     smoothing: float = 0.1
     mix: Mixup | None = None
     bce: nn.Module | None = None
-    amp_dtype: torch.dtype | None = None
 
     def draw(self, batch: Batch, step: StepKey) -> Drawn:
-        """Return the step's random numbers."""
         return Drawn(_draw_ratios(self.mix, batch, step))
 
-    def prepare(self, batch: Batch, drawn: Drawn) -> Prepared:
-        """Do what `TokenLabelCriterion.prepare` does."""
-        images, targets, smoothing, ratios = batch.images, batch.classes, self.smoothing, drawn.ratios
-        if self.mix is not None and ratios is not None:
-            images = ratios.blend_images(images)
-            targets, smoothing = self.mix.soft_targets(targets, ratios, images.dtype), 0.0
-        return Prepared(images, {}, partial(self._terms, targets=targets, smoothing=smoothing))
+    def targets(self, batch: Batch) -> Any:
+        return batch.classes
 
-    def _terms(self, outputs: Tensor, targets: Tensor, smoothing: float) -> LossTerms:
+    def options(self, drawn: Drawn) -> dict[str, Any]:
+        return {}
+
+    def losses(self, outputs: Tensor, targets: Tensor, drawn: Drawn) -> LossTerms:
         logits = outputs.float()  # (B, C)
+        smoothing = self.smoothing
+        if self.mix is not None and drawn.ratios is not None:
+            targets = self.mix.soft_targets(targets, drawn.ratios, logits.dtype)
+            smoothing = 0.0
         if self.bce is not None:
             loss = self.bce(logits, targets)
         else:
             loss = F.cross_entropy(logits, targets, label_smoothing=smoothing)
         return LossTerms(loss, loss, torch.zeros_like(loss))
+
+
+class NoLabels(ClassCriterion):
+    """The criterion of `--kd-only`: the teachers' losses are all."""
+
+    def losses(self, outputs: Tensor, targets: Tensor, drawn: Drawn) -> LossTerms:
+        return LossTerms(*torch.zeros(3, device=outputs.device))
 
 
 Criterion: TypeAlias = TokenLabelCriterion | ClassCriterion
@@ -163,23 +162,20 @@ def _draw_ratios(mix: Mixup | None, batch: Batch, step: StepKey) -> MixRatios | 
 
 
 def make_criterion(
-    args: Namespace,
-    model: Any,
-    image_size: tuple[int, int],
-    amp_dtype: torch.dtype | None = None,
-    annotator: OnlineAnnotator | None = None,
+    args: Namespace, model: Any, image_size: tuple[int, int], annotator: OnlineAnnotator | None = None
 ) -> Criterion:
     """Return the criterion that the flags describe. If the dense loss has weight 0, switch off the model's dense head.
 
     Args:
         image_size: (H, W) of `--img-size`.
-        amp_dtype: The dtype of autocast; None for float32.
 
     Raises:
         UserError: `--token-label` is used with a model without a dense head, or a label size doesn't fit its tokens.
     """
+    if args.kd_only:
+        return NoLabels()
     if not args.token_label:
-        return ClassCriterion(args.smoothing, _mixup(args, model.num_classes), _bce(args), amp_dtype)
+        return ClassCriterion(args.smoothing, _mixup(args, model.num_classes), _bce(args))
     if not isinstance(model, TOKEN_LABEL_MODELS):
         raise UserError(f"--model {args.model} has no dense head for --token-label: give it one with add_dense_head")
     grid = model.token_grid(image_size)
@@ -200,7 +196,6 @@ def make_criterion(
         mix=_mixup(args, model.num_classes),
         published_sum="target-sum" in (args.compat or ()),
         annotator=annotator,
-        amp_dtype=amp_dtype,
     )
 
 

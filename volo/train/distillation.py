@@ -10,7 +10,7 @@ import hashlib
 import time
 from argparse import Namespace
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,10 +23,8 @@ from torch import Tensor, nn
 from tlt.api import Loader
 from tlt.data.batch import Batch
 from tlt.data.sources.source import ImageSource
-from tlt.distill import DistillLoss, DistillLosses, with_projector
+from tlt.distill import DistillLoss, DistillLosses, TeacherTargets, with_projector
 from tlt.errors import UserError, reason_of
-from tlt.loss import LossTerms
-from tlt.mixtoken import mixed_share
 from tlt.models.fit_weights import Classes
 from tlt.teacher import FeatureTeacher
 from volo.checkpoint.model_config import own_names
@@ -35,10 +33,9 @@ from volo.config.checkpoint_files import BEST, ENDINGS, LAST
 from volo.config.flag_rules import other_sizes, teachers_of
 from volo.record.logger import Logger
 from volo.train.compilation import feature_compiler
-from volo.train.criterion import Drawn
 from volo.train.data import size_schedule, train_loader
 from volo.train.model import TimmModel, place_model
-from volo.train.precision import autocast, check_convolutions, compute_dtype
+from volo.train.precision import check_convolutions, compute_dtype
 from volo.train.trained_model import TrainedModel, load_frozen
 
 
@@ -87,7 +84,7 @@ class Distillation:
         checksum: Checksum of the teachers' weights.
         names: Names of the teachers in the records, all different.
         views: For each teacher, the loader of its images; None if it sees the student's images.
-        only: Whether the teachers' losses are the only ones (`--kd-only`).
+        projected: Whether the student has projectors; it has none if it learns logits alone.
         class_names: Names of the classes of the teachers' logits, as far as they are known.
         timer: Measures the teachers' work.
     """
@@ -96,7 +93,7 @@ class Distillation:
     losses: DistillLosses
     names: Sequence[str]
     views: Sequence[Loader | None]
-    only: bool
+    projected: bool
     class_names: list[str] = field(default_factory=list)
     timer: DeviceTimer = field(default_factory=DeviceTimer)
     _seen: dict[Loader | None, Batch] = field(default_factory=dict)  # for each loader, its part of the current batch
@@ -108,31 +105,15 @@ class Distillation:
             self._seen = dict(zip(loaders, views, strict=True))
             yield batch
 
-    def loss(self, criterion: Any, model: Callable[..., Any], batch: Batch, drawn: Drawn) -> LossTerms:
-        """Return the losses of `criterion`, with the teachers' losses added to the total."""
-        images, options, terms = (batch.images, {}, _no_losses) if self.only else criterion.prepare(batch, drawn)
-        box, kinds = options.get("mix_box"), {part.kind for part in self.losses.parts}
-        mixed = 0.0 if box is None else mixed_share(box, criterion.place(images)[0])
-        with autocast(images.device, criterion.amp_dtype):
-            with self.timer.measured(images.device):
-                targets = self.losses.lesson(batch, [self._seen.get(view) for view in self.views], images)
-            if kinds == {"logit"}:  # such a student has no projectors
-                outputs = model(images, **options)
-                features = [outputs[0] if isinstance(outputs, tuple) else outputs] * len(targets)
-            else:
-                outputs, features = model(images, taught=True, **options)
-            total, of_teachers = self.losses.terms(features, targets, mixed)
-            losses = terms(outputs)
-        return losses._replace(total=losses.total + total, teachers=dict(zip(self.names, of_teachers, strict=True)))
+    def lessons(self, batch: Batch, images: Tensor) -> list[TeacherTargets]:
+        """Return each teacher's targets for a batch, whose `images` Mixup or CutMix may have mixed."""
+        with self.timer.measured(images.device):
+            return self.losses.lesson(batch, [self._seen.get(view) for view in self.views], images)
 
     def summary_line(self, seconds: float) -> str:
         """Return a line about the teachers' share of `seconds`, the time since the last call. Waits for the device."""
         spent, label = self.timer.take(), "teachers" if len(self.names) > 1 else "teacher"
         return f"{label}: {spent:.1f} s, {100 * spent / max(seconds, 1e-9):.0f} % of the epoch's training"
-
-
-def _no_losses(outputs: Tensor | tuple[Tensor, ...]) -> LossTerms:
-    return LossTerms(*torch.zeros(3, device=(outputs[0] if isinstance(outputs, tuple) else outputs).device))
 
 
 def load_distillation(
@@ -182,7 +163,7 @@ def load_distillation(
         options = {"kind": kinds, "dense_loss": flags.kd_dense_loss, "temperature": flags.kd_temperature}
         options |= {"weight": flags.kd_loss_weight, "drop": args.kd_drop}
         losses = DistillLoss.of(student, (size[0], size[1]), teachers, other_sizes(args), **options)
-    return Distillation(" ".join(digests), losses, names, views, args.kd_only, names_of_classes)
+    return Distillation(" ".join(digests), losses, names, views, {*kinds} != {"logit"}, names_of_classes)
 
 
 @contextmanager

@@ -92,7 +92,7 @@ def train_epoch(run: Run, training: Training, step: Step, meter: Meter, saver: S
         Stopped: A signal came, or loading failed; the state is that between two updates.
         UserError: Loading failed between the micro-batches of an update, whose gradients are incomplete.
     """
-    state, model, loader, precision = training.state, training.model, training.loader, training.precision
+    state, model, loader, precision = training.state, training.forward_model, training.loader, training.precision
     set_train_mode(model, run.args.freeze_bn or run.args.freeze)
     precision.begin(model)
     micro_batch = 0
@@ -151,7 +151,8 @@ def validate_epoch(run: Run, training: Training, epoch: int) -> dict[str, Evalua
     in the last one, and in those of milestones."""
     state = training.state
     # With a working copy, the master weights are validated, because they are the ones that are saved.
-    models = {"model": (state.model, training.model if training.precision.working_copy is None else state.model)}
+    own = training.forward_model if training.precision.working_copy is None else state.model
+    models = {"model": (state.model, own)}
     if state.ema is not None and training.average is not None:
         models["ema"] = (state.ema.module, training.average)
     if run.world.size > 1:

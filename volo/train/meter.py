@@ -227,10 +227,10 @@ def _mean_losses(totals: dict[str, float]) -> dict[str, Any]:
 def mixed_images(criterion: Criterion, batch: Batch, key: StepKey) -> tuple[Tensor, Area | None] | None:
     """Return the images (B, 3, H, W) as a step mixes them, and MixToken's box in pixels; None if it mixes nothing.
     MixToken mixes embeddings of tokens: what is returned has the pixels at their places."""
-    ratios, box = criterion.draw(batch, key)
-    images = batch.images if ratios is None else ratios.blend_images(batch.images)
+    drawn = criterion.draw(batch, key)
+    images, box = drawn.mix(batch.images), drawn.box
     if box is None or not isinstance(criterion, TokenLabelCriterion):
-        return None if ratios is None else (images, None)
+        return None if drawn.ratios is None else (images, None)
     grid, (left, top, right, bottom) = criterion.place(images)
     start, length = (top, left), (bottom - top, right - left)
     y0, x0, y1, x1 = (

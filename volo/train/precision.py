@@ -138,11 +138,6 @@ class RunningStatistics:
             torch._foreach_copy_(views, before.split([len(view) for view in views]))
 
 
-def autocast(device: torch.device, dtype: torch.dtype | None) -> AbstractContextManager[Any]:
-    """Return the context in which a forward pass and its loss run; for float32 (None) it does nothing."""
-    return nullcontext() if dtype is None else torch.autocast(device.type, dtype=dtype)
-
-
 @dataclass(frozen=True)
 class Clipping:
     """How gradients are clipped before a step; `threshold` is the limit.
@@ -264,8 +259,8 @@ class Precision:
             self.working_copy.refresh_copy()
 
     def autocast(self) -> AbstractContextManager[Any]:
-        """Return the context in which the forward pass and the loss run."""
-        return autocast(self.device, self.amp_dtype)
+        """Return the context in which a forward pass and its loss run; for float32 it does nothing."""
+        return nullcontext() if self.amp_dtype is None else torch.autocast(self.device.type, dtype=self.amp_dtype)
 
     def backward(self, loss: Tensor, reduced: bool = False) -> None:
         """Accumulate the gradients of `loss`; scale it first if float16 needs that.

@@ -73,7 +73,8 @@ class Training:
 
     Attributes:
         state: Model, optimizer, scaler, moving average and the position in the run.
-        model: The module that the loop calls: the state's model or its working copy, perhaps compiled or distributed.
+        forward_model: The module that a step calls: the state's model or its working copy, perhaps compiled or
+            distributed.
         average: The module that validates the moving average; None if it is not validated.
         lr_formula: How the peak learning rate was computed, for the log.
         arithmetic: Operations of a step; None if they can't be counted, and on ranks that write no records.
@@ -82,7 +83,7 @@ class Training:
     """
 
     state: TrainState
-    model: nn.Module
+    forward_model: nn.Module
     average: nn.Module | None
     loader: Loader
     validation: EvalLoader

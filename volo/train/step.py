@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import NamedTuple
 
 from torch import Tensor
@@ -13,7 +12,7 @@ from tlt.loss import LossTerms
 from volo.checkpoint.state import optimizer_state_of
 from volo.cluster.shard import synchronised
 from volo.train.compilation import begin_step
-from volo.train.criterion import Drawn
+from volo.train.criterion import Drawn, step_loss
 from volo.train.run import Run, Training
 
 
@@ -30,11 +29,14 @@ class Step:
     """`step(batch, key)` trains on a micro-batch. After the last one of an update it changes the weights."""
 
     def __init__(self, run: Run, training: Training) -> None:
-        self.model, self.state, self.precision = training.model, training.state, training.precision
-        self.criterion, distillation = training.criterion, training.distillation
-        self.loss_of = self.criterion.loss_of if distillation is None else partial(distillation.loss, self.criterion)
+        self.forward_model = training.forward_model
+        self.criterion = training.criterion
+        self.teachers = training.distillation
+        self.state = training.state
+        self.precision = training.precision
         self.parameters = [p for p in self.state.model.parameters() if p.requires_grad]
-        self.several_ranks, ema = run.world.size > 1, self.state.ema
+        self.several_ranks = run.world.size > 1
+        ema = self.state.ema
         # Whether `compute` updates the moving average: it can't if that needs a counter or is on the CPU.
         self.averages = ema is not None and not ema.use_warmup and ema.device is None
 
@@ -54,8 +56,9 @@ class Step:
             last: Whether this is the update's last micro-batch.
         """
         state, precision = self.state, self.precision
-        with synchronised(self.model, last):
-            loss = self.loss_of(self.model, batch, drawn)  # targets, both heads with MixToken, loss
+        with synchronised(self.forward_model, last):
+            with precision.autocast():  # targets, both heads with MixToken, loss
+                loss = step_loss(self.criterion, self.teachers, self.forward_model, batch, drawn)
             precision.backward(loss.total * share, reduced=last and self.several_ranks)
         terms = loss.map(Tensor.detach)
         if not last:

@@ -84,7 +84,7 @@ def why_launched(run: Run, training: Training) -> str:
 
 def _hindrance(run: Run, training: Training) -> str:
     """Return why the steps of a GPU can't be repeated as a graph: they involve the host, say; "" if they can."""
-    args, model, several = run.args, training.model, run.world.size > 1
+    args, model, several = run.args, training.forward_model, run.world.size > 1
     kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
     hooks = [hook for module in model.modules() for kind in kinds for hook in getattr(module, kind).values()]
     plain = isinstance(model, DistributedDataParallel) and not model.find_unused_parameters  # not compiled as a whole
@@ -147,8 +147,8 @@ class StepGraph(Step):
         self._pool: Any = None  # one memory pool for all sizes: results are copied before another graph begins
         self._replayed: deque[torch.cuda.Event] = deque()  # ends of the newest replays
         self.numbers = torch.zeros(1 + len(self._groups), device=run.world.device)
-        if isinstance(self.model, DistributedDataParallel):  # it would measure, and wait for the GPU, once in 100 steps
-            self.model._set_ddp_runtime_logging_sample_rate(1 << 30)
+        if isinstance(self.forward_model, DistributedDataParallel):  # once in 100 steps it would wait for the GPU
+            self.forward_model._set_ddp_runtime_logging_sample_rate(1 << 30)
 
     def __call__(self, batch: Batch, key: StepKey) -> StepResult:
         for group in self._groups:  # graphs have float32 rates, so launched steps (after a resume) must have them, too
@@ -228,7 +228,7 @@ class StepGraph(Step):
         for state in self._sizes.values():
             state.to_launch = math.inf
             state.inputs = None
-        for module in (self.model, self.state.model):
+        for module in (self.forward_model, self.state.model):
             forget_backward(module)
         gc.collect()  # the loop has switched the collector off, and launched steps need the capture's memory
         self._logger.line(f"warning: steps are launched, no CUDA graph of them: {failure}")
@@ -323,7 +323,7 @@ class StepGraph(Step):
         with torch.no_grad():
             for value, old in zip(self._changed(), before, strict=True):
                 value.copy_(old)
-        self.precision.begin(self.model)
+        self.precision.begin(self.forward_model)
 
     def _outcome(self, run: Callable[[bool], StepResult], key: StepKey) -> tuple[Tensor, list[Tensor]]:
         """Do an update with one micro-batch of each kind. Return its losses and norm, and the weights, on the CPU."""
