@@ -19,23 +19,18 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tlt.data.batch import Batch
-from tlt.errors import UserError, in_range, one_of, size_of
+from tlt.errors import UserError, in_range, size_of
+from tlt.kinds import KINDS, Forward, Kind, kind_of
 from tlt.label_map import FULL_AREA, Area
-from tlt.mixtoken import Box, mix_tokens
+from tlt.mixtoken import Box
 from tlt.models.extension import Extension, extend
-from tlt.models.spatial import Size, feature_map
+from tlt.models.spatial import Size
 from tlt.models.wrap import TOKEN_LABEL_MODELS, bare, check_interface
 from tlt.targets import TokenPlaces, linear_weights, points_per_token, token_points
-from tlt.teacher import KINDS, FeatureTeacher, TeacherScale, token_map, width_of
-
-
-def _check_kind(kind: str, dense_loss: str) -> None:
-    one_of("kind", kind, KINDS)
-    one_of("dense_loss", dense_loss, ("cosine", "smooth-l1", "gram"))
+from tlt.teacher import FeatureTeacher, TeacherScale, token_map, width_of
 
 
 def _numbered(name: str, number: int) -> str:
@@ -83,15 +78,8 @@ class Student(Extension):
         else:
             features = model.forward_features(x)
             outputs = model.forward_head(features)
-        features_of: dict[str, Tensor] = {}
-        if "logit" in self.kd_kinds:
-            features_of["logit"] = outputs[0] if isinstance(outputs, tuple) else outputs
-        if "feature" in self.kd_kinds:
-            features_of["feature"] = model.forward_head(features, pre_logits=True)
-        if "token" in self.kd_kinds:
-            tokens = feature_map(self, features, size)
-            tokens = tokens if mix_box is None else mix_tokens(tokens, mix_box)  # mixing twice changes nothing
-            features_of["token"] = tokens.flatten(1, 2)
+        forward = Forward(model, size, features, outputs, mix_box)
+        features_of = {name: kind.of_pass(forward) for name, kind in KINDS.items() if name in self.kd_kinds}
         projectors = (getattr(self, _numbered("kd_projector", n)) for n in range(len(self.kd_kinds)))
         compared = [project(features_of[kind]) for project, kind in zip(projectors, self.kd_kinds, strict=True)]
         return outputs, compared if self.kd_listed else compared[0]
@@ -117,23 +105,20 @@ def with_projector(
         UserError: Student or teacher has no tokens or does not take its image size, or the kind or loss is unknown.
     """
     teachers = [teacher] if isinstance(teacher, FeatureTeacher) else list(teacher)
-    kinds, losses = _for_each("kind", kind, len(teachers)), _for_each("dense_loss", dense_loss, len(teachers))
-    for kind_and_loss in zip(kinds, losses, strict=True):
-        _check_kind(*kind_and_loss)
+    names, losses = _for_each("kind", kind, len(teachers)), _for_each("dense_loss", dense_loss, len(teachers))
+    kinds = [kind_of(name, loss) for name, loss in zip(names, losses, strict=True)]
     bare(model, "with_projector")
     check_interface(model, "forward_features", "forward_head")
     like = next(model.parameters())
-    widths = {kind: width_of(model, img_size, kind) for kind in dict.fromkeys(kinds)}
-    channels = [width_of(each.model, each.img_size, kind) for each, kind in zip(teachers, kinds, strict=True)]
+    widths = {name: width_of(model, img_size, name) for name in dict.fromkeys(names)}
+    channels = [width_of(each.model, each.img_size, name) for each, name in zip(teachers, names, strict=True)]
     parts: dict[str, nn.Module] = {}
     extend(model, Student, outermost=True)
-    model.kd_kinds, model.kd_listed = kinds, not isinstance(teacher, FeatureTeacher)
-    for number, (kind, dense_loss) in enumerate(zip(kinds, losses, strict=True)):
-        projector = nn.Sequential()
-        if kind == "feature" or (kind == "token" and dense_loss != "gram"):
-            projector.extend([nn.LayerNorm(widths[kind]), nn.Linear(widths[kind], channels[number])])
-            if len(teachers) > 1:
-                parts[_numbered("kd_scale", number)] = TeacherScale(channels[number]).to(like.device)
+    model.kd_kinds, model.kd_listed = names, not isinstance(teacher, FeatureTeacher)
+    for number, name in enumerate(names):
+        projector = kinds[number].projector(widths[name], channels[number])
+        if len(projector) and len(teachers) > 1:
+            parts[_numbered("kd_scale", number)] = TeacherScale(channels[number]).to(like.device)
         parts[_numbered("kd_projector", number)] = projector.to(like)
     for name in [name for name, _ in model.named_children() if name.startswith(("kd_projector", "kd_scale"))]:
         if name not in parts:
@@ -174,8 +159,11 @@ class DistillLoss(TokenPlaces):
     scale: TeacherScale | None = None
 
     def __post_init__(self) -> None:
-        _check_kind(self.kind, self.dense_loss)
-        in_range("temperature", self.temperature, 1e-6)
+        _ = self._kind  # raises here if a setting is wrong
+
+    @property
+    def _kind(self) -> Kind:
+        return kind_of(self.kind, self.dense_loss, self.temperature)
 
     @classmethod
     def of(
@@ -194,9 +182,10 @@ class DistillLoss(TokenPlaces):
             UserError: The student has no tokens, or a list does not have one value per teacher.
         """
         count = 1 if isinstance(teacher, FeatureTeacher) else len(teacher)
-        kinds, fitted = _for_each("kind", settings.get("kind", "token"), count), dict[str, Any]()
-        model = bare(model, "DistillLoss.of" if "token" in kinds else "", inside=True)
-        if "token" in kinds:
+        kinds, fitted = _for_each("kind", settings.get("kind", cls.kind), count), dict[str, Any]()
+        of_places = any(kind_of(kind).of_places for kind in kinds)
+        model = bare(model, "DistillLoss.of" if of_places else "", inside=True)
+        if of_places:
             sizes = [size_of("img_size", size) for size in (img_size, *sizes)]
             fitted["places"] = {size: token_map(model, size)[:2] for size in sizes}
             fitted["grid"], fitted["window"] = fitted["places"][sizes[0]]
@@ -231,7 +220,7 @@ class DistillLoss(TokenPlaces):
         if self.scale is not None:
             self.scale.update(outputs)
             outputs = self.scale(outputs)
-        if self.kind != "token":  # a view of another image replaces one that could not be decoded
+        if not self._kind.of_places:  # a view of another image replaces one that could not be decoded
             return TeacherTargets(outputs, None if seen is None else (batch.indices == seen.indices).to(outputs))
         with torch.autocast(outputs.device.type, enabled=False):
             shares, weight = self.place_shares(batch, view)
@@ -268,33 +257,16 @@ class DistillLoss(TokenPlaces):
 
     def distances(self, student: Tensor, targets: TeacherTargets, mixed: float | Tensor = 0.0) -> Tensor:
         """Return the terms whose mean is the loss: (B,), or (B, N) for tokens, or (B, N, N) for pairs of tokens."""
-        student, target, weight = student.float(), *targets
-        axes = 2 if self.kind == "token" and self.dense_loss == "gram" else 3  # gram compares tokens of any width
+        kind, (target, weight) = self._kind, targets
+        axes = 2 if kind.of_places and not kind.projected else 3  # gram compares tokens of any width
         if student.shape[:axes] != target.shape[:axes]:
             raise UserError(
                 f"the student gives {tuple(student.shape)}, its teacher {tuple(target.shape)}: give `with_projector` "
                 "the kind, dense_loss and img_size of the loss"
             )
+        weight = target.new_ones(target.shape[:-1]) if weight is None else weight
         with torch.autocast(student.device.type, enabled=False):
-            if self.kind == "token" and weight is not None:
-                return self._token_distance(student, target, weight)
-            own_image, partner = (self._pooled_distance(student, image) for image in (target, target.flip(0)))
-            weight = torch.ones_like(own_image) if weight is None else weight
-            return own_image * (1 - mixed) * weight + partner * mixed * weight.flip(0)
-
-    def _token_distance(self, student: Tensor, target: Tensor, weight: Tensor) -> Tensor:
-        if self.dense_loss == "cosine":
-            return (1 - F.cosine_similarity(student, target, dim=-1)) * weight
-        if self.dense_loss == "smooth-l1":
-            return F.smooth_l1_loss(student, target, reduction="none").mean(-1) * weight
-        cosines, wanted = (unit @ unit.mT for unit in (F.normalize(student, dim=-1), F.normalize(target, dim=-1)))
-        return (cosines - wanted).square() * weight[:, :, None] * weight[:, None, :]
-
-    def _pooled_distance(self, student: Tensor, target: Tensor) -> Tensor:
-        if self.kind == "feature":
-            return (student - target).square().mean(-1)
-        log_student, log_target = ((logits / self.temperature).log_softmax(-1) for logits in (student, target))
-        return F.kl_div(log_student, log_target, reduction="none", log_target=True).sum(-1) * self.temperature**2
+            return kind.distances(student.float(), target, weight, mixed)
 
 
 @dataclass(frozen=True)

@@ -1,13 +1,13 @@
 """A frozen teacher: it computes what a student learns (`tlt.distill`), and the scale of its features.
 
-Shapes: B images, T = h * w cells of the teacher's map, C channels of its features, K classes.
+Shapes: B images, T = h * w cells of the teacher's map, C channels of its features or classes.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,13 +15,13 @@ from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from torch import Tensor, nn
 
 from tlt.data.augment.device_stage import check_normalisation
-from tlt.errors import UserError, one_of, size_of
+from tlt.errors import UserError, size_of
+from tlt.kinds import KINDS, kind_of
 from tlt.label_map import Area
-from tlt.models.spatial import Size, feature_map
+from tlt.models.spatial import Size
 from tlt.models.wrap import bare, check_interface, evaluated, find_tokens, probe
 
 MeanStd = tuple[Sequence[float], Sequence[float]]
-KINDS = ("token", "feature", "logit")  # what a teacher gives
 
 
 class Renormalise:
@@ -68,7 +68,7 @@ class FeatureTeacher:
         self._renormalise = Renormalise((rows[0], rows[1]), (rows[2], rows[3]), like.device)
         self._dtype = like.dtype
         self.model = model.eval().requires_grad_(False)
-        self._run = compiled(_features)
+        self._run = compiled(_outputs)
 
     @functools.cached_property
     def tokens(self) -> tuple[Size, Area, int]:
@@ -76,34 +76,29 @@ class FeatureTeacher:
         return token_map(self.model, self.img_size)
 
     def __call__(self, images: Tensor, kind: str = "token") -> Tensor:
-        """Return, in float32, the logits (B, K) of images (B, channels, H, W) for kind "logit", or for "feature" the
-        features (B, C) after pooling, or for "token" the last map (B, T, C)."""
-        one_of("kind", kind, KINDS)
+        """Return, in float32, what this kind of teacher gives for images (B, channels, H, W): (B, C), or tokens
+        (B, T, C)."""
+        of_places = kind_of(kind).of_places
         if images.shape[1] != self.channels:
             raise UserError(f"the teacher takes images of {self.channels} channels, not {images.shape[1]}")
-        if kind == "token" and tuple(images.shape[2:]) != self.img_size:
+        if of_places and tuple(images.shape[2:]) != self.img_size:
             raise UserError(f"the teacher is for images of img_size {self.img_size}, not {tuple(images.shape[2:])}")
         with torch.inference_mode(), torch.autocast(images.device.type, self.amp_dtype, self.amp_dtype is not None):
             outputs = self._run(self.model, self._renormalise(images).to(self._dtype), kind)
         return outputs.to(torch.float32, copy=True)  # a tensor of inference mode can't be part of a loss
 
 
-def _features(model: Any, images: Tensor, kind: str) -> Tensor:
-    if kind == "logit":
-        return cast(Tensor, model(images))
-    features = model.forward_features(images)
-    if kind == "feature":
-        return cast(Tensor, model.forward_head(features, pre_logits=True))
-    return feature_map(model, features, (images.shape[-2], images.shape[-1])).flatten(1, 2)
+def _outputs(model: Any, images: Tensor, kind: str) -> Tensor:
+    return KINDS[kind].of_teacher(model, images)
 
 
 def width_of(model: Any, img_size: Size, kind: str) -> int:
     """Return the channels of what a network gives for `kind`, tried with an image of (H, W). Raise UserError if it does
     not take this size, or for tokens if it has no map."""
-    if kind == "token":
+    if KINDS[kind].of_places:
         return token_map(model, img_size)[2]
     images = probe(model, 1, size_of("img_size", img_size))
-    return evaluated(model, images, lambda x: _features(model, x, kind)).shape[-1]
+    return evaluated(model, images, lambda x: _outputs(model, x, kind)).shape[-1]
 
 
 def token_map(model: Any, img_size: Size) -> tuple[Size, Area, int]:

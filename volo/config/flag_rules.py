@@ -10,6 +10,7 @@ from pathlib import Path
 
 from tlt.data.sources import needs_folder
 from tlt.errors import UserError, install_command
+from tlt.kinds import KINDS
 from tlt.upstream import resolve
 from volo.config.flag_table import Flag, check_flags
 from volo.config.flags_data import DENSE, LABELS, PER_TEACHER
@@ -82,10 +83,11 @@ def _check_losses(args: Namespace) -> None:
         raise UserError(f"--cls-weight 0 leaves nothing to train without {DENSE} and a --dense-weight above 0")
     if args.kd_only and (args.token_label or args.bce_loss or mixed or args.val_fraction > 0):
         raise UserError("--kd-only has no labels: no --token-label, --bce-loss, --mixup, --cutmix, --val-fraction")
-    if args.kd_only and args.num_classes and "logit" not in args.kd_distill_type:
+    of_classes = [KINDS[kind].of_classes for kind in args.kd_distill_type]
+    if args.kd_only and args.num_classes and not any(of_classes):
         kind = args.kd_distill_type[0]
         raise UserError(f"--kd-only with --kd-distill-type {kind} trains no heads: leave out --num-classes")
-    if args.freeze and args.kd_model_name and {*args.kd_distill_type} - {"logit"}:
+    if args.freeze and args.kd_model_name and not all(of_classes):
         raise UserError(
             "--freeze and --kd-distill-type other than logit: frozen features learn nothing; leave out one of them"
         )
@@ -185,7 +187,7 @@ def teachers_of(args: Namespace) -> Namespace:
             raise UserError(f"{problem}: give one{sides} for all or for each")
         setattr(flags, row.dest, values * count if len(values) == 1 else values)
     for model, kind, view in zip(flags.kd_model_name, flags.kd_distill_type, flags.kd_view, strict=True):
-        if view == "whole" and kind != "token":
+        if view == "whole" and not KINDS[kind].of_places:
             raise UserError(f"--kd-view whole: {model} gives no tokens (--kd-distill-type {kind})")
     return flags
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from tlt import kinds
 from tlt.data.sources import KINDS
 from volo.config import value_types as t
 from volo.config.flag_table import Group, Need, flag, needing, switch
@@ -187,10 +188,10 @@ _OF_A_TEACHER = (
     flag("--kd-model-name", t.WEIGHTS, "", "frozen teachers: a timm model, hf-hub:..., local-dir:..., a run"),
     *needing(
         "--kd-model-name",
-        flag("--kd-distill-type", ("logit", "feature", "token"), ["logit"], "logits, pooled features, or tokens"),
+        flag("--kd-distill-type", (*kinds.KINDS,), ["logit"], "logits, pooled features, or tokens"),
         flag("--kd-loss-weight --distill-loss-weight", t.ABOVE_ZERO, [1.0], "weight of its loss beside the labels'"),
         flag("--kd-temperature", t.ABOVE_ZERO, [4.0], "by which logits are divided", needs="--kd-distill-type logit"),
-        flag("--kd-dense-loss", ("cosine", "smooth-l1", "gram"), ["cosine"], "loss of the tokens", needs=TOKENS),
+        flag("--kd-dense-loss", kinds.DENSE_LOSSES, ["cosine"], "loss of the tokens", needs=TOKENS),
         flag("--kd-size", t.POSITIVE, None, "side, or height and width, in px that it sees (the student's)"),
         flag("--kd-view", ("crop", "whole"), ["crop"], "it sees the student's crop, or the whole image", needs=TOKENS),
     ),

@@ -57,7 +57,7 @@ def step_loss(
     if teachers is None:
         return criterion.losses(model(images, **options), targets, drawn)
     lessons = teachers.lessons(batch, images)
-    if teachers.projected:
+    if teachers.learns_features:
         outputs, features = model(images, taught=True, **options)
     else:
         outputs = model(images, **options)

@@ -25,6 +25,7 @@ from tlt.data.batch import Batch
 from tlt.data.sources.source import ImageSource
 from tlt.distill import DistillLoss, DistillLosses, TeacherTargets, with_projector
 from tlt.errors import UserError, reason_of
+from tlt.kinds import KINDS
 from tlt.models.fit_weights import Classes
 from tlt.teacher import FeatureTeacher
 from volo.checkpoint.model_config import own_names
@@ -84,7 +85,7 @@ class Distillation:
         checksum: Checksum of the teachers' weights.
         names: Names of the teachers in the records, all different.
         views: For each teacher, the loader of its images; None if it sees the student's images.
-        projected: Whether the student has projectors; it has none if it learns logits alone.
+        learns_features: Whether the student learns more than logits: then it returns its features, too.
         class_names: Names of the classes of the teachers' logits, as far as they are known.
         timer: Measures the teachers' work.
     """
@@ -93,7 +94,7 @@ class Distillation:
     losses: DistillLosses
     names: Sequence[str]
     views: Sequence[Loader | None]
-    projected: bool
+    learns_features: bool
     class_names: list[str] = field(default_factory=list)
     timer: DeviceTimer = field(default_factory=DeviceTimer)
     _seen: dict[Loader | None, Batch] = field(default_factory=dict)  # for each loader, its part of the current batch
@@ -142,7 +143,7 @@ def load_distillation(
             teacher, digest, trained = _load_teacher(args, model, kind, sized, world, classes)
             for line in trained.notes:
                 logger.line(f"teacher {model}: {line}")
-            if kind == "logit":
+            if KINDS[kind].of_classes:
                 names_of_classes = names_of_classes or own_names(trained.config, ())
         millions = sum(p.numel() for p in teacher.model.parameters()) / 1e6
         one_of = f", {kind}s, weight {flags.kd_loss_weight[number]:g}: {names[number]}" if len(kinds) > 1 else ""
@@ -158,12 +159,13 @@ def load_distillation(
         teachers.append(teacher)
         digests.append(digest)
     with _blamed(f"--model {args.model} can't learn {' and '.join(f'{kind}s' for kind in dict.fromkeys(kinds))}"):
-        if kinds != ["logit"]:
+        learns_features = not all(KINDS[kind].of_classes for kind in kinds)
+        if learns_features or len(kinds) > 1:
             with_projector(student, teachers, (size[0], size[1]), kinds, flags.kd_dense_loss)
         options = {"kind": kinds, "dense_loss": flags.kd_dense_loss, "temperature": flags.kd_temperature}
         options |= {"weight": flags.kd_loss_weight, "drop": args.kd_drop}
         losses = DistillLoss.of(student, (size[0], size[1]), teachers, other_sizes(args), **options)
-    return Distillation(" ".join(digests), losses, names, views, {*kinds} != {"logit"}, names_of_classes)
+    return Distillation(" ".join(digests), losses, names, views, learns_features, names_of_classes)
 
 
 @contextmanager
@@ -180,7 +182,7 @@ def _load_teacher(
 ) -> tuple[FeatureTeacher, str, TrainedModel]:
     """Return a teacher for images of this input_size, the checksum of its weights, and how it was trained."""
     path = name if name.endswith(ENDINGS) and not timm.is_model(name) else None
-    taught = classes if kind == "logit" else None
+    taught = classes if KINDS[kind].of_classes else None
     trained = load_frozen(None if path else name, path, settings["input_size"], None, taught, False)
     model = trained.model
     model.pretrained_cfg = model.pretrained_cfg | {key: trained.settings[key] for key in ("mean", "std")}
@@ -190,7 +192,7 @@ def _load_teacher(
     pixels = settings["mean"], settings["std"]
     teacher = FeatureTeacher(model, settings["input_size"][1:], *pixels, dtype, feature_compiler(model, args))
     teacher(torch.zeros(2, *settings["input_size"], device=world.device), kind)
-    if kind == "token":
+    if KINDS[kind].of_places:
         _ = teacher.tokens  # raises here, where the teacher is blamed and not the student
     return teacher, digest, trained
 

@@ -17,6 +17,7 @@ from torch import nn
 
 from tlt.api import Loader
 from tlt.data.loader import EvalLoader
+from tlt.kinds import KINDS
 from volo.checkpoint.resume import table
 from volo.checkpoint.state import TrainState
 from volo.cluster.distributed import World
@@ -167,8 +168,9 @@ def fit_to_data(
     row("cooldown_epochs", *(10 * (run.epochs >= 30 and run.sched in CYCLIC_SCHEDULES) for run in (args, then)))
     row("checkpoint_hist", *(min(10, max(3, run.epochs // 10)) for run in (args, then)))
     row("sched_on_updates", *(run.sched in STABLE_SCHEDULES for run in (args, then)))
-    if args.kd_only:  # only logits train heads
-        row("num_classes", args.num_classes if "logit" in args.kd_distill_type else 0)
+    if args.kd_only:
+        trains_heads = any(KINDS[kind].of_classes for kind in args.kd_distill_type)
+        row("num_classes", args.num_classes if trains_heads else 0)
     else:
         row("num_classes", args.num_classes if classes == known_config(args.model).get("num_classes") else classes)
     share = images // (args.grad_accum_steps * world_size)

@@ -20,6 +20,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from enum import Enum
 from itertools import repeat
 from typing import Any
 
@@ -107,20 +108,31 @@ def _hindrance(run: Run, training: Training) -> str:
     return next((reason for reason, holds in reasons.items() if holds), "")
 
 
+class Phase(Enum):
+    """How the batches of an image size are trained on."""
+
+    LAUNCH = "launched, for some updates more"
+    CAPTURE = "launched; the next update of full batches begins with a capture"
+    REPLAY = "repeated as graphs"
+    NEVER = "launched, for there will be no graph"
+
+
 @dataclass
 class _SizeState:
     """The steps' state for one image size."""
 
     batch_size: int  # batches of another number of images are launched
-    to_launch: float  # updates to launch before the capture; infinite if there is no graph
+    phase: Phase
+    left: int  # updates to launch before the capture
     pause: int = 1  # updates to launch after a rehearsal that has shown nothing
     inputs: tuple[Batch, Drawn] | None = None  # tensors from which the graphs read a batch and its random numbers
     # Keys: whether the micro-batch is the last one of its update.
     graphs: dict[bool, tuple[torch.cuda.CUDAGraph, StepResult]] = field(default_factory=dict)
 
-    def repeats(self, batch: Batch) -> bool:
-        """Whether there are graphs for a batch of this shape."""
-        return bool(self.graphs) and self.inputs is not None and _shapes(batch) == _shapes(self.inputs[0])
+    def launch(self, updates: int) -> None:
+        """Launch so many updates, and then capture."""
+        self.phase = Phase.LAUNCH if updates else Phase.CAPTURE
+        self.left = updates
 
 
 class StepGraph(Step):
@@ -137,13 +149,13 @@ class StepGraph(Step):
         self._groups = self.state.optimizer.param_groups
         # A graph for each kind of micro-batch, by whether it is the last one of its update.
         self._kinds = (False, True) if run.args.grad_accum_steps > 1 else (True,)
-        # Updates to launch per image size; infinite once all steps are launched.
-        self._warm_up: float = _WARM_UP_OF_RANKS if self.several_ranks else WARM_UP
+        self._warm_up = _WARM_UP_OF_RANKS if self.several_ranks else WARM_UP
+        self._first_phase = Phase.LAUNCH  # of a new image size
         sizes = training.loader.index_stream.sizes if run.args.train_img_sizes else None
         self._batch_sizes = {} if sizes is None else dict(zip(sizes.sizes, sizes.batch_sizes, strict=True))
         self._batch_size = run.args.batch_size
         self._sizes: dict[Size, _SizeState] = {}
-        self._now = _SizeState(0, 0)  # state for the image size of the current batch
+        self._now = _SizeState(0, Phase.LAUNCH, 0)  # state for the image size of the current batch
         self._pool: Any = None  # one memory pool for all sizes: results are copied before another graph begins
         self._replayed: deque[torch.cuda.Event] = deque()  # ends of the newest replays
         self.numbers = torch.zeros(1 + len(self._groups), device=run.world.device)
@@ -154,16 +166,20 @@ class StepGraph(Step):
         for group in self._groups:  # graphs have float32 rates, so launched steps (after a resume) must have them, too
             group["lr"] = float(np.float32(group["lr"]))
         size = batch.images.shape[-2], batch.images.shape[-1]
-        new = _SizeState(self._batch_sizes.get(size, self._batch_size), self._warm_up)
+        new = _SizeState(self._batch_sizes.get(size, self._batch_size), self._first_phase, self._warm_up)
         now = self._now = self._sizes.setdefault(size, new)
         full = batch.size == now.batch_size
         if not full or now.inputs is None:  # work outside the graphs' pool
             self.release_memory()
-        if full and key.micro_batch == 0 and not now.graphs and not now.to_launch:
+        if now.phase is Phase.CAPTURE and full and key.micro_batch == 0:
             self._capture_or_give_up(batch, key)
-        if not now.repeats(batch):
-            now.to_launch = max(0, now.to_launch - (full and batch.key.last))
-            return super().__call__(batch, key)
+        if now.phase is Phase.REPLAY and now.inputs is not None and _shapes(batch) == _shapes(now.inputs[0]):
+            return self._replay(batch, key)
+        if now.phase is Phase.LAUNCH and full and batch.key.last:
+            now.launch(now.left - 1)
+        return super().__call__(batch, key)
+
+    def _replay(self, batch: Batch, key: StepKey) -> StepResult:
         self.send(batch, self.criterion.draw(batch, key))
         key.seed_torch()
         result = self.done(self._repeat(batch.key.last))
@@ -192,7 +208,8 @@ class StepGraph(Step):
         torch.cuda.synchronize()  # the last replay may still be running
         for state in self._sizes.values():
             state.graphs.clear()
-            state.to_launch = max(state.to_launch, 1)  # what has to be compiled anew can't be within a capture
+            if state.phase in (Phase.CAPTURE, Phase.REPLAY):
+                state.launch(1)  # what has to be compiled anew can't be within a capture
         self._pool = None
 
     @property
@@ -224,9 +241,10 @@ class StepGraph(Step):
         if not failure:
             return
         self._clear()
-        self._warm_up, self.precision.keeps_gradients = math.inf, False
+        self.precision.keeps_gradients = False
+        self._first_phase = Phase.NEVER
         for state in self._sizes.values():
-            state.to_launch = math.inf
+            state.phase = Phase.NEVER
             state.inputs = None
         for module in (self.forward_model, self.state.model):
             forget_backward(module)
@@ -256,7 +274,9 @@ class StepGraph(Step):
         rounding = _WEIGHT_TOLERANCE * size
         if max_over_ranks(not (launched.isfinite().all() and _CHANGE_TOLERANCE * change > rounding)):
             now = self._now
-            now.inputs, now.to_launch, now.pause = None, now.pause, 2 * now.pause
+            now.inputs = None
+            now.launch(now.pause)
+            now.pause *= 2
             self._logger.line("no CUDA graph yet: this update is not finite, or changes too little to be compared")
             return ""
         if failure := _agreed(self._capture()):
@@ -290,6 +310,7 @@ class StepGraph(Step):
                     with torch.cuda.graph(graph, pool, stream, capture_error_mode="thread_local"):
                         result = self.compute(*self.inputs, self.numbers[0], last)
                     self._now.graphs[last] = graph, result
+            self._now.phase = Phase.REPLAY
             return ""
         except Exception as error:  # errors of operations and libraries, or too little memory
             # torch leaves the generator and the allocator in the state of the failed capture, and keeps its memory.
