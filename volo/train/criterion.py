@@ -51,7 +51,7 @@ def step_loss(
     criterion: Criterion, teachers: Distillation | None, model: Callable[..., Any], batch: Batch, drawn: Drawn
 ) -> LossTerms:
     """Return the losses of a step, averaged over the batch: those of the criterion, and the teachers' in the total."""
-    targets = criterion.targets(batch)  # before the forward pass, so that the memory of an annotator is free by then
+    targets: Any = criterion.targets(batch)  # before the model, so that the memory of an annotator is free by then
     images = drawn.mix(batch.images)
     options = criterion.options(drawn)
     if teachers is None:
