@@ -6,9 +6,6 @@ image size, another crop or the whole image. A token's target is the mean of n x
 map, extrapolated linearly at its border. A point does not count if the student or the teacher does not see it: it lies
 outside the crop, is fill, or was dropped at an edge.
 
-With several teachers each one has a projector of its own, and its features are normalised before the loss
-(`tlt.teacher.TeacherScale`), except for logits and for the dense loss `gram`.
-
 Shapes: B images, N tokens of the student, T = h * w cells of the teacher's map, C channels of the teacher.
 """
 
@@ -81,7 +78,7 @@ class Student(Extension):
         forward = Forward(model, size, features, outputs, mix_box)
         features_of = {name: kind.of_pass(forward) for name, kind in KINDS.items() if name in self.kd_kinds}
         projectors = (getattr(self, _numbered("kd_projector", n)) for n in range(len(self.kd_kinds)))
-        compared = [project(features_of[kind]) for project, kind in zip(projectors, self.kd_kinds, strict=True)]
+        compared = [project(features_of[name]) for project, name in zip(projectors, self.kd_kinds, strict=True)]
         return outputs, compared if self.kd_listed else compared[0]
 
 
@@ -141,7 +138,7 @@ class DistillLoss(TokenPlaces):
     """The distance of a student from its teacher. `DistillLoss.of(model, img_size, teacher)` makes one for a model.
 
     Args:
-        kind: What is compared: "token", "feature" (mean squared error), "logit" (Kullback-Leibler divergence).
+        kind: What is compared, by its name in `tlt.kinds`.
         dense_loss: The loss of tokens: "cosine" (1 - cosine), "smooth-l1", or "gram", the mean squared error of the
             cosines between all tokens of an image (DINOv3).
         temperature: Divides logits; the loss of logits is multiplied by its square.

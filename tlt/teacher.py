@@ -110,10 +110,9 @@ def token_map(model: Any, img_size: Size) -> tuple[Size, Area, int]:
 
 class TeacherScale(nn.Module):
     """The mean (C,) and variance of a teacher's features, by which features are normalised. That makes the losses of
-    several teachers comparable: a student that predicts the mean has a mean squared error of 1.
+    several teachers comparable: a student that predicts the mean has a mean squared error of 1. The dense loss `gram`,
+    which compares cosines, needs no such unit, nor do logits, whose loss is in nats as that of labels.
 
-    The dense loss `gram` needs no such unit, since it compares cosines between tokens, nor do logits, whose loss is in
-    nats as that of labels.
     UNIC (arXiv:2408.05088) standardises features by running means and deviations. Here one number scales all channels,
     the root of their mean variance, as in PHI-S (arXiv:2410.01680), so that a channel that varies little counts little.
     The running values are means over all features so far, because a frozen teacher does not change. All ranks of
