@@ -26,10 +26,9 @@ Box: TypeAlias = Sequence[int] | Tensor
 
 def sample_box(generator: np.random.Generator, grid: tuple[int, int], alpha: float = 1.0) -> tuple[int, int, int, int]:
     """Draw a box by the published rule: lam ~ Beta(alpha, alpha), sides `int(side * sqrt(1 - lam))`, uniform centre;
-    `grid` has the rows and columns of the final tokens. This draws three numbers from the generator.
-
-    As published, the box reaches half a side, rounded down, from the centre in both directions, so that an unclipped
-    box has even sides. Then it is clipped to the grid. It may be empty."""
+    `grid` has the rows and columns of the final tokens. This draws three numbers from the generator. As published, the
+    box reaches half a side, rounded down, from the centre in both directions, so that an unclipped box has even sides.
+    Then it is clipped to the grid. It may be empty."""
     share = np.sqrt(1.0 - generator.beta(alpha, alpha))
     spans = []
     for side in grid:

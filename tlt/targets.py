@@ -159,7 +159,8 @@ def is_best(labels: SparseLabels, classes: Tensor, num_classes: int) -> tuple[Te
     """Check whether one class of each token, (B, N) or (B, 1), is the likeliest of the C classes by the labels.
 
     Returns (B, N) whether no other class is likelier, up to rounding, and (B, N) whether the token counts: its map
-    covers some of it and does not find all classes equally likely."""
+    covers some of it and does not find all classes equally likely.
+    """
     named = labels.excess != 0
     best = labels.excess.masked_fill(~named, -math.inf).amax(-1)
     best = torch.where(named.sum(-1) < num_classes, best.clamp(min=0), best)  # an unnamed class has excess 0

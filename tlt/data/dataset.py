@@ -153,11 +153,10 @@ class _Opened(NamedTuple):
 
 
 class TrainDataset(BatchDataset):
-    """Makes augmented training batches, as a function of (seed, epoch, indices).
-
-    `seed` is that of crops, augmentation and replacements. The `labels` are of the same images, in their order, else a
-    UserError is raised. `label_view` replaces the plan's geometry for reading the maps of a batch (see
-    `tlt.upstream.behaviour`). The default decoder is torchvision's."""
+    """Makes augmented training batches, as a function of (seed, epoch, indices). `seed` is that of crops, augmentation
+    and replacements. The `labels` are of the same images, in their order, else a UserError is raised. `label_view`
+    replaces the plan's geometry for reading the maps of a batch (see `tlt.upstream.behaviour`). The default decoder is
+    torchvision's."""
 
     def __init__(
         self,

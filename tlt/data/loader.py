@@ -124,17 +124,9 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 class EvalLoader(DeviceLoader):
-    """Yields every image of this rank once, in order. Unreadable images are skipped and counted in `skips`.
-
-    Args:
-        stage: Turns uint8 images on the device into normalised float32.
-        loading: `device`, `workers` and other arguments of `DeviceLoader`.
-        world_size, rank: Rank r gets the images r, r + world_size, and so on.
-
-    Attributes:
-        left_out: Number of images of this rank that the current pass has skipped so far.
-        bad_labels: The label maps that were replaced (`--bad-label`).
-    """
+    """Yields every image of this rank once, in order: rank r gets the images r, r + world_size, and so on. Unreadable
+    images are skipped and counted in `skips`. `stage` turns uint8 images on the device into normalised float32;
+    `loading` are `device`, `workers` and other arguments of `DeviceLoader`."""
 
     def __init__(
         self,
@@ -149,8 +141,8 @@ class EvalLoader(DeviceLoader):
         self.dataset = dataset
         self.batch_size = batch_size
         self.stage = stage
-        self.left_out = 0
-        self.bad_labels = SkipCounter(len(dataset), len(dataset))
+        self.left_out = 0  # images of this rank that the current pass has skipped so far
+        self.bad_labels = SkipCounter(len(dataset), len(dataset))  # label maps that were replaced (`--bad-label`)
         self._indices = range(rank, len(dataset), world_size)
 
     def __len__(self) -> int:

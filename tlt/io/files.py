@@ -59,15 +59,10 @@ def with_retries(read: Callable[[], Result], path: str) -> Result:
 
 @contextmanager
 def blamed_on(file: str | Path | None, what: str = "can't be used", remedy: str = "copy it again") -> Iterator[None]:
-    """Turn every error that the content of a file causes in the block into one line that begins with the file.
-
-    Foreign content makes parsers, constructors and optimizers raise errors of any class, so all are caught. If `file`
-    is None, all errors pass unchanged.
-
-    Raises:
-        UserError: `FILE what (the error): remedy`. A UserError from the block keeps its class and gets the file's name,
-            if it lacks it.
-    """
+    """Turn every error that the content of a file causes in the block into a UserError of one line, `FILE what (the
+    error): remedy`. A UserError from the block keeps its class and gets the file's name, if it lacks it. Foreign
+    content makes parsers, constructors and optimizers raise errors of any class, so all are caught. If `file` is None,
+    all errors pass unchanged."""
     try:
         yield
     except Exception as error:

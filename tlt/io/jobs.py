@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from functools import partial
 from multiprocessing.process import BaseProcess
 from multiprocessing.synchronize import Semaphore
@@ -78,16 +79,18 @@ def progress_bar(**options: Any) -> tqdm | None:
     return drawn(leave=False, dynamic_ncols=True, **options) if in_notebook or sys.stderr.isatty() else None
 
 
+@dataclass
 class Progress:
     """Shows a bar with the remaining time in a terminal, and lines with it in a log."""
 
-    def __init__(self, what: str, total: int, unit: str = "image") -> None:
-        self.what = what
-        self.total = total
-        self.unit = unit
-        self.done = 0
+    what: str
+    total: int
+    unit: str = "image"
+    done: int = 0
+
+    def __post_init__(self) -> None:
         self.start = self.reported = time.monotonic()
-        self.bar = progress_bar(desc=what, total=total, unit=unit)
+        self.bar = progress_bar(desc=self.what, total=self.total, unit=self.unit)
 
     def step(self, count: int = 1) -> None:
         """Count finished items."""

@@ -11,10 +11,9 @@ import numpy as np
 
 class Names(Sequence[str]):
     """A sequence of names stored in one block of bytes, which processes share. Reading a list of a million strings
-    changes their reference counts, and so makes every data worker copy their memory pages.
-
-    It equals any sequence of the same names. They must have no NUL, which would split a name in two. `block` holds the
-    concatenated names, `ends` (N,) int64 the end of each in it."""
+    changes their reference counts, and so makes every data worker copy their memory pages. It equals any sequence of
+    the same names. They must have no NUL, which would split a name in two. `block` holds the concatenated names, `ends`
+    (N,) int64 the end of each in it."""
 
     def __init__(self, names: Iterable[str] = ()) -> None:
         encoded = os.fsencode("".join(f"{name}\0" for name in names))

@@ -49,7 +49,8 @@ def read_checkpoint(path: str | Path, peek: bool = False) -> dict[str, Any]:
     map the tensors of a zip archive into memory instead of reading them.
 
     Raise UserError if the file is missing, truncated, damaged (names the record), compressed, of another kind, or holds
-    more than tensors and plain data (names the class; its code does not run)."""
+    more than tensors and plain data (names the class; its code does not run).
+    """
     path = Path(path)
     if path.is_dir():
         raise UserError(f"{path} is a directory: name a checkpoint in it; a .pth.tar is not to be unpacked")
@@ -149,13 +150,9 @@ def weights_entry(
     wanted: Collection[str] = (),
 ) -> str:
     """Return the key of the weights to use, or `""` if the checkpoint itself is the state dict. Raise UserError if the
-    checkpoint has no such weights.
-
-    Args:
-        use_ema: True takes the moving average, False the plain weights, None the moving average if there is one.
-        wanted: The model's names. Among several entries, the one that has most of them is used; of equal ones, an
-            average or a teacher before others, unless `use_ema` is False, then the first.
-    """
+    checkpoint has no such weights. `use_ema` True takes the moving average, False the plain weights, None the moving
+    average if there is one. Among several entries, the one that has most of the model's names, `wanted`, is used; of
+    equal ones, an average or a teacher before others, unless `use_ema` is False, then the first."""
     ema, plain = ([k for k in keys if isinstance(checkpoint.get(k), dict)] for keys in (EMA_KEYS, WEIGHT_KEYS))
     if use_ema and not ema:
         raise UserError(f"{path} holds no EMA weights ({' or '.join(EMA_KEYS)}): use its plain weights")

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import InitVar, dataclass
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -52,27 +53,16 @@ class Annotation(NamedTuple):
     log_sum_exp: Tensor  # (B, h, w) float32, over all logits of a position, the listed ones rounded as in `values`
 
 
+@dataclass
 class Annotator:
-    """Labels images with a network. Its memory use does not grow with the number of classes.
+    """Labels images with a network. Its memory use does not grow with the number of classes."""
 
-    Args:
-        model: A model with a dense head, or a timm model with `forward_features` and `forward_head`, in evaluation
-            mode.
-        k: Number of classes to list per position.
-        amp_dtype: The dtype of autocast; None for float32.
-        compiled: A function that compiles a function, or returns it unchanged.
-    """
+    model: nn.Module  # in evaluation mode, with a dense head, or with timm's `forward_features` and `forward_head`
+    k: int  # number of classes to list per position
+    amp_dtype: torch.dtype | None = None  # of autocast; None for float32
+    compiled: InitVar[Callable[..., Any]] = lambda function: function  # compiles a function, or returns it unchanged
 
-    def __init__(
-        self,
-        model: nn.Module,
-        k: int,
-        amp_dtype: torch.dtype | None = None,
-        compiled: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda function: function,
-    ) -> None:
-        self.model = model
-        self.k = k
-        self.amp_dtype = amp_dtype
+    def __post_init__(self, compiled: Callable[..., Any]) -> None:
         # We don't compile the head: this class decides how many images go through it at once.
         self._features = compiled(_features)
 
@@ -107,10 +97,8 @@ def _annotation(dense: Tensor, k: int) -> Annotation:
 
 def check_dense(model: nn.Module, images: Tensor, name: str = "the annotator") -> None:
     """Refuse an annotator if the mean of its dense logits is not its own output. Raise UserError if the two differ, or
-    the model has no dense logits. The message begins with `name`.
-
-    The model is in evaluation mode; one with a dense head is accepted without a check. Two real images (B, 3, H, W),
-    normalised, are enough. We compare in float32."""
+    the model has no dense logits. The message begins with `name`. The model is in evaluation mode; one with a dense
+    head is accepted without a check. Two real images (B, 3, H, W), normalised, are enough. We compare in float32."""
     if isinstance(model, TOKEN_LABEL_MODELS):
         return
     try:

@@ -50,11 +50,10 @@ def map_file(path: str, shape: tuple[int, ...], dtypes: Sequence[str]) -> np.mem
 
 
 class Column:
-    """One .npy file of an archive; it reads and writes rows by number.
-
-    It does not use a memory map for that: the system kills a process that touches a part of a map that was cut off or
-    for which a full disk has no room. All processes of a machine share the page cache anyway. Raises UserError if the
-    file is missing, cut, or holds something else."""
+    """One .npy file of an archive; it reads and writes rows by number. It does not use a memory map for that: the
+    system kills a process that touches a part of a map that was cut off or for which a full disk has no room. All
+    processes of a machine share the page cache anyway. Raises UserError if the file is missing, cut, or holds something
+    else."""
 
     def __init__(self, path: str, shape: tuple[int, ...], dtypes: Sequence[str], writable: bool = False) -> None:
         self._arguments = path, shape, dtypes, writable
@@ -158,10 +157,8 @@ def names_crc(block: np.ndarray, ends: np.ndarray) -> int:
 class ArchiveReader:
     """Reads the rows of an archive that belong to a list of images, given their paths relative to the image folder. A
     `tlt.labels.store.Reader`. Raises UserError if there is no archive, or it is incomplete, of an old version, or
-    damaged.
-
-    Rows are matched by name, so their order does not matter: by the image's name if the archive has it, else by label
-    file with the rule of `find_labels`."""
+    damaged. Rows are matched by name, so their order does not matter: by the image's name if the archive has it, else
+    by label file with the rule of `find_labels`."""
 
     def __init__(self, root: str, names: Names) -> None:
         self.root = root

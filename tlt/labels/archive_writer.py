@@ -28,18 +28,15 @@ from tlt.labels.label_info import Agreement, LabelInfo
 
 
 class ArchiveWriter:
-    """Writes an archive. Raises UserError if the folder holds something else or another archive, or can't be written.
+    """Writes an archive into a folder, which is created if it does not exist. Raises UserError if it holds something
+    else or another archive, or can't be written.
 
     Args:
-        root: The folder of the archive. It is created if it does not exist.
         info: The description that all maps share, with what is known before they are made.
         names: The image path of every row, or its label file (.pt) if the image is not known.
         overwrite: First remove the archive in this folder, complete or not, and nothing else.
         first: Whether this process creates the archive; False in the other processes of the command.
         made_by: Other settings that must be equal for continuing, and what identifies the source of the labels.
-
-    Attributes:
-        complete: Whether the same command has finished this archive before. Then rows must not be written.
     """
 
     def __init__(
@@ -57,6 +54,7 @@ class ArchiveWriter:
         self.names = names if isinstance(names, Names) else Names(names)
         with self._writing():
             self._folder = self._begin(overwrite) if first else None
+            # Whether the same command has finished this archive before. Then rows must not be written.
             self.complete = self._folder is not None and self._folder.complete
             self._rows = Rows(root, info, len(names), writable=not self.complete)
 
@@ -101,7 +99,6 @@ class ArchiveWriter:
     def finish(self, skipped: Sequence[str] = (), classes: npt.ArrayLike | None = None) -> dict[str, Any]:
         """Check every row, mark the archive complete and close it. Return how well the labels name the `classes`, those
         of the rows' images or -1; None if the labels have other classes. `skipped` names the images without a label.
-
         Raise UserError if a row is missing or damaged, or writing fails."""
         assert self._folder is not None
         tally = Agreement()

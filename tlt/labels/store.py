@@ -190,7 +190,8 @@ def relative_to_tail(values: torch.Tensor, log_sum_exp: torch.Tensor, num_classe
     we subtract t: unlisted classes then have logit 0, as the code that makes targets expects.
 
     A tail probability too small for float32 (rounding may even make it negative) counts as half the last digit of the
-    log-sum-exp (..., h, w): probabilities are exact to about 1e-7 times that, and logits stay finite."""
+    log-sum-exp (..., h, w): probabilities are exact to about 1e-7 times that, and logits stay finite.
+    """
     k = values.shape[-3]
     if k >= num_classes:
         return values.float()

@@ -17,10 +17,9 @@ class Extension(nn.Module):
 
 def extend(model: nn.Module, extension: type[Extension], outermost: bool = False) -> None:
     """Add an extension to a model in place, unless it has it already. Its methods come after those of earlier
-    extensions, or before them if it is `outermost`.
-
-    The model's class is replaced by a subclass of both. A wrapper module would change the names of all parameters: in
-    checkpoints, in timm's rules for weight decay and layer-wise rates, and for code that looks for layers."""
+    extensions, or before them if it is `outermost`. The model's class is replaced by a subclass of both. A wrapper
+    module would change the names of all parameters: in checkpoints, in timm's rules for weight decay and layer-wise
+    rates, and for code that looks for layers."""
     plain, *before = _parts_of(type(model))
     if extension not in before:
         model.__class__ = _extended(plain, *([extension, *before] if outermost else [*before, extension]))

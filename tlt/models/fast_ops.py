@@ -12,6 +12,7 @@ Shapes: B images, N queries, M keys, D channels of a head.
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from pathlib import Path
@@ -52,7 +53,6 @@ MKL_IS_SLOW = mkl_is_slow()
 
 def linear(layer: nn.Module, x: Tensor) -> Tensor:
     """Return `layer(x)` (..., out_features) of x (..., in_features), computed by oneDNN if that is the faster library.
-
     The layers of a model stay plain `nn.Linear`, because other programs look for this type to count, quantize or
     replace them. If another program changed a layer's class, weights, hooks or call, we call the layer itself."""
     if MKL_IS_SLOW and type(layer) is nn.Linear and isinstance(x, Tensor) and _takes_onednn(x, layer):
@@ -96,15 +96,6 @@ def onednn_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
 
 
-@onednn_linear.register_fake
-def _fake(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return x.new_empty(*x.shape[:-1], weight.shape[0])
-
-
-def _save(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor | None], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs[:2])
-
-
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     x, weight = ctx.saved_tensors
     needs_x, needs_weight, needs_bias = ctx.needs_input_grad
@@ -116,12 +107,9 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Ten
     )
 
 
-onednn_linear.register_autograd(_backward, setup_context=_save)
-
-
-@register_flop_formula(torch.ops.tlt.onednn_linear)
-def _flops(x: torch.Size, weight: torch.Size, *others: Any, out_shape: Any = None, **more: Any) -> int:
-    return 2 * weight[0] * torch.Size(x).numel()
+onednn_linear.register_fake(lambda x, weight, bias: x.new_empty(*x.shape[:-1], weight.shape[0]))
+onednn_linear.register_autograd(_backward, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs[:2]))
+register_flop_formula(torch.ops.tlt.onednn_linear)(lambda x, weight, *_, **__: 2 * weight[0] * math.prod(x))
 
 
 def transformed() -> bool:
@@ -154,16 +142,12 @@ def check_heads(dim: int, num_heads: int) -> None:
 
 def attention(q: Tensor, k: Tensor, v: Tensor, dropout: float = 0.0) -> Tensor:
     """Return `softmax(q k^T / sqrt(D)) v` (B, heads, N, D), with the softmax in float32, for q (B, heads, N, D), and k
-    and v (B, heads, M, D). `dropout` is the rate of the weights; pass 0 outside training.
-
-    The queries are scaled before the product with the keys, so that half precision overflows only if the scaled product
-    does."""
-    if not (_written_out(k) or transformed()):  # torch's fused attention on a CPU has no forward-mode derivatives
+    and v (B, heads, M, D). `dropout` is the rate of the weights; pass 0 outside training. The queries are scaled before
+    the product with the keys, so that half precision overflows only if the scaled product does."""
+    on_cpu = _AVX512 and k.device.type == "cpu"
+    written_out = on_cpu and k.dtype is torch.bfloat16 and k.shape[-2] <= WRITTEN_OUT_TOKENS
+    if not (written_out or transformed()):  # torch's fused attention on a CPU has no forward-mode derivatives
         return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout)
     logits = (q * q.shape[-1] ** -0.5) @ k.transpose(-2, -1)
     weights = F.dropout(logits.softmax(dim=-1), dropout)  # computed in float32, stored in the dtype of the queries
     return weights @ v
-
-
-def _written_out(k: Tensor) -> bool:
-    return _AVX512 and k.device.type == "cpu" and k.dtype is torch.bfloat16 and k.shape[-2] <= WRITTEN_OUT_TOKENS

@@ -61,18 +61,14 @@ class Fit:
 def fit_state_dict(
     model: nn.Module, state: dict[str, Tensor], source_size: Grid | None = None, there: Classes = (), here: Classes = ()
 ) -> Fit:
-    """Find the part of `state` that the model can take. The model is not changed.
+    """Find the part of `state`, weights under clean names, that the model can take. The model is not changed.
 
-    Rows of heads go by the names of the classes, if both sides have names. Otherwise all heads are dropped if the class
-    count differs. The input convolution is adapted to another channel count as timm does it. Tensors that depend on the
-    image size (position embeddings, tables of relative positions) are resized, for timm models by timm's own rules.
-    Tensors that the model lacks or that still differ in shape are dropped.
-
-    Args:
-        state: Weights under clean names, from `state_dict_of`.
-        source_size: (H, W) in pixels at which the weights were trained, if known. Only a position embedding (1, N, C)
-            of a grid that is not square needs it.
-        there, here: Names of the classes of the weights and of the model, as far as they are known.
+    Rows of heads go by the names of the classes, if both sides have names (`there`, `here`). Otherwise all heads are
+    dropped if the class count differs. The input convolution is adapted to another channel count as timm does it.
+    Tensors that depend on the image size (position embeddings, tables of relative positions) are resized, for timm
+    models by timm's own rules; only a position embedding (1, N, C) of a grid that is not square needs the
+    `source_size`, (H, W) in pixels, at which the weights were trained. Tensors that the model lacks or that still
+    differ in shape are dropped.
     """
     expected = clean_state_dict(model)
     target = unwrap(model)
@@ -239,7 +235,8 @@ def adapt_state_dict(
     The token grid of the weights is `source_grid`. Only (1, 1 + N, C) embeddings need it, and only if it is not square.
     Without it we assume a square grid, as in all published weights, even if the model has as many tokens in another
     grid; if N is no square number, we assume the model's aspect ratio. Raise UserError if N fits neither of these
-    grids."""
+    grids.
+    """
     adapted = dict(state_dict)
     pos = adapted.get("pos_embed")
     target = model.pos_embed

@@ -13,7 +13,6 @@ from tlt.models.token_labeling import TokenLabelModel
 
 def fold_batchnorm(model: nn.Module) -> int:
     """Fold the BatchNorm layers of a VOLO's or LV-ViT's stem into their convolutions, in place; return their number.
-
     Outputs stay the same up to rounding. Names in the state dict change, so load weights first. Any other model, and a
     folded one, stays unchanged. Raise ValueError in training mode, because the running statistics are folded."""
     if not isinstance(model, TokenLabelModel):

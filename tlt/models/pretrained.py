@@ -61,7 +61,6 @@ def create(
 ) -> nn.Module:
     """Build a model with the arguments of `timm.create_model`. With `pretrained`, load the published weights, converted
     to this image size and these channels and classes; raise UserError if they do not exist or can't be fetched.
-
     `pyramid` are the default `out_indices` of `features_only=True`. `device` and `dtype` are those of the weights, as
     timm's newest models take them; None takes torch's defaults."""
     builder: Callable[..., nn.Module] = model_cls
@@ -129,14 +128,9 @@ def _to_model_size(state_dict: dict[str, Tensor], model: Any) -> dict[str, Tenso
 def published_cfgs(
     variants: Mapping[str, Any], weights: Mapping[tuple[str, int], str], tag: str, first_conv: str, **about: str
 ) -> dict[str, Any]:
-    """Return timm's `default_cfgs` for models with two heads.
-
-    Args:
-        variants: Rows with `img_size` and `crop_pct`.
-        weights: (model, image size) -> URL. The tag is `tag` for the variant's own size, else `tag`_SIZE.
-        first_conv: Name of the input convolution.
-        about: Entries that all have in common.
-    """
+    """Return timm's `default_cfgs` for models with two heads, from rows with `img_size` and `crop_pct`, and the URLs of
+    the weights by (model, image size). The tag is `tag` for the variant's own size, else `tag`_SIZE. `first_conv` names
+    the input convolution; `about` are entries that all have in common."""
 
     def cfg(name: str, size: int, **source: str) -> dict[str, Any]:
         return {

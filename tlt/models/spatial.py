@@ -41,9 +41,8 @@ _RMS_NORMS = (nn.RMSNorm, RmsNorm, RmsNorm2d)
 
 def feature_map(model: nn.Module, features: Any, img_size: tuple[int, int]) -> Tensor:
     """Return the output of `model.forward_features` for images of (H, W) as a map (B, h, w, C), without prefix tokens.
-    The features are (B, C, h, w); (B, h, w, C) if the model's `output_fmt` says so; or (B, P + h * w, C).
-
-    Raise UserError if the features are none of these, or the tokens are not the patches of the image."""
+    The features are (B, C, h, w); (B, h, w, C) if the model's `output_fmt` says so; or (B, P + h * w, C). Raise
+    UserError if the features are none of these, or the tokens are not the patches of the image."""
     kind = type(model).__name__
     if not isinstance(features, Tensor) or features.ndim not in (3, 4):
         shape = tuple(features.shape) if isinstance(features, Tensor) else type(features).__name__
@@ -80,10 +79,9 @@ def norm_after_pooling(model: nn.Module) -> nn.Module | None:
 
 def norm_with_scale_of(norm: nn.Module, x: Tensor, reference: Tensor) -> Tensor:
     """Normalise x (B, h, w, C) with `norm` of `norm_after_pooling`, but divide by the deviation of `reference` (B, C);
-    return (B, h, w, C), in at least float32.
-
-    If `reference` is the mean of `x` over its tokens, this is an affine function of each token, and its mean over the
-    tokens is `norm(reference)`: centring is linear, and the divisor is one number per image."""
+    return (B, h, w, C), in at least float32. If `reference` is the mean of `x` over its tokens, this is an affine
+    function of each token, and its mean over the tokens is `norm(reference)`: centring is linear, and the divisor is
+    one number per image."""
     dtype = torch.promote_types(x.dtype, torch.float32)
     x = x.to(dtype)
     reference = reference.to(dtype)
@@ -162,11 +160,10 @@ def downsampling_layers(model: nn.Module) -> Iterator[list[DownsamplingLayer]]:
 
 
 def positions_of(layers: list[DownsamplingLayer], grid: Size, img_size: Size) -> TokenPositions:
-    """Return the positions of a map of `grid` cells in images of (H, W) pixels, in a network with these layers.
-
-    If no layer makes a map (the first of TResNet), its cells divide the image into equal parts. Of parallel layers we
-    follow those that average, such as the shortcuts of ResNet-D: they carry the image, and the other branch is small.
-    Raise UserError if no layer tells where the cells lie."""
+    """Return the positions of a map of `grid` cells in images of (H, W) pixels, in a network with these layers. If no
+    layer makes a map (the first of TResNet), its cells divide the image into equal parts. Of parallel layers we follow
+    those that average, such as the shortcuts of ResNet-D: they carry the image, and the other branch is small. Raise
+    UserError if no layer tells where the cells lie."""
     (pitch_y, first_y), (pitch_x, first_x) = (_along(layers, axis, grid[axis], img_size[axis]) for axis in (0, 1))
     return TokenPositions((pitch_y, pitch_x), (first_y, first_x))
 

@@ -286,10 +286,9 @@ class TokenLabelModel(Constants):
     # Heads ---------------------------------------------------------------------------------------------------------
 
     def set_dense_head(self, enabled: bool, trained: bool = True) -> None:
-        """Switch the dense head on or off, before you build the optimizer.
-
-        Switched off or not `trained`, its parameters remain but get no gradient, and `model(x)` returns the class
-        token's logits only. Switched off, it refuses `dense=True`, too."""
+        """Switch the dense head on or off, before you build the optimizer. Switched off or not `trained`, its
+        parameters remain but get no gradient, and `model(x)` returns the class token's logits only. Switched off, it
+        refuses `dense=True`, too."""
         self.dense_head = enabled
         self.dense_trained = trained
         self.aux_head.requires_grad_(enabled and trained)
@@ -316,9 +315,8 @@ class TokenLabelModel(Constants):
 
     def set_input_size(self, img_size: int | tuple[int, int]) -> None:
         """Make one side or (H, W) in pixels the model's own image size, and resize the position embedding permanently.
-        Raise UserError, and change nothing, if the images are smaller than one token.
-
-        The embedding is replaced by a new parameter, so call this before you build the optimizer."""
+        Raise UserError, and change nothing, if the images are smaller than one token. The embedding is replaced by a
+        new parameter, so call this before you build the optimizer."""
         in_range("img_size", img_size, 1, counts=(1, 2))
         grid = self.token_grid(img_size)
         if self.pos_embed is not None:

@@ -105,9 +105,8 @@ class WithDenseHead(Extension):
 
     def token_grid(self, img_size: int | tuple[int, int] | None = None) -> tuple[int, int]:
         """Return rows and columns of the last map for images of (H, W) pixels (default: the model's own size). Raise
-        UserError if the model does not take this size.
-
-        The first call for a size runs the model once. This also finds `token_positions`."""
+        UserError if the model does not take this size. The first call for a size runs the model once. This also finds
+        `token_positions`."""
         return self._tokens(img_size).grid
 
     def token_positions(self, img_size: int | Size | None = None) -> TokenPositions:
@@ -183,11 +182,10 @@ def with_dense_head(model: Any, img_size: tuple[int, int] | None = None) -> Any:
 
 
 def bare(model: Any, action: str = "", inside: bool = False) -> Any:
-    """Return the model inside wrappers such as torch.compile's, DistributedDataParallel and timm's ModelEmaV3.
-
-    `action` says what changes the model, or runs a part of it; "" if the caller only reads what the model knows. Raise
-    UserError if it is not possible any more: inside a wrapper it must be `inside`, and FSDP, of either version, allows
-    it never, because it has divided the weights."""
+    """Return the model inside wrappers such as torch.compile's, DistributedDataParallel and timm's ModelEmaV3. `action`
+    says what changes the model, or runs a part of it; "" if the caller only reads what the model knows. Raise UserError
+    if it is not possible any more: inside a wrapper it must be `inside`, and FSDP, of either version, allows it never,
+    because it has divided the weights."""
     if not isinstance(model, nn.Module):
         return model
     inner = unwrap(model)
@@ -328,10 +326,8 @@ def _this_call() -> int:
 
 def add_mix_point(model: nn.Module, images: Tensor) -> tuple[MixPoint, TokenLayout]:
     """Hook a `MixPoint` to the embedding of a model and test it with any two images (2, 3, H, W): a box of all tokens
-    must give the partner's features. Return it with the token layout for images of this size.
-
-    Raise UserError, and leave no hook, if there is no such layer, its output is no map, or images also reach the
-    features another way."""
+    must give the partner's features. Return it with the token layout for images of this size. Raise UserError, and
+    leave no hook, if there is no such layer, its output is no map, or images also reach the features another way."""
     name = next((n for n in _EMBEDDINGS if type(getattr(model, n, None)) not in _NO_LAYERS), None)
     if name is None:
         raise UserError(f"none of its layers is one that MixToken knows ({', '.join(_EMBEDDINGS)})")

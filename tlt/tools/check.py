@@ -18,9 +18,8 @@ _SHOWN = 3  # examples per kind of fault
 
 def check(data: str, labels: str, split: str = "train", num_classes: int | None = None) -> tuple[bool, list[str]]:
     """Read every label of the images in `data`. The images themselves are read only if they are in shards. Return
-    whether every image has a valid label; and the report, as lines of text.
-
-    Raise UserError if there are no images, or nothing that could be their labels."""
+    whether every image has a valid label; and the report, as lines of text. Raise UserError if there are no images, or
+    nothing that could be their labels."""
     folder = open_images(data, split, None, allow_root=True)
     store = open_labels(labels, folder.paths, num_classes=num_classes, bad_label="skip")
     skipped = set(store.info.skipped)

@@ -98,10 +98,9 @@ def find_rows(tree: str, folder: ImageSource | None) -> tuple[list[str], list[st
 
 
 def unpack(archive: str, out: str, overwrite: bool = False) -> list[str]:
-    """Write the labels of an archive as a tree of label files. Return lines that report the result.
-
-    `labels.json` is written first. An image without a label gets no file. Raise UserError if the archive is incomplete
-    or damaged, or `out` can't be written or holds something other than a tree from such a command."""
+    """Write the labels of an archive as a tree of label files. Return lines that report the result. `labels.json` is
+    written first. An image without a label gets no file. Raise UserError if the archive is incomplete or damaged, or
+    `out` can't be written or holds something other than a tree from such a command."""
     root = Path(out)
     info, names = read_description(archive)
     reader = ArchiveReader(archive, names)

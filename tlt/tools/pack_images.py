@@ -19,7 +19,7 @@ import tarfile
 import zlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -96,21 +96,25 @@ def pack_images(
     return lines
 
 
+@dataclass
 class Packing:
     """Writes the shards of one split into `folder`. `names` has the tar member name of each image, `labelled` the
     indices of the images that have a label map."""
 
-    def __init__(self, folder: str, source: ImageSource, labels: LabelStore | None, max_side: int | None) -> None:
-        self.folder = folder
-        self.source = source
-        self.labels = labels
-        self.max_side = max_side
+    folder: str
+    source: ImageSource
+    labels: LabelStore | None
+    max_side: int | None
+
+    def __post_init__(self) -> None:
+        source = self.source
         if (outside := next(filter(leads_out, source.paths), None)) is not None:
             raise UserError(
                 f"{printable(outside)}, an image of {printable(source.root)}, is named outside of it: rename it"
             )
         self.names = member_names(source.paths)
-        self.labelled = frozenset(range(len(source))).difference(labels.reader.missing) if labels else frozenset()
+        missing = self.labels.reader.missing if self.labels else range(len(source))
+        self.labelled = frozenset(range(len(source))).difference(missing)
 
     def run(self, shard_mb: int, workers: int, overwrite: bool) -> str:
         """Write the missing shards and the tables. Return a line that reports the result."""
@@ -182,10 +186,9 @@ def member_names(names: Sequence[str]) -> list[str]:
 
 def make_shard(packing: Packing, shard: tuple[int, range]) -> tuple[FileRecords, FileRecords]:
     """Write a shard (its number and its images) unless it exists, and read it back. Return the records of its images
-    and of its label maps. Its contents depend on the images and labels only, not on the process that wrote it.
-
-    Raise UserError if an image or label is unreadable, the existing shard differs, or the written one reads
-    differently, and OSError if writing failed."""
+    and of its label maps. Its contents depend on the images and labels only, not on the process that wrote it. Raise
+    UserError if an image or label is unreadable, the existing shard differs, or the written one reads differently, and
+    OSError if writing failed."""
     number, rows = shard
     path = os.path.join(packing.folder, f"{number:05d}.tar")
     if os.path.exists(path):

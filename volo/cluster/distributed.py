@@ -92,7 +92,8 @@ def choose_device(requested: str | None, local_rank: int) -> torch.device:
 
     Every program calls this, so that all of them compute float32 on a GPU in the same way. Raise UserError if the
     machine doesn't have that GPU, the device type is not supported, or the machine has GPUs that torch can't use and
-    the user did not ask for the CPU."""
+    the user did not ask for the CPU.
+    """
     name = requested or "auto"
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
@@ -129,11 +130,9 @@ def init_world(
     device: str | None = None, local_rank: int = 0, timeout_s: float = 600.0, join_s: float | None = None
 ) -> World:
     """Join the other processes, if there are any: those that the launcher started, or those of a process group that
-    exists already (Ray Train, a notebook). Such a group is left as it is, and needs gloo.
-
-    Args:
-        timeout_s: Timeout of collectives, in seconds.
-        join_s: Seconds to wait for the other ranks; `timeout_s` by default. Ranks of `volo launch` come within 60 s.
+    exists already (Ray Train, a notebook). Such a group is left as it is, and needs gloo. Collectives time out after
+    `timeout_s` seconds; the other ranks must come within `join_s`, by default as many (ranks of `volo launch` within 60
+    s).
 
     Raises:
         UserError: The launcher's variables contradict each other, MASTER_ADDR is not set on several nodes, two ranks
@@ -223,9 +222,8 @@ def start_of(store: dist.Store, name: str, restart: int) -> dist.PrefixStore:
 def serve(address: str, port: int, other_machines: bool = False) -> dist.TCPStore:
     """Return torch's key-value store, in which ranks meet. It listens only at this address, while torch's own listens
     at all addresses; port 0 takes a free port. If `other_machines` must reach it, and the address is loopback, as
-    Debian resolves a machine's own name, the store listens at all addresses.
-
-    Raise UserError if the port is in use, or this machine doesn't have the address."""
+    Debian resolves a machine's own name, the store listens at all addresses. Raise UserError if the port is in use, or
+    this machine doesn't have the address."""
     try:
         host = str(socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)[0][4][0])
         if other_machines and ipaddress.ip_address(host).is_loopback:

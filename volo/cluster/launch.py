@@ -47,10 +47,9 @@ class Launch:
 
 
 def launch_of(env: Mapping[str, str], local_rank_flag: int = 0) -> Launch:
-    """Return what the launcher has set in the environment `env`; a single process if there is no launcher.
-
-    `local_rank_flag` is the value of `--local-rank`, which old launchers pass instead of setting LOCAL_RANK. Raise
-    UserError if the value of a variable is not a whole number."""
+    """Return what the launcher has set in the environment `env`; a single process if there is no launcher. Raise
+    UserError if the value of a variable is not a whole number. `local_rank_flag` is the value of `--local-rank`, which
+    old launchers pass instead of setting LOCAL_RANK."""
     numbers, *rows = (_numbers(env, names) for names in (_TORCHRUN, *_OTHER_LAUNCHERS))
     # If several launchers are nested, the one with the most ranks counts.
     rows = sorted((row for row in rows if "rank" in row and row.get("size", 1) > 1), key=lambda row: -row["size"])

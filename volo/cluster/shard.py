@@ -35,7 +35,8 @@ def distribute(
     gradient.
 
     torch's defaults are kept unless another value is measurably better (docs/performance.md). `static_graph` is off:
-    with gradient accumulation (`no_sync`) torch then fails in the first backward pass, or doesn't sum gradients."""
+    with gradient accumulation (`no_sync`) torch then fails in the first backward pass, or doesn't sum gradients.
+    """
     # --dist-bn averages running statistics once per epoch instead of at every step. Newer torch renamed the argument.
     known = inspect.signature(DistributedDataParallel).parameters
     sync: dict[str, Any] = {"forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers": False}
@@ -106,11 +107,10 @@ def units_of(model: nn.Module) -> list[nn.Module]:
 
 
 def shard(model: nn.Module, mesh: DeviceMesh, compute: torch.dtype | None = None, compression: str = "none") -> None:
-    """Divide the weights of `model` in place. All ranks must have the same whole weights before.
-
-    With bfloat16 as `compute`, the blocks' weights are gathered, and the blocks computed, in that type (`--model-dtype
-    bfloat16`); the layers outside the blocks stay in float32, because the stem has BatchNorm. `compression` "bf16" sums
-    gradients over the ranks in bfloat16."""
+    """Divide the weights of `model` in place. All ranks must have the same whole weights before. With bfloat16 as
+    `compute`, the blocks' weights are gathered, and the blocks computed, in that type (`--model-dtype bfloat16`); the
+    layers outside the blocks stay in float32, because the stem has BatchNorm. `compression` "bf16" sums gradients over
+    the ranks in bfloat16."""
     reduced = torch.bfloat16 if compression == "bf16" else torch.float32
     for unit in units_of(model):
         fully_shard(unit, mesh=mesh, mp_policy=MixedPrecisionPolicy(compute, reduced))

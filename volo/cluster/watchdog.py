@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext, suppress
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, TypeVar
 
 from tlt.errors import UserError
@@ -35,24 +36,20 @@ _STOOD_STILL_S = 2.0  # so much later than asked for this thread wakes only if t
 _OTHERS_S = 2.0  # a rank that hangs waits so long before it ends, so that the other ranks can print their stacks
 
 
+@dataclass(eq=False)
 class Watchdog:
-    """Watches this process. If it makes no progress, the watchdog prints the stacks of all threads and ends it.
-
-    Args:
-        timeout: Seconds without progress after which the process ends (`--dist-timeout`). At least `START_S` seconds
-            are allowed while any rank may be compiling or saving: until all ranks have met after the first step of each
-            batch size, and before the first step after a validation or a save.
-        loader_timeout: Seconds for which a rank may wait for data; 0 sets no limit.
-        note: Records an event; it is called with the event's fields before the process ends.
-    """
+    """Watches this process. If it makes no progress, the watchdog prints the stacks of all threads and ends it. At
+    least `START_S` seconds are allowed while any rank may be compiling or saving: until all ranks have met after the
+    first step of each batch size, and before the first step after a validation or a save."""
 
     START_S = 600.0
 
-    def __init__(self, rank: int, timeout: float, loader_timeout: float, note: Callable[..., None]) -> None:
-        self.rank = rank
-        self.timeout = timeout
-        self.loader_timeout = loader_timeout
-        self.note = note
+    rank: int
+    timeout: float  # seconds without progress after which the process ends (`--dist-timeout`)
+    loader_timeout: float  # seconds for which a rank may wait for data; 0 sets no limit
+    note: Callable[..., None]  # records an event; it is called with the event's fields before the process ends
+
+    def __post_init__(self) -> None:
         self._since = time.monotonic()
         self._phase: Phase = "start"
         self._meetings_ahead = _MEETINGS["start"]  # until phases are limited to `timeout`
@@ -113,15 +110,14 @@ class Watchdog:
                 os._exit(HUNG)
 
 
+@dataclass(eq=False)
 class StopGuard:
-    """Yields batches until the run has to stop, and reports progress to the watchdog. `largest` takes one int from each
-    rank and returns the largest of them."""
+    """Yields batches until the run has to stop, and reports progress to the watchdog."""
 
-    def __init__(self, stop: StopSignal, watchdog: Watchdog, largest: Callable[[int], int]) -> None:
-        self.stop = stop
-        self.watchdog = watchdog
-        self._largest = largest
-        self.waited = 0.0  # seconds spent waiting for batches
+    stop: StopSignal
+    watchdog: Watchdog
+    largest: Callable[[int], int]  # takes one int from each rank and returns the largest of them
+    waited: float = 0.0  # seconds spent waiting for batches
 
     def iterate_until_stopped(self, batches: Iterable[Batch]) -> Iterator[Batch]:
         """Yield training batches. An update begins after all ranks have received its first batch.
@@ -171,7 +167,7 @@ class StopGuard:
         """Exchange exit codes with all ranks, and raise Stopped on each of them if one is not 0: with its own code
         on a rank that has received a signal or whose data have failed, on the others with the largest."""
         self.watchdog.enter_phase("others")
-        code = self._largest(self.stop.exit_code if failure is None else failure.exit_code)
+        code = self.largest(self.stop.exit_code if failure is None else failure.exit_code)
         self.watchdog.enter_phase("step")
         if isinstance(failure, UserError):
             raise Stopped(failure.exit_code, str(failure)) from failure

@@ -90,11 +90,10 @@ def outlook_attention(
 
 
 def choose_kernel(kernel: str, v: Tensor, logits: Tensor, dropout: float) -> OutlookKernel:
-    """Return the implementation named `kernel`, or for "auto" the fastest that fits.
-
-    Meta tensors always get the reference, so that counts of operations don't depend on the kernel. With "auto",
-    `torch.export`, `torch.jit.trace` and `torch.func` get it as well, so that an exported program contains none of our
-    own operators. Raise UserError if the named implementation doesn't support this."""
+    """Return the implementation named `kernel`, or for "auto" the fastest that fits. Meta tensors always get the
+    reference, so that counts of operations don't depend on the kernel. With "auto", `torch.export`, `torch.jit.trace`
+    and `torch.func` get it as well, so that an exported program contains none of our own operators. Raise UserError if
+    the named implementation doesn't support this."""
     if v.is_meta or (kernel == "auto" and not own_operators_fit()):
         return KERNELS["reference"]
     if kernel == "auto":

@@ -18,9 +18,8 @@ Backward: TypeAlias = Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Te
 
 def define_operator(name: str, forward: Forward, backward: Backward) -> Forward:
     """Define the operators `volo::NAME` and `volo::NAME_backward`, and return the first one. `forward` gives a
-    contiguous result of the shape of v, `backward` contiguous gradients of v and the logits.
-
-    For the backward pass only v and the logits are stored. Both operators have formulas for torch's flop counter."""
+    contiguous result of the shape of v, `backward` contiguous gradients of v and the logits. For the backward pass only
+    v and the logits are stored. Both operators have formulas for torch's flop counter."""
     operator = torch.library.custom_op(f"volo::{name}", forward, mutates_args=())
     of_gradients = torch.library.custom_op(f"volo::{name}_backward", backward, mutates_args=())
     operator.register_fake(lambda v, logits, scale: v.new_empty(v.shape))

@@ -43,9 +43,8 @@ class Work(NamedTuple):
 
 def _geometric_work(plan: Plan, fill: Sequence[int], on_cpu: bool) -> tuple[list[Work], Bools]:
     """Divide the plan's maps into flips, which are exact and cheap, and warps, which interpolate; return both for all
-    images, and (B,) which images are warped.
-
-    A mirrored image whose lines are moved is flipped first, as PIL does it, and then moved by the rest of its map."""
+    images, and (B,) which images are warped. A mirrored image whose lines are moved is flipped first, as PIL does it,
+    and then moved by the rest of its map."""
     height, width = plan.size
     mirrored = plan.warp[:, [0, 1], [0, 1]] < 0  # (B, 2) left and right, top and bottom
     flips = geometry.compose(geometry.vflip(mirrored[:, 1], height), geometry.hflip(mirrored[:, 0], width))
@@ -79,7 +78,8 @@ def _moved_along(maps: Floats) -> Ints:
 def _colour_work(plan: Plan, warped: Bools) -> tuple[list[Work], list[Work]]:
     """Return the colour layers before the warp and those after it, in waves of at most one layer of each image.
 
-    An image starts with the first wave; if it is warped, its later layers wait for the waves after the warp."""
+    An image starts with the first wave; if it is warped, its later layers wait for the waves after the warp.
+    """
     used = plan.op != Kernel.NONE
     layers_before = (used & plan.before_warp & warped[:, None]).sum(1, keepdims=True)  # (B, 1)
     waves_before = int(layers_before.max(initial=0))

@@ -183,13 +183,10 @@ def warp(images: Tensor, filters: Ints, maps: Tensor, fill: Sequence[int], along
 
 
 def _places(maps: Tensor, height: int, width: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute to which places of the input the maps take the centres of the output's pixels.
-
-    Returns:
-        (b, 3, H * W) int64, the first of the 4 x 4 pixels around each place, as a position in an image with a frame.
-        (b, 2, H * W) x and y of the place, 0..1, from the nearest pixel to the upper left towards the next one.
-        (b, H, W) bool, whether the place is outside the image.
-    """
+    """Compute to which places of the input the maps take the centres of the output's pixels. Return (b, 3, H * W)
+    int64, the first of the 4 x 4 pixels around each place, as a position in an image with a frame; (b, 2, H * W) x and
+    y of the place, 0..1, from the nearest pixel to the upper left towards the next one; (b, H, W) bool, whether it is
+    outside the image."""
     m = maps[..., None, None]
     columns, rows = (torch.arange(0.5, side, dtype=maps.dtype, device=maps.device) for side in (width, height))
     points = (m[:, :, 0] * columns + m[:, :, 1] * rows[:, None]).add_(m[:, :, 2])  # (b, 2, H, W) x, y

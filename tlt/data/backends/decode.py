@@ -75,10 +75,8 @@ class Decoded:
 
 
 class Backend:
-    """Decodes, crops and resizes images, without randomness.
-
-    `decode` handles one image, `decode_batch`, which loaders call, a batch. Backends without threads of their own run
-    in worker processes and can be pickled."""
+    """Decodes, crops and resizes images, without randomness. `decode` handles one image, `decode_batch`, which loaders
+    call, a batch. Backends without threads of their own run in worker processes and can be pickled."""
 
     has_threads = False  # whether it decodes in threads of its own, which other processes can't share
 
@@ -129,7 +127,8 @@ class TorchvisionBackend(PilBackend):
 
     With `dct_scaling`, JPEGs of more than `DCT_SCALING_PIXELS` are decoded at 1/2, 1/4 or 1/8, as long as the crop
     keeps twice the output's size. It takes half the time at 4000 x 3000. Grey levels change by 1 on average, about half
-    of the difference between bilinear and bicubic."""
+    of the difference between bilinear and bicubic.
+    """
 
     def __init__(self, max_pixels: int = DEFAULT_MAX_PIXELS, dct_scaling: bool = False) -> None:
         super().__init__(max_pixels)

@@ -35,10 +35,9 @@ _HIDDEN = re.compile(r"(^|/)\.")
 
 
 class FolderListing:
-    """Lists the images below `root`. Raises UserError if a folder is missing or unreadable.
-
-    `on_progress` is called with a message and the number of images so far; None prints lines if it takes long. If
-    folders are `classes`, images in `root` itself have no class and are left out."""
+    """Lists the images below `root`. Raises UserError if a folder is missing or unreadable. `on_progress` is called
+    with a message and the number of images so far; None prints lines if it takes long. If folders are `classes`, images
+    in `root` itself have no class and are left out."""
 
     def __init__(
         self, root: str | os.PathLike[str], on_progress: ProgressCallback | None = None, classes: bool = True
@@ -244,10 +243,8 @@ def split_names(split: str) -> list[str]:
 def find_split(data_dir: str | os.PathLike[str], split: str, allow_root: bool = False) -> str:
     """Return the folder of a split under `data_dir`, or `data_dir` itself if it has no split of any name and
     `allow_root` is set (for programs that read one split only). The split's own name comes first, then timm's synonyms
-    of it.
-
-    Raise UserError if there is no such folder; the message shows the names tried. timm uses `data_dir` itself in this
-    case, so a run without a validation folder validates on the training images."""
+    of it. Raise UserError if there is no such folder; the message shows the names tried. timm uses `data_dir` itself in
+    this case, so a run without a validation folder validates on the training images."""
     data_dir = os.fspath(data_dir)
     if not os.path.isdir(data_dir):
         raise UserError(f"data folder {printable(data_dir)} does not exist or is not a folder{other_kinds(data_dir)}")

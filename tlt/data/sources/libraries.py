@@ -36,10 +36,8 @@ class HubImages(ImageSource):
 
 def open_hub_dataset(name: str, data: str | None, split: str, _on_progress: object) -> HubImages:
     """Open a data set with one column of images and one of classes. Raise UserError if it can't be loaded, or lacks
-    this split or the columns.
-
-    `name` is that of `datasets.load_dataset`: a name on the hub, or a folder. `datasets` stores its files in `data`;
-    None takes its own cache. Slices (`train[:10%]`) are allowed as `split`."""
+    this split or the columns. `name` is that of `datasets.load_dataset`: a name on the hub, or a folder. `datasets`
+    stores its files in `data`; None takes its own cache. Slices (`train[:10%]`) are allowed as `split`."""
     datasets = require("datasets", "hf")
     flag = f"--dataset hfds/{printable(name)}"
     try:

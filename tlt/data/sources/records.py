@@ -72,11 +72,10 @@ def open_records(
     write: Callable[[str, list[FileRecords]], None],
     on_progress: ProgressCallback | None = None,
 ) -> RecordImages:
-    """Return the images in large files. If there is no table yet, one process at a time makes it. Raise UserError if a
-    file is missing, cut or damaged, or differs from the table.
+    """Return the images in large files. If there is no `table` (a path without an extension) yet, one process at a time
+    makes it. Raise UserError if a file is missing, cut or damaged, or differs from the table.
 
     Args:
-        table: Path of their table without an extension.
         scan: Reads every byte of a file; with `texts_only` it may leave out the images, whose crc32 is then 0. Raises
             UserError if the file is cut, damaged or of another kind.
         write: Writes the table of the scanned files, with `write_table`.
@@ -169,18 +168,16 @@ def write_table(
     notes: Sequence[str] = (),
     about: Any = None,
 ) -> None:
-    """Write the files of a table, whose path has no extension; `.json` comes last. `notes` are warnings.
+    """Write the files of a table, whose path has no extension; `.json` comes last. Raise UserError if there are no
+    images, or a file is outside the table's folder, and OSError if writing failed.
 
     Args:
         rows: (N,) of `ROW`, in index order of the images; `name_end` is set here.
         names: `CLASS/FILE` of each image.
         class_names: Name of each class index; its number, if classes have no names.
         folder_names: The classes of this data set; None means those with images.
+        notes: Warnings.
         about: Other data to store in the table.
-
-    Raises:
-        UserError: There are no images, or a file is outside the table's folder.
-        OSError: Writing failed.
     """
     if not len(names):
         raise UserError(f"no image in {len(files)} files, such as {printable(files[0].path)}")

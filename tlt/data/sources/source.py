@@ -26,10 +26,9 @@ SYNTHETIC = "synthetic"  # the root of computed images (`tlt.data.backends.synth
 
 @dataclass
 class ImageSource:
-    """N images with names and classes.
-
-    A source is shared with worker processes. So its contents must be picklable, and small or memory-mapped. It may keep
-    files open if it uses only `os.pread`, because processes and threads share the position in a file."""
+    """N images with names and classes. A source is shared with worker processes. So its contents must be picklable, and
+    small or memory-mapped. It may keep files open if it uses only `os.pread`, because processes and threads share the
+    position in a file."""
 
     root: str  # the place of the images, for messages
     paths: Sequence[str]  # (N,) name of each image, `CLASS/FILE` with slashes, which labels, logs and checkpoints use

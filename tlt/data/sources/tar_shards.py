@@ -199,10 +199,8 @@ def write_tar_table(table: str, shards: list[FileRecords]) -> None:
 def list_members(path: str, left_out: dict[str, list[str]]) -> Samples:
     """Return the samples of a tar file: the files of each key by extension. As in WebDataset, a key ends at the first
     dot of the file name, and extensions are in lower case. `left_out` collects by kind the names of files that belong
-    to no sample.
-
-    Raise UserError if the file is unreadable, compressed, cut or damaged, or has a link, two files with one name, or a
-    name that is absolute or leads out of the tar."""
+    to no sample. Raise UserError if the file is unreadable, compressed, cut or damaged, or has a link, two files with
+    one name, or a name that is absolute or leads out of the tar."""
     tar = f"tar {printable(path)}"
     samples = Samples()
     try:
