@@ -164,7 +164,8 @@ class TokenLabelLoss(TokenPlaces):
                 "the model gives other tokens or classes than the targets have: make the loss by "
                 "TokenLabelLoss.of(model, img_size), for images of this size"
             )
-        cls = dense = torch.zeros((), dtype=_precise(cls_logits), device=cls_logits.device)
+        dtype = torch.promote_types(cls_logits.dtype, torch.float32)
+        cls = dense = torch.zeros((), dtype=dtype, device=cls_logits.device)
         if self.cls_weight:
             target = targets.cls
             if self.ground_truth:
@@ -174,7 +175,6 @@ class TokenLabelLoss(TokenPlaces):
             share = 0.0 if box is None else mixed_share(box, targets.grid)
             # torch.lerp can't be used here: the share may be a number, or a tensor on any device.
             target = target * (1 - share) + target.flip(0) * share
-            dtype = cls.dtype
             cls = F.cross_entropy(cls_logits.to(dtype), target.to(dtype), reduction="none").mean()
         if self.dense_weight and token_logits is not None and targets.tokens is not None:
             dense = _dense_loss(token_logits, targets.tokens, targets, ratios)
@@ -187,10 +187,6 @@ def blend_truth(cls_target: Tensor, truth: Tensor, agree: float, disagree: float
     same = truth.argmax(-1, keepdim=True) == cls_target.argmax(-1, keepdim=True)  # (B, 1)
     weight = same.to(cls_target.dtype) * (agree - disagree) + disagree
     return torch.lerp(cls_target, truth, weight)
-
-
-def _precise(logits: Tensor) -> torch.dtype:
-    return torch.promote_types(logits.dtype, torch.float32)
 
 
 def _dense_loss(logits: Tensor, tokens: SparseLabels, targets: Targets, ratios: MixRatios | None) -> Tensor:

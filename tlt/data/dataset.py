@@ -309,7 +309,9 @@ class EvalDataset(BatchDataset):
 
     def _request(self, encoded: Encoded) -> Request:
         resized = resized_size(self.size, self.crop_pct, self.crop_mode, encoded.width, encoded.height)
-        top, left = (centre_offset(side, crop) for side, crop in zip(resized, self.size, strict=True))
+        margins = (side - crop for side, crop in zip(resized, self.size, strict=True))
+        # As torchvision's centre crop; -n means n pixels of padding.
+        top, left = (-(-margin // 2) if margin < 0 else round(margin / 2) for margin in margins)
         return Request(encoded, None, resized, self.interpolation, top, left)
 
 
@@ -326,10 +328,3 @@ def resized_size(size: Size, crop_pct: float, crop_mode: str, width: int, height
     ratios = height / target[0], width / target[1]
     ratio = max(ratios) if crop_mode == "border" else min(ratios)
     return max(1, round(height / ratio)), max(1, round(width / ratio))
-
-
-def centre_offset(side: int, crop: int) -> int:
-    """Return where torchvision's centre crop of `crop` pixels starts on a side; -n means n pixels of padding."""
-    if side < crop:
-        return -((crop - side) // 2)
-    return round((side - crop) / 2)

@@ -79,15 +79,13 @@ class LVViT(TokenLabelModel):
     """A plain vision transformer with a convolutional stem, scaled residuals and a dense head.
 
     Args:
-        img_size: In pixels, one side or (H, W).
-        global_pool: "token", "avg" (mean over the other tokens) or "" (head on every token).
         patch_size: Pixels per token and axis.
         stem_hidden_dim: Channels of the convolutions before the patches.
         residual_scale: The divisor of every residual branch (`skip_lam` of the published code).
         drop_rate: Dropout after the position embedding, in the MLPs and after the attention's projection, as published.
         attn_drop_rate: Dropout on attention weights.
         drop_path_rate: Stochastic depth rate of the last block; it decreases linearly to zero at the first.
-        dense_head: Whether to use the dense head (see `set_dense_head`).
+        img_size, global_pool, dense_head: See `TokenLabelModel`.
     """
 
     num_prefix_tokens = 1
@@ -170,7 +168,8 @@ class LVViT(TokenLabelModel):
         return {"stem": stem, "blocks": [(r"^blocks\.(\d+)", None), (r"^norm", (99999,))]}
 
 
-_RELEASE = "https://github.com/zihangJiang/TokenLabeling/releases/download"
+_REPOSITORY = "https://github.com/zihangJiang/TokenLabeling"
+_RELEASE = f"{_REPOSITORY}/releases/download"
 # (model, image size) -> file
 WEIGHTS = {
     ("lvvit_t", 224): f"{_RELEASE}/v0.2.0/lvvit_t.pth",
@@ -183,12 +182,7 @@ WEIGHTS = {
     ("lvvit_l", 512): f"{_RELEASE}/1.0/lvvit_l-150M-512-86.4.pth.tar",
 }
 default_cfgs = published_cfgs(
-    VARIANTS,
-    WEIGHTS,
-    "in1k",
-    "patch_embed.conv1",
-    paper_ids="arXiv:2104.10858",
-    origin_url="https://github.com/zihangJiang/TokenLabeling",
+    VARIANTS, WEIGHTS, "in1k", "patch_embed.conv1", paper_ids="arXiv:2104.10858", origin_url=_REPOSITORY
 )
 
 

@@ -55,6 +55,11 @@ class TokenLabelModel(Constants):
 
     A subclass sets `patch_embed`, `pos_grid` and `feature_info`, calls `_find_drop_paths` and `_init_heads` last, and
     defines `stage`, `stage_map` and `finish`; without a convolutional stem also `token_grid` and `token_positions`.
+
+    Args:
+        img_size: In pixels, one side or (H, W).
+        global_pool: "token", "avg" (mean over the other tokens) or "" (head on every token).
+        dense_head: Whether to use the dense head (see `set_dense_head`).
     """
 
     dynamic_img_size = True  # tells timm that the model takes any (H, W), not only that of its construction
@@ -248,13 +253,10 @@ class TokenLabelModel(Constants):
 
     def _runner(self, x: Tensor) -> RunBlock:
         """Draw which branches each of the B images of x (B, ...) keeps; return a function that runs a block so."""
-        if not self.training or not self._shares:
-            return partial(self._run_block, None)
-        drawn: Any
-        if self.drop_path_mode == "subset":
-            drawn = draw_subsets(self._shares, x)
-        else:
-            drawn = draw_masks(self._shares_on_device, x)
+        drawn: Any = None
+        if self.training and self._shares:
+            subsets = self.drop_path_mode == "subset"
+            drawn = draw_subsets(self._shares, x) if subsets else draw_masks(self._shares_on_device, x)
         return partial(self._run_block, drawn)
 
     def _run_block(self, drawn: Any, block: nn.Module, x: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ In shapes: B images, H x W cells, N tokens, C channels.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import torch
@@ -193,8 +194,6 @@ class VOLO(TokenLabelModel):
         layers: Number of blocks in the outlooker stage and in the three transformer stages.
         embed_dims: Channels of the four stages; the last three are equal.
         num_heads: Attention heads of the four stages.
-        img_size: Image size in pixels, one side or (H, W).
-        global_pool: "token", "avg" (mean over the other tokens) or "" (head on every token).
         patch_size: Width of a cell of the outlooker stage in pixels.
         stem_hidden_dim: Channels of the stem's convolutions.
         stem_stride: Stride of the stem's first convolution.
@@ -203,7 +202,7 @@ class VOLO(TokenLabelModel):
         drop_path_rate: Stochastic depth of the last transformer block; it falls linearly towards the first layer.
             Class-attention blocks have none.
         outlooker_drop_path: Whether outlookers have stochastic depth; the published recipes trained without it.
-        dense_head: Whether to use the dense head (see `set_dense_head`).
+        img_size, global_pool, dense_head: See `TokenLabelModel`.
     """
 
     block_types = (Outlooker, TransformerBlock, ClassBlock)
@@ -310,13 +309,10 @@ class VOLO(TokenLabelModel):
 
 def _drop_path_rates(layers: tuple[int, ...], rate: float, outlooker_drop_path: bool) -> list[list[float]]:
     """Return a list of rates per stage: `rate * depth / (total - 1)`, over outlookers and transformer blocks."""
+    depths = iter(range(sum(layers)))
     last = max(sum(layers) - 1, 1)
-    rates = []
-    for index, count in enumerate(layers):
-        first = sum(layers[:index])
-        plain = index == 0 and not outlooker_drop_path
-        rates.append([0.0 if plain else rate * (first + i) / last for i in range(count)])
-    return rates
+    rates = [[rate * depth / last for depth in islice(depths, count)] for count in layers]
+    return rates if outlooker_drop_path else [[0.0] * layers[0], *rates[1:]]
 
 
 def _network(
@@ -329,7 +325,8 @@ def _network(
     return nn.ModuleList(network)
 
 
-_RELEASE = "https://github.com/sail-sg/volo/releases/download/volo_1"
+_REPOSITORY = "https://github.com/sail-sg/volo"
+_RELEASE = f"{_REPOSITORY}/releases/download/volo_1"
 # (model, image size): address of the file
 WEIGHTS = {
     ("volo_d1", 224): f"{_RELEASE}/d1_224_84.2.pth.tar",
@@ -345,12 +342,7 @@ WEIGHTS = {
     ("volo_d5", 512): f"{_RELEASE}/d5_512_87.07.pth.tar",
 }
 default_cfgs = published_cfgs(
-    VARIANTS,
-    WEIGHTS,
-    "sail_in1k",
-    "patch_embed.conv.0",
-    paper_ids="arXiv:2106.13112",
-    origin_url="https://github.com/sail-sg/volo",
+    VARIANTS, WEIGHTS, "sail_in1k", "patch_embed.conv.0", paper_ids="arXiv:2106.13112", origin_url=_REPOSITORY
 )
 
 

@@ -54,14 +54,6 @@ class FolderListing:
         self._real_root = os.path.realpath(self.root)
         if not os.path.isdir(self.root):
             raise UserError(f"image folder {printable(self.root)} does not exist or is not a folder")
-        self._list()
-
-    @property
-    def warnings(self) -> list[str]:
-        """Return a line for each reason for which entries were left out."""
-        return [f"{printable(self.root)}: {line}" for line in left_out_lines(self._left_out)]
-
-    def _list(self) -> None:
         pending = [("", -1)]  # paths, the next one last, with the leaf of an image or -1 for a folder
         while pending:
             path, leaf = pending.pop()
@@ -71,6 +63,11 @@ class FolderListing:
             else:
                 self.names.append(path)
                 self.leaf.append(leaf)
+
+    @property
+    def warnings(self) -> list[str]:
+        """Return a line for each reason for which entries were left out."""
+        return [f"{printable(self.root)}: {line}" for line in left_out_lines(self._left_out)]
 
     def _children(self, folder: str) -> list[tuple[str, int]]:
         prefix = os.path.join(folder, "")

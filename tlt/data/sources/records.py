@@ -115,7 +115,8 @@ def _check_texts(
 ) -> None:
     """Check that files that were written or copied after their table still say the same about their images. Raise
     UserError if one of them does not."""
-    name, made = f"{table}.json", os.stat(f"{table}.json").st_ctime_ns  # copying may preserve other times
+    name = f"{table}.json"
+    made = os.stat(name).st_ctime_ns  # copying may preserve other times
     newer = [path for path in images.texts if os.stat(path).st_ctime_ns >= made]
     task = f"comparing {len(newer)} files with {printable(name)}, which is older"
     for file in _scanned(partial(scan, texts_only=True), newer, task, on_progress):
