@@ -16,7 +16,7 @@ from tests.train.small_run import build, epoch_of, names, resumed, same, save, t
 from tlt.errors import NonFiniteError
 from tlt.io import files as io_files
 from volo.checkpoint.checkpoint import CheckpointDir, NotWrittenError, save_checkpoint
-from volo.checkpoint.resume import find_resume
+from volo.checkpoint.resume import newest_checkpoint
 from volo.checkpoint.state import TrainState
 
 
@@ -200,7 +200,7 @@ def test_fault_01_leftovers_are_never_read_and_removed_at_start(tmp_path: Path) 
     save(CheckpointDir(tmp_path), state, 1.0)
     for name in (".staged-1-last.pth.tar", "tmp.pth.tar", "recovery-9-9.pth.tar", "superseded-checkpoint-9.pth.tar"):
         save_checkpoint(tmp_path / name, state.state_dict() | {"epoch": 9, "update": 99})
-    resume = find_resume("auto", tmp_path)
-    assert resume.path == tmp_path / "last.pth.tar" and resume.messages == []
+    found = newest_checkpoint(tmp_path)
+    assert found.path == tmp_path / "last.pth.tar" and found.skipped == []
     CheckpointDir(tmp_path)
     assert ".staged-1-last.pth.tar" not in names(tmp_path)

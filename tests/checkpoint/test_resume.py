@@ -18,18 +18,16 @@ from tlt.errors import UserError
 from tlt.io.names import Names
 from tlt.io.weights import peek_checkpoint
 from volo.checkpoint.checkpoint import CheckpointDir, save_checkpoint
-from volo.checkpoint.resume import DATA_KEY, check_same_data, find_resume, fingerprint
+from volo.checkpoint.resume import DATA_KEY, check_same_data, fingerprint, newest_checkpoint, verified
 
 
-def test_fault_03_auto_takes_the_newest_by_number_or_says_that_there_is_none(tmp_path: Path) -> None:
+def test_fault_03_the_newest_by_number_or_none(tmp_path: Path) -> None:
     for directory in (tmp_path, tmp_path / "none"):
-        resume = find_resume("auto", directory)
-        assert resume.path is None and resume.checkpoint == {}
-        assert resume.messages == [f"no checkpoint to resume in {directory}: a fresh start"]
+        assert newest_checkpoint(directory) == (None, {}, [])
     for epoch in (9, 10, 2):  # neither order of names nor of times is that of epochs
         state = build(epoch=epoch, update=4 * epoch)
         save_checkpoint(tmp_path / f"checkpoint-{epoch - 1}.pth.tar", state.state_dict())
-    assert find_resume("auto", tmp_path).path == tmp_path / "checkpoint-9.pth.tar"
+    assert newest_checkpoint(tmp_path).path == tmp_path / "checkpoint-9.pth.tar"
 
 
 def flip(content: bytes) -> bytes:
@@ -65,31 +63,31 @@ def test_fault_04_05_06_auto_skips_damaged_files_and_says_so(tmp_path: Path, dam
     assert names(tmp_path) >= {"superseded-last.pth.tar", "superseded-checkpoint-2.pth.tar", "checkpoint-1.pth.tar"}
     train(state)
     save(files, state, 2.0)
-    assert find_resume("auto", tmp_path).path == tmp_path / "last.pth.tar"
+    assert newest_checkpoint(tmp_path).path == tmp_path / "last.pth.tar"
 
 
 def test_fault_04_16_explicit_path_has_to_be_good(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no such checkpoint"):
-        find_resume(str(tmp_path / "x.pth.tar"), tmp_path)
+        verified(tmp_path / "x.pth.tar")
     three_epochs(tmp_path)
     path = tmp_path / "last.pth.tar"
     separate(path, flip(path.read_bytes()))
     with pytest.raises(UserError, match="checksum"):
-        find_resume(str(path), tmp_path)
+        verified(path)
 
 
 def test_going_back_to_an_older_epoch(tmp_path: Path) -> None:
     three_epochs(tmp_path)
-    state, files, messages = resumed(tmp_path, str(tmp_path / "checkpoint-0.pth.tar"))
+    state, files, messages = resumed(tmp_path, tmp_path / "checkpoint-0.pth.tar")
     assert state.epoch == 1 and "checkpoint-1.pth.tar" not in names(tmp_path)
     assert "checkpoint-1.pth.tar, checkpoint-2.pth.tar, last.pth.tar" in messages[0]
     assert epoch_of(tmp_path / "superseded-last.pth.tar") == 2
     # Killed now, the run goes on from what was chosen.
-    assert peek_checkpoint(find_resume("auto", tmp_path).path)["epoch"] == 0  # type: ignore[arg-type]
+    assert peek_checkpoint(newest_checkpoint(tmp_path).path)["epoch"] == 0  # type: ignore[arg-type]
     assert epoch_of(tmp_path / "model_best.pth.tar") == 0
     train(state)
     assert save(files, state, 0.5) == (1.0, 0, "checkpoint-0.pth.tar")
-    assert find_resume("auto", tmp_path).path == tmp_path / "last.pth.tar"
+    assert newest_checkpoint(tmp_path).path == tmp_path / "last.pth.tar"
 
 
 FOUND = [{"top1": 90.0, "loss": 0.2, "top1_ema": 10.0}, {"top1": 70.0, "loss": 0.1, "top1_ema": 30.0}]
@@ -106,7 +104,7 @@ def test_fault_12_a_run_that_is_ranked_by_something_else_compares_like_with_like
         train(state)
         state.scores[state.epoch - 1] = scores
         save(files, state)
-    again, resume = build(seed=1), find_resume("auto", tmp_path)
+    again, resume = build(seed=1), newest_checkpoint(tmp_path)
     again.load(resume.checkpoint, resume.path)  # type: ignore[arg-type]
     files = CheckpointDir(tmp_path, ranked_by=after)
     files.restore(again, resume.path)  # type: ignore[arg-type]
@@ -124,10 +122,10 @@ def test_resuming_into_another_directory(tmp_path: Path) -> None:
     three_epochs(tmp_path / "old")
     before = names(tmp_path / "old")
     state = build()
-    resume = find_resume(str(tmp_path / "old/last.pth.tar"), tmp_path / "new")
-    state.load(resume.checkpoint, resume.path)  # type: ignore[arg-type]
+    trunk = tmp_path / "old" / "last.pth.tar"
+    state.load(verified(trunk), trunk)
     files = CheckpointDir(tmp_path / "new")
-    assert files.restore(state, resume.path) == []  # type: ignore[arg-type]
+    assert files.restore(state, trunk) == []
     train(state)
     save(files, state, 1.5)
     assert names(tmp_path / "new") == {"last.pth.tar", "model_best.pth.tar", "checkpoint-3.pth.tar"}

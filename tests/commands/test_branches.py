@@ -12,7 +12,7 @@ from tests.conftest import write_dataset
 from tests.same_records import without_times
 from tlt.io.weights import peek_checkpoint
 from volo import cli
-from volo.checkpoint.resume import find_resume
+from volo.checkpoint.resume import newest_checkpoint
 
 # Two updates an epoch; the warm-up is one epoch, the decay of N epochs takes the last two.
 FLAGS = f"{QUICK} --warmup-epochs 1 --lr 1e-3 --sched wsd --sched-on-updates --decay-epochs 2 --drop-path 0.2"
@@ -77,7 +77,7 @@ def test_a_trunk_has_two_branches_that_end_as_runs_of_their_lengths(
     }
     for name in files(trunk) - {"milestone-2", "milestone-4"}:
         (trunk / f"{name}.pth.tar").unlink()
-    assert find_resume("auto", trunk).path == trunk / "milestone-4.pth.tar"
+    assert newest_checkpoint(trunk).path == trunk / "milestone-4.pth.tar"
     # Who names the trunk goes back in it: later milestones are set aside.
     back = f"{recipe} --epochs 8 --stop-epoch 2 --resume {trunk}/milestone-2.pth.tar"
     assert call("train", back).code == 0

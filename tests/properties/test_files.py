@@ -39,7 +39,7 @@ from tlt.labels.shards import ShardReader
 from tlt.labels.store import open_labels
 from tlt.labels.tree import read_map
 from tlt.tools.pack import pack, unpack
-from volo.checkpoint.resume import find_resume
+from volo.checkpoint.resume import newest_checkpoint, verified
 from volo.checkpoint.state import TrainState, optimizer_state_of
 from volo.cluster import preflight
 from volo.commands.predict import names_of_classes
@@ -159,7 +159,7 @@ def test_a_spoilt_checkpoint_is_refused_or_reads_the_same(content: bytes, tmp_pa
     found = result_or_refusal(lambda: read_checkpoint(file))
     assert found is None or _equal(found, PAYLOAD)
     result_or_refusal(lambda: peek_checkpoint(file))
-    assert find_resume("auto", tmp_path).checkpoint is not None or found is None
+    assert (newest_checkpoint(tmp_path).path is None) == (found is None)
 
 
 @given(data=st.data())
@@ -253,8 +253,8 @@ def test_a_checkpoint_with_a_strange_entry_changes_nothing_or_trains(
     else:
         parent[place[-1]] = value
     torch.save(payload, file)
-    find_resume("auto", tmp_path)
-    if (found := result_or_refusal(lambda: find_resume(str(file), tmp_path).checkpoint, file)) is None:
+    newest_checkpoint(tmp_path)
+    if (found := result_or_refusal(lambda: verified(file), file)) is None:
         return
     state = _state()
     with torch.no_grad():

@@ -18,34 +18,20 @@ import yaml
 from tests.commands.conftest import ROOT
 from tests.conftest import python_path
 from tlt.errors import UserError
-from volo.config.args import TRAIN, FrozenArgs, TrainArgs
 from volo.record import records, run_directory
 from volo.record.records import RunRecords, read_json_lines
-from volo.record.run_directory import RunLock, choose_directory
-
-SIZE = (224, 224)
+from volo.record.run_directory import RunLock, new_directory, newest_alike
 
 
-def _args(root: Path, **changes: object) -> Namespace:
-    return Namespace(
-        **{"output": str(root), "experiment": "", "resume": "", "branch": "", "model": "volo_d1", "lr": 0.1, **changes}
-    )
-
-
-def test_a_run_gets_its_own_directory_and_overwrites_no_other(tmp_path: Path) -> None:
+def test_a_new_directory_overwrites_no_other(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match=f"--output {tmp_path}/file/.*: cannot create the run directory"):
-        choose_directory(_args(tmp_path / "file"), SIZE)
-    assert choose_directory(_args(tmp_path), SIZE)[0].name.endswith("-volo_d1-224")
-    assert choose_directory(_args(tmp_path, experiment="mine"), SIZE)[0] == tmp_path / "mine"
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "last.pth.tar").touch()
-    with pytest.raises(UserError, match="--resume auto"):
-        choose_directory(_args(tmp_path, experiment="mine"), SIZE)
-    assert choose_directory(_args(tmp_path, experiment="mine", resume="auto"), SIZE)[0] == tmp_path / "mine"
+        new_directory(tmp_path / "file", "-volo_d1-224", make=True)
+    made = new_directory(tmp_path, "-volo_d1-224", make=True)
+    assert made.is_dir() and made.name.endswith("-volo_d1-224")
 
 
-def test_resume_auto_without_a_name_goes_on_with_the_same_experiment_alone(tmp_path: Path) -> None:
+def test_the_newest_run_of_the_same_experiment(tmp_path: Path) -> None:
     for name, recorded in (
         ("20260101-volo_d1", {"lr": 0.1, "seed": 1, "workers": 4, "output": "elsewhere", "data_dir": "/node7/scratch"}),
         ("20260102-volo_d1", {"lr": 0.1, "seed": 2}),
@@ -55,49 +41,14 @@ def test_resume_auto_without_a_name_goes_on_with_the_same_experiment_alone(tmp_p
         (tmp_path / f"{name}-224").mkdir()
         (tmp_path / f"{name}-224" / "args.yaml").write_text(yaml.safe_dump(recorded))
     reported: list[str] = []
-    asked = {"resume": "auto", "workers": 8, "data_dir": "/data", "grad_accum_steps": 2}
-    assert choose_directory(_args(tmp_path, seed=1, **asked), SIZE, reported.append)[0].name == "20260101-volo_d1-224"
+    newest = newest_alike(tmp_path, "-volo_d1-224", {"lr": 0.1, "seed": 1}, (), reported.append)
+    assert newest == tmp_path / "20260101-volo_d1-224"
     assert reported == [
         f"--resume auto leaves {tmp_path}/20260103-volo_d1-224 alone, another experiment (lr: 0.2 before, 0.1 now): "
         "--experiment 20260103-volo_d1-224 would go on with it"
     ]
-    new, _ = choose_directory(_args(tmp_path, seed=3, **asked), SIZE, reported.append)
-    assert not any(new.iterdir()) and "lr: 0.2 before, 0.1 now; seed: 1 before, 3 now" in reported[1]
-
-
-LABELS = "--token-label --token-label-data l"
-
-
-@pytest.mark.parametrize(
-    ("before", "now", "same"),
-    [
-        ("", "", True),
-        ("-b 8 --lr 0.1", "-b 8 --lr 0.1", True),
-        ("", "-b 8 --warmup-epochs 8 --num-classes 2", True),  # as it was fitted
-        ("", "-b 4", False),
-        ("-b 8", "", False),  # another command, which may come to another batch
-        ("--cooldown-epochs 0", "--cooldown-epochs 1", False),
-        ("--epochs 300", "", True),
-        ("", "--epochs 40", False),
-        ("--train-img-sizes 16 32", "--train-img-sizes 24 32", False),
-        ("", "--kd-model-name hf-hub:somebody/model", False),
-        ("--branch trunk/milestone-8.pth.tar", "--branch trunk/milestone-16.pth.tar", False),
-        (f"{LABELS} --val-label-data v", f"{LABELS} --val-label-data moved --val-img-size 64", True),
-    ],
-)
-def test_resume_auto_compares_what_was_asked_for_and_not_what_the_data_decided(
-    tmp_path: Path, before: str, now: str, same: bool
-) -> None:
-    def asked(flags: str) -> TrainArgs:
-        line = f"/data --model resnet10t --img-size 32 --output {tmp_path} --resume auto {flags}"
-        return TRAIN.parse(line.split())
-
-    begun, run = asked(before), tmp_path / "20260101-000000-resnet10t-32"
-    decided = {"batch_size": 8, "num_classes": 2, "lr_base_scale": "sqrt", "warmup_epochs": 8, "cooldown_epochs": 0}
-    fitted = {name: value for name, value in decided.items() if name in begun.defaulted}
-    RunRecords(run).record_start(FrozenArgs(begun, **fitted, grad_accum_steps=4), 2, "cpu")
-    reported: list[str] = []
-    assert (choose_directory(asked(now), (32, 32), reported.append)[0] == run) == same == (not reported)
+    assert newest_alike(tmp_path, "-volo_d1-224", {"lr": 0.1, "seed": 3}, (), reported.append) is None
+    assert "lr: 0.2 before, 0.1 now; seed: 1 before, 3 now" in reported[1]
 
 
 def test_the_newest_run_is_the_one_that_began_last_wherever_that_was(tmp_path: Path) -> None:
@@ -117,23 +68,13 @@ def test_the_newest_run_is_the_one_that_began_last_wherever_that_was(tmp_path: P
         if time:
             (run / "run.json").write_text(json.dumps([{"time": time}, {"time": "2027-01-01T00:00:00+00:00"}]))
     chosen = []
-    for _ in range(9):
-        chosen.append(choose_directory(_args(tmp_path, resume="auto"), SIZE)[0].name.removesuffix("-volo_d1-224"))
-        shutil.rmtree(tmp_path / f"{chosen[-1]}-volo_d1-224")
+    while newest := newest_alike(tmp_path, "-volo_d1-224", {"lr": 0.1}, (), print):
+        chosen.append(newest.name.removesuffix("-volo_d1-224"))
+        shutil.rmtree(newest)
     assert chosen == [
         *("20261025-120000", "20261024-180000", "20261025-021500-10", "20261025-021500-2", "20261025-021500"),
         *("20261025-023000", "20261024-235959", "20261024-120000", "20261023-120000"),
     ]
-
-
-def test_resume_of_a_file_goes_on_in_its_directory_unless_another_is_named(tmp_path: Path) -> None:
-    (one := tmp_path / "one").mkdir()
-    (one / "args.yaml").touch()
-    file = str(one / "last.pth.tar")
-    for changes in ({}, {"experiment": "one"}):
-        assert choose_directory(_args(tmp_path, resume=file, **changes), SIZE)[0] == one
-    assert choose_directory(_args(tmp_path, resume=file, experiment="two"), SIZE)[0] == tmp_path / "two"
-    assert choose_directory(_args(tmp_path / "elsewhere", resume=file), SIZE)[0].parent == tmp_path / "elsewhere"
 
 
 def test_runs_that_start_in_the_same_second_keep_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,9 +85,9 @@ def test_runs_that_start_in_the_same_second_keep_apart(tmp_path: Path, monkeypat
 
     monkeypatch.setattr(run_directory, "datetime", Clock)
     root, start = tmp_path / "not there", "20260102-030405"
-    choose_directory(_args(root), SIZE, make=False)  # --dry-run
+    assert new_directory(root, "-volo_d1-224", make=False) == root / f"{start}-volo_d1-224" and not root.exists()
     with ThreadPoolExecutor(8) as jobs:
-        chosen = list(jobs.map(lambda _: choose_directory(_args(root), SIZE)[0], range(8)))
+        chosen = list(jobs.map(lambda _: new_directory(root, "-volo_d1-224", make=True), range(8)))
     names = [f"{start}-volo_d1-224", *(f"{start}-{number}-volo_d1-224" for number in range(2, 9))]
     assert sorted(path.name for path in chosen) == sorted(names) == sorted(path.name for path in root.iterdir())
 
@@ -175,8 +116,8 @@ def test_a_full_disk_and_damaged_records_stop_nothing(tmp_path: Path, monkeypatc
     (tmp_path / "run.json").write_text("[{")
     (tmp_path / "metrics.jsonl").write_bytes(b'{"event": "epoch", "epoch": 0}\n\x00\x00\xff,2\n')
     directory = RunRecords(tmp_path)
-    directory.record_start(_args(tmp_path, scale=(0.1, 1.0)), 2, "cpu")
-    directory.record_start(_args(tmp_path), 1, "cpu")
+    directory.record_start(Namespace(model="volo_d1", scale=(0.1, 1.0)), 2, "cpu")
+    directory.record_start(Namespace(model="volo_d1"), 1, "cpu")
     assert yaml.safe_load((tmp_path / "args.yaml").read_text())["model"] == "volo_d1"
     assert [start["world_size"] for start in json.loads((tmp_path / "run.json").read_text())] == [2, 1]
     directory.rewind(1, 4)
@@ -197,8 +138,8 @@ import os, sys, time
 from pathlib import Path
 from volo.record.run_directory import RunLock
 for _ in range(2):
-    with RunLock(Path(sys.argv[1]), print) as lock:
-        lock.acquire()
+    with RunLock(print) as lock:
+        lock.acquire(Path(sys.argv[1]))
         if os.fork() == 0:  # as a data worker, which may outlive its parent
             time.sleep(1)
             os._exit(0)
@@ -211,9 +152,9 @@ for _ in range(2):
 
 def is_free(directory: Path) -> bool:
     try:
-        with RunLock(directory, print) as lock:
-            lock.acquire()
-            lock.acquire()  # once more changes nothing
+        with RunLock(print) as lock:
+            lock.acquire(directory)
+            lock.acquire(directory)  # once more changes nothing
     except UserError:
         return False
     return True
@@ -229,10 +170,10 @@ def test_fault_19_a_second_job_is_kept_out_until_the_first_ends_or_is_killed_tho
         with monkeypatch.context() as patch:
             patch.setattr(run_directory, "_WAIT", 0.1)
             with pytest.raises(UserError, match="is in use by another job: end that job first, or name another --exp"):
-                RunLock(tmp_path, print).acquire()
+                RunLock(print).acquire(tmp_path)
             (tmp_path / "run.json").write_text(json.dumps([{"pid": 12, "host": "node7", "time": "today"}]))
             with pytest.raises(UserError, match="is in use by process 12 on node7 .since today.: end"):
-                RunLock(tmp_path, print).acquire()
+                RunLock(print).acquire(tmp_path)
         holder.stdin.write("\n")
         assert holder.stdout.readline() == "released\n"
         assert is_free(tmp_path)
@@ -249,8 +190,8 @@ def test_fault_62_a_directory_that_was_removed_is_made_anew_and_held_unless_it_h
     monkeypatch.setattr(run_directory, "_WAIT", 0.1)
     (directory := tmp_path / "run").mkdir()
     warnings: list[str] = []
-    with RunLock(directory, warnings.append) as lock, RunLock(directory, print) as other:
-        lock.acquire()
+    with RunLock(warnings.append) as lock, RunLock(print) as other:
+        lock.acquire(directory)
         shutil.rmtree(directory)
         lock.check()
         lock.check()
@@ -258,7 +199,7 @@ def test_fault_62_a_directory_that_was_removed_is_made_anew_and_held_unless_it_h
         assert warnings == [f"warning: {directory} was removed while this run goes on: made anew, without what it held"]
         shutil.rmtree(directory)
         directory.mkdir()
-        other.acquire()
+        other.acquire(directory)
         with pytest.raises(UserError, match="in use by another job"):
             lock.check()
     assert is_free(directory)

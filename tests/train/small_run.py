@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import volo  # noqa: F401  (registers the models)
 from tlt.io.weights import read_checkpoint
 from volo.checkpoint.checkpoint import CheckpointDir, RankedCheckpoint, best_of
-from volo.checkpoint.resume import find_resume
+from volo.checkpoint.resume import newest_checkpoint, verified
 from volo.checkpoint.state import TrainState
 from volo.config.args import TRAIN
 
@@ -89,15 +89,14 @@ def same(first: TrainState, second: TrainState) -> bool:
     return position and scale and all(torch.equal(a, b) for a, b in pairs)
 
 
-def resumed(directory: Path, spec: str = "auto", **kwargs: Any) -> tuple[TrainState, CheckpointDir, list[str]]:
+def resumed(directory: Path, file: Path | None = None, **kwargs: Any) -> tuple[TrainState, CheckpointDir, list[str]]:
     """What a program does on --resume."""
     state = build(seed=99, **kwargs)
     files = CheckpointDir(directory, keep=2)
-    found = find_resume(spec, directory)
-    messages = list(found.messages)
-    if found.path is not None and found.checkpoint is not None:
-        messages += state.load(found.checkpoint, found.path)
-        messages += files.restore(state, found.path)
+    path, checkpoint, messages = (file, verified(file), []) if file else newest_checkpoint(directory)
+    if path is not None:
+        messages += state.load(checkpoint, path)
+        messages += files.restore(state, path)
     return state, files, messages
 
 

@@ -30,7 +30,7 @@ def judged(tmp_path: Path, flags: str, scores: Scores, per_class: list[int], tra
     state.update = 8 * len(scores)
     loader, validation = Mock(dataset=Mock(classes=np.arange(train) % 10)), Mock(dataset=Mock(classes=classes))
     training = Mock(state=state, schedule=schedule, validation=validation, loader=loader)
-    return Mock(args=args, directory=tmp_path, resumed=None), training
+    return Mock(args=args, directory=tmp_path), training
 
 
 @pytest.mark.parametrize(

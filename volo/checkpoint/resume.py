@@ -1,12 +1,11 @@
-"""Finds the checkpoint that a run resumes, and checks that its data are the same."""
+"""Finds the newest checkpoint of a run, and checks that a checkpoint's data are those of this run."""
 
 from __future__ import annotations
 
 import hashlib
 import os
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from tlt.data.dataset import LabelReader
 from tlt.data.sources.source import SYNTHETIC, ImageSource
@@ -17,56 +16,43 @@ from tlt.upstream import ROWS
 from volo.checkpoint.checkpoint import LAST, NAMES
 
 
-@dataclass(frozen=True)
-class Resume:
-    """The checkpoint that a run resumes.
+class Found(NamedTuple):
+    """A checkpoint that was looked for.
 
     Attributes:
-        spec: Value of `--resume`, or of `--branch` where the run begins there; "" for a fresh start.
-        path: Path of the file; None for a fresh start.
-        checkpoint: Content of the file; {} for a fresh start.
-        messages: Lines for the user, among them one for each checkpoint that was skipped.
+        path, checkpoint: The file and its content; None and {} if none can be used.
+        skipped: A line for each file that can't be used.
     """
 
-    spec: str = ""
-    path: Path | None = None
-    checkpoint: dict[str, Any] = field(default_factory=dict)
-    messages: list[str] = field(default_factory=list)
+    path: Path | None
+    checkpoint: dict[str, Any]
+    skipped: list[str]
 
 
-def find_resume(spec: str, directory: Path, branch: str = "") -> Resume:
-    """Return the checkpoint that a run begins or goes on with, after reading and verifying it.
+def newest_checkpoint(directory: Path) -> Found:
+    """Return the checkpoint in a directory that has the highest epoch and update, of those that can be read, whose
+    checksums match and whose weights are finite."""
+    skipped: list[str] = []
+    for path in _newest_first(directory, skipped):
+        try:
+            return Found(path, verified(path), skipped)
+        except UserError as error:
+            skipped.append(f"skipped: {error}")
+    return Found(None, {}, skipped)
 
-    Args:
-        spec: Value of `--resume`: "", a path, or "auto". "auto" takes the checkpoint in `directory` with the highest
-            epoch and update that can be read, whose checksums match and whose weights are finite. The messages list
-            skipped checkpoints.
-        directory: Directory of the run.
-        branch: Value of `--branch`: the path of the checkpoint that the run begins with if "auto" finds none.
+
+def verified(path: Path) -> dict[str, Any]:
+    """Return the content of a checkpoint.
 
     Raises:
-        UserError: `spec` or `branch` is a path, and its checkpoint is damaged.
+        UserError: It can't be read, is damaged, or its weights are not finite.
     """
-    if spec not in ("", "auto"):
-        return Resume(spec, Path(spec), _verified(Path(spec)))
-    messages: list[str] = []
-    for path in _newest_first(Path(directory), messages) if spec else ():
-        try:
-            return Resume(spec, path, _verified(path), messages)
-        except UserError as error:
-            messages.append(f"skipped: {error}")
-    if branch:
-        return Resume(branch, Path(branch), _verified(Path(branch)), messages)
-    return Resume(spec, messages=[*messages, f"no checkpoint to resume in {directory}: a fresh start"])
-
-
-def _verified(path: Path) -> dict[str, Any]:
     checkpoint = read_checkpoint(path)
     check_finite(state_dict_of(checkpoint, use_ema=False, path=path), path)
     return checkpoint
 
 
-def _newest_first(directory: Path, messages: list[str]) -> list[Path]:
+def _newest_first(directory: Path, skipped: list[str]) -> list[Path]:
     """Return the run's checkpoints, ordered by the position in their content: copying files changes their times."""
     candidates = []
     for path in sorted(directory.iterdir()) if directory.is_dir() else []:
@@ -78,7 +64,7 @@ def _newest_first(directory: Path, messages: list[str]) -> list[Path]:
                 position = int(checkpoint.get("epoch", -1)), int(checkpoint.get("update", 0)), path.name == LAST
             candidates.append((position, path))
         except UserError as error:
-            messages.append(f"skipped: {error}")
+            skipped.append(f"skipped: {error}")
     return [path for _, path in sorted(candidates, key=lambda item: item[0], reverse=True)]
 
 

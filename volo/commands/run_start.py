@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import socket
 import sys
 from argparse import Namespace
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import replace
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -27,10 +25,11 @@ from tlt.models.fit_weights import rows_by_name
 from tlt.models.flops import flops_per_image, run_on_meta
 from volo.checkpoint.checkpoint import CheckpointDir
 from volo.checkpoint.model_config import model_config_of, own_names
-from volo.checkpoint.resume import DATA_KEY, Resume, check_behaviour, check_same_data, find_resume
+from volo.checkpoint.resume import DATA_KEY, check_behaviour, check_same_data
 from volo.checkpoint.saver import SavePolicy, Saver
+from volo.checkpoint.start import Kind, Start, asked_by, decide_start, on_every_rank
 from volo.checkpoint.state import TrainState, ranked_by
-from volo.cluster.distributed import World, from_all, from_primary, primary_first, wait_for_hosts
+from volo.cluster.distributed import World, from_all, primary_first, wait_for_hosts
 from volo.cluster.tensor_parallel import TensorParallelParams
 from volo.config.checkpoint_files import BEST
 from volo.config.flag_rules import trackers_of
@@ -38,7 +37,7 @@ from volo.record.logger import Logger
 from volo.record.metrics import Arithmetic, peak_flops
 from volo.record.profile import WARM_UP
 from volo.record.records import RunRecords, settings_of, versions
-from volo.record.run_directory import RunLock, changed_settings, choose_directory
+from volo.record.run_directory import RunLock, changed_settings, remove_unused
 from volo.train.architecture import image_size_by_name
 from volo.train.criterion import Criterion, TokenLabelCriterion
 from volo.train.data import HELD_OUT_FILE, as_list
@@ -61,73 +60,64 @@ def note_start(args: Namespace, world: World, logger: Logger) -> None:
 
 
 @contextmanager
-def open_directory(args: Namespace, world: World, logger: Logger) -> Iterator[tuple[Path, RunLock, Resume]]:
-    """Yield the directory of this run, which rank 0 chooses, its lock, and the checkpoint that every rank has read.
+def open_start(args: Namespace, world: World, logger: Logger) -> Iterator[tuple[Start, RunLock]]:
+    """Yield what the run begins as, which rank 0 decides, with the checkpoint that every rank has read, and the lock of
+    its directory.
 
     Rank 0 takes the lock before it looks for a checkpoint, so that no other job saves a newer one. If nothing was
     written to a directory that was created for the run, it is removed at the end.
 
     Raises:
-        UserError: The checkpoint that `--resume` names can't be read, or another job uses the directory.
+        UserError: The checkpoint that a flag names can't be read, or another job uses the directory.
     """
-    directory, spec = Path(), ""
-    with primary_first():
-        if world.is_primary:
-            directory, spec = choose_directory(args, image_size_by_name(args), logger.line, not args.dry_run)
-    name, spec = from_primary([str(directory), spec])
-    directory, resume = Path(name), Resume(spec)
+    decided: Start | None = None
     try:
-        with RunLock(directory, logger.line) as lock:
+        with RunLock(logger.line) as lock:
             with primary_first():
-                if (spec or args.branch) and world.is_primary:
-                    if directory.is_dir() and not args.dry_run:
-                        lock.acquire()
-                    resume = find_resume(spec, directory, args.branch)
-            path, spec = from_primary([str(resume.path or ""), resume.spec])
-            if path and not world.is_primary:
-                resume = replace(find_resume(path, directory), spec=spec)
-            yield directory, lock, resume
+                if world.is_primary:
+                    asked = asked_by(args, image_size_by_name(args))
+                    decided = decide_start(asked, logger.line, None if args.dry_run else lock.acquire)
+            start = on_every_rank(decided)
+            (logger.line if args.dry_run else logger.detail)(str(start))
+            yield start, lock
     finally:
-        if world.is_primary and not args.experiment:
-            with suppress(OSError):
-                if os.listdir(directory) == [lock.path.name]:
-                    lock.path.unlink()
-                directory.rmdir()
+        if decided is not None and not args.experiment:
+            remove_unused(decided.directory)
 
 
-def restore_state(resume: Resume, run: Run, training: Training) -> None:
+def restore_state(run: Run, training: Training) -> None:
     """Restore the state from the checkpoint, free the checkpoint's memory, and apply `--start-epoch`.
 
     Raises:
         UserError: The checkpoint is of another model, other data or a longer run, or the ranks read different files.
     """
-    args, logger, state, messages = run.args, run.logger, training.state, list(resume.messages)
-    if resume.path is not None:
-        with blamed_on(resume.path):
-            check_behaviour(resume.checkpoint, resume.path)
-            data = state.metadata[DATA_KEY]
-            messages += check_same_data(resume.checkpoint, data, resume.path, args.allow_changed_data)
+    args, logger, state, start = run.args, run.logger, training.state, run.start
+    path, checkpoint, messages = start.file, start.checkpoint, list(start.messages)
+    if path is not None:
+        with blamed_on(path):
+            check_behaviour(checkpoint, path)
+            messages += check_same_data(checkpoint, state.metadata[DATA_KEY], path, args.allow_changed_data)
             count, ours = (state.metadata["model_config"][key] for key in ("num_classes", "class_names"))
-            theirs = own_names(model_config_of(resume.checkpoint, resume.path) or {}, ours)
+            theirs = own_names(model_config_of(checkpoint, path) or {}, ours)
             if rows_by_name(theirs, ours, (count, count)) is not None:
                 raise UserError(f"it has other classes ({first_difference(theirs, ours)}): --finetune goes by names")
             # A branch that goes on from its own checkpoint has passed --no-resume-opt already.
-            with_optimizer = not args.no_resume_opt or (args.branch and resume.spec == "auto")
-            messages += state.load(resume.checkpoint, resume.path, with_optimizer)
-            messages += changed_settings(resume.checkpoint.get("args"), settings_of(args))
-        messages.append(f"resumed {resume.path}: {state.epoch} epochs, {state.update} updates done")
-        resume.checkpoint.clear()  # it occupies as much memory as the state
-    check_same_position(state, resume.path)
+            with_optimizer = not args.no_resume_opt or (args.branch and start.kind is not Kind.BRANCH)
+            messages += state.load(checkpoint, path, with_optimizer)
+            messages += changed_settings(checkpoint.get("args"), settings_of(args))
+        messages.append(f"resumed {path}: {state.epoch} epochs, {state.update} updates done")
+        checkpoint.clear()  # it occupies as much memory as the state
+    check_same_position(state, path)
     for message in messages:
         logger.line(message)
     if args.start_epoch is not None:
-        _start_epoch(run, training, resume)
-    if resume.path is not None:
-        _check_way(resume.path, run, training)
+        _start_epoch(run, training)
+    if path is not None:
+        _check_way(path, run, training)
     logger.set_position(state.epoch, state.update)
-    if run.world.is_primary and (resume.spec or args.start_epoch is not None):
-        passed_over = [m.removeprefix("skipped: ") for m in resume.messages if m.startswith("skipped: ")]
-        logger.event("resume", path=resume.path, skipped=passed_over)
+    if run.world.is_primary and (path is not None or start.messages or args.start_epoch is not None):
+        skipped = [m.removeprefix("skipped: ") for m in start.messages if m.startswith("skipped: ")]
+        logger.event("resume", path=path, skipped=skipped)
 
 
 def _check_way(path: Path, run: Run, training: Training) -> None:
@@ -138,7 +128,7 @@ def _check_way(path: Path, run: Run, training: Training) -> None:
         UserError: No epoch is left.
     """
     args, state, schedule = run.args, training.state, training.schedule
-    own = path.parent.resolve() == run.directory.resolve()
+    own = run.start.kind is not Kind.BRANCH
     last = schedule.total_epochs if own else schedule.last_epoch
     if state.update + (not own) > last * state.updates_per_epoch:
         limit = f"--stop-epoch {last}" if last == args.stop_epoch else f"--epochs {args.epochs}"
@@ -163,19 +153,24 @@ def _check_way(path: Path, run: Run, training: Training) -> None:
         run.logger.line(f"warning: the decay begins at epoch {epoch:g}, before the branch: the rate is {rate:.3g}")
 
 
-def _start_epoch(run: Run, training: Training, resume: Resume) -> None:
-    state, first, last = training.state, run.args.start_epoch, training.schedule.last_epoch - 1
+def _start_epoch(run: Run, training: Training) -> None:
+    state = training.state
+    first = run.args.start_epoch
+    last = training.schedule.last_epoch - 1
     if first > last:
         flag = "--stop-epoch" if run.args.stop_epoch else "--epochs"
         raise UserError(f"--start-epoch {first}: the run has epochs 0 to {last} ({flag})")
     # A job that was requeued has passed --start-epoch already.
-    if resume.spec == "auto" and resume.path is not None and state.epoch >= first:
+    kind = run.start.kind
+    goes_on = kind is Kind.RESTARTED or (kind is Kind.CONTINUE and run.args.resume == "auto")
+    if goes_on and state.epoch >= first:
         run.logger.line(
             f"--start-epoch {first}: the run has begun there and goes on from epoch {state.epoch}; "
             "to go back, name a checkpoint with --resume FILE"
         )
     else:
-        state.epoch, state.update = first, first * state.updates_per_epoch
+        state.epoch = first
+        state.update = first * state.updates_per_epoch
 
 
 def check_same_position(state: TrainState, path: Path | None) -> None:
@@ -197,7 +192,7 @@ def open_run(run: Run, training: Training) -> Saver:
         if run.world.is_primary:
             records = RunRecords(run.directory)
             logger.open_events(run.directory)  # before the lock: if another run holds it, its events tell of this one
-            run.lock.acquire()
+            run.lock.acquire(run.directory)
             files = {HELD_OUT_FILE: as_list(training.validation.dataset.source)} if args.val_fraction else {}
             records.record_start(args, run.world.size, str(run.world.device), files)
             work = training.loader.index_stream.work(training.schedule.last_epoch)
@@ -207,8 +202,8 @@ def open_run(run: Run, training: Training) -> Saver:
             logger.track(trackers_of(args), args.tracker_project, args.wandb_tags or [])
             checkpoints = CheckpointDir(run.directory, args.checkpoint_hist, ranked_by(vars(args)), args.save_epochs)
     logger.open_events(run.directory)
-    if checkpoints is not None and run.resumed is not None:
-        for message in checkpoints.restore(state, run.resumed):
+    if checkpoints is not None and run.start.file is not None:
+        for message in checkpoints.restore(state, run.start.file):
             logger.line(message)
     logger.line(f"run directory: {run.directory}")
     if importlib.util.find_spec("matplotlib") is None:

@@ -52,8 +52,8 @@ from volo.commands.run_start import (
     check_smallest_batch,
     describe,
     note_start,
-    open_directory,
     open_run,
+    open_start,
     outcome,
     restore_state,
     step_arithmetic,
@@ -162,13 +162,13 @@ def start(args: TrainArgs, world: World, logger: Logger, guard: StopGuard) -> Tr
     note_start(args, world, logger)
     for note in args.notes:
         logger.line(note)
-    with open_directory(args, world, logger) as (directory, lock, resume):
-        folders = hold_out(args, folders, *([resume.path.parent] if resume.path else []), directory)
+    with open_start(args, world, logger) as (begun, lock):
+        folders = hold_out(args, folders, *([begun.file.parent] if begun.file else []), begun.directory)
         images, classes = len(folders.train), len(folders.train.class_names)
-        resolved, batch, messages = resolve_args(args, resume.checkpoint, images, classes, world.data_size)
+        resolved, batch, messages = resolve_args(args, begun.checkpoint, images, classes, world.data_size)
         for message in messages:
             logger.line(message)
-        run = Run(resolved, world, logger, guard, directory, lock, resume.path)
+        run = Run(resolved, world, logger, guard, begun, lock)
         torch.manual_seed(run.args.seed)  # the same initial weights on every rank
         model, notes = build_named_model(run.args, folders.train.class_names)
         for note in notes:
@@ -180,7 +180,7 @@ def start(args: TrainArgs, world: World, logger: Logger, guard: StopGuard) -> Tr
         if world.is_primary and (agreement := label_agreement(labels, folders.train)):
             logger.line(agreement)
         training = build(run, folders, labels, model, batch)
-        restore_state(resume, run, training)
+        restore_state(run, training)
         describe(run, training)
         (report_dry_run if run.args.dry_run else train)(run, training)
         best, _ = best_so_far(training.state, ranked_by(vars(run.args)))

@@ -1,4 +1,4 @@
-"""The directory of one run: which directory it is, and a lock that keeps other jobs from writing there."""
+"""The directories of runs: finding one, making one, and a lock that keeps other jobs from writing there."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ import json
 import os
 import re
 import reprlib
-from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
@@ -21,11 +20,9 @@ from filelock import FileLock, Timeout
 from tlt.errors import UserError
 from tlt.io.files import os_errors_as
 from volo.cluster.distributed import restarts
-from volo.config.checkpoint_files import MILESTONE
-from volo.config.flags_train import EXPERIMENT
-from volo.record.records import launch_record, plain, settings_of
+from volo.record.records import launch_record, plain
 
-DEFAULT_ROOT = "output/train"
+_LOCK = "run.lock"
 _TIME = "%Y%m%d-%H%M%S"  # the time in the names of runs
 _WAIT = 2.0  # seconds to wait for the lock: before filelock 4, data workers of a killed job hold it a little longer
 
@@ -44,68 +41,34 @@ def check_writable(folder: Path, flag: str) -> None:
         TemporaryDirectory(dir=there, prefix=".writable-").cleanup()
 
 
-def choose_directory(
-    args: Namespace, image_size: tuple[int, int], report: Callable[[str], None] = print, make: bool = True
-) -> tuple[Path, str]:
-    """Return the directory of this run, and the value of `--resume` for it.
+def run_of_launch(root: Path, experiment: str, resumed: Path | None) -> Path | None:
+    """Return the run directory that an earlier start of this launch used (run.json records its id), or None.
 
-    `--output ROOT` (default `output/train`) holds one directory per run: `--experiment NAME`, or `TIME-MODEL-SIZE`,
-    which is created here, so that two runs that start in the same second get different ones. A restart by the launcher
-    continues the run that an earlier start of the same launch has begun.
-    With `--resume FILE` it is the directory of the file, if that is a run directory and the flags don't name another
-    one. From a milestone a new run branches off, unless `--experiment` names the milestone's run. With `--resume auto`
-    and no name, it is the newest run of the same experiment: the same model, image size, seed, labels, optimizer,
-    schedule, augmentation and regularisation.
-
-    `report` receives a line if a newer run is another experiment. With `make` False (`--dry-run`) nothing is created.
-
-    Raises:
-        UserError: The directory holds checkpoints of another run without `--resume`, or can't be made.
+    Args:
+        experiment: The name of the run in `root`; "" for any of them.
+        resumed: Another directory that it may be.
     """
-    root = Path(args.output or DEFAULT_ROOT)
-    if directory := _of_this_launch(root, args.experiment, args.resume):
-        return directory, "auto" if any(directory.glob("*.pth.tar")) else args.resume
-    suffix = f"-{re.sub(r'[^-.a-zA-Z0-9_]+', '_', args.model)}-{max(image_size)}"
-    resumed = Path(args.resume).parent if args.resume not in ("", "auto") else None
-    branches = not args.experiment and MILESTONE.fullmatch(Path(args.resume).name)
-    if resumed and not branches and (resumed / "args.yaml").is_file() and _is_named(resumed, args):
-        return resumed, args.resume
-    if not args.experiment:
-        newest = _newest_alike(root, suffix, args, report) if args.resume == "auto" else None
-        return newest or _new(root, suffix, make), args.resume
-    directory = root / args.experiment
-    if args.branch and Path(args.branch).resolve().parent == directory.resolve():
-        raise UserError(f"--branch {args.branch} is of {directory} itself: name another --experiment for the branch")
-    if args.resume != "auto" and any(directory.glob("*.pth.tar")):
-        raise UserError(
-            f"{directory} already holds checkpoints: continue it with --resume auto, or name another --experiment"
-        )
-    return directory, args.resume
-
-
-def _of_this_launch(root: Path, experiment: str, resume: str) -> Path | None:
-    """Return the run directory that an earlier start of this launch used (run.json records its id), or None."""
     launch = launch_record()
     if not restarts() or launch is None:
         return None
     records = [root / experiment / "run.json"] if experiment else [*root.glob("*/run.json")]
-    if resume not in ("", "auto") and not MILESTONE.fullmatch(Path(resume).name):
-        records.append(Path(resume).parent / "run.json")
+    if resumed is not None:
+        records.append(resumed / "run.json")
     matches = [file for file in records if _starts(file.parent)[-1].get("launch") == launch]
     return max(matches, key=lambda file: file.stat().st_mtime).parent if matches else None
 
 
-def _newest_alike(root: Path, suffix: str, args: Namespace, report: Callable[[str], None]) -> Path | None:
-    """Return the newest run with the settings of `args`, or None; report the newest run that has other settings.
+def newest_alike(
+    root: Path, name_end: str, settings: dict[str, Any], defaulted: Sequence[str], report: Callable[[str], None]
+) -> Path | None:
+    """Return the newest run with these settings whose name ends so, or None; report the newest that has other settings.
 
     A setting that the data determine, because neither command gives it, is not compared (see `FITTED` in flags_train).
     """
-    now = {k: v for k, v in settings_of(args).items() if k in EXPERIMENT}
-    defaulted = getattr(args, "defaulted", ())
     alike, passed_over = None, ""
-    for run in sorted((file.parent for file in root.glob(f"*{suffix}/args.yaml")), key=_begun, reverse=True):
+    for run in sorted((file.parent for file in root.glob(f"*{name_end}/args.yaml")), key=_begun, reverse=True):
         fitted = _starts(run)[-1].get("fitted", list(defaulted))  # earlier versions don't record it
-        asked = {k: v for k, v in now.items() if k not in defaulted or k not in fitted}
+        asked = {k: v for k, v in settings.items() if k not in defaulted or k not in fitted}
         changes: list[str] = []
         with suppress(OSError, yaml.YAMLError):  # if the file is damaged, the run's checkpoints are compared later
             changes = changed_settings(yaml.safe_load((run / "args.yaml").read_bytes()), asked)
@@ -155,24 +118,26 @@ def changed_settings(recorded: Any, now: dict[str, Any]) -> list[str]:
     return [f"{k}: {shortener.repr(recorded[k])} before, {now[k]!r} now" for k in differing]
 
 
-def _is_named(directory: Path, args: Namespace) -> bool:
-    """Whether `directory` is the one that `--output` and `--experiment` name, as far as they are used."""
-    if args.experiment:
-        return (Path(args.output or DEFAULT_ROOT) / args.experiment).resolve() == directory.resolve()
-    return not args.output or Path(args.output).resolve() == directory.resolve().parent
-
-
-def _new(root: Path, suffix: str, make: bool) -> Path:
-    """Create and return a directory named after the current second, with a number if that name exists already."""
+def new_directory(root: Path, name_end: str, make: bool) -> Path:
+    """Return a new directory named after the current second, with a number if that name exists already, and `make` it,
+    so that two runs that start in the same second get different ones."""
     now = datetime.now().strftime(_TIME)
-    path = root / f"{now}{suffix}"
+    path = root / f"{now}{name_end}"
     with os_errors_as(lambda error: f"--output {path}: cannot create the run directory ({error.strerror})"):
         for number in itertools.count(2) if make else ():
             with suppress(FileExistsError):
                 path.mkdir(parents=True)
                 break
-            path = root / f"{now}-{number}{suffix}"
+            path = root / f"{now}-{number}{name_end}"
     return path
+
+
+def remove_unused(directory: Path) -> None:
+    """Remove a directory that holds nothing, or only a lock that nobody holds."""
+    with suppress(OSError):
+        if os.listdir(directory) == [_LOCK]:
+            (directory / _LOCK).unlink()
+        directory.rmdir()
 
 
 class RunLock:
@@ -185,9 +150,10 @@ class RunLock:
         warn: Receives a line when a directory that was removed is created again.
     """
 
-    def __init__(self, directory: Path, warn: Callable[[str], None]) -> None:
-        self.path, self._warn = directory / "run.lock", warn
+    def __init__(self, warn: Callable[[str], None]) -> None:
+        self._warn = warn
         self._lock: FileLock | None = None
+        self._path = Path()
         self._inode = 0
 
     def __enter__(self) -> RunLock:
@@ -197,7 +163,7 @@ class RunLock:
         if self._lock is not None:
             self._lock.release()
 
-    def acquire(self) -> None:
+    def acquire(self, directory: Path) -> None:
         """Take the lock of an existing directory, on rank 0. Do nothing if this process holds it already.
 
         Raises:
@@ -205,16 +171,17 @@ class RunLock:
         """
         if self._lock is not None:
             return
-        lock = FileLock(self.path, thread_local=False)
+        self._path = directory / _LOCK
+        lock = FileLock(self._path, thread_local=False)
         try:
             lock.acquire(timeout=_WAIT)
         except Timeout as error:
             raise UserError(
-                f"{self.path.parent} is in use by {self._holder()}: end that job first, or name another --experiment"
+                f"{directory} is in use by {_holder(directory)}: end that job first, or name another --experiment"
             ) from error
         except (OSError, NotImplementedError) as error:  # no permission, or a file system without locks
-            raise UserError(f"{self.path} cannot be locked ({error}): name another --output") from error
-        self._lock, self._inode = lock, os.stat(self.path).st_ino
+            raise UserError(f"{self._path} cannot be locked ({error}): name another --output") from error
+        self._lock, self._inode = lock, os.stat(self._path).st_ino
 
     def check(self) -> None:
         """If the directory was removed, create it again and take its lock again. Do nothing without the lock.
@@ -224,20 +191,20 @@ class RunLock:
         """
         if self._lock is None:
             return
+        directory = self._path.parent
         with suppress(OSError):  # the next save fails for the same reason, reports it and is tried again
-            if self.path.exists() and self.path.stat().st_ino == self._inode:
+            if self._path.exists() and self._path.stat().st_ino == self._inode:
                 return
-            self.path.parent.mkdir(exist_ok=True)
+            directory.mkdir(exist_ok=True)
             self._lock = None
-            self.acquire()
-            self._warn(
-                f"warning: {self.path.parent} was removed while this run goes on: made anew, without what it held"
-            )
+            self.acquire(directory)
+            self._warn(f"warning: {directory} was removed while this run goes on: made anew, without what it held")
 
-    def _holder(self) -> str:
-        """Return a description of the job that holds the lock, from the newest start in run.json."""
-        start = _starts(self.path.parent)[-1]
-        try:
-            return f"process {start['pid']} on {start['host']} (since {start['time']})"
-        except LookupError:  # the job has not written it yet, or the file is damaged
-            return "another job"
+
+def _holder(directory: Path) -> str:
+    """Return a description of the job that holds the lock, from the newest start in run.json."""
+    start = _starts(directory)[-1]
+    try:
+        return f"process {start['pid']} on {start['host']} (since {start['time']})"
+    except LookupError:  # the job has not written it yet, or the file is damaged
+        return "another job"

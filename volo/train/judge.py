@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
+from volo.checkpoint.start import Kind
 from volo.checkpoint.state import ranked_by
 from volo.config.flags_train import FROM_NOTHING, STARTS
 from volo.record.metrics import chance_interval
@@ -79,8 +80,7 @@ def remedies(run: Run, training: Training, weights_learn: bool = False) -> list[
             f"other validation images, or the right folders for them: the training loss, {losses[-1]:.2f}, is far "
             f"below that of guesses, {guesses:.2f}"
         ]
-    elsewhere = run.resumed is not None and run.resumed.parent.resolve() != run.directory.resolve()
-    started = any(vars(args)[dest] for dest in (*STARTS, "branch")) or elsewhere
+    started = any(vars(args)[dest] for dest in (*STARTS, "branch")) or run.start.kind is Kind.BRANCH
     weights = [known_config(args.model).get(key) for key in ("url", "hf_hub_id", "file")]
     part = next((part for part in _USUAL_RATES if part in args.opt), "")
     least, *most = _USUAL_RATES.get(part, (0.0, math.inf, math.inf))

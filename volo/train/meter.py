@@ -63,7 +63,7 @@ class Meter:
         self._update_end: torch.cuda.Event | None = None
         self._late = 0  # updates of the interval before which the GPU had run out of work
         if self.state.loaded_progress:
-            with blamed_on(self.run.resumed, "does not tell how far its epoch was"):
+            with blamed_on(self.run.start.file, "does not tell how far its epoch was"):
                 self._restore(self.state.loaded_progress)
         self.state.loaded_progress = {}
 

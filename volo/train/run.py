@@ -19,6 +19,7 @@ from tlt.api import Loader
 from tlt.data.loader import EvalLoader
 from tlt.kinds import KINDS
 from volo.checkpoint.resume import table
+from volo.checkpoint.start import Start
 from volo.checkpoint.state import TrainState
 from volo.cluster.distributed import World
 from volo.cluster.watchdog import StopGuard
@@ -54,18 +55,21 @@ class Run:
     Attributes:
         args: Final arguments: from command line and recipe, completed from the data and the checkpoint.
         guard: Yields batches until the run has to stop.
-        directory: Directory of records and checkpoints.
+        start: What the run has begun as.
         lock: Keeps other jobs out of the directory.
-        resumed: The checkpoint that the run continues from; None for a fresh start.
     """
 
     args: TrainArgs
     world: World
     logger: Logger
     guard: StopGuard
-    directory: Path
+    start: Start
     lock: RunLock
-    resumed: Path | None = None
+
+    @property
+    def directory(self) -> Path:
+        """Directory of records and checkpoints."""
+        return self.start.directory
 
 
 @dataclass(frozen=True)

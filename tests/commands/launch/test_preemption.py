@@ -62,8 +62,8 @@ def test_fault_63_ranks_save_and_end_when_their_launcher_is_killed(data: Path, t
     assert run.end(signal.SIGKILL) == -signal.SIGKILL
     wait_until(lambda: all(map(ended, ranks)), lambda: run.output)
     assert "stopped by SIGTERM" in run.output and last_update(tmp_path / "run") >= 2
-    with RunLock(tmp_path / "run", print) as lock:  # the directory is free
-        lock.acquire()
+    with RunLock(print) as lock:  # the directory is free
+        lock.acquire(tmp_path / "run")
 
 
 def test_fault_09_a_background_process_of_a_script_heeds_sigint(data: Path, tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from tests.checkpoint.test_weights import Payload
 from tests.commands.conftest import QUICK, ROOT, Call, Make, Running, environment, metrics, start, storage
 from tests.conftest import python_path
 from volo.record.confusion import ANSWERS
-from volo.record.run_directory import choose_directory
+from volo.record.run_directory import run_of_launch
 
 
 def listening(pids: list[int]) -> set[str]:
@@ -140,11 +140,10 @@ def test_a_restart_goes_on_with_the_run_of_its_launch_alone(
     (record,) = (tmp_path / "out").rglob("run.json")
     assert not named or record.parent == tmp_path / "out" / "sweep/a"
     if not named:
-        args = Namespace(output=str(tmp_path / "out"), experiment="", resume="", model="resnet10t")
         starts = json.loads(record.read_text())
         for listing in (starts, [starts[0] | {"launch": "another"}, starts[0]]):  # the newest start counts
             record.write_text(json.dumps(listing))
-            assert choose_directory(args, (32, 32), make=False) == (record.parent, "auto")
+            assert run_of_launch(tmp_path / "out", "", None) == record.parent
         for launched in ("another", "none", None):
             record.write_text(json.dumps([starts[0] | {"launch": launched}]))
-            assert choose_directory(args, (32, 32), make=False)[0] != record.parent
+            assert run_of_launch(tmp_path / "out", "", None) is None
