@@ -4,8 +4,8 @@
     ./distributed_train.sh 8 DATA --model volo_d1 ...                                one process per GPU
 
 Reading order: `start` and `build` below -> volo/train/data.py (data) -> volo/train/model.py (model) ->
-volo/train/criterion.py (loss) -> volo/train/step.py (step) -> volo/train/loop.py (epochs). volo/commands/run_start.py
-chooses the run's directory, restores a checkpoint and opens the records.
+volo/train/criterion.py (loss) -> volo/train/step.py (step) -> volo/train/loop.py (epochs). volo/checkpoint/start.py
+decides what a run begins as; volo/commands/run_start.py restores a checkpoint and opens the records.
 """
 
 from __future__ import annotations

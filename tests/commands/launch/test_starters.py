@@ -6,7 +6,6 @@ import json
 import os
 import pickle
 import sys
-from argparse import Namespace
 from contextlib import suppress
 from pathlib import Path
 
