@@ -33,7 +33,7 @@ class Forward(NamedTuple):
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of teacher that gives an image one vector, with the settings of `tlt.DistillLoss`.
+    """A kind of teacher, with the settings of `tlt.DistillLoss`; what a kind does not change is that of `Features`.
 
     Attributes:
         of_classes: Whether the teacher gives logits, which train the student's heads and need no projector.
@@ -59,7 +59,7 @@ class Kind:
     @staticmethod
     def of_pass(forward: Forward) -> Tensor:
         """Return what is compared: (B, C), or un-mixed tokens (B, N, C)."""
-        raise NotImplementedError
+        return cast("Tensor", forward.model.forward_head(forward.features, pre_logits=True))
 
     def projector(self, width: int, channels: int) -> nn.Sequential:
         """Return the layers from the student's features to the teacher's channels; none if there is no projector."""
@@ -74,7 +74,11 @@ class Kind:
 
     def distance(self, student: Tensor, target: Tensor) -> Tensor:
         """Return the distance (B,) of vectors (B, C)."""
-        raise NotImplementedError
+        return (student - target).square().mean(-1)
+
+
+class Features(Kind):
+    """One vector per image, the features after pooling; the mean squared error."""
 
 
 class Logits(Kind):
@@ -94,17 +98,6 @@ class Logits(Kind):
     def distance(self, student: Tensor, target: Tensor) -> Tensor:
         own, wanted = ((logits / self.temperature).log_softmax(-1) for logits in (student, target))
         return (wanted.exp() * (wanted - own)).sum(-1) * self.temperature**2
-
-
-class Features(Kind):
-    """The features after pooling; their mean squared error."""
-
-    @staticmethod
-    def of_pass(forward: Forward) -> Tensor:
-        return cast("Tensor", forward.model.forward_head(forward.features, pre_logits=True))
-
-    def distance(self, student: Tensor, target: Tensor) -> Tensor:
-        return (student - target).square().mean(-1)
 
 
 class Tokens(Kind):

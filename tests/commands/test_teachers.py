@@ -19,6 +19,7 @@ from tests.commands.conftest import QUICK, Call, Ended, launch, metrics, same_we
 from tests.commands.test_distill import brute_force
 from tests.conftest import write_dataset
 from tlt.distill import DistillLoss, DistillLosses, TeacherTargets, with_projector
+from tlt.kinds import KINDS, Forward, Kind, Tokens
 from tlt.teacher import FeatureTeacher, TeacherScale
 
 # The unlike teachers: stride 16 at 48 px, stride 32 at 32 px, patches of 14 at 42 px.
@@ -139,6 +140,22 @@ def test_a_list_of_teachers_is_taken_where_one_is(root: Path, dense: bool) -> No
     loss = distil(features, distil.lesson(batch, [seen[0], None, seen[2]]), 0.25 if dense else 0.0)
     loss.backward()
     assert loss.shape == () and all(getattr(student, f"kd_projector{n}")[1].weight.grad.abs().sum() for n in ("", "_2"))
+
+
+def test_a_new_kind_is_one_class_and_one_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Spread(Kind):
+        @staticmethod
+        def of_pass(forward: Forward) -> Tensor:
+            return Tokens.of_pass(forward).std(1)
+
+    monkeypatch.setitem(KINDS, "spread", Spread)
+    images, teacher = torch.randn(2, 3, 64, 64), FeatureTeacher(timm.create_model("test_resnet"), (64, 64))
+    student = with_projector(timm.create_model("test_convnext"), teacher, (64, 64), "spread")
+    lesson = (distil := DistillLoss.of(student, (64, 64), teacher, kind="spread")).lesson(Mock(images=images))
+    torch.testing.assert_close(lesson.target, teacher(images).std(1))
+    features = student.kd_projector(student.forward_features(images).flatten(2).std(2))
+    expected = (features - lesson.target).square().mean()
+    torch.testing.assert_close(distil(student(images, taught=True)[1], lesson), expected)
 
 
 def train(call: Call, root: Path, name: str, flags: str) -> tuple[Ended, Path]:
