@@ -123,7 +123,7 @@ def captured(work: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
     return graph, found
 
 
-def test_a_graph_repeats_the_numbers_of_its_capture_and_reads_tensors_and_the_seed_anew(stand_in: StandIn) -> None:
+def test_graph_repeats_numbers_and_reads_tensors_and_seed_anew(stand_in: StandIn) -> None:
     weight, scale, number = ones(4), torch.full((), 2.0, device="cuda"), torch.tensor(5.0)
     graph, found = captured(lambda: (weight.mul_(scale).add_(number), torch.rand(4, device="cuda")))
     assert weight.eq(1).all() and found[1].isnan().all()  # nothing was computed
@@ -174,7 +174,7 @@ def test_a_graph_that_uses_memory_which_was_given_back_is_seen() -> None:
 
 
 @pytest.mark.parametrize(("count", "most"), [(256, 300), (16, 175)])
-def test_the_device_stage_takes_few_launches_and_gives_the_cpus_bits(stand_in: StandIn, count: int, most: int) -> None:
+def test_device_stage_takes_few_launches_for_the_cpus_bits(stand_in: StandIn, count: int, most: int) -> None:
     config = AugmentConfig((32, 32), auto_augment="rand-m9-mstd0.5-inc1", vflip=0.2, reprob=0.25)
     stage, images = DeviceStage(config, (0.5,) * 3, (0.5,) * 3), torch.randint(256, (count, 3, 32, 32)).byte()
     plan = make_plan(config, 0, 0, range(count), 500, 375)
@@ -188,7 +188,7 @@ def test_the_device_stage_takes_few_launches_and_gives_the_cpus_bits(stand_in: S
 
 
 @pytest.mark.parametrize("wrong", [False, True])
-def test_the_first_batch_on_a_gpu_is_compared_with_the_cpus(
+def test_first_batch_is_compared_with_the_cpu(
     stand_in: StandIn, monkeypatch: pytest.MonkeyPatch, make_dataset: Callable[..., Path], wrong: bool
 ) -> None:
     def brighter(images: Tensor, *arguments: Any, **options: Any) -> Tensor:
@@ -210,7 +210,7 @@ def test_the_first_batch_on_a_gpu_is_compared_with_the_cpus(
     assert len({batch.images.block.owner for epoch in range(2) for batch in loader.epoch(epoch)}) == 1
 
 
-def test_a_step_starts_no_more_kernels_than_it_did(
+def test_step_starts_no_more_kernels(
     stand_in: StandIn, make_dataset: Callable[..., Path], make_labels: Callable[..., Path]
 ) -> None:
     """A step with token labels, in the parts of the loop in docs/python_api.md."""
@@ -258,7 +258,7 @@ def test_a_step_waits_at_most_to_learn_whether_to_skip(stand_in: StandIn, name: 
     assert places == ([] if name in ("adamw", "adam") else ["train/precision.py:_step_unless"])
 
 
-def test_what_dali_decodes_on_a_gpu_is_finished_in_time_and_kept_long_enough(
+def test_dali_batch_on_a_gpu_is_finished_and_kept(
     stand_in: StandIn, monkeypatch: pytest.MonkeyPatch, make_dataset: Callable[..., Path]
 ) -> None:
     """DALI's pipeline of the CPU takes the place of the GPU's, which needs a driver. Its memory is always the same."""

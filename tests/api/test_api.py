@@ -42,7 +42,7 @@ def images(make_dataset: Callable[..., Path]) -> Any:
     return tlt.open_images(str(make_dataset(train=20)), "train")
 
 
-def test_the_names_are_those_of_the_page_and_every_one_says_what_it_is() -> None:
+def test_names_are_those_of_the_page_with_docstrings() -> None:
     named = re.findall(r"^\| `(\w+)|, `(\w+)` \| its argument", PAGE, re.MULTILINE)
     assert {name for pair in named for name in pair if name} == set(tlt.__all__)
     for name in tlt.__all__:
@@ -85,7 +85,7 @@ def test_the_loop_of_the_page_runs(
     assert found["outputs"][1].shape == (4, found["criterion"].grid[0] * found["criterion"].grid[1], 4)
 
 
-def test_a_loader_passes_from_epoch_to_epoch_and_goes_on_within_one(images: Any) -> None:
+def test_loader_continues_within_and_across_epochs(images: Any) -> None:
     def loader(**options: Any) -> tlt.Loader:
         return tlt.Loader(images, None, tlt.AugmentConfig((32, 32)), 8, seed=3, workers=0, **options)
 
@@ -147,9 +147,7 @@ def test_labels_of_other_images_are_refused(images: Any, make_labels: Callable[.
     tlt.Loader(tlt.open_images(images.root, "train", allow_root=True), labels, SQUARE, 2, workers=0)
 
 
-def test_a_class_id_that_the_model_does_not_have_names_its_label(
-    make_dataset: Callable[..., Path], make_labels: Callable[..., Path]
-) -> None:
+def test_large_class_id_names_its_label(make_dataset: Callable[..., Path], make_labels: Callable[..., Path]) -> None:
     data = make_dataset(train=8)
     labels = make_labels(data)
     label_map = torch.load(labels / "red" / "red3.pt")
@@ -230,7 +228,7 @@ def test_only_programs_of_this_project_register_the_models_late(monkeypatch: pyt
         assert not started(monkeypatch, *others), others  # gets the models by importing volo, as ever
 
 
-def test_an_import_registers_the_models_whatever_sys_argv_holds_and_loads_the_rest_on_demand() -> None:
+def test_import_registers_models_and_loads_the_rest_on_demand() -> None:
     code = (
         f"import sys; sys.argv = [{str(ROOT / 'train.py')!r}]; import volo, tlt, timm;"
         "assert all(map(timm.is_model, ('volo_d1', 'lvvit_s')));"

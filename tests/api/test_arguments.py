@@ -194,7 +194,7 @@ def test_what_fits_is_taken_however_it_is_written(setting: SimpleNamespace) -> N
     assert made.tokens.ids.max() == 3 and made.grid == (2, 2)
 
 
-def test_features_of_another_image_in_place_of_a_broken_one_teach_nothing(setting: SimpleNamespace) -> None:
+def test_features_of_a_replaced_image_teach_nothing(setting: SimpleNamespace) -> None:
     seen = replace(setting.batch, indices=setting.batch.indices.clone())
     seen.indices[2] = 19
     lesson = setting.lesson("feature", seen)

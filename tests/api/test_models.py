@@ -110,7 +110,7 @@ def test_a_teacher_may_be_grey_or_of_half_precision(settings: dict[str, Any], ki
 
 
 @pytest.mark.parametrize("kind", ["token", "feature", "logit"])
-def test_a_student_forgets_its_earlier_teachers_and_every_weight_learns(kind: str) -> None:
+def test_student_forgets_earlier_teachers_and_learns_throughout(kind: str) -> None:
     other, model = tlt.FeatureTeacher(made("test_vit2"), SIZE), made("test_resnet")
     for teacher in ([TEACHER, other], other, [TEACHER], [other, TEACHER, other]):
         tlt.with_projector(model, teacher, SIZE, kind)
@@ -161,7 +161,7 @@ def test_what_raises_leaves_the_model_as_it_was() -> None:
         assert torch.equal(model.eval()(images()), before[1]), message
 
 
-def test_a_student_without_a_dense_head_refuses_what_it_would_drop() -> None:
+def test_student_without_dense_head_refuses_token_teachers() -> None:
     student = tlt.with_projector(made("test_vit"), TEACHER, SIZE)
     for options in ({"mix_box": (0, 0, 1, 1)}, {"dense": True}):
         for taught in (False, True):

@@ -27,7 +27,7 @@ def test_outlook_checks_and_times_every_kernel_and_timms(measure: Measure) -> No
     assert all(row["x timm"] == [1, 1, 1] for row in timed if row["arm"] == "timm")
 
 
-def test_outlook_does_not_time_a_kernel_that_computes_something_else(
+def test_outlook_times_no_wrong_kernel(
     measure: Measure, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     right = KERNELS["windows"]
@@ -74,9 +74,7 @@ Train: 1 [   3/4 (100%)]  Loss: 4.42 (7.01)  Time: 1.227s,    3.26/s  (7.990s,  
 """  # noqa: E501
 
 
-def test_run_times_the_last_epoch_of_ours_and_timms_programs(
-    measure: Measure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_run_times_the_last_epoch_of_both(measure: Measure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """timm's answers with its log; ours are entered in this process."""
     (tmp_path / "train.py").write_text(f"print({TIMMS_LOG!r})")
     started, log_of = [], run._log_of

@@ -21,7 +21,7 @@ from volo.config.args import TRAIN
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_each_round_begins_with_another_work_and_the_first_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rounds_rotate_their_order_and_skip_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
     done: list[str] = []
     clock = [0.0]
     monkeypatch.setattr(rounds.time, "perf_counter", lambda: clock[0])

@@ -56,9 +56,7 @@ def test_step_in_bfloat16_compiled_and_with_subset(measure: Measure) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("fails", [False, True])
-def test_on_a_gpu_ours_is_a_graph_or_the_row_says_why_not(
-    measure: Measure, monkeypatch: pytest.MonkeyPatch, fails: bool
-) -> None:
+def test_ours_is_a_graph_or_the_row_says_why(measure: Measure, monkeypatch: pytest.MonkeyPatch, fails: bool) -> None:
     """When it is captured, nothing is left of the model before, and of what it was checked with."""
     made, alive, streams, repeated = list[Any](), list[int](), list[Any](), list[Any]()
     capture, replay = StepGraph._capture, torch.cuda.CUDAGraph.replay

@@ -79,9 +79,7 @@ def test_all_ranks_name_the_same_cards_whichever_gpus_they_see(tmp_path: Path) -
         (LAPTOP, ["bf3_0 0 00/00:01/02 200 Ethernet", "mlx5_1 0 00/00:01/03"], "=mlx5_1:1"),
     ],
 )
-def test_cards_that_are_for_something_else_are_left_out(
-    machine: str, more: list[str], expected: str | None, tmp_path: Path
-) -> None:
+def test_cards_of_other_use_are_left_out(machine: str, more: list[str], expected: str | None, tmp_path: Path) -> None:
     assert added(build(tmp_path, machine, *more)).get("NCCL_IB_HCA") == expected
 
 

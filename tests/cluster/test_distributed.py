@@ -78,9 +78,7 @@ def test_a_rank_knows_itself_whoever_started_it(env: dict[str, str], expected: t
 
 
 @pytest.mark.parametrize("users", [None, "1"])
-def test_ranks_do_not_talk_within_a_capture_unless_the_user_wants_it(
-    monkeypatch: pytest.MonkeyPatch, users: str | None
-) -> None:
+def test_ranks_do_not_talk_within_a_capture_unasked(monkeypatch: pytest.MonkeyPatch, users: str | None) -> None:
     """Where one of them fails in it, the others would wait for it until a time limit."""
     monkeypatch.setenv("NCCL_GRAPH_REGISTER", users or "")
     if users is None:
@@ -98,7 +96,7 @@ def test_ranks_do_not_talk_within_a_capture_unless_the_user_wants_it(
     assert set_before == [users or "0"]
 
 
-def test_where_the_ranks_meet_is_told_by_slurm_too_and_threads_by_the_user_alone() -> None:
+def test_slurm_names_the_meeting_place_and_the_user_threads() -> None:
     for nodes, first in {"node[07-12,3]": "node07", "a-1,b[1-2]": "a-1", "x": "x", "r[1-2]n[4,5]s": "r1n4s"}.items():
         launch = launch_of(STEP | {"SLURM_STEP_NODELIST": nodes, "SLURM_JOB_ID": "70003"})
         assert (launch.address, launch.port) == (first, 30003)
@@ -124,9 +122,7 @@ def test_a_variable_that_is_no_number_is_named(name: str) -> None:
         (TORCHRUN | {"RANK": "8"}, "of WORLD_SIZE=8 processes RANK must number each from 0 on"),
     ],
 )
-def test_what_the_launcher_has_not_told_is_named(
-    env: dict[str, str], named: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_missing_launch_variable_is_named(env: dict[str, str], named: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "environ", env)
     with pytest.raises(UserError, match=named):
         init_world("cpu")
@@ -157,9 +153,7 @@ def peer(monkeypatch: pytest.MonkeyPatch) -> Callable[..., PrefixStore]:
 
 
 @pytest.mark.parametrize("gpus", ["GPU-1 GPU-1", "GPU-1 GPU-2"])
-def test_ranks_that_would_share_a_gpu_are_told(
-    peer: Callable[..., None], monkeypatch: pytest.MonkeyPatch, gpus: str
-) -> None:
+def test_ranks_sharing_a_gpu_are_refused(peer: Callable[..., None], monkeypatch: pytest.MonkeyPatch, gpus: str) -> None:
     gpu, peers_gpu = gpus.split()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
@@ -228,9 +222,7 @@ def test_a_node_that_has_left_is_waited_for_no_longer() -> None:
         meet(store, "rank", 0, 2, time.monotonic() + 2 * LIMIT)
 
 
-def test_device_names_are_checked_and_what_the_machine_has_is_not_passed_over(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_device_names_are_checked_against_the_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     for name in ("warp9", "meta", "mps", "cuda"):

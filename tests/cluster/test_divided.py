@@ -77,7 +77,7 @@ def copies(rank: int, directory: str) -> None:
         torch.save([step_gradients(model, rank) for _ in range(2)], f"{directory}/{name}-{rank}.pt")
 
 
-def test_gradients_of_copies_are_summed_in_every_step_as_in_the_first(directory: Path) -> None:
+def test_gradients_of_copies_are_summed_in_every_step(directory: Path) -> None:
     """Else a resumed run, whose first step comes later, would end in other bits; four numbers have an order."""
     for name, error in COPIES.items():
         first, *others = [step for rank in range(RANKS) for step in load(directory / f"{name}-{rank}.pt")]

@@ -73,7 +73,7 @@ def test_a_node_that_differs_is_named() -> None:
     assert problem.startswith("card mlx5_0:1: UP on n1, n2; none on n3: look at it")
 
 
-def test_ranks_that_do_not_hear_each_other_are_one_line(
+def test_ranks_not_hearing_each_other_named(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def fails(*_: object) -> float:

@@ -23,7 +23,7 @@ def watchdog(timeout: float = 3.0, loader_timeout: float = 50.0) -> Watchdog:
 
 
 @pytest.mark.parametrize("slow", ["start", "validation", "saving", "capture"])
-def test_fault_21_a_phase_may_take_as_long_as_what_it_may_be_waiting_for(slow: str) -> None:
+def test_fault_21_phase_limit_covers_what_it_waits_for(slow: str) -> None:
     dog = watchdog()
     for phase in ("data", "others", "step", "data", "others", "step", slow):
         dog.enter_phase(phase) if slow != "start" else None
@@ -46,7 +46,7 @@ def batch_at(last: bool, size: int = 0) -> Batch:
     return Batch(nothing, nothing, torch.empty(size), nothing, nothing, key=BatchKey(0, (), last))
 
 
-def test_fault_21_the_first_step_of_each_size_of_a_batch_may_compile() -> None:
+def test_fault_21_first_step_of_each_size_may_compile() -> None:
     """Updates of one micro-batch, then of two: a size that is new takes long wherever it comes."""
     dog, long = watchdog(loader_timeout=0), Watchdog.START_S
     sizes = [(4, True), (4, True), (4, True), (3, True), (3, True), (3, True), (4, False), (1, True), (4, False)]
@@ -55,7 +55,7 @@ def test_fault_21_the_first_step_of_each_size_of_a_batch_may_compile() -> None:
     assert [dog.allowed() for _ in batches] == [long, 3, 3, long, 3, 3, 3, long, 3, 3, 3]
 
 
-def test_fault_21_a_hang_in_an_epoch_is_told_as_soon_after_a_validation_and_a_save_as_later() -> None:
+def test_fault_21_hang_after_validation_or_save_is_seen_as_soon() -> None:
     dog, allowed = watchdog(), []
     guard = StopGuard(StopSignal(), dog, int)
     for _ in range(2):
@@ -103,7 +103,7 @@ print(code, run_program(lambda argv: Namespace(), "another"))
 """
 
 
-def test_a_program_is_loaded_whole_before_a_signal_ends_it_and_no_other_one(tmp_path: Path) -> None:
+def test_signal_waits_until_the_program_is_loaded(tmp_path: Path) -> None:
     # An exception while torch's C++ is loaded, which itself imports Python, aborts the process.
     (tmp_path / "program.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGTERM)\nprint('loaded')\n")
     (tmp_path / "another.py").write_text("run = lambda args: 0\n")

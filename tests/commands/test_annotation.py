@@ -41,7 +41,7 @@ def losses(run: Path) -> list[float]:
     return [record["loss"] for record in metrics(run)]
 
 
-def test_on_whole_images_a_teacher_says_what_its_label_files_say(
+def test_teacher_of_whole_images_equals_labels(
     call: Call, train: Callable[..., Ended], weights: Path, tmp_path: Path
 ) -> None:
     # The same teacher with its classes in another order, which their names undo.

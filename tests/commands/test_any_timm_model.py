@@ -69,7 +69,7 @@ class OneBatch(list[Any]):
     dataset, left_out = range(2), 0
 
 
-def test_an_average_is_evaluated_with_the_weights_that_it_has_now() -> None:
+def test_average_is_evaluated_with_its_present_weights() -> None:
     """This model keeps what it makes of its weights from one evaluation to the next."""
     torch.manual_seed(0)
     model = timm.create_model("levit_128s", num_classes=2, drop_path_rate=0.0)
@@ -103,7 +103,7 @@ def test_an_average_is_evaluated_with_the_weights_that_it_has_now() -> None:
         ("--model test_resnet --img-size 32 -b 4 --drop-last", ""),
     ],
 )
-def test_fault_52_a_batch_of_one_image_is_trained_on_or_refused_before_the_first_step(
+def test_fault_52_batch_of_one_trains_or_is_refused_first(
     call: Call, make_dataset: Make, tmp_path: Path, flags: str, remedy: str
 ) -> None:
     data = make_dataset(train=9, validation=0 if "--val-fraction" in flags else 8)
@@ -112,7 +112,7 @@ def test_fault_52_a_batch_of_one_image_is_trained_on_or_refused_before_the_first
     assert ended.refused(remedy) and "BatchNorm" in ended.err if remedy else ended.code == 0, ended
 
 
-def test_fault_52_ranks_that_normalise_together_may_have_one_image_each() -> None:
+def test_fault_52_synchronised_ranks_may_have_one_image() -> None:
     model, stream = timm.create_model("test_resnet"), IndexStream(10, 4, seed=0, world_size=2)  # two each, then one
     args = TRAIN.parse(["data", "--model", "test_resnet", "--img-size", "32", "--sync-bn"])
     check_smallest_batch(args, model, (3, 32, 32), stream)
@@ -120,9 +120,7 @@ def test_fault_52_ranks_that_normalise_together_may_have_one_image_each() -> Non
         check_smallest_batch(FrozenArgs(args, sync_bn=False), model, (3, 32, 32), stream)
 
 
-def test_a_checkpoint_annotates_with_its_dense_head_and_without_it_is_a_start_but_not_resumed(
-    call: Call, data: Path, labels: Path, tmp_path: Path
-) -> None:
+def test_checkpoint_annotates_with_its_dense_head_only(call: Call, data: Path, labels: Path, tmp_path: Path) -> None:
     flags = f"{data} {SMALL} --epochs 2 --model test_vit --token-label --token-label-data {labels} --output {tmp_path}"
     assert call("train", flags, "--experiment", "run").code == 0
     whole, cut, out = tmp_path / "run" / "last.pth.tar", tmp_path / "cut.pth.tar", tmp_path / "out"
@@ -138,7 +136,7 @@ def test_a_checkpoint_annotates_with_its_dense_head_and_without_it_is_a_start_bu
     assert ended.code == 0 and "missing 2: aux_head.weight, aux_head.bias (left as initialised)" in ended.out
 
 
-def test_a_run_that_mixes_in_every_way_until_mixup_off_epoch_is_resumed_to_the_same_bits(
+def test_run_with_every_mix_resumes_to_the_same_bits(
     call: Call, make_dataset: Make, make_labels: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     draw, drawn = Mixup.draw, []
@@ -158,9 +156,7 @@ def test_a_run_that_mixes_in_every_way_until_mixup_off_epoch_is_resumed_to_the_s
     assert set(whole["dense_head"]) == {"aux_head.weight", "aux_head.bias", "aux_norm.weight", "aux_norm.bias"}
 
 
-def test_transformers_model_with_a_head_of_two_layers_trains_by_its_recipe(
-    call: Call, make_dataset: Make, tmp_path: Path
-) -> None:
+def test_transformers_model_with_two_layer_head_trains(call: Call, make_dataset: Make, tmp_path: Path) -> None:
     model = "vit_transformers --model-kwargs patch_size=16 embed_dim=64 depth=1 num_heads=2 representation_size=64"
     small = "--img-size 32 --batch-size 4 --grad-accum-steps 1 --epochs 1 --warmup-epochs 0 --num-classes 4 -j 0"
     flags = f"{make_dataset(train=8)} -c {ROOT}/configs/vit_b16_224.yaml {small} --model {model} --log-interval 1"

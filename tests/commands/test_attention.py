@@ -90,7 +90,7 @@ def test_weights_times_values_are_what_the_layer_gives(name: str, size: tuple[in
     assert kinds == ({SelfAttention, ClassAttention, OutlookAttention} if name == "volo_test" else {SelfAttention})
 
 
-def test_how_much_a_cell_is_looked_at_is_what_the_windows_places_give_it() -> None:
+def test_cell_weight_is_what_windows_give_it() -> None:
     layer = OutlookAttention(8, 2).double()
     x = torch.randn(1, 6, 7, 8, dtype=torch.float64)
     pooled = F.avg_pool2d(x.permute(0, 3, 1, 2), 2, ceil_mode=True).permute(0, 2, 3, 1)
@@ -106,7 +106,7 @@ def test_how_much_a_cell_is_looked_at_is_what_the_windows_places_give_it() -> No
     assert torch.allclose(outlook_attention(layer, x)[0], expected / windows)
 
 
-def test_maps_are_of_the_query_and_lie_where_its_cell_is_and_the_heads_say_what_the_model_says() -> None:
+def test_maps_belong_to_the_query_and_heads_to_the_model() -> None:
     torch.manual_seed(0)
     model = timm.create_model("volo_test", img_size=(64, 96), num_classes=6).eval()
     image, query = torch.randn(1, 3, 64, 96), (0.8, 0.3)  # token (1, 4)

@@ -36,9 +36,7 @@ def change(label: Path, place: tuple[int, ...], value: float) -> None:
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["tree", "archive"])
-def test_fault_47_ids_out_of_range_for_num_classes(
-    train: Train, data: Path, labels: Path, tmp_path: Path, packed: bool
-) -> None:
+def test_fault_47_ids_beyond_num_classes(train: Train, data: Path, labels: Path, tmp_path: Path, packed: bool) -> None:
     # A tree's labels are only read as they are needed, but for the first one; an archive knows its largest id.
     change(labels / "red" / "red15.pt" if packed else labels / "blue" / "blue0.pt", (1, 2, 3, 3), 7)
     given = tmp_path / "ids.tlt" if packed else labels

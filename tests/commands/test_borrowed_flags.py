@@ -107,9 +107,7 @@ def test_the_best_epoch_is_the_first_with_the_best_score() -> None:
     assert best_so_far(state, "loss") == (1.0, 0)
 
 
-def test_validate_takes_part_of_the_images_and_another_crop(
-    call: Call, trained_run: TrainedRun, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_validate_takes_a_part_and_a_crop(call: Call, trained_run: TrainedRun, monkeypatch: pytest.MonkeyPatch) -> None:
     line = f"{trained_run.data} --checkpoint {trained_run.run / 'last.pth.tar'} -j 0"
     assert "over 3 images" in call("validate", f"{line} --num-samples 3").out
     assert call("validate", f"{line} --test-pool").refused("--test-pool")

@@ -32,7 +32,7 @@ def test_without_a_command_all_are_listed() -> None:
 @pytest.mark.parametrize(
     ("word", "hint"), [("trian", "did you mean train?"), ("x", "there are train, validate, label")]
 )
-def test_an_unknown_command_is_one_line(
+def test_unknown_command(
     word: str, hint: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["volo", word])
@@ -42,7 +42,7 @@ def test_an_unknown_command_is_one_line(
 
 
 @pytest.mark.parametrize("name", cli.COMMANDS)
-def test_every_command_runs_and_names_in_help_and_mistakes_what_was_typed(
+def test_every_command_names_itself_in_help_and_mistakes(
     name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert callable(import_module(cli.COMMANDS[name].module).run)
@@ -90,7 +90,7 @@ ON_A_GPU = {
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n == "data")) for n in ON_A_GPU])
-def test_fault_60_every_program_computes_the_same_float32_on_a_gpu(
+def test_fault_60_programs_share_one_float32_on_a_gpu(
     name: str, trained_run: TrainedRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stand_in: StandIn
 ) -> None:
     """By the settings at the moment when it first uses the GPU, which need not be there."""

@@ -9,9 +9,7 @@ from tests.commands.conftest import QUICK, Call, Make, TrainedRun, metrics, same
 from tlt.upstream import ROWS
 
 
-def test_upstream_is_recorded_and_resumes_to_the_same_bits(
-    call: Call, make_dataset: Make, make_labels: Make, tmp_path: Path
-) -> None:
+def test_upstream_resumes_to_the_same_bits(call: Call, make_dataset: Make, make_labels: Make, tmp_path: Path) -> None:
     data = make_dataset(size=(60, 36))
     labels = make_labels(data, grid=(6, 8))
     flags = f"{data} {QUICK} --img-size 64 -b 4 --grad-accum-steps 2 --lr 1e-3 --epochs 2 --token-label"
@@ -37,9 +35,7 @@ def test_upstream_is_recorded_and_resumes_to_the_same_bits(
     assert metrics(tmp_path / "plain")[0]["loss"] != metrics(tmp_path / "whole")[0]["loss"]
 
 
-def test_runs_of_older_versions_go_on_unless_they_retraced_what_is_gone(
-    call: Call, trained_run: TrainedRun, tmp_path: Path
-) -> None:
+def test_older_runs_go_on_unless_they_need_what_is_gone(call: Call, trained_run: TrainedRun, tmp_path: Path) -> None:
     saved, old = torch.load(trained_run.run / "last.pth.tar", weights_only=True), tmp_path / "old.pth.tar"
     line = f"{trained_run.data} {QUICK} --model-ema --epochs 3 --output {tmp_path} --resume {old} --dry-run"
     for compat, gone in (("label-crop uncovered", ""), ("label-crop half-ids", "half-ids"), ("aug-order", "aug-order")):

@@ -30,7 +30,7 @@ def as_records(data: Path, out: Path) -> Path:
     return out
 
 
-def test_a_run_begun_on_a_folder_ends_in_the_same_bits_on_tfrecords(
+def test_run_moves_from_folder_to_tfrecords_bit_for_bit(
     call: Call, data: Path, make_labels: Make, tmp_path: Path
 ) -> None:
     records = as_records(data, tmp_path / "records")

@@ -56,7 +56,7 @@ def colour_model(path: Path, size: tuple[int, int], patch: int) -> Path:
         ((48, 80), 4, "--crop-mode border --crop-pct 0.9"),
     ],
 )
-def test_tokens_that_say_their_colour_agree_with_labels_of_the_colours(
+def test_tokens_agree_with_labels_of_their_colours(
     call: Call, tmp_path: Path, size: tuple[int, int], patch: int, flags: str
 ) -> None:
     write_scenes(tmp_path)
@@ -92,7 +92,7 @@ def test_what_has_no_label_is_not_counted(call: Call, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("program", ["train", "validate"])
-def test_an_error_of_label_maps_begins_with_their_flag(
+def test_label_map_error_names_its_flag(
     call: Call, trained_run: TrainedRun, make_labels: Make, tmp_path: Path, program: str
 ) -> None:
     (data, run), labels = trained_run, make_labels(trained_run.data, k=5, classes=5)

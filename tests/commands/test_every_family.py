@@ -122,7 +122,7 @@ def try_all(programs: Programs, name: str, weights: float, data: Path, labels: P
 
 @pytest.mark.timm
 @pytest.mark.parametrize("module", sorted(timm.list_modules()))
-def test_programs_do_what_the_page_says(
+def test_programs_do_as_the_page_says(
     call: Call, data: Path, labels: Path, masks: Path, tmp_path: Path, module: str
 ) -> None:
     said, wrong = refused_by_the_page(), []

@@ -98,16 +98,14 @@ def test_half_precision(call: Call, described: Described, images: Tensor, tmp_pa
         ("-o OUT/model.pt2 --dense", "--dense"),
     ],
 )
-def test_bad_input_is_one_line_with_exit_code_2(
-    call: Call, described: Described, tmp_path: Path, flags: str, named: str
-) -> None:
+def test_bad_input_is_one_line(call: Call, described: Described, tmp_path: Path, flags: str, named: str) -> None:
     _, checkpoint = described("lvvit_test", {"depth": 1}, **LOOKS, dense_head=False)
     ended = call("export", f"--checkpoint {checkpoint} {flags.replace('OUT', str(tmp_path))}")
     assert ended.refused(named), ended
     assert [file.name for file in tmp_path.iterdir()] == ["lvvit_test.pth"]
 
 
-def test_onnx_that_torch_cannot_write_is_one_line(
+def test_unwritable_onnx_is_one_line(
     call: Call, described: Described, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def no_rule(*_: object, **__: object) -> None:
@@ -122,7 +120,7 @@ def test_onnx_that_torch_cannot_write_is_one_line(
     assert ended.refused("only 4D query") and "--format torch-export" in ended.err and "page" not in ended.err
 
 
-def test_a_file_that_differs_from_the_model_is_not_written(
+def test_wrong_file_is_not_written(
     call: Call, described: Described, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _, checkpoint = described("lvvit_test", {"depth": 1}, **LOOKS)
@@ -132,7 +130,7 @@ def test_a_file_that_differs_from_the_model_is_not_written(
     assert [file.name for file in tmp_path.iterdir()] == ["lvvit_test.pth"]
 
 
-def test_a_checkpoint_that_describes_a_model_far_larger_than_itself_is_refused(call: Call, tmp_path: Path) -> None:
+def test_checkpoint_of_a_far_larger_model_is_refused(call: Call, tmp_path: Path) -> None:
     kwargs = {"layers": [9, 9, 9, 9], "embed_dims": [4096, 8192, 8192, 8192], "num_heads": [64, 64, 64, 64]}
     described = {"name": "volo_d1", "kwargs": kwargs, "num_classes": 4, "img_size": [224, 224]}
     torch.save({"state_dict": {"x": torch.zeros(1)}, "model_config": described}, tmp_path / "vast.pth")

@@ -38,7 +38,7 @@ pytestmark = pytest.mark.gpu
         ),
     ],
 )
-def test_losses_are_those_of_the_cpu(
+def test_losses_are_the_cpus(
     call: Call, data: Path, labels: Path, tmp_path: Path, trained_run: TrainedRun, amp: str, more: str
 ) -> None:
     torch.save(timm.create_model("resnet10t", num_classes=4).state_dict(), tmp_path / "teacher.pth")
@@ -105,7 +105,7 @@ def test_between_two_reports_the_host_never_waits(
 
 
 @pytest.mark.gpu(stand_in=False)  # on a CPU `tests/commands/test_exact_resume.py` shows it
-def test_a_run_that_is_resumed_on_the_gpu_goes_on_as_before(
+def test_resumed_run_goes_on_as_before(
     call: Call, data: Path, tmp_path: Path, stop_at: Callable[[set[int]], None]
 ) -> None:
     flags = f"{data} {QUICK} -b 4 --epochs 2 --lr 1e-3 --drop-path 0.5 --drop-path-mode subset --amp"
@@ -117,7 +117,7 @@ def test_a_run_that_is_resumed_on_the_gpu_goes_on_as_before(
     assert len(cut) == 8 and [r["loss"] for r in cut] == pytest.approx([r["loss"] for r in whole], rel=1e-3)
 
 
-def test_a_run_of_python_puts_the_stream_and_the_random_numbers_back(
+def test_python_run_restores_stream_and_random_state(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = torch.cuda.current_stream()
@@ -151,7 +151,7 @@ def test_accuracy_and_labels_are_those_of_the_cpu(call: Call, data: Path, tmp_pa
     torch.testing.assert_close(labels[1], labels[0], rtol=2e-3, atol=2e-3)  # in half precision
 
 
-def test_the_copy_for_a_checkpoint_is_of_its_moment_and_waits_for_nothing() -> None:
+def test_checkpoint_copy_is_of_its_moment_and_waits_for_nothing() -> None:
     weight = torch.zeros(2**24, device="cuda")
     payload = {"weight": weight, "more": [torch.ones(3)]}
     for value in range(2):
@@ -182,7 +182,7 @@ def test_the_gpu_that_a_rank_is_bound_to_is_torchs() -> None:
     ("model", "more"),  # half a minute each
     [("volo_test", ""), ("lvvit_test", "--torchcompile-mode reduce-overhead")],
 )
-def test_compiled_losses_are_those_without_and_cuda_graphs_leave_nothing_out(
+def test_compiled_losses_equal_eager_ones_with_graphs_too(
     call: Call, data: Path, labels: Path, tmp_path: Path, model: str, more: str
 ) -> None:
     """Two micro-batches an update: gradients lie where the graphs put them while the second one runs."""

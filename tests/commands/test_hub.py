@@ -33,9 +33,7 @@ for folder in sys.argv[1:]:
 """
 
 
-def test_a_model_described_by_a_folder_is_trained_resumed_and_validated(
-    call: Call, make_dataset: Make, tmp_path: Path
-) -> None:
+def test_model_of_a_folder_trains_resumes_and_validates(call: Call, make_dataset: Make, tmp_path: Path) -> None:
     folder, data = tmp_path / "described", make_dataset()
     torch.manual_seed(0)
     start = timm.create_model("test_resnet", num_classes=4, global_pool="max")
@@ -72,9 +70,7 @@ def test_a_model_described_by_a_folder_is_trained_resumed_and_validated(
         (["c", "a", "q", "r"], [2, 0, None, None]),
     ],
 )
-def test_a_folder_that_names_its_classes_gives_rows_by_name(
-    tmp_path: Path, ours: list[str], rows: list[int | None]
-) -> None:
+def test_folder_with_class_names_gives_rows(tmp_path: Path, ours: list[str], rows: list[int | None]) -> None:
     start = timm.create_model("test_resnet", num_classes=3)
     described = {"label_names": ["a", "b", "c"]}
     timm.models.save_for_hf(start, tmp_path, safe_serialization=True, model_config=described)
@@ -110,9 +106,7 @@ def test_a_folder_for_the_hub_is_loaded_by_timm_alone(call: Call, described: Des
         assert yaml.safe_load(text.split("---")[1])["license"] == "apache-2.0" and "https://example.org/mine" in text
 
 
-def test_the_card_tells_settings_and_the_accuracy_of_the_weights_that_are_exported(
-    call: Call, trained_run: TrainedRun, tmp_path: Path
-) -> None:
+def test_card_has_settings_and_exported_accuracy(call: Call, trained_run: TrainedRun, tmp_path: Path) -> None:
     run, numbers = shutil.copytree(trained_run.run, tmp_path / "run"), itertools.count()
     file = run / "metrics.jsonl"
     saved = torch.load(run / "last.pth.tar", weights_only=True)

@@ -31,7 +31,7 @@ from volo.train.trained_model import load_frozen
 SIZES = "--img-size 96 --train-img-sizes 64 80 96"
 
 
-def test_killed_around_a_change_of_size_and_gone_on_to_the_same_bits(
+def test_kill_around_a_change_of_size_keeps_the_bits(
     call: Call, make_dataset: Make, make_labels: Make, tmp_path: Path, stop_at: Callable[[set[int]], None]
 ) -> None:
     data = make_dataset(train=16, validation=4)
@@ -57,7 +57,7 @@ def test_killed_around_a_change_of_size_and_gone_on_to_the_same_bits(
     assert peek_checkpoint(tmp_path / "whole" / "last.pth.tar")["model_config"]["img_size"] == [96, 96]
 
 
-def test_an_epoch_of_other_batches_with_the_same_mean_starts_anew(
+def test_epoch_of_other_batches_starts_anew(
     call: Call, make_dataset: Make, tmp_path: Path, stop_at: Callable[[set[int]], None]
 ) -> None:
     flags = f"{make_dataset(train=16, validation=4)} {QUICK} --train-img-sizes 16 32 --epochs 1 --output {tmp_path}"
@@ -71,7 +71,7 @@ def test_an_epoch_of_other_batches_with_the_same_mean_starts_anew(
 
 
 @pytest.mark.parametrize("model", ["volo_test", "lvvit_test", "test_vit --drop-path 0", "test_resnet --no-mix-token"])
-def test_tokens_get_the_labels_of_what_they_show_at_every_size_of_an_epoch(model: str) -> None:
+def test_tokens_get_labels_of_what_they_show_at_every_size(model: str) -> None:
     flags = f"--model {model} {SIZES} --train-batch-sizes 2 2 1 --train-size-schedule progressive --epochs 4 -j 0 -b 1"
     flags += " --data-backend synthetic --token-label --token-label-data synthetic --num-classes 5 --ratio 0.4 2.5"
     args = TRAIN.parse(flags.split())
@@ -105,7 +105,7 @@ def test_tokens_get_the_labels_of_what_they_show_at_every_size_of_an_epoch(model
     assert seen == {(64, 64), (80, 80), (96, 96)} and list(trained.state_dict()) == names
 
 
-def test_a_teacher_sees_its_own_size_and_speaks_of_the_places_of_tokens_at_every_size(described: Described) -> None:
+def test_teacher_has_its_own_size_and_speaks_of_every_token(described: Described) -> None:
     _, path = described("test_vit", img_size=[160, 160])
     flags = f"--model volo_test {SIZES} --train-batch-sizes auto -j 0 -b 2 --data-backend synthetic --num-classes 6"
     args = TRAIN.parse(f"{flags} --kd-model-name {path} --kd-distill-type token --kd-size 160".split())

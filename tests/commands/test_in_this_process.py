@@ -106,9 +106,7 @@ def test_a_mistake_is_a_user_error_of_one_line(keywords: dict[str, Any], told: s
     assert told in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_ctrl_c_saves_and_raises_and_the_same_call_goes_on(
-    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ctrl_c_saves_and_the_same_call_goes_on(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def train() -> None:
         volo.train(data, **SMALL, epochs=2, output=tmp_path, experiment="cut", resume="auto")
 
@@ -137,7 +135,7 @@ def test_ctrl_c_saves_and_raises_and_the_same_call_goes_on(
             os.kill(os.getpid(), signal.SIGINT)
 
 
-def test_it_runs_in_any_thread_and_its_failures_are_those_of_the_program(
+def test_threads_run_it_and_failures_are_the_programs(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with ThreadPoolExecutor(1) as pool:

@@ -58,7 +58,7 @@ def contrast(one: str, other: str) -> float:
     return (light + 0.05) / (dark + 0.05)
 
 
-def test_a_terminal_of_80_columns_shows_a_bar_and_the_log_the_lines(
+def test_narrow_terminal_shows_a_bar_and_the_log_lines(
     call: Call, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Terminal(io.StringIO):
@@ -121,7 +121,7 @@ def test_every_kind_of_run_has_one(
 
 
 @pytest.mark.usefixtures("pictures")
-def test_without_matplotlib_one_line_says_what_is_missing(
+def test_missing_matplotlib_is_one_line(
     call: Call, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = meter.importlib.util.find_spec

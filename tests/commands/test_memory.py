@@ -62,7 +62,7 @@ def test_a_dry_run_says_how_long_the_run_takes(
 
 
 @pytest.mark.parametrize("error", [AssertionError("Expected gradient\nfunction"), KeyError("x"), TypeError()])
-def test_what_layers_raise_on_meta_tensors_ends_nothing(
+def test_layers_failing_on_meta_tensors(
     call: Call, flags: str, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     forward, reason = Linear.forward, " ".join(str(error).split()) or "TypeError"

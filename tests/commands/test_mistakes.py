@@ -92,9 +92,7 @@ ROWS = [("train", *row) for row in TRAIN] + [("validate", *row) for row in VALID
 
 @pytest.mark.usefixtures("unpublished")
 @pytest.mark.parametrize(("program", "flags", "told"), ROWS, ids=[" ".join(row[:2]) for row in ROWS])
-def test_it_is_refused(
-    call: Call, trained_run: TrainedRun, tmp_path: Path, program: str, flags: str, told: str
-) -> None:
+def test_refused(call: Call, trained_run: TrainedRun, tmp_path: Path, program: str, flags: str, told: str) -> None:
     data, run = trained_run
     valid = {
         "train": f"{QUICK} --epochs 1 --output {tmp_path} --dry-run",

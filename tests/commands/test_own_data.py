@@ -25,9 +25,7 @@ def folders(made: Path, root: Path) -> Path:
     return root
 
 
-def test_class_folders_without_splits_train_as_many_classes_as_there_are(
-    call: Call, make_dataset: Make, tmp_path: Path
-) -> None:
+def test_folders_without_splits_train_all_their_classes(call: Call, make_dataset: Make, tmp_path: Path) -> None:
     data = folders(make_dataset(train=30, classes=3), tmp_path / "own")
     ended = call("train", f"{data} {OWN} --val-fraction 0.2 --output {tmp_path} --experiment run").ok()
     run = tmp_path / "run"
@@ -97,9 +95,7 @@ def test_defaults_are_told_for_the_images_that_are_trained_on(call: Call, tmp_pa
     assert "defaults for 5 images of 5 classes" in ended.out
 
 
-def test_folders_that_are_numbers_are_the_classes_of_the_map_in_every_program(
-    call: Call, make_dataset: Make, tmp_path: Path
-) -> None:
+def test_numbered_folders_are_classes_of_the_map(call: Call, make_dataset: Make, tmp_path: Path) -> None:
     """Renaming the folders changes no number and no answer."""
     data, named = {"words": make_dataset(train=12, validation=6, classes=3)}, {}
     data["numbers"] = shutil.copytree(data["words"], tmp_path / "numbers")
@@ -135,9 +131,7 @@ def test_folders_that_are_numbers_are_the_classes_of_the_map_in_every_program(
     assert call("validate", f"{data['numbers']} --checkpoint {last} -j 0 --knn {data['words']}").refused("classes that")
 
 
-def test_classes_of_checkpoints_go_by_name_in_every_program(
-    call: Call, trained_run: TrainedRun, tmp_path: Path
-) -> None:
+def test_checkpoint_classes_go_by_name_everywhere(call: Call, trained_run: TrainedRun, tmp_path: Path) -> None:
     """With its classes in another order a checkpoint is the same model: as start, as teacher, and as measured."""
     data, run = trained_run
     names, file = sorted(os.listdir(data / "train")), run / "last.pth.tar"

@@ -43,9 +43,7 @@ def commands(code: str) -> Iterator[list[str]]:
             yield words
 
 
-def test_the_blocks_of_the_first_pages_run_in_their_order(
-    call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_blocks_of_first_pages_run_in_order(call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     ran = []
     for page in PAGES:

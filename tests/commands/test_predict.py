@@ -92,9 +92,7 @@ def test_predictions_are_those_of_timms_transform_and_the_model(
 
 
 @pytest.mark.parametrize("name", ["volo_test", "test_resnet"])
-def test_embeddings_are_the_models_features(
-    call: Call, photos: Path, described: Described, tmp_path: Path, name: str
-) -> None:
+def test_embeddings_are_features(call: Call, photos: Path, described: Described, tmp_path: Path, name: str) -> None:
     model, checkpoint = described(name)
     flags = f"--checkpoint {checkpoint} {FLAGS} --data-backend pil --embeddings {tmp_path}/e"
     assert call("predict", f"{flags}.safetensors", photos).code == 0
@@ -148,9 +146,7 @@ def test_token_maps_show_what_the_dense_head_says(
         np.testing.assert_allclose(pixels, ((image * std + mean) * 255).permute(1, 2, 0).numpy(), atol=0.51)
 
 
-def test_a_run_says_everything_and_its_best_epochs_average_is_taken(
-    call: Call, trained_run: TrainedRun, tmp_path: Path
-) -> None:
+def test_run_supplies_all_and_its_best_average(call: Call, trained_run: TrainedRun, tmp_path: Path) -> None:
     data, run = trained_run
     checkpoint = torch.load(run / "model_best.pth.tar")
     files = sorted((data / "validation").rglob("*.jpg"), key=lambda path: timm_key(str(path)))

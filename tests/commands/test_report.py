@@ -119,7 +119,7 @@ def test_a_folder_that_is_no_run_is_refused_in_a_line(tmp_path: Path, capsys: Ca
     assert capsys.readouterr().err.startswith(f"error: {tmp_path} is no run directory")
 
 
-def test_of_many_classes_the_worst_are_listed_and_the_others_linked(run: Path, capsys: Capture) -> None:
+def test_worst_classes_are_listed_and_others_linked(run: Path, capsys: Capture) -> None:
     rows = [f'"a<b>, {number}",40,{number}.00,c,7' for number in range(25)]
     (run / "classes.csv").write_text("\n".join(["class,images,top-1 (%),mostly taken for,times", *rows]))
     assert cli.run("report", [str(run), "--html"]) == 0

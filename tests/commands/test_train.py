@@ -36,7 +36,7 @@ def _weights(path: Path, key: str = "state_dict") -> dict[str, torch.Tensor]:
     return torch.load(path, weights_only=True)[key]
 
 
-def test_fault_60_a_run_leaves_all_its_records_and_validate_gives_its_numbers(
+def test_fault_60_run_leaves_records_that_validate_confirms(
     call: Call, make_dataset: Make, make_labels: Make, tmp_path: Path
 ) -> None:
     labels = make_labels(data := make_dataset(size=(70, 40)))
@@ -79,9 +79,7 @@ def test_fault_60_a_run_leaves_all_its_records_and_validate_gives_its_numbers(
     assert "learning rate 1.25e-05 = --lr-base 0.0016 x global batch 8 / 1024" in ended.out
 
 
-def test_accumulation_equals_one_large_batch_with_a_ragged_tail(
-    call: Call, make_dataset: Make, make_labels: Make, tmp_path: Path
-) -> None:
+def test_accumulation_equals_a_large_batch(call: Call, make_dataset: Make, make_labels: Make, tmp_path: Path) -> None:
     data = make_dataset(train=21)  # updates of 8, 8 and 5 images, the last one in micro-batches of 2, 2 and 1
     flags = f"{data} {QUICK} --lr 1e-3 --epochs 2 --token-label --freeze-bn --no-mix-token --drop-path 0"
     flags += f" --log-interval 2 --output {tmp_path}"
@@ -109,9 +107,7 @@ def test_a_requeued_run_does_not_begin_at_its_start_epoch_again(call: Call, make
     assert [record["epoch"] for record in metrics(tmp_path / "run")] == [1, 2]
 
 
-def test_a_name_does_not_command_the_terminal(
-    make_dataset: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_name_commands_no_terminal(make_dataset: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     data = make_dataset(train=8, validation=8).rename(tmp_path / "d\x1b]0;owned\x07\x9b2J\x1b[31m")
     assert cli.run("train", [str(data), *QUICK.split(), "--epochs", "1", "--output", str(data / "runs")]) == 0
     told = capsys.readouterr()
@@ -136,7 +132,7 @@ def test_a_run_outlives_its_output_and_its_pictures(make_dataset: Make, tmp_path
     assert len(epochs_of(tmp_path / "run")) == 2
 
 
-def test_fault_62_a_run_whose_directory_is_removed_ends_with_a_checkpoint(
+def test_fault_62_run_without_its_directory_ends_saved(
     call: Call, make_dataset: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run, epochs = tmp_path / "out" / "run", []
@@ -156,7 +152,7 @@ def test_fault_62_a_run_whose_directory_is_removed_ends_with_a_checkpoint(
     assert again.code == 0 and "last.pth.tar: 3 epochs" in again.out, again.out
 
 
-def test_fault_53_divergence_stops_and_keeps_the_last_good_checkpoint(
+def test_fault_53_divergence_keeps_the_last_good_file(
     call: Call, make_dataset: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     data, shown, look_at = make_dataset(train=32), dict[int, list[str]](), Meter.look_at
@@ -185,7 +181,7 @@ def test_fault_53_divergence_stops_and_keeps_the_last_good_checkpoint(
 @pytest.mark.parametrize(
     ("more", "decays"), [("", (0.5, 0.5)), ("--model-ema-warmup", (1 - 2 ** (-2 / 3), 0.5))], ids=["", "warm-up"]
 )
-def test_the_moving_average_follows_its_definition_and_every_second_epoch_and_the_last_is_validated(
+def test_average_follows_its_definition_and_val_interval(
     call: Call, make_dataset: Make, tmp_path: Path, more: str, decays: tuple[float, float]
 ) -> None:
     data = make_dataset(train=8)  # one update an epoch, so that every epoch's checkpoint shows one update
@@ -199,9 +195,7 @@ def test_the_moving_average_follows_its_definition_and_every_second_epoch_and_th
         torch.testing.assert_close(_weights(after, "state_dict_ema")[name], expected)
 
 
-def test_finetune_validates_first_and_reports_what_it_resized(
-    call: Call, trained_run: TrainedRun, tmp_path: Path
-) -> None:
+def test_finetune_validates_first_and_reports_resizing(call: Call, trained_run: TrainedRun, tmp_path: Path) -> None:
     flags = f"{trained_run.data} {QUICK.replace('--img-size 32', '--input-size 3 64 48')} --epochs 1"
     flags += f" --output {tmp_path} --experiment run"
     ended = call("train", flags, "--finetune", trained_run.run / "last.pth.tar").ok()
@@ -224,9 +218,7 @@ def test_fault_24_broken_images_are_named_counted_and_limited(call: Call, data: 
     assert stopped.code == 2 and "--max-bad-images 0" in stopped.err
 
 
-def test_joining_is_watched_and_the_model_is_looked_up_by_rank_0_first(
-    call: Call, data: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_joining_is_watched_and_rank_0_looks_up_first(call: Call, data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     done: list[str] = []
 
     @contextmanager
@@ -246,7 +238,7 @@ def test_joining_is_watched_and_the_model_is_looked_up_by_rank_0_first(
 @pytest.mark.parametrize(
     "spoil", [lambda saved: saved["args"].update(compat=3), lambda saved: saved["args"].update(model_ema=torch.ones(3))]
 )
-def test_what_a_strange_checkpoint_leads_to_is_one_line(
+def test_strange_checkpoint_is_one_line(
     call: Call, trained_run: TrainedRun, tmp_path: Path, spoil: Callable[[dict[str, Any]], object]
 ) -> None:
     saved = torch.load(trained_run.run / "last.pth.tar", weights_only=True)

@@ -66,9 +66,7 @@ def test_the_weights_by_which_training_selected_are_the_default(tmp_path: Path) 
         assert choose_weights(flags, {**checkpoint, "state_dict_ema": None}) == (None, [])
 
 
-def test_a_class_without_validation_folder_keeps_its_number(
-    call: Call, trained_run: TrainedRun, tmp_path: Path
-) -> None:
+def test_class_without_validation_keeps_its_number(call: Call, trained_run: TrainedRun, tmp_path: Path) -> None:
     data, run = shutil.copytree(trained_run.data, tmp_path / "data"), trained_run.run
     checkpoint = run / "last.pth.tar"
     rows = [_row(call, data, checkpoint)]
@@ -118,7 +116,7 @@ def test_real_labels_count_any_of_the_first_five() -> None:
     "config",
     [{"kwargs": {"num_heads": 0}}, {"kwargs": {"act_layer": "foo"}}, {"interpolation": "foo"}, {"mean": [0.5, 0.5]}],
 )
-def test_what_a_checkpoint_says_wrongly_of_its_model_names_the_file(
+def test_wrong_model_config_names_the_file(
     call: Call, described: Described, data: Path, config: dict[str, Any]
 ) -> None:
     small = {"embed_dim": 8, "depth": 1, "num_heads": 1}
@@ -154,9 +152,7 @@ def test_a_dense_head_that_was_not_trained_takes_no_part(call: Call, data: Path,
     assert _row(call, data, tmp_path / "run" / "changed.pth.tar")["loss"] == before
 
 
-def test_a_spoiled_network_is_seen_in_the_worst_classes_and_the_tables(
-    call: Call, trained_run: TrainedRun, tmp_path: Path
-) -> None:
+def test_spoiled_network_is_seen_in_classes_and_tables(call: Call, trained_run: TrainedRun, tmp_path: Path) -> None:
     checkpoint = torch.load(trained_run.run / "last.pth.tar", weights_only=True)
     heads = [f"{head}.{name}" for head in ("head", "aux_head") for name in ("weight", "bias")]
     weights = [checkpoint["state_dict_ema"][name] for name in heads]

@@ -183,9 +183,7 @@ def odd(tmp_path_factory: pytest.TempPathFactory) -> ImageFolder:
     return scan_folder(root)
 
 
-def test_fault_24_25_38_39_40_validation_shows_what_pillow_does_and_names_others(
-    odd: ImageFolder, backend: Backend
-) -> None:
+def test_fault_24_25_38_39_40_validation_shows_what_pillow_does(odd: ImageFolder, backend: Backend) -> None:
     batch = loaded(EvalDataset(odd, (32, 32), interpolation="bilinear", backend=backend), *range(len(odd)))
     names = [os.path.basename(odd.paths[index]) for index in batch.indices.tolist()]
     image_of = dict(zip(names, batch.images, strict=True))

@@ -94,7 +94,7 @@ def test_workers_change_nothing(kind: str, workers: int) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_epoch_can_be_left_early_and_no_worker_outlives_its_loader(kind: str) -> None:
+def test_epoch_left_early_leaves_no_worker(kind: str) -> None:
     before = set(multiprocessing.active_children())
     training = loader(2, **KINDS[kind])
     for number, _ in enumerate(training.epoch(0)):
@@ -105,7 +105,7 @@ def test_an_epoch_can_be_left_early_and_no_worker_outlives_its_loader(kind: str)
     assert set(multiprocessing.active_children()) <= before
 
 
-def test_fault_24_truncated_images_are_counted_and_training_goes_on(tmp_path: Path) -> None:
+def test_fault_24_truncated_images_are_counted_and_left_out(tmp_path: Path) -> None:
     write(tmp_path, {f"c{i % 2}/{i:02d}.jpg": JPEG[:500] if i in (3, 4, 5) else JPEG for i in range(12)})
     folder = scan_folder(tmp_path)
 
@@ -151,14 +151,14 @@ class Hostile(SyntheticBackend):
 
 
 @pytest.mark.parametrize(("deed", "kept"), [("die", False), ("die", True), ("memory", False), ("shared memory", False)])
-def test_fault_22_a_killed_worker_or_one_without_memory_costs_no_timeout(deed: str, kept: bool) -> None:
+def test_fault_22_dead_worker_costs_no_timeout(deed: str, kept: bool) -> None:
     reported = refusal(loader(2, Hostile(deed), timeout=LIMIT, persistent_workers=kept).epoch(0))
     why = "a data worker was killed by SIGKILL: .*memory;" if deed == "die" else ".*no memory left .*:"
     assert re.fullmatch(f"{why} lower --workers.*", reported), reported
     assert WorkerDied.exit_code == 5  # which MAX_RESTARTS starts again
 
 
-def test_fault_22_a_worker_that_dies_while_the_model_trains_is_noticed_where_the_next_batch_is_waited_for() -> None:
+def test_fault_22_death_in_a_step_is_noticed_at_the_next_batch() -> None:
     """Not in the middle of a step, whose state would be neither that before it nor that after it; and SIGCHLD stays the
     program's. The workers' messages are larger than a pipe, so that half of one is left in it."""
     ended: list[int] = []
@@ -181,7 +181,7 @@ def test_fault_22_a_worker_that_dies_while_the_model_trains_is_noticed_where_the
         signal.signal(signal.SIGCHLD, before)
 
 
-def test_fault_22_a_worker_that_never_begins_ends_the_run_with_exit_code_5(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fault_22_worker_that_never_begins_is_exit_code_5(monkeypatch: pytest.MonkeyPatch) -> None:
     """As one does whose fork waits for a lock of a thread that stayed behind."""
     real = loading._begin_worker
     monkeypatch.setattr(loading, "_begin_worker", lambda number: time.sleep(2 * LIMIT) if number else real(number))
@@ -189,7 +189,7 @@ def test_fault_22_a_worker_that_never_begins_ends_the_run_with_exit_code_5(monke
         list(loader(2, timeout=2).epoch(0))
 
 
-def test_a_worker_takes_no_lock_that_it_could_leave_held_when_it_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_worker_takes_no_lock_that_a_kill_leaves_held(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch's main process would wait for it for ever."""
     monkeypatch.setattr(multiprocessing.synchronize.Event, "is_set", lambda _: os.getpid() == owner or os._exit(3))
     owner = os.getpid()
@@ -227,9 +227,7 @@ def slowly(job: None, number: int) -> int:
     return number
 
 
-def test_a_tmpdir_with_too_long_a_name_for_sockets_is_told_before_workers_start(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tmpdir_too_long_for_sockets_is_refused_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Python 3.14 may take another folder."""
     (long := tmp_path / ("x" * 120)).mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(long))
@@ -318,9 +316,7 @@ class Collecting(SyntheticBackend):
         return super().open(path, data)
 
 
-def test_a_process_collects_nothing_that_the_main_process_has_left(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_process_collects_no_garbage_of_its_parent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     begin = jobs._begin
     monkeypatch.setattr(torch, "set_num_threads", collect)  # with which a worker of torch begins
     monkeypatch.setattr(jobs, "_begin", lambda *start: collect() or begin(*start))
@@ -352,7 +348,7 @@ for has_threads in (False, True):
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
-def test_fault_23_hung_storage_names_the_file_and_a_program_ends_meanwhile() -> None:
+def test_fault_23_hung_storage_names_the_file_and_ends() -> None:
     """One whose backend has threads, too."""
     done = subprocess.run([sys.executable, "-c", HANGS], capture_output=True, text=True, timeout=LIMIT)
     line = r"no batch after 2 s \(--loader-timeout\): reading .*/00000013 has taken \d+ s; .*\none\n"
@@ -360,7 +356,7 @@ def test_fault_23_hung_storage_names_the_file_and_a_program_ends_meanwhile() -> 
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_errors_come_up_where_the_batch_is_waited_for_a_users_in_one_line(workers: int) -> None:
+def test_errors_come_up_where_the_batch_is_waited_for(workers: int) -> None:
     assert refusal(loader(workers, Hostile("report")).epoch(0)) == "label 13.pt is damaged: make it again"
     for backend in (None, Threaded()):
         training = loader(workers, backend)
@@ -375,7 +371,7 @@ def test_fault_58_no_workers_takes_every_option() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", ["new workers", "one thread"])
-def test_prefetching_on_cuda_changes_nothing_waits_for_nothing_and_leaves_no_memory_behind(kind: str) -> None:
+def test_prefetching_on_cuda_neither_changes_waits_nor_leaks(kind: str) -> None:
     plain = loader(2, device="cuda", prefetch=False, **KINDS[kind])
     ahead = loader(2, device="cuda", prefetch=True, pin_memory=True, **KINDS[kind])
     assert same(plain.epoch(0), ahead.epoch(0))

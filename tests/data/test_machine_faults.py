@@ -115,7 +115,7 @@ def shards(tmp_path: Path, images: ImageFolder) -> ImageSource:
 
 
 @pytest.mark.parametrize("what", ["image", "label"])
-def test_a_shard_that_fails_for_a_while_is_opened_anew(
+def test_shard_failing_once_is_reopened(
     shards: ImageSource, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
     labels = open_labels(tmp_path / "shards", shards.paths, bad_label="skip")
@@ -144,7 +144,7 @@ def test_a_shard_that_fails_for_a_while_is_opened_anew(
 
 @pytest.mark.parametrize(("make", "file"), [(make_tree, "2.pt"), (make_archive, "values.npy")])
 @pytest.mark.parametrize("code", ["ENFILE", "ESTALE"])
-def test_labels_whose_storage_fails_are_not_bad(
+def test_labels_on_failing_storage_are_not_bad(
     images: ImageFolder, tmp_path: Path, storage: Storage, make: Callable[..., Path], code: str, file: str
 ) -> None:
     store = open_labels(make(tmp_path / "labels", images), images.paths, bad_label="skip")

@@ -26,7 +26,7 @@ def streams(sizes: SizeSchedule, world: int = 1, micro: int = 1, **more: Any) ->
 @pytest.mark.parametrize(
     "more", [{}, {"weights": [1, 0, 3]}, {"spread": 0, "random_mix": 0.2}, {"random_mix": 0}, {"epochs": None}]
 )
-def test_an_epoch_has_each_size_as_often_as_timm_draws_it_and_the_last_ones_the_last_size(more: dict[str, Any]) -> None:
+def test_sizes_are_as_frequent_as_timms_and_the_last_ends_it(more: dict[str, Any]) -> None:
     sizes, updates = schedule(4, 4, 4, **more), 50
     mode = "constant" if sizes.epochs is None else "progressive"
     of_timm = ScheduledBatchSampler(range(99), [4] * 3, sizes.weights, choice_schedule=mode, schedule_epochs=EPOCHS)

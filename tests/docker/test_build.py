@@ -35,7 +35,7 @@ def _build(tools: Path, *flags: str, **environment: str) -> subprocess.Completed
     )
 
 
-def test_the_first_engine_that_works_builds_the_dockerfile_of_this_commit(tools: Path) -> None:
+def test_first_working_engine_builds_this_commits_dockerfile(tools: Path) -> None:
     _add_engine(tools, "podman")
     _add_engine(tools, "buildah")
     folder, engine, *arguments = _build(tools).stdout.splitlines()

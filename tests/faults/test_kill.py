@@ -50,7 +50,7 @@ def busy_machine() -> Iterator[None]:
         pytest.param(2, 10, "--dist-bn reduce", True, id="2 ranks, busy machine", marks=pytest.mark.slow),
     ],
 )
-def test_fault_01_killed_runs_end_in_the_bits_of_one_that_was_not(
+def test_fault_01_killed_runs_end_in_the_bits_of_a_whole_one(
     digits: Path, make_labels: Callable[..., Path], tmp_path: Path, ranks: int, kills: int, more: str, busy: bool
 ) -> None:
     """FAULT_SEED chooses other instants."""

@@ -58,7 +58,7 @@ def test_fault_14_a_disk_that_fills_up_and_is_emptied(call: Call, digits: Path, 
 
 
 @pytest.mark.parametrize(("failing", "code", "update"), [pytest.param(1, 85, 7, marks=pytest.mark.slow), (99, 4, 5)])
-def test_fault_08_14_a_disk_that_is_full_when_slurm_warns_costs_no_requeue(
+def test_fault_08_14_full_disk_at_slurms_warning(
     call: Call, digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: int, code: int, update: int
 ) -> None:
     """It is full for the first attempt to save the seventh update, or for all; the epoch before is saved."""
@@ -127,7 +127,7 @@ def test_fault_42_43_44_tars_and_shards(call: Call, digits: Path, tmp_path: Path
 
 @linux
 @pytest.mark.parametrize("micro_batches", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_fault_22_a_data_worker_is_killed_in_the_middle_of_a_step(
+def test_fault_22_worker_is_killed_within_a_step(
     call: Call, digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, micro_batches: int
 ) -> None:
     """The step is completed. Where its next micro-batch never comes, the newest checkpoint counts."""
@@ -153,7 +153,7 @@ def test_fault_22_a_data_worker_is_killed_in_the_middle_of_a_step(
     assert digest(tmp_path / "run") == digest(tmp_path / "whole")
 
 
-def test_fault_53_a_batch_of_huge_values_costs_its_step_alone(
+def test_fault_53_huge_batch_costs_one_step(
     call: Call, digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     finish, batches = Loader._finish, itertools.count(1)
@@ -166,7 +166,7 @@ def test_fault_53_a_batch_of_huge_values_costs_its_step_alone(
         assert all(torch.isfinite(value).all() for value in checkpoint[entry].values())
 
 
-def test_fault_52_a_last_update_of_one_image(
+def test_fault_52_last_update_of_one(
     call: Call, digits: Path, make_labels: Callable[..., Path], tmp_path: Path
 ) -> None:
     labels = make_labels(digits, classes=10)

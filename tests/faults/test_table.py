@@ -7,7 +7,7 @@ import re
 from tests.commands.conftest import ROOT
 
 
-def test_every_fault_of_the_table_has_a_test_and_every_test_a_row() -> None:
+def test_faults_of_the_table_have_tests_and_tests_rows() -> None:
     table = (ROOT / "docs" / "reliability.md").read_text().partition("## The table")[2]
     documented = [int(number) for row in re.findall(r"^\| (\d[\d, ]*) \|", table, re.M) for number in row.split(", ")]
     tested = {

@@ -26,9 +26,7 @@ def check_ends(runs: list[Running], code: int) -> None:
     assert [run.end() for run in runs] == [code] * len(runs), "\n".join(run.output for run in runs)
 
 
-def test_two_hosts_that_have_ipv6_alone_end_in_the_weights_of_one(
-    hosts: list[Host], data: Path, tmp_path: Path
-) -> None:
+def test_two_ipv6_hosts_end_in_the_weights_of_one(hosts: list[Host], data: Path, tmp_path: Path) -> None:
     addresses = [f"fd00:78::{10 + number}" for number in range(2)]
     for host, address in zip(hosts, addresses, strict=True):
         for words in ("addr flush dev eth0 scope global", f"addr add {address}/64 dev eth0 nodad"):
@@ -91,7 +89,7 @@ def test_a_signal_to_one_host_stops_both_at_the_same_step(hosts: list[Host], dat
     ("wrong", "flag", "told"),
     [(0, "--device cuda", "this machine shows 0"), (1, "--no-such-flag", "error: unknown flag --no-such-flag")],
 )
-def test_fault_64_a_host_where_the_run_cannot_begin_ends_both(
+def test_fault_64_host_that_cannot_begin_ends_both(
     hosts: list[Host], data: Path, wrong: int, flag: str, told: str
 ) -> None:
     flags = [f"{FLAGS} {flag if rank == wrong else ''}" for rank in (0, 1)]

@@ -50,7 +50,7 @@ def shaken(name: str, **kwargs: Any) -> torch.nn.Module:
 
 
 @pytest.mark.parametrize("name", AVERAGING)
-def test_the_mean_of_dense_logits_is_the_output_of_whatever_averages(name: str) -> None:
+def test_mean_of_dense_logits_is_the_output_of_averages(name: str) -> None:
     model, images = shaken(name, **AVERAGING[name]), torch.randn(2, 3, 64, 96)
     with torch.no_grad():
         dense, own = dense_logits(model, images), model(images)
@@ -60,7 +60,7 @@ def test_the_mean_of_dense_logits_is_the_output_of_whatever_averages(name: str) 
 
 
 @pytest.mark.parametrize("name", ["test_convnext", "test_vit2", "test_vit4"])
-def test_behind_an_average_and_a_norm_a_position_is_what_the_head_says_of_it_alone_but_for_a_factor(name: str) -> None:
+def test_position_behind_average_and_norm_is_right_to_a_factor(name: str) -> None:
     """The logits less the constant term differ by one positive number per position, the same for every class."""
     model, images = shaken(name, **AVERAGING[name]), torch.randn(2, 3, 64, 96)
     with torch.no_grad():
@@ -83,7 +83,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_heads_that_are_more_than_a_linear_layer_on_an_average_are_refused(name: str) -> None:
+def test_heads_beyond_linear_on_average_are_refused(name: str) -> None:
     model = build(name, **{"pool_include_prefix": True} if name == "test_vit2" else {})
     size = model.pretrained_cfg["input_size"] if name.startswith("test") else (3, 64, 64)
     with pytest.raises(UserError, match=f"^{name}.* can't annotate: .*{REFUSED[name]}"):

@@ -85,7 +85,7 @@ def test_labels_are_those_of_the_squashed_whole_image(command: list[str], capsys
         assert np.abs(total - expected.logsumexp(0).detach().numpy()).max() < 0.05 * expected.std().item()
 
 
-def test_killed_in_the_middle_of_a_write_it_goes_on_to_the_same_result(command: list[str], tmp_path: Path) -> None:
+def test_kill_within_a_write_leads_to_the_same_result(command: list[str], tmp_path: Path) -> None:
     draw, whole, killed = random.Random(2), into(command, "whole"), into(command, "killed")
     assert end(whole, start(whole, shifted=True)) == [0]
     for ranks in (2, 1, 2):

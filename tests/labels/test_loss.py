@@ -137,7 +137,7 @@ def draw(mix: Mixup, batch: int, seed: int) -> tuple[MixRatios, Tensor]:
 
 
 @pytest.mark.parametrize("settings", MIXES, ids=["mixup", "cutmix", "both", "minmax"])
-def test_labels_are_mixed_as_the_images_are_and_mixtoken_mixes_the_mixtures(settings: dict[str, Any]) -> None:
+def test_labels_mix_as_images_do_and_mixtoken_mixes_mixtures(settings: dict[str, Any]) -> None:
     for batch, seed in ((4, 0), (5, 1), (5, 2)):
         cls, aux, targets = small_case(batch=batch)
         ratios, stays = draw(Mixup(**settings, num_classes=CLASSES), batch, seed)
@@ -145,7 +145,7 @@ def test_labels_are_mixed_as_the_images_are_and_mixtoken_mixes_the_mixtures(sett
         assert_equal(terms, written_out(cls, aux, targets, BLENDED, SHARE, stays), BLENDED, cls, aux)
 
 
-def test_without_a_dense_head_there_is_the_class_loss_alone_and_mixtoken_still_mixes_it() -> None:
+def test_without_dense_head_mixtoken_mixes_the_class_loss() -> None:
     cls, aux, targets = small_case()
     expected = F.cross_entropy(cls, targets.cls * (1 - SHARE) + targets.cls.flip(0) * SHARE)
     for loss in (PLAIN((cls, None), targets, BOX), PLAIN((cls, aux), replace(targets, tokens=None), BOX)):
@@ -171,7 +171,7 @@ def test_bfloat16_logits_are_compared_in_float32() -> None:
         assert grad.dtype == torch.bfloat16 and torch.equal(grad, reference.bfloat16())
 
 
-def test_groups_of_images_change_nothing_and_only_the_gradient_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loss_in_groups_is_equal_and_holds_one_large_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
     cls, aux, targets = small_case()
     expected = torch.autograd.grad(PLAIN((cls, aux), targets).total, (cls, aux))
     monkeypatch.setattr(chunks, "_CPU_NUMBERS", 1)

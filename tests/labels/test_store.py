@@ -51,7 +51,7 @@ def marks(store: LabelStore) -> list[float]:
     return [float(store.read(index, 8, 8).values[0, 0, 0]) for index in range(len(store))]
 
 
-def test_a_published_tree_is_read_as_it_was_written_also_in_a_worker(tree: Path) -> None:
+def test_published_tree_reads_as_written_in_workers_too(tree: Path) -> None:
     store = pickle.loads(pickle.dumps(open_labels(tree, NAMES, num_classes=2)))
     assert (len(store), store.shape, store.warnings, marks(store)) == (3, SHAPE, [], [0, 1, 2])
     stored, expected = store.read(1), published(1)
@@ -126,7 +126,7 @@ def test_unusable_content_names_the_file(tmp_path: Path, case: str) -> None:
 
 @pytest.mark.parametrize("kind", ["float64", "float16", "shards"])
 @pytest.mark.parametrize("number", [0.5, float("nan"), 2**31, 2**32 + 1, 2**40, -(2**40)])
-def test_class_ids_that_are_no_numbers_of_32_bits_are_not_rounded(
+def test_class_ids_beyond_32_bits_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, number: float
 ) -> None:
     path, ids = tmp_path / "x.pt", np.full(SHAPE, number)
@@ -165,9 +165,7 @@ def test_fault_49_code_in_a_label_file_is_not_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("policy,area", [("skip", NO_AREA), ("uniform", FULL_AREA)])
-def test_fault_45_46_missing_and_odd_maps_stop_or_are_replaced(
-    tree: Path, policy: str, area: tuple[float, ...]
-) -> None:
+def test_fault_45_46_missing_and_odd_maps(tree: Path, policy: str, area: tuple[float, ...]) -> None:
     (tree / "c1" / "0.pt").unlink()
     torch.save(published(shape=(2, 9, 9)), tree / "c0" / "0.pt")
     LabelInfo(2, (3, 4), 2).write(tree / "labels.json")

@@ -121,7 +121,7 @@ def test_groups_of_images_and_autocast_change_nothing(monkeypatch: pytest.Monkey
     torch.testing.assert_close(made(random_case(2)), at_once, rtol=1e-13, atol=1e-15)
 
 
-def test_no_tensor_has_a_number_for_every_token_and_class_and_large_ids_are_exact() -> None:
+def test_no_tensor_is_tokens_by_classes_and_large_ids_are_exact() -> None:
     labels, *geometry = random_case(0, batch=2)
     many = LabelBatch(labels.values, labels.ids * 1111, labels.area)
     with Sizes() as sizes:
@@ -132,7 +132,7 @@ def test_no_tensor_has_a_number_for_every_token_and_class_and_large_ids_are_exac
 
 
 @pytest.mark.gpu
-def test_cuda_agrees_with_the_cpu_repeats_itself_and_does_not_synchronise() -> None:
+def test_targets_on_cuda_agree_repeat_and_never_synchronise() -> None:
     case = single(random_case(0))
     expected = make_targets(*case, (3, 4), CLASSES)
     on_gpu = [part.to("cuda") for part in case]

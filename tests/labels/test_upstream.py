@@ -51,7 +51,7 @@ def test_all_rows_together_are_roi_align_of_the_published_box(cells: tuple[int, 
     torch.testing.assert_close(made.tokens.dense(CLASSES)[inside].double(), expected[inside], rtol=1e-4, atol=1e-5)
 
 
-def test_label_crop_alone_moves_the_window_across_the_diagonal_and_nothing_else() -> None:
+def test_label_crop_mirrors_the_window_and_nothing_else() -> None:
     """The label of a point is that of the point as far into the mirrored window, through the same operations."""
     labels, plan = some_labels((10, 20)), planned(AugmentConfig((56, 80), vflip=0.3))
     same, affine, visible = published_window(["label-crop"], plan, labels)
@@ -64,7 +64,7 @@ def test_label_crop_alone_moves_the_window_across_the_diagonal_and_nothing_else(
     assert label_view(["uncovered", "target-sum"]) is None  # which have no window
 
 
-def test_label_scale_alone_stretches_what_is_read_and_what_is_visible_about_the_top_of_the_map() -> None:
+def test_label_scale_stretches_the_window_and_nothing_else() -> None:
     labels, plan = some_labels((10, 20)), planned(CROPS)
     labels.area[:] = torch.tensor([0.125, 0.25, 0.875, 0.75])
     _, affine, visible = published_window(["label-scale"], plan, labels)

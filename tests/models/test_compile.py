@@ -66,7 +66,7 @@ class Products(torch.nn.Module):
         return linear(self.layer, outlook_attention(v, logits))
 
 
-def test_what_is_exported_has_no_operator_of_ours_though_it_was_compiled_before():
+def test_exported_model_has_no_operator_of_ours():
     inputs, operators = [make_images(3, size, size, c).movedim(1, -1) for size, c in ((4, 32), (2, 162))], []
     compiled = torch.compile(Products(), backend=lambda module, _: operators.append(own(module)) or module.forward)
     for strict in (False, True):

@@ -77,9 +77,7 @@ class WithTimms(nn.Module):
 
 
 @pytest.mark.parametrize("name", BLOCKS)
-def test_masks_are_timms_and_subsets_have_the_same_mean_of_outputs_and_gradients(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_masks_are_timms_and_subsets_have_the_same_mean(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     make, shape = BLOCKS[name]
     torch.manual_seed(0)
     block = make().double()
@@ -103,7 +101,7 @@ def test_masks_are_timms_and_subsets_have_the_same_mean_of_outputs_and_gradients
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_subset_is_taken_and_put_back_bit_for_bit_as_by_index_add(dtype: torch.dtype) -> None:
+def test_subset_is_taken_and_put_back_as_by_index_add(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     x, drawn, weight = torch.randn(5, 3, 4, dtype=dtype), torch.tensor([4, 0, 3]), torch.randn(4, 4, dtype=dtype)
     x, drawn, weight = x.cuda(), drawn.cuda(), weight.cuda()
@@ -121,7 +119,7 @@ def test_a_subset_is_taken_and_put_back_bit_for_bit_as_by_index_add(dtype: torch
 
 
 @pytest.mark.parametrize("mode", ["mask", "subset"])
-def test_what_is_drawn_for_two_branches_is_independent_and_equally_likely(mode: str) -> None:
+def test_branches_draw_independently_and_evenly(mode: str) -> None:
     torch.manual_seed(0)
     x, shares, counts, passes = torch.zeros(4, 1), [WHOLE // 2] * 2, Counter(), 3600
     for _ in range(passes):
@@ -154,9 +152,7 @@ def test_the_number_kept_is_the_nearest_and_at_least_one() -> None:
 
 
 @pytest.mark.parametrize(("mode", "checkpointing"), [("mask", False), ("subset", True)])
-def test_a_step_of_d5_s_depth_draws_for_each_of_its_72_branches_apart(
-    mode: str, checkpointing: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_d5_draws_for_its_72_branches_apart(mode: str, checkpointing: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     model = timm.create_model("volo_test", img_size=32, layers=(12, 12, 20, 4), drop_path_rate=0.75).train()
     model.set_drop_path_mode(mode)
     model.set_grad_checkpointing(checkpointing)
@@ -174,7 +170,7 @@ def test_a_step_of_d5_s_depth_draws_for_each_of_its_72_branches_apart(
 
 
 @pytest.mark.parametrize(("name", "mode"), [("volo_test", "mask"), ("lvvit_test", "subset")])
-def test_checkpointing_recomputes_what_was_drawn_and_evaluation_drops_nothing(name: str, mode: str) -> None:
+def test_checkpointing_redraws_and_evaluation_drops_nothing(name: str, mode: str) -> None:
     model, x = model_of(name, mode=mode), make_images(5, 64)
 
     def run(seed: int, checkpointing: bool) -> list[Tensor]:
@@ -234,7 +230,7 @@ class Around(nn.Module):
     "put",
     [copy.deepcopy, Around, checkpoint_wrapper, partial(torch.compile, backend="eager"), lambda b: Around(Around(b))],
 )
-def test_a_block_that_others_wrap_or_copy_keeps_its_stochastic_depth(put: Callable[..., Any], mode: str) -> None:
+def test_wrapped_or_copied_block_keeps_stochastic_depth(put: Callable[..., Any], mode: str) -> None:
     plain, changed = (model_of("lvvit_test", mode=mode) for _ in range(2))
     for index, block in enumerate(changed.blocks):
         changed.blocks[index] = put(block)
@@ -257,7 +253,7 @@ def test_a_block_that_others_wrap_or_copy_keeps_its_stochastic_depth(put: Callab
         lambda: DeviceStage(AugmentConfig((8, 8)), (0.5,), (0.25,)),
     ],
 )
-def test_whatever_no_weights_bring_is_there_where_memory_is_made_anew(make: Callable[[], nn.Module]) -> None:
+def test_buffers_are_there_after_to_empty(make: Callable[[], nn.Module]) -> None:
     plain = make()
     with torch.device("meta"):
         on_meta = make()

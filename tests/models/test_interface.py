@@ -40,7 +40,7 @@ def test_output_contract(name, training):
     assert isinstance(model, TokenLabelModel) and model.head_hidden_size == model.num_features
 
 
-def test_a_box_mixes_an_empty_one_does_not_and_a_full_one_swaps_the_class_token_alone(name):
+def test_box_mixes_empty_does_not_and_full_swaps_class_tokens(name):
     model, x = build(name), make_images(4, 64, 96)
     plain, mixed = model(x, dense=True), model(x, dense=True, mix_box=(1, 0, 3, 2))
     torch.testing.assert_close(model(x, dense=True, mix_box=(2, 2, 2, 4)), plain)

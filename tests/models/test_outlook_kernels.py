@@ -123,7 +123,7 @@ def test_a_kernel_takes_any_layout(kernel):
         torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
 
 
-def test_huge_logits_make_no_nan_and_a_row_of_equal_ones_is_uniform(kernel):
+def test_huge_logits_make_no_nan_and_equal_ones_are_uniform(kernel):
     v, logits, grad = tensors(3, 3, torch.float32, batch=1)
     assert all(x.isfinite().all() for x in results(by_kernel(kernel), v, logits * 1e4, grad))
     shifted = results(by_kernel(kernel), v, torch.full_like(logits, -3e4), grad)
@@ -177,7 +177,7 @@ def test_forward_mode_is_right_or_refused():
         torch.func.jvp(functools.partial(attend, kernel="windows"), (v,), (tangent,))
 
 
-def test_groups_of_images_change_nothing_and_gradients_are_finite_differences(monkeypatch):
+def test_groups_are_equal_and_gradients_finite_differences(monkeypatch):
     inputs = tensors(5, 8, batch=5)
     expected = results(by_kernel("windows"), *inputs)
     for numbers in (1, 2 * 3 * 4 * 9 * HEADS * DEPTH):  # one image at a time; two, two and one
@@ -188,7 +188,7 @@ def test_groups_of_images_change_nothing_and_gradients_are_finite_differences(mo
     assert gradcheck(by_kernel("windows"), (v.requires_grad_(), logits.requires_grad_()))
 
 
-def test_auto_takes_the_first_that_fits_and_a_name_that_does_not_is_refused():
+def test_auto_takes_the_first_fit_and_misfits_are_refused():
     v, logits, _ = tensors(4, 4)
     assert choose_kernel("auto", v, logits, 0.0) is KERNELS["windows"]
     assert choose_kernel("auto", v, logits, 0.1) is KERNELS["reference"]

@@ -23,7 +23,7 @@ def no_network(monkeypatch, tmp_path):
 @pytest.mark.parametrize(
     ("name", "file"), [("volo_d1.sail_in1k_384", "d1_384_85.2.pth.tar"), ("lvvit_s", "lvvit_s-26M-224-83.3.pth.tar")]
 )
-def test_without_a_network_the_message_names_the_file_and_its_place(no_network, name, file):
+def test_without_network_the_file_and_its_place_are_named(no_network, name, file):
     with torch.device("meta"), pytest.raises(UserError) as raised:
         timm.create_model(name, pretrained=True)
     message = str(raised.value)

@@ -124,9 +124,7 @@ SWIN = {"embed_dim": 16, "depths": (1, 1, 1, 1), "num_heads": (1, 1, 2, 2)}
         ("lvvit_test", {}, (118, 133)),
     ],
 )
-def test_a_token_lies_where_networks_that_pad_inside_put_it(
-    name: str, settings: dict[str, Any], size: tuple[int, int]
-) -> None:
+def test_tokens_of_padding_networks_lie_right(name: str, settings: dict[str, Any], size: tuple[int, int]) -> None:
     torch.manual_seed(0)
     sized = {"img_size": size} if name.startswith(("swin", "volo", "lvvit")) else {}
     model = timm.create_model(name, num_classes=4, **settings, **sized).eval()
@@ -141,7 +139,7 @@ def test_a_token_lies_where_networks_that_pad_inside_put_it(
             assert middle == pytest.approx(positions.first[axis] + number * positions.pitch[axis], abs=1)
 
 
-def test_a_map_that_is_padded_and_made_small_again_is_not_gone_through_for_ever() -> None:
+def test_padding_that_is_undone_ends_the_walk() -> None:
     halves = [nn.Conv2d(3, 3, 3, 2, 1) for _ in range(2)]
     layers = nn.Sequential(halves[0], nn.ZeroPad2d((0, 1, 0, 1)), nn.Conv2d(3, 3, 2), halves[1])
     with downsampling_layers(layers) as downsampling:
@@ -176,7 +174,7 @@ def test_positions_are_the_middle_of_what_a_token_sees(seed: int) -> None:
     assert not layers[0]._forward_hooks
 
 
-def test_shares_of_mixed_images_are_those_of_the_pixels_of_a_token() -> None:
+def test_shares_of_a_mix_are_those_of_a_tokens_pixels() -> None:
     pixels = torch.rand(2, 1, 20, 30, dtype=torch.float64)
     ratios = MixRatios(torch.rand(2, 1), pixels)
     window = (-0.1, 0.05, 0.8, 1.2)

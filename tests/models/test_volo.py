@@ -22,7 +22,7 @@ def heads_of(model):
 
 
 @pytest.mark.parametrize("name", [*VARIANTS, *LVVITS])
-def test_a_variant_is_its_row_with_the_names_and_shapes_of_timms_weights(name):
+def test_variant_is_its_row_with_timms_names_and_shapes(name):
     row = (VARIANTS | LVVITS)[name]
     with torch.device("meta"):
         model = timm.create_model(name, num_classes=1000)
@@ -58,7 +58,7 @@ PUBLISHED = {
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_every_published_weight_has_a_tag_with_its_size_shape_and_parameters(name):
+def test_published_weights_have_tags_with_size_and_shape(name):
     shape, crop_pct, sizes = PUBLISHED[name]
     assert {size for model, size in LVVIT_WEIGHTS if model == name} == {*sizes}
     for size, millions in sizes.items():
@@ -123,7 +123,7 @@ def drop_path_rates(module):
     return [m.drop_path for m in module.modules() if isinstance(m, ResidualBlock) and m.drop_path]
 
 
-def test_stochastic_depth_equals_timms_and_spares_outlookers_unless_asked():
+def test_stochastic_depth_is_timms_and_spares_outlookers():
     with torch.device("meta"):
         ours, theirs = (timm.create_model(name, drop_path_rate=0.3) for name in ("volo_d1", "volo_d1_224"))
         everywhere = timm.create_model("volo_d1", drop_path_rate=0.3, outlooker_drop_path=True)

@@ -58,7 +58,7 @@ def flat_features(name: str, model: Any) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_the_model_stays_timm_s_and_the_dense_head_sees_each_place_of_the_last_map(name: str) -> None:
+def test_model_stays_timms_and_the_dense_head_sees_each_place(name: str) -> None:
     model, reference = with_dense_head(plain(name), SIZE), plain(name)
     assert isinstance(model, WithDenseHead) and isinstance(model, type(reference)) and not model.training
     assert [n for n in model.state_dict() if not is_dense_head(n)] == list(reference.state_dict())
@@ -81,7 +81,7 @@ def spatial_mask(box: tuple[int, int, int, int], grid: tuple[int, int], scale: i
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_images_are_mixed_behind_the_embedding_and_tokens_sent_back(name: str) -> None:
+def test_images_mix_behind_the_embedding_and_tokens_return(name: str) -> None:
     """The reference is timm's model, whose embedding's output is overwritten by hand."""
     model, scale = with_dense_head(plain(name), SIZE), MODELS[name][1]
     grid, reference = model.token_grid(SIZE), plain(name)
@@ -206,7 +206,7 @@ def test_models_that_can_t_be_mixed_train_without() -> None:
     assert tokens.shape[1] == model.token_grid(size)[0] * model.token_grid(size)[1]
 
 
-def test_a_first_convolution_that_sees_more_channels_than_the_image_has() -> None:
+def test_first_convolution_with_extra_channels_is_found() -> None:
     model = timm.create_model("tresnet_m", num_classes=CLASSES, layers=(1, 1, 1, 1), width_factor=0.25)
     cls, tokens = with_dense_head(model, SIZE).eval()(images(), dense=True)
     assert (cls.shape, tokens.shape) == ((4, CLASSES), (4, 6, CLASSES))

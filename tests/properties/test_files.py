@@ -87,7 +87,7 @@ def _read_all(root: Path) -> list[LabelMap]:
 
 
 @given(data=st.data())
-def test_a_spoilt_archive_reads_the_same(
+def test_spoilt_archive(
     data: st.DataObject, archive: Path, tree: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     file = data.draw(st.sampled_from(sorted(archive.glob("[!.]*"))))
@@ -243,9 +243,7 @@ _REMOVED = object()
 @example(place=("optimizer", "state", 0, "step"), value=_REMOVED)
 @example(place=("optimizer", "state", 0, "exp_avg"), value=torch.ones(()))  # torch's fused step read beyond its end
 @example(place=("optimizer", "state", 1, "exp_avg_sq"), value=3)
-def test_a_checkpoint_with_a_strange_entry_changes_nothing_or_trains(
-    place: tuple[Any, ...], value: Any, tmp_path: Path
-) -> None:
+def test_strange_checkpoint_entry_changes_nothing_or_trains(place: tuple[Any, ...], value: Any, tmp_path: Path) -> None:
     payload, file = copy.deepcopy(PAYLOAD), tmp_path / "last.pth.tar"
     parent = functools.reduce(operator.getitem, place[:-1], payload)
     if value is _REMOVED:
@@ -286,7 +284,7 @@ _STRANGE_TENSORS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # torch's, of prototypes
 @pytest.mark.parametrize("kind", _STRANGE_TENSORS)
-def test_a_tensor_that_is_not_dense_numbers_is_refused_wherever_it_lies(kind: str, tmp_path: Path) -> None:
+def test_tensor_of_another_kind_is_refused_wherever_it_lies(kind: str, tmp_path: Path) -> None:
     file, change = tmp_path / "x.pt", _STRANGE_TENSORS[kind]
     torch.save(change(torch.ones(2, *SHAPE)), file)
     assert result_or_refusal(lambda: read_map(file, CLASSES).validate(CLASSES), file) is None
@@ -309,7 +307,7 @@ _COUNTS = st.sampled_from((-1, 0, 1, 7, 2**31 - 1, -(2**31)))
 
 
 @given(data=st.data())
-def test_a_strange_table_with_a_right_checksum_is_refused_or_read(data: st.DataObject, tmp_path: Path) -> None:
+def test_strange_table_with_a_right_checksum_is_refused_or_read(data: st.DataObject, tmp_path: Path) -> None:
     table, rows, block = str(tmp_path / "labels"), np.zeros(3, ROW), b"a/0a/1b/2"
     (tmp_path / "x.tar").write_bytes(bytes(64))
     rows["length"], rows["offset"], rows["crc32"] = 8, (0, 8, 16), zlib.crc32(bytes(8))

@@ -128,7 +128,7 @@ def test_a_branch_is_begun_by_every_start_of_a_job(slurm: FakeSlurm) -> None:
     assert f"{trunk.parent}:{trunk.parent}" in ended.out
 
 
-def test_d3_is_pretrained_on_five_nodes_in_a_container_with_data_staged(slurm: FakeSlurm) -> None:
+def test_d3_is_pretrained_on_five_nodes_with_data_staged(slurm: FakeSlurm) -> None:
     """What a job prints, and the environment of its last step. UPDATE_GOLDEN=1 writes the file anew."""
     image, golden = slurm.folder / "volo.sqsh", Path(__file__).with_name("pretrain_container.txt")
     image.touch()
@@ -169,9 +169,7 @@ def test_a_mistake_is_one_line_before_any_step(slurm: FakeSlurm, env: dict[str, 
         pytest.param("volo.sqsh", f"{QUICK} --epochs 1", 0, "done: 2 updates", marks=pytest.mark.slow),
     ],
 )
-def test_the_scripts_that_volo_slurm_writes_train_where_they_are_written(
-    slurm: FakeSlurm, image: str, flags: str, code: int, told: str
-) -> None:
+def test_scripts_of_volo_slurm_train_in_place(slurm: FakeSlurm, image: str, flags: str, code: int, told: str) -> None:
     assert cli.run("slurm", [str(slurm.folder / "jobs")]) == 0
     data = write_dataset(slurm.folder / "images")
     one = {"SLURM_JOB_NODELIST": "node3", "SLURM_JOB_NUM_NODES": "1", "SLURM_GPUS_ON_NODE": "", "PROCESSES": "1"}
@@ -218,9 +216,7 @@ def test_the_marker_decides_about_a_requeue(slurm: FakeSlurm, do: str, env: dict
         ("rank.sh", "trap '' USR1; echo begun; exec /bin/sleep 600", 143),
     ],
 )
-def test_a_warning_before_the_training_has_begun_ends_the_step_and_requeues(
-    slurm: FakeSlurm, step: str, do: str, code: int
-) -> None:
+def test_warning_before_training_ends_the_step_and_requeues(slurm: FakeSlurm, step: str, do: str, code: int) -> None:
     staged = {"STAGE_TO": "/raid"} if step == "stage.sh" else {}
     ended = slurm.run("pretrain.sbatch", warned_at="begun", ON=step, DO=do, **staged)
     assert (ended.code, len(ended.steps), slurm.lines("asked")) == (code, 1, ["requeue 12345"])
@@ -234,7 +230,7 @@ def test_a_warning_while_a_step_starts_reaches_it(slurm: FakeSlurm) -> None:
     assert ended.code in (138, 143) and slurm.lines("asked") == ["requeue 12345"]  # 143: its shell was not yet ready
 
 
-def test_a_time_limit_that_is_shorter_than_the_start_ends_the_job_the_second_time(slurm: FakeSlurm) -> None:
+def test_time_limit_below_the_start_ends_the_second_job(slurm: FakeSlurm) -> None:
     def warned(update: int | None) -> tuple[str, int]:
         saved = "" if update is None else f"""echo '{{"reason": "x", "update": {update}}}' > $REQUEUE_MARKER; """
         do = f"trap 'n=1' USR1; {BEGUN}; echo begun; until [ $n ]; do /bin/sleep 0.05; done; {saved}exit 85"
@@ -245,7 +241,7 @@ def test_a_time_limit_that_is_shorter_than_the_start_ends_the_job_the_second_tim
     assert asked == 3 and "two starts in a row before they had done an update: ask for more (--time)" in error
 
 
-def test_a_step_that_ends_well_without_having_trained_is_a_failure(slurm: FakeSlurm) -> None:
+def test_step_that_ends_well_untrained_is_a_failure(slurm: FakeSlurm) -> None:
     for do in ("exit 0", BEGUN):
         ended = slurm.run("pretrain.sbatch", DO=do)
         assert ended.code == 1 and "the training has not said that it is done: see" in ended.err
@@ -288,7 +284,7 @@ def test_data_that_changed_anywhere_are_staged_again(slurm: FakeSlurm) -> None:
     assert len({*named}) == 5 and named[-2] == named[-1] and all(name.startswith("/raid/data-") for name in named)
 
 
-def test_nothing_is_staged_of_a_tar_that_is_cut_off_or_a_folder_without_train(tmp_path: Path) -> None:
+def test_cut_tar_or_folder_without_train_is_not_staged(tmp_path: Path) -> None:
     data, raid = write_dataset(tmp_path / "data"), tmp_path / "raid"
     cut = Path(make_archive(str(tmp_path / "cut"), "tar", tmp_path, "data"))
     between = Path(make_archive(str(tmp_path / "between"), "tar", tmp_path, "data"))

@@ -54,7 +54,7 @@ def check_same(one: LabelStore, other: LabelStore) -> None:
 
 
 @pytest.mark.parametrize(("known", "area"), [(True, "full"), (False, "center")], ids=["images", "labels"])
-def test_an_archive_has_the_maps_of_its_tree(
+def test_archive_has_its_trees_maps(
     tree: Path, images: Path, names: list[str], tmp_path: Path, known: bool, area: str
 ) -> None:
     said = pack(str(tree), str(tmp_path / "out"), str(images) if known else None, area=area)

@@ -132,9 +132,7 @@ def test_a_killed_command_goes_on_to_the_same_bytes(tmp_path: Path) -> None:
     assert made.items() <= {path.name: path.stat().st_mtime_ns for path in out.glob("*.tar")}.items()
 
 
-def test_a_process_that_hangs_at_its_start_ends_the_command(
-    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_hanging_process_ends_the_command(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jobs, "begin_process", lambda: time.sleep(LIMIT))
     monkeypatch.setattr(jobs, "_START_SECONDS", 0.2)
     before = set(multiprocessing.active_children())
@@ -215,7 +213,7 @@ def test_large_images_are_made_smaller(data: Path, tmp_path: Path) -> None:
     assert one.area == other.area
 
 
-def test_names_that_lead_out_are_refused_before_anything_is_written(data: Path, tmp_path: Path) -> None:
+def test_names_that_lead_out_are_refused_before_writing(data: Path, tmp_path: Path) -> None:
     folder = scan_folder(data / "train")
     hostile = replace(folder, paths=["b/../../x.jpg", *folder.paths[1:]])  # as of an index that somebody else made
     with pytest.raises(UserError, match=r"b/\.\./\.\./x.jpg, an image of .*, is named outside of it: rename it"):

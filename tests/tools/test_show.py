@@ -119,7 +119,7 @@ def test_twelve_classes_can_be_told_apart_by_every_kind_of_eye(eyes: str) -> Non
     assert min(np.linalg.norm(one - other) for one, other in combinations(lab, 2)) > 0.07  # black to white: 1
 
 
-def test_a_class_has_its_colour_in_every_picture_or_is_grey_and_named() -> None:
+def test_class_has_one_colour_or_is_grey_and_named() -> None:
     colours = class_colours(range(16))
     assert class_colours([11, 3, 7]) == {i: colours[i] for i in (11, 3, 7)}
     assert len({colours[i] for i in range(12)}) == 12 and len({colours[i] for i in range(12, 16)}) == 1
@@ -133,7 +133,7 @@ def test_a_class_has_its_colour_in_every_picture_or_is_grey_and_named() -> None:
     assert page.legends[0].get_title().get_text() == "grey: class 12, class 13, class 14, class 15"
 
 
-def test_what_is_mixed_is_shown_and_the_legend_is_in_the_order_of_classes() -> None:
+def test_mix_is_shown_and_the_legend_in_order_of_classes() -> None:
     pixels, mixed = np.zeros((32, 32, 3), np.uint8), np.full((32, 32, 3), 7, np.uint8)
     cells = Cells(np.array([[5, 5], [5, 2]]), np.ones((2, 2)), np.ones((2, 2)))
     example = Example("a", pixels, (32, 32), np.zeros((4, 2)), pixels, tokens=cells, mixed=mixed)
@@ -148,7 +148,7 @@ def test_what_is_mixed_is_shown_and_the_legend_is_in_the_order_of_classes() -> N
 
 
 @pytest.mark.parametrize(("parts", "count"), [((), 1), (("tokens",), 1), (("label", "tokens"), 3)])
-def test_all_text_is_inside_of_the_page_and_speaks_of_what_is_drawn(parts: tuple[str, ...], count: int) -> None:
+def test_text_is_within_the_page_and_about_what_is_drawn(parts: tuple[str, ...], count: int) -> None:
     pixels, window = np.zeros((40, 30, 3), np.uint8), np.array([[0, 0], [60, 0], [60, 40], [0, 40]])
     cells = Cells(np.arange(30).reshape(5, 6) // 2, np.ones((5, 6)), np.ones((5, 6)))
     more = dict.fromkeys(parts, cells) | ({"target": (1, 0.87), "area": (0, 0, 60, 40)} if parts else {})

@@ -38,16 +38,14 @@ def run_with(fault: str, make_dataset: Make, tmp_path: Path, more: str) -> Runni
 
 
 @pytest.mark.slow
-def test_fault_53_all_ranks_end_with_the_code_of_the_one_that_failed(make_dataset: Make, tmp_path: Path) -> None:
+def test_fault_53_all_ranks_end_with_the_failed_rank_code(make_dataset: Make, tmp_path: Path) -> None:
     run = run_with("nan", make_dataset, tmp_path, "--skip-nonfinite 2")
     assert run.end() == 3, run.output
     assert run.output.count("] error: the gradients of 3 steps in a row") == 1 and "hung" not in run.output
     assert read_checkpoint(tmp_path / "run/last.pth.tar")["update"] == UPDATES  # what there was
 
 
-def test_fault_23_failing_storage_of_one_rank_makes_no_image_bad_and_all_save_and_stop(
-    make_dataset: Make, tmp_path: Path
-) -> None:
+def test_fault_23_storage_fault_of_one_rank_stops_all(make_dataset: Make, tmp_path: Path) -> None:
     lost = tmp_path / "lost"
     here = f"os.environ.get('RANK') == '1' and '/train/' in str(path) and os.path.exists({str(lost)!r})"
     fails = f"if {here}: raise OSError(116, os.strerror(116))"
@@ -61,7 +59,7 @@ def test_fault_23_failing_storage_of_one_rank_makes_no_image_bad_and_all_save_an
     assert read_checkpoint(tmp_path / "run/last.pth.tar")["update"] >= 5
 
 
-def test_fault_21_where_a_rank_hangs_all_print_their_stacks_and_end(make_dataset: Make, tmp_path: Path) -> None:
+def test_fault_21_hang_of_one_rank_prints_all_stacks_and_ends(make_dataset: Make, tmp_path: Path) -> None:
     run = run_with("hang", make_dataset, tmp_path, "--dist-timeout 3")
     assert run.end() == 5, run.output
     for rank in (0, 1):

@@ -79,9 +79,7 @@ def told(directory: Path) -> dict[str, dict[str, str]]:
     return {file.stem: json.loads(file.read_text()) for file in directory.glob("*.json")}
 
 
-def test_nodes_number_their_ranks_in_order_and_their_lines_have_prefixes(
-    nodes: Callable[..., list[Running]], tmp_path: Path
-) -> None:
+def test_nodes_number_ranks_in_order_and_prefix_lines(nodes: Callable[..., list[Running]], tmp_path: Path) -> None:
     runs = nodes([(1, 2), (0, 1)])
     assert [run.end() for run in runs] == [0, 0], "\n".join(run.output for run in runs)
     environments = told(tmp_path)
@@ -95,7 +93,7 @@ def test_nodes_number_their_ranks_in_order_and_their_lines_have_prefixes(
 
 
 @pytest.mark.parametrize(("code", "starts"), [("-9", 2), ("3", 1)])
-def test_processes_start_again_unless_the_same_would_happen_again(
+def test_processes_restart_unless_it_is_futile(
     alone: Callable[..., Running], tmp_path: Path, code: str, starts: int
 ) -> None:
     (tmp_path / "1.0.ends").write_text(code)
@@ -125,7 +123,7 @@ run_program(parse, "none")
 """
 
 
-def test_programs_write_whole_lines_which_prefixes_are_put_before() -> None:
+def test_lines_are_whole_behind_their_prefixes() -> None:
     writes, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)  # keeps one write apart from the next
     with other:
         subprocess.run([sys.executable, "-u", "-c", WRITING], stdout=other, stderr=other, cwd=ROOT, timeout=LIMIT)
@@ -154,16 +152,14 @@ def waiting(alone: Callable[..., Running], tmp_path: Path, **env: str) -> Runnin
     return run
 
 
-def test_a_signal_before_a_process_can_handle_it_asks_for_another_start(
-    alone: Callable[..., Running], tmp_path: Path
-) -> None:
+def test_signal_before_handlers_asks_for_another_start(alone: Callable[..., Running], tmp_path: Path) -> None:
     run = waiting(alone, tmp_path)
     assert run.end(signal.SIGUSR1) == 85, run.output
     assert not children(run.process.pid)
 
 
 @pytest.mark.parametrize("signals", [1, 2])
-def test_processes_that_do_not_end_are_killed_after_the_shutdown_timeout_or_a_second_signal(
+def test_processes_that_hang_are_killed_at_shutdown(
     alone: Callable[..., Running], tmp_path: Path, signals: int
 ) -> None:
     (tmp_path / "deaf").touch()
@@ -219,7 +215,7 @@ def test_a_mistake_names_the_variable(environment: dict[str, str], named: str) -
         described(environment)
 
 
-def test_a_mistake_is_one_line_and_a_dry_run_prints_what_would_be_started() -> None:
+def test_mistakes_are_one_line_and_dry_run_prints_commands() -> None:
     def run(program: str, **env: str) -> tuple[int, str, str]:
         command = [str(ROOT / program), "2", "/data", "--output", "with space"]
         env = {"PATH": os.environ["PATH"], "PYTHON": sys.executable, **env}

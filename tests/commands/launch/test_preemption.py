@@ -37,9 +37,7 @@ def last_update(run: Path) -> int:
 
 
 @pytest.mark.parametrize("number", [signal.SIGUSR1, pytest.param(signal.SIGHUP, marks=slow)])
-def test_fault_07_08_a_signal_saves_the_present_step_and_ends_all_processes(
-    data: Path, tmp_path: Path, number: int
-) -> None:
+def test_fault_07_08_signal_saves_this_step_and_ends_all(data: Path, tmp_path: Path, number: int) -> None:
     heeded = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup, which may be round these tests, it is ignored
     run = start(f"{FLAGS} {tmp_path} -b 4", data, processes=2, REQUEUE_MARKER=str(tmp_path / "marker"))
     signal.signal(signal.SIGHUP, heeded)
@@ -55,7 +53,7 @@ def test_fault_07_08_a_signal_saves_the_present_step_and_ends_all_processes(
     wait_until(lambda: all(map(ended, processes)))
 
 
-def test_fault_63_ranks_save_and_end_when_their_launcher_is_killed(data: Path, tmp_path: Path) -> None:
+def test_fault_63_ranks_save_when_their_launcher_is_killed(data: Path, tmp_path: Path) -> None:
     run = start(f"{FLAGS} {tmp_path} -b 4", data, processes=2)
     run.read_until("[2/5]")
     ranks = list(run.ranks().values())
@@ -78,9 +76,7 @@ def test_fault_09_a_background_process_of_a_script_heeds_sigint(data: Path, tmp_
 
 @slow
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 85), (signal.SIGKILL, -signal.SIGKILL)])
-def test_fault_07_a_signal_while_the_data_hangs_ends_its_workers_too(
-    data: Path, tmp_path: Path, number: int, code: int
-) -> None:
+def test_fault_07_signal_in_a_data_hang_ends_workers(data: Path, tmp_path: Path, number: int, code: int) -> None:
     run = start(f"{FLAGS} {tmp_path}", data, **held(tmp_path, at=16))
     run.read_until("epoch 1 [2/5]")
     (worker,) = children(run.process.pid)
@@ -91,7 +87,7 @@ def test_fault_07_a_signal_while_the_data_hangs_ends_its_workers_too(
 
 
 @slow
-def test_fault_07_a_signal_during_validation_does_not_end_the_epoch(make_dataset: Make, tmp_path: Path) -> None:
+def test_fault_07_signal_in_validation_keeps_the_epoch_open(make_dataset: Make, tmp_path: Path) -> None:
     data, hanging = make_dataset(train=8), held(tmp_path, at=5, where="/validation/")
     run = start(f"{FLAGS} {tmp_path} -j 0 --validation-batch-size 1", data, **hanging)
     run.read_until("[1/1]")
@@ -101,7 +97,7 @@ def test_fault_07_a_signal_during_validation_does_not_end_the_epoch(make_dataset
 
 
 @slow
-def test_fault_20_a_killed_rank_is_restarted_and_the_run_ends_in_the_same_bits(data: Path, tmp_path: Path) -> None:
+def test_fault_20_restart_after_a_killed_rank_has_the_same_bits(data: Path, tmp_path: Path) -> None:
     flags = f"{QUICK} -j 1 -b 4 --lr 1e-3 --epochs 3 --output {tmp_path}"
     # No name: the restarted processes have to find their own run.
     run = start(f"{flags} --recovery-interval 2", data, processes=2, MAX_RESTARTS="1", **held(tmp_path, at=12))
@@ -116,7 +112,7 @@ def test_fault_20_a_killed_rank_is_restarted_and_the_run_ends_in_the_same_bits(d
 
 
 @slow
-def test_fault_23_dead_storage_is_named_and_the_run_saves_and_stops(data: Path, tmp_path: Path) -> None:
+def test_fault_23_dead_storage_is_named_after_a_save(data: Path, tmp_path: Path) -> None:
     dead = tmp_path / "dead"
     hangs = f'while str(path).endswith("blue0.jpg") and os.path.exists({str(dead)!r}): time.sleep(0.1)'
     run = start(f"{FLAGS} {tmp_path} --loader-timeout 6 --dist-timeout 4", data, **storage(tmp_path, hangs))

@@ -76,7 +76,7 @@ def test_batches_do_not_depend_on_ranks_and_micro_batches(world, micro):
     assert shared[5:] == [alone[5][: 3 - 3 % world]] * (world <= 3)  # less than an image per rank is left out
 
 
-def test_the_tail_is_cut_like_the_rest_and_epochs_leave_out_different_images():
+def test_tail_is_cut_like_the_rest_and_differs_between_epochs():
     streams = [IndexStream(30, 16, 0, world_size=2, rank=rank, micro_batches=2) for rank in (0, 1)]
     sizes = [[[len(chunk) for chunk in update] for update in stream.epoch(0)] for stream in streams]
     assert sizes == [[[4, 4], [4, 3]]] * 2
@@ -88,7 +88,7 @@ def test_the_tail_is_cut_like_the_rest_and_epochs_leave_out_different_images():
     assert all({b - a, c - b} == {25} for a, b, c in zip(repeated[::3], repeated[1::3], repeated[2::3], strict=True))
 
 
-def test_permutations_differ_between_epochs_and_seeds_and_are_fair():
+def test_permutations_differ_and_are_fair():
     orders = np.array([permutation(10, 0, epoch) for epoch in range(4000)])
     assert (np.sort(orders, axis=1) == np.arange(10)).all()
     assert not np.array_equal(permutation(50, 0, 0), permutation(50, 1, 0))

@@ -150,7 +150,7 @@ def levels(images: torch.Tensor) -> np.ndarray:
 
 
 @pytest.mark.parametrize("remode", ["const", "rand", "pixel"])
-def test_a_sample_depends_neither_on_its_batch_nor_on_how_many_are_worked_on_at_once(monkeypatch, remode):
+def test_sample_depends_neither_on_batch_nor_on_chunk(monkeypatch, remode):
     config = AugmentConfig((16, 20), auto_augment="rand-n3-m9-mstd0.5-inc1-p0.9", reprob=0.6, recount=2, remode=remode)
     images = pictures(40, (16, 20))
     together = run(config, images)
@@ -189,7 +189,7 @@ def test_whole_sequences_equal_pil_step_by_step(text, size):
     assert len(orders) == 6
 
 
-def test_normalisation_is_torchvisions_and_images_that_are_not_the_plans_are_refused():
+def test_normalisation_is_torchvisions_and_wrong_images_refused():
     source = picture(8, 12)
     expected = tvf.normalize(tvf.to_tensor(Image.fromarray(source)), MEAN, STD)
     assert torch.allclose(EvalStage(MEAN, STD)(as_batch(source[None]))[0], expected, atol=1e-6)

@@ -66,7 +66,7 @@ def near(share, expected, count) -> bool:
     return abs(share - expected) < 5 * math.sqrt(expected * (1 - expected) / count) + 1e-12
 
 
-def test_each_operation_is_as_frequent_as_the_others_and_skipped_half_the_time():
+def test_operations_are_equally_frequent_and_half_skipped():
     kernels, values = layers_of(parse("rand-m9-mstd0.5-inc1"))
     assert kernels.shape == (20000, 2) and not values[kernels == Kernel.NONE].any()
     for kernel in {OPS[name].kernel for name in parse("rand-m9-mstd0.5-inc1").ops}:

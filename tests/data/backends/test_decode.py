@@ -246,7 +246,7 @@ def test_dali_scales_as_torchvision_does(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("flag", ["", "--full-decode"])
-def test_training_scales_but_for_full_decode_and_validation_never(tmp_path: Path, flag: str) -> None:
+def test_training_alone_scales_unless_full_decode(tmp_path: Path, flag: str) -> None:
     write(tmp_path, {f"{split}/c/{number}.jpg": JPEG for split in ("train", "val") for number in range(4)})
     args = TRAIN.parse(f"{tmp_path} --model volo_test --img-size 32 -b 4 -j 0 --aa none --num-classes 1 {flag}".split())
     settings = {"input_size": (3, 32, 32), "mean": [0, 0, 0], "std": [1, 1, 1], "interpolation": "bicubic"}

@@ -65,9 +65,7 @@ def expected(root: Path, crop_pct: float) -> dict[str, np.ndarray]:
 
 
 @pytest.mark.parametrize(("backend", "way", "batch_size", "crop_pct"), CASES, **WAYS)
-def test_every_image_is_seen_once(
-    backend: str, way: Way, batch_size: int, crop_pct: float, data: Path, root: Path
-) -> None:
+def test_images_are_seen_once(backend: str, way: Way, batch_size: int, crop_pct: float, data: Path, root: Path) -> None:
     seen, off, left_out = list[str](), list[np.ndarray](), 0
     for loader, images in loaders(root, backend, way, batch_size, crop_pct):
         before = len(off)
@@ -112,7 +110,7 @@ def few(tmp_path: Path) -> Path:
     return write(tmp_path / "few", {f"train/c0/{number}.jpg": image for number, image in images.items()})
 
 
-def test_an_image_that_can_be_read_the_second_time_is_counted_then(few: Path) -> None:
+def test_image_read_at_the_second_try_counts(few: Path) -> None:
     """As when storage fails for a moment: no epoch counts more images than there are."""
     loader, _ = next(loaders(few, "pil", Way(), 3, 1.0))
     first = evaluated(loader)
@@ -121,7 +119,7 @@ def test_an_image_that_can_be_read_the_second_time_is_counted_then(few: Path) ->
     assert [(each.images, each.unreadable) for each in (first, second)] == [(6, 2), (7, 1)]
 
 
-def test_a_rank_without_a_readable_image_leaves_the_others_theirs(few: Path) -> None:
+def test_rank_without_readable_images_leaves_others_theirs(few: Path) -> None:
     seen = [[batch.size for batch in loader] for loader, _ in loaders(few, "pil", Way(ranks=4), 2, 1.0)]
     assert seen == [[2], [], [2], [2]]
 

@@ -35,7 +35,7 @@ TORCHVISION = sorted(map(str, range(12)))  # 0, 1, 10, 11, 2, ...
         ([0, 2], ["cat", "dog", "owl"], "nothing"),
     ],
 )
-def test_names_that_look_like_numbers_are_names_where_the_list_has_them(
+def test_listed_names_that_look_like_numbers_are_names(
     tmp_path: Path, kind: str, own: Any, imposed: list[str], by: str
 ) -> None:
     names, split = [*map(str, own)], tmp_path / "train"

@@ -38,7 +38,7 @@ def tree(tmp_path: Path) -> Path:
     return tmp_path / "train"
 
 
-def test_what_a_search_finds_is_reported_after_3_seconds_and_every_10(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_search_reports_after_3_seconds_and_every_10(monkeypatch: pytest.MonkeyPatch) -> None:
     now, reported, alive = [0.0], list[str](), list[int]()
     monkeypatch.setattr("tlt.io.jobs.time.monotonic", lambda: now[0])
     progress = SearchProgress(reported.append, lambda: alive.append(1))
@@ -49,9 +49,7 @@ def test_what_a_search_finds_is_reported_after_3_seconds_and_every_10(monkeypatc
     assert len(alive) == 30
 
 
-def test_what_is_done_is_reported_with_the_time_that_the_rest_will_take(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_progress_has_the_time_of_the_rest(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     now = [0.0]
     monkeypatch.setattr("tlt.io.jobs.time.monotonic", lambda: now[0])
     progress = Progress("labelling", 100)
@@ -284,7 +282,7 @@ def opened(listed: Path, text: str, split: str = "train") -> list[tuple[str, str
     return [(path, images.class_names[number]) for path, number in zip(images.paths, images.classes, strict=True)]
 
 
-def test_paths_are_taken_in_their_usual_form_and_rows_by_their_split(listed: Path) -> None:
+def test_paths_take_their_usual_form_and_rows_their_split(listed: Path) -> None:
     text = "path,class\n./a.png,x\ndeep/../b.png,y\ndeep//c.png,x\n"
     assert opened(listed, text) == [("a.png", "x"), ("b.png", "y"), ("deep/c.png", "x")]
     text = "path,split,class\na.png,train,x\nb.png,val,y\n"

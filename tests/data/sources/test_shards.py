@@ -68,7 +68,7 @@ def test_classes_without_names_are_numbers(tmp_path: Path) -> None:
     assert list(source.paths) == ["0/8.jpg", "2/7.jpg"] and source.class_names == ["0", "1", "2"]
 
 
-def test_what_is_no_sample_is_left_out_and_reported_and_names_may_be_anything(tmp_path: Path) -> None:
+def test_non_samples_are_reported_and_names_may_be_anything(tmp_path: Path) -> None:
     def device(info: tarfile.TarInfo) -> None:
         if info.name == "d.jpg":
             info.type, info.size = tarfile.CHRTYPE, 0

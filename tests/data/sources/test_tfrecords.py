@@ -98,7 +98,7 @@ def test_images_are_those_that_dali_reads(data: Path) -> None:
     assert class_of == {image: number[label] for image, label in expected} and len(class_of) == len(expected) == 9
 
 
-def test_split_may_be_in_the_files_names_and_classes_without_names_keep_their_numbers(tmp_path: Path) -> None:
+def test_split_may_be_in_file_names_and_classes_be_numbers(tmp_path: Path) -> None:
     records: list[Features] = [{"image": jpeg(mark), "label": [mark % 2 * 2], "other": -5} for mark in range(4)]
     write(tmp_path / "training.tfrecord", records)
     write(tmp_path / "val.tfrecord-00000-of-00001", records[:3])
