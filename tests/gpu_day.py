@@ -12,10 +12,8 @@ import gc
 import importlib.util
 import json
 import math
-import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -27,7 +25,6 @@ from typing import Any, NamedTuple
 import torch
 
 from tests.stand_in_cuda import stand_in_cuda
-from tlt.api import StepKey
 from volo import cli
 from volo.record import profile
 from volo.train import data, step_graph
@@ -184,33 +181,9 @@ def profiled(day: Day) -> Iterator[Line]:
     yield "a graph leaves the GPU no pause", held, found[0] if found else f"no profile, exit code {ran.code}"
 
 
-def resume(day: Day) -> Iterator[Line]:
-    """A run is ended by SIGTERM in its second epoch and goes on from what it has saved."""
-    whole, seed, at = day.train("whole"), StepKey.seed_torch, data.SYNTHETIC_UPDATES + 3
-
-    def ended(key: StepKey) -> None:
-        seed(key)
-        if key.update == at:
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    StepKey.seed_torch = ended
-    stopped = day.train("cut", "--resume auto")
-    StepKey.seed_torch = seed
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, signal.SIG_DFL)
-    cut = day.train("cut", "--resume auto")
-    losses, codes = apart(cut.losses, whole.losses), f"exit codes {stopped.code}, {cut.code}"
-    held = stopped.code != 0 and cut.code == 0 and losses < (1e-5 if day.rehearsed else 0.01)
-    yield "a run that was stopped ends as one that was not", held, f"losses {100 * losses:.4f} % apart, {codes}"
-
-
-def ranks(day: Day) -> Iterator[Line]:
-    yield day.pytest("tests/train", "-k", "nccl")
-
-
 # Each check, and the seconds it may take on a GPU: the most important first. An H100 is expected to need half of them.
 CHECKS: dict[Callable[[Day], Iterator[Line]], int] = {
-    tests: 150, launched: 90, memory: 120, anew: 80, replays: 80, profiled: 50, resume: 90, ranks: 60,
+    tests: 150, launched: 90, memory: 120, anew: 80, replays: 80, profiled: 50,
 }  # fmt: skip
 
 

@@ -64,9 +64,7 @@ def test_the_loop_of_the_page_runs(
     make_labels: Callable[..., Path],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    _, loop, changes = re.findall(
-        r"^```(?:python|diff)\n(.*?)^```", (ROOT / "docs" / "python_api.md").read_text(), re.M | re.S
-    )
+    _, loop, changes = re.findall(r"^```(?:python|diff)\n(.*?)^```", PAGE, re.M | re.S)
     for old, new in re.findall(r"^[ -](.*\n)((?:\+.*\n)+)", changes, re.M) if taught else ():
         kept = old if f" {old}" in changes.splitlines(keepends=True) else ""
         assert old in loop
@@ -137,9 +135,7 @@ def test_labels_of_other_images_are_refused(images: Any, make_labels: Callable[.
     path = make_labels(Path(images.root).parent)
     labels = tlt.open_labels(path, images.paths)
     for other in (images.select([3, 1, 2, 0]), images.select(range(8)), images.select(images.classes == 2)):
-        with refuses(
-            r"labels are of other images than these of .*train, .*: open them with tlt.open_labels\(path, imag"
-        ):
+        with refuses(r"labels are of other images than these of .*train, .*: open them with tlt.open_labels\(path"):
             tlt.Loader(other, labels, SQUARE, 2, workers=0)
         (batch, *_) = tlt.Loader(other, tlt.open_labels(path, other.paths), SQUARE, 2, workers=0)
         assert (batch.labels.ids[:, 0, 2, 2] == batch.classes).all()

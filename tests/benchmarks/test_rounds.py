@@ -76,9 +76,7 @@ def test_make_measures_a_gpu_in_calls_of_ten_minutes(device: str) -> None:
         assert (args.device, args.output) == (device, f"there/{args.command}.jsonl")
         if args.command == "step":
             (model,) = args.model
-            names = [
-                arm.name for arm in arms_of(args, model, batch_size=args.batch_size, drop_path=DROP_PATH.get(model))
-            ]
+            names = [a.name for a in arms_of(args, model, batch_size=args.batch_size, drop_path=DROP_PATH.get(model))]
         else:
             model, programs = args.model, run.commands(args, "images", "labels", device == "cuda")
             names = [*programs]

@@ -168,9 +168,7 @@ def test_ranks_sharing_a_gpu_are_refused(peer: Callable[..., None], monkeypatch:
     with ThreadPoolExecutor() as pool:
         pool.submit(peer, peers_gpu)
         if gpu == peers_gpu:
-            with pytest.raises(
-                UserError, match="^ranks 0-1 would share a GPU: start as many processes as there are GPUs"
-            ):
+            with pytest.raises(UserError, match="^ranks 0-1 would share a GPU: start as many processes as"):
                 init_world()
         else:
             init_world()

@@ -58,9 +58,7 @@ def test_trains_and_is_plain_timm_afterwards(call: Call, data: Path, labels: Pat
         assert ended.code == 0, ended.err
         row = json.loads(results.read_text())[0]
         results.unlink()
-        assert row["loss"] == pytest.approx(
-            trained["eval_loss" if ema == "--no-use-ema" else "eval_loss_ema"], rel=1e-4
-        )
+        assert row["loss"] == pytest.approx(trained["eval_loss" if ema else "eval_loss_ema"], rel=1e-4)
 
 
 class OneBatch(list[Any]):

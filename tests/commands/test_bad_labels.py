@@ -4,8 +4,6 @@ Other files cover in full every way to damage an archive (`tests/labels/test_arc
 label it is (`tests/labels/test_store.py`).
 """
 
-import json
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -47,35 +45,9 @@ def test_fault_47_ids_beyond_num_classes(train: Train, data: Path, labels: Path,
     assert ("class ids up to 7" if packed else "blue0.pt: class id 7") in ended.err
 
 
-def test_fault_48_nan_in_values(train: Train, data: Path, labels: Path, tmp_path: Path) -> None:
-    change(labels / "red" / "red15.pt", (0, 0, 5, 5), float("nan"))
-    ended = train(data, labels, "-j 2")
-    assert ended.refused("red15.pt: a label value is NaN or infinite")
-    assert tlt_command(["pack", str(labels), str(tmp_path / "nan.tlt")]) == 2
-    assert not json.loads((tmp_path / "nan.tlt" / "meta.json").read_text())["complete"]
-    assert train(data, labels, "-j 2 --bad-label skip").code == 0
-
-
 def test_a_run_says_how_often_the_labels_name_the_class(train: Train, data: Path, labels: Path) -> None:
     for label in labels.glob("*/*.pt"):
         entry = torch.load(label, weights_only=True)
         entry[1] = (entry[1] + 1) % 4
         torch.save(entry, label)
     assert "warning: the token labels name the class of 0.0 % of 16 sampled images" in train(data, labels).out
-
-
-@pytest.mark.parametrize("packed", [False, True], ids=["tree", "archive"])
-def test_fault_45_images_without_labels(train: Train, data: Path, labels: Path, tmp_path: Path, packed: bool) -> None:
-    given = tmp_path / "labels.tlt" if packed else labels
-    if packed:
-        assert tlt_command(["pack", str(labels), str(given), "--images", str(data)]) == 0
-    shutil.copy(data / "train" / "red" / "red3.jpg", data / "train" / "red" / "new.jpg")
-    ended = train(data, given)
-    assert ended.refused("1 of 17 images have no label in") and "epoch 1 [" not in ended.out
-    assert "red/new.jpg" in ended.err and "--bad-label skip" in ended.err
-    for policy in ("skip", "uniform"):
-        ended = train(data, given, f"--bad-label {policy}", run=policy)
-        assert ended.code == 0 and "first is red/new.jpg" in ended.out and f"--bad-label {policy}" in ended.out
-    for image in list(data.glob("train/*/*.jpg")):  # another data set
-        image.rename(image.with_name(f"other-{image.name}"))
-    assert train(data, given, "--bad-label skip").refused("17 of 17 images have no label in")

@@ -29,9 +29,7 @@ def test_without_a_command_all_are_listed() -> None:
     assert [line.split()[0] for line in ended.stdout.splitlines()[2:]] == list(cli.COMMANDS)
 
 
-@pytest.mark.parametrize(
-    ("word", "hint"), [("trian", "did you mean train?"), ("x", "there are train, validate, label")]
-)
+@pytest.mark.parametrize(("word", "hint"), [("trian", "did you mean train?"), ("x", "there are train, validate")])
 def test_unknown_command(
     word: str, hint: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

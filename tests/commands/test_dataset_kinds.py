@@ -1,6 +1,5 @@
 """Programs on `--dataset`, shards and every backend: what is read otherwise is trained and labelled the same."""
 
-import filecmp
 from pathlib import Path
 
 import pytest
@@ -9,7 +8,6 @@ import torch
 
 from tests.commands.conftest import QUICK, Call, Make, metrics, same_weights
 from tests.data.sources.test_tfrecords import Features, write
-from tlt.tools.cli import main as tlt_command
 
 
 def as_records(data: Path, out: Path) -> Path:
@@ -74,30 +72,3 @@ def test_a_data_set_of_the_hub_is_labelled_and_trained(call: Call, data: Path, t
     assert ended.code == 0 and "over 8 images" in ended.out, ended.err
     ended = call("train", f"--dataset hfds/{parquet} {QUICK} --epochs 1 --val-split nowhere --output {tmp_path}")
     assert ended.code == 2 and 'Unknown split "nowhere"' in ended.err
-
-
-def test_shards_are_labelled_as_the_folder_that_was_packed(call: Call, data: Path, tmp_path: Path) -> None:
-    assert tlt_command(["pack-images", str(data), str(tmp_path / "packed"), "--workers", "1"]) == 0
-    torch.save(timm.create_model("resnet10t", num_classes=4).state_dict(), tmp_path / "w.pth")
-    flags = f"--model resnet10t --checkpoint {tmp_path}/w.pth --num-classes 4 --img-size 64 -b 3 -j 0 --device cpu"
-    for images, out in ((data, "one"), (tmp_path / "packed", "other")):
-        assert call("label", f"{images} {tmp_path / out} {flags} --top-k 3").code == 0
-    names = sorted(path.name for path in (tmp_path / "one").iterdir())
-    assert filecmp.cmpfiles(tmp_path / "one", tmp_path / "other", names, shallow=False)[0] == names
-
-
-def test_weights_and_label_maps_are_the_same_whatever_decodes(call: Call, data: Path, tmp_path: Path) -> None:
-    pytest.importorskip("nvidia.dali", reason="the extra dali")
-    told, archives = set(), []
-    for number, how in enumerate(("-j 1", "-j 2 --data-backend dali-cpu", "-j 0 --data-backend dali-cpu")):
-        flags = f"{data} {QUICK} --epochs 1 --lr 1e-3 --output {tmp_path} --experiment {number} {how}"
-        assert (ended := call("train", flags)).code == 0, ended.err
-        last = tmp_path / str(number) / "last.pth.tar"
-        same_weights(tmp_path / "0" / "last.pth.tar", last)
-        checked = call("validate", f"{data} --checkpoint {last} {how}")
-        assert checked.code == 0 and "over 8 images" in checked.out, checked.err
-        told.add(checked.out.split(" over 8 images")[0])
-        made = call("label", f"{data} {tmp_path}/labels{number} --checkpoint {tmp_path}/0/last.pth.tar {how}")
-        assert made.code == 0, made.err
-        archives.append({path.name: path.read_bytes() for path in (tmp_path / f"labels{number}").glob("*.npy")})
-    assert len(told) == 1 and len(archives[0]) == 7 and archives[0] == archives[1] == archives[2]

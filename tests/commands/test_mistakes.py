@@ -43,10 +43,7 @@ TRAIN = [
         "--train-img-sizes 32 48 --train-batch-sizes auto 4",
         "--train-batch-sizes (auto alone, or one for each of --train-img-sizes) ['auto', 4]: give 2 numbers",
     ),
-    (
-        "--train-img-sizes 32 48 --train-size-probs 0 0",
-        "--train-img-sizes 32 48: --train-size-probs must have a positive sum",
-    ),
+    ("--train-img-sizes 32 48 --train-size-probs 0 0", "--train-size-probs must have a positive sum"),
     ("--train-img-sizes 32 48 --train-size-probs 1", "--train-size-probs and the sizes must have the same length"),
     ("--train-img-sizes 16 32 --train-batch-sizes 500 4", "one global batch of 500: lower --train-batch-sizes, or"),
     ("--train-img-sizes 32 --train-size-schedule progressive", "requires at least two choices"),

@@ -2,7 +2,6 @@
 
 import errno
 import gc
-import itertools
 import multiprocessing
 import os
 import random
@@ -23,14 +22,12 @@ import pytest
 import torch
 
 from tests.conftest import LIMIT, wait_until
-from tests.data.conftest import JPEG, write
 from tlt.api import Loader
 from tlt.data import loader as loading
 from tlt.data.augment.plan import AugmentConfig
 from tlt.data.backends.decode import Encoded
 from tlt.data.backends.synthetic import SyntheticBackend, SyntheticLabels, synthetic_folder
 from tlt.data.batch import Batch, IndexStream, SkipCounter, Skipped
-from tlt.data.sources.folder import scan_folder
 from tlt.errors import UserError, WorkerDied
 from tlt.io import jobs
 
@@ -105,20 +102,6 @@ def test_epoch_left_early_leaves_no_worker(kind: str) -> None:
     assert set(multiprocessing.active_children()) <= before
 
 
-def test_fault_24_truncated_images_are_counted_and_left_out(tmp_path: Path) -> None:
-    write(tmp_path, {f"c{i % 2}/{i:02d}.jpg": JPEG[:500] if i in (3, 4, 5) else JPEG for i in range(12)})
-    folder = scan_folder(tmp_path)
-
-    def training(**options: Any) -> Loader:
-        return Loader(folder, None, AugmentConfig((16, 16)), 4, 1, workers=2, **options)
-
-    generous, strict = training(), training(max_bad_images=2)
-    assert [batch.size for batch in [*generous, *generous]] == [4] * 6
-    assert {os.path.basename(path) for path in generous.skips.reasons} == {"03.jpg", "04.jpg", "05.jpg"}
-    reported = refusal(itertools.chain(strict, strict))
-    assert re.fullmatch(r"3 of 12 images can't be read, more than --max-bad-images 2; .*\.jpg .*", reported)
-
-
 def test_skip_limit_and_lines() -> None:
     assert [SkipCounter(n).allowed for n in (5, 20_000, 1_281_167)] == [10, 20, 100]
     assert SkipCounter(5, limit=0).allowed == 0
@@ -156,29 +139,6 @@ def test_fault_22_dead_worker_costs_no_timeout(deed: str, kept: bool) -> None:
     why = "a data worker was killed by SIGKILL: .*memory;" if deed == "die" else ".*no memory left .*:"
     assert re.fullmatch(f"{why} lower --workers.*", reported), reported
     assert WorkerDied.exit_code == 5  # which MAX_RESTARTS starts again
-
-
-def test_fault_22_death_in_a_step_is_noticed_at_the_next_batch() -> None:
-    """Not in the middle of a step, whose state would be neither that before it nor that after it; and SIGCHLD stays the
-    program's. The workers' messages are larger than a pipe, so that half of one is left in it."""
-    ended: list[int] = []
-    before = signal.signal(signal.SIGCHLD, lambda number, frame: ended.append(number))
-    try:
-        images = synthetic_folder(8000, 4)
-        how: dict[str, Any] = {"backend": SyntheticBackend((9, 9)), "workers": 2, "timeout": LIMIT}
-        batches = Loader(images, SyntheticLabels(images, (3, 4, 4)), AugmentConfig((8, 8)), 1000, 5, **how).epoch(0)
-        next(batches)
-        time.sleep(2)  # the workers wait until there is room in the pipe
-        for worker in multiprocessing.active_children():
-            worker.kill()
-            worker.join(LIMIT)
-        step_is_complete = sum(range(10**6))  # here torch's handler would have raised
-        began = time.monotonic()
-        reported = refusal(batches)
-        assert reported.startswith("a data worker was killed by SIGKILL") and time.monotonic() - began < 5
-        assert step_is_complete and ended
-    finally:
-        signal.signal(signal.SIGCHLD, before)
 
 
 def test_fault_22_worker_that_never_begins_is_exit_code_5(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -261,17 +221,6 @@ def test_no_worker_outlives_a_killed_main_process(state: str, monkeypatch: pytes
     os.kill(main, signal.SIGKILL)
     os.waitpid(main, 0)
     wait_until(lambda: not any(map(alive, workers)))
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="forks")
-def test_a_fork_ends_if_its_parent_has_ended_already() -> None:
-    if not (fork := os.fork()):
-        try:
-            jobs._starting = 1  # another process than its parent
-            jobs._end_with_forking_process()
-        finally:
-            os._exit(0)
-    assert os.waitstatus_to_exitcode(os.waitpid(fork, 0)[1]) == 1
 
 
 def test_shared_memory_is_for_workers_alone(monkeypatch: pytest.MonkeyPatch) -> None:

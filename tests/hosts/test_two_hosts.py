@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -71,18 +70,6 @@ def test_a_pulled_cable_ends_both_hosts_which_name_each_other(hosts: list[Host],
     check_ends(runs, 5)
     for rank, run in enumerate(runs):
         assert f"[rank {rank}] hung: no progress for " in run.output and "in train_epoch" in run.output
-
-
-def test_a_signal_to_one_host_stops_both_at_the_same_step(hosts: list[Host], data: Path, tmp_path: Path) -> None:
-    flags = f"{FLAGS} --epochs 2 --output {tmp_path} --experiment"
-    runs = launch(hosts, f"{flags} cut", data, **storage(tmp_path, "time.sleep(0.3)"))
-    runs[0].read_until("epoch 1 [2/5]")
-    runs[1].process.send_signal(signal.SIGUSR1)
-    check_ends(runs, 85)
-    runs = launch(hosts, f"{flags} cut --resume auto", data)
-    check_ends(runs, 0)
-    assert start(f"{flags} whole", data, processes=2).end() == 0
-    assert digest(tmp_path / "cut") == digest(tmp_path / "whole")
 
 
 @pytest.mark.parametrize(

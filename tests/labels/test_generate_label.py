@@ -2,12 +2,9 @@
 
 import json
 import multiprocessing.connection
-import os
 import random
 import shutil
 import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,7 +16,6 @@ from PIL import Image
 from timm.data import create_transform
 
 import volo  # noqa: F401  (registers the models)
-from tests.commands.conftest import ROOT
 from tests.conftest import LIMIT
 from tests.labels.packed import same_files
 from tests.labels.ranks import end, start
@@ -188,17 +184,6 @@ def test_an_error_on_one_rank_ends_all_and_is_reported_once(command: list[str], 
     assert said.count("1 of 16 images") == said.count("[rank 1] error: 1 of 16 images") == 1
     assert said.count("error:") == 2 and "[rank 0] error: another rank has ended" in said and "Traceback" not in said
     assert not json.loads((tmp_path / "out" / "meta.json").read_text())["complete"]
-
-
-@pytest.mark.slow
-def test_launched_processes_make_the_same_archive(command: list[str], tmp_path: Path) -> None:
-    assert cli.run("label", into(command, "one")) == 0
-    env = {**os.environ, "PYTHON": sys.executable, "OMP_NUM_THREADS": "1"}
-    launched = [str(ROOT / "distributed_generate_label.sh"), "2", *into(command, "two")]
-    said = subprocess.run(launched, env=env, capture_output=True, text=True, timeout=LIMIT)
-    assert said.returncode == 0, said.stderr
-    assert said.stdout.count("labelling: 16/16 images") == said.stdout.count("16 label maps") == 1
-    assert same_files(tmp_path / "one", tmp_path / "two")
 
 
 def test_many_classes_are_exact_in_bounded_memory(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -117,7 +117,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_unusable_content_names_the_file(tmp_path: Path, case: str) -> None:
+def test_fault_47_48_unusable_content_names_the_file(tmp_path: Path, case: str) -> None:
     content, message = BAD[case]
     torch.save(content, tmp_path / "x.pt")
     with pytest.raises(UserError, match=rf"x\.pt.*{message}"):

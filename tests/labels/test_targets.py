@@ -129,21 +129,3 @@ def test_no_tensor_is_tokens_by_classes_and_large_ids_are_exact() -> None:
     expected = make_targets(labels, *geometry, (3, 4), CLASSES)
     assert (targets.cls.argmax(-1) == expected.cls.argmax(-1) * 1111).all()  # ids above 2,048 are exact
     assert 0 < max(sizes.made.values()) <= 2 * 10_001  # the crops' labels; 12 tokens would be 240,000
-
-
-@pytest.mark.gpu
-def test_targets_on_cuda_agree_repeat_and_never_synchronise() -> None:
-    case = single(random_case(0))
-    expected = make_targets(*case, (3, 4), CLASSES)
-    on_gpu = [part.to("cuda") for part in case]
-    make_targets(*on_gpu, (3, 4), CLASSES)  # loads kernels, which synchronises
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        first, second = (make_targets(*on_gpu, (3, 4), CLASSES) for _ in range(2))
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    assert first.tokens is not None and second.tokens is not None and expected.tokens is not None
-    assert torch.equal(first.tokens.excess, second.tokens.excess) and torch.equal(first.cls, second.cls)
-    dense = first.tokens.dense(CLASSES).cpu()
-    torch.testing.assert_close(dense, expected.tokens.dense(CLASSES), rtol=0, atol=1e-5)
-    torch.testing.assert_close(first.cls.cpu(), expected.cls, rtol=0, atol=1e-5)

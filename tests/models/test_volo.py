@@ -10,7 +10,6 @@ from timm.models.volo import VOLO as TimmVOLO
 
 from tests.commands.conftest import ROOT
 from tests.models.conftest import deviation, fill, make_images
-from tlt.errors import UserError
 from tlt.models.layers import ResidualBlock
 from tlt.models.lvvit import VARIANTS as LVVITS
 from tlt.models.lvvit import WEIGHTS as LVVIT_WEIGHTS
@@ -112,11 +111,6 @@ def test_grid_is_what_the_convolutions_leave(side, grid):
     assert model.token_grid() == (grid, grid) == tuple(model.pos_embed.shape[1:3])
     with torch.no_grad():
         assert model(make_images(1, side), dense=True)[1].shape == (1, grid * grid, 3)
-
-
-def test_too_small_an_image_is_refused():
-    with pytest.raises(UserError, match="8x64 is too small.* 16 pixels"):
-        timm.create_model("volo_test", img_size=(8, 64))
 
 
 def drop_path_rates(module):

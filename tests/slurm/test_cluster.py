@@ -100,13 +100,3 @@ def test_job_of_a_dead_node_goes_on_elsewhere(cluster: Cluster, begin: Begin, wh
         assert digest(cluster.runs / "moved") == digest(cluster.runs / "whole")
     finally:
         cluster.revive("node2")
-
-
-def test_what_is_cancelled_stays_away(cluster: Cluster, begin: Begin, tmp_path: Path) -> None:
-    job = begin("pretrain", EXPERIMENT="cancelled", **held(tmp_path, at=8))
-    cluster.read_until(job, "epoch 1 [2/5]")
-    cluster.run("scancel", job)
-    cluster.ended(job, "CANCELLED")
-    cluster.read_until(job, "stopped by SIGTERM")
-    cluster.wait(job, "CANCELLED")
-    assert cluster.job(job)["Restarts"] == "0"

@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import signal
 import sys
 from pathlib import Path
@@ -10,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.commands.conftest import QUICK, ROOT, Make, Running, children, digest, ended, held, metrics, start, storage
+from tests.commands.conftest import QUICK, ROOT, Make, Running, children, digest, ended, held, metrics, start
 from tests.conftest import wait_until
 from volo.record.run_directory import RunLock
 
@@ -109,15 +108,3 @@ def test_fault_20_restart_after_a_killed_rank_has_the_same_bits(data: Path, tmp_
     (directory,) = tmp_path.glob("*-volo_test-32")
     assert start(f"{flags} --experiment whole", data, processes=2).end() == 0
     assert digest(directory) == digest(tmp_path / "whole")
-
-
-@slow
-def test_fault_23_dead_storage_is_named_after_a_save(data: Path, tmp_path: Path) -> None:
-    dead = tmp_path / "dead"
-    hangs = f'while str(path).endswith("blue0.jpg") and os.path.exists({str(dead)!r}): time.sleep(0.1)'
-    run = start(f"{FLAGS} {tmp_path} --loader-timeout 6 --dist-timeout 4", data, **storage(tmp_path, hangs))
-    run.read_until("epoch 1 [5/5]")
-    dead.touch()
-    assert run.end() == 2, run.output
-    assert re.search(r"no batch after 6 s \(--loader-timeout\): reading .*/blue0.jpg has taken", run.output)
-    assert "Traceback" not in run.output and last_update(tmp_path / "run") >= 5

@@ -5,7 +5,6 @@ import errno
 import os
 import random
 import shutil
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -22,7 +21,6 @@ from tlt.data.sources.image_file import image_extensions
 from tlt.data.sources.source import ImageSource
 from tlt.errors import UserError
 from tlt.io.jobs import Progress, SearchProgress
-from tlt.labels.tree import label_files_below
 
 
 def image(path: Path) -> Path:
@@ -125,19 +123,6 @@ def test_fault_29_30_empty_and_missing_class_folders(tree: Path) -> None:
         validation()
     with pytest.raises(UserError, match=r"val only \(extra, N10\).*, in case or in spaces"):
         class_folders.compare_classes(train, scan_folder(val))
-
-
-def test_folders_may_be_nested_as_deeply_as_the_system_allows(tmp_path: Path) -> None:
-    for depth in range(1100):
-        (tmp_path / Path(*"d" * depth, "d")).mkdir()
-    deep = Path(*"d" * 1100)
-    for name in ("1.jpg", "1.pt"):
-        (tmp_path / deep / name).touch()
-    try:
-        assert FolderListing(tmp_path).names == [f"{deep}/1.jpg"]
-        assert label_files_below(str(tmp_path)) == {f"{deep}/1.pt"}
-    finally:
-        subprocess.run(["rm", "-r", tmp_path / "d"], check=True)  # pytest's own removal is recursive
 
 
 def test_fault_23_31_36_38_what_is_left_out_is_reported(tree: Path) -> None:

@@ -109,7 +109,7 @@ BAD_MEMBERS = {
 
 
 @pytest.mark.parametrize("case", BAD_MEMBERS)
-def test_bad_members_are_one_line(tmp_path: Path, case: str) -> None:
+def test_fault_42_bad_members_are_one_line(tmp_path: Path, case: str) -> None:
     files, message = BAD_MEMBERS[case]
     tar(tmp_path / "x.tar", files, link)
     with refuses(message):
@@ -204,7 +204,7 @@ BAD_FOLDERS: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 @pytest.mark.parametrize("case", BAD_FOLDERS)
-def test_shards_that_do_not_fit_their_table(data: Path, case: str) -> None:
+def test_fault_43_shards_that_do_not_fit_their_table(data: Path, case: str) -> None:
     damage, message = BAD_FOLDERS[case]
     damage(data / "train")
     with refuses(message):
@@ -340,7 +340,7 @@ BAD_LISTS: dict[str, tuple[str, Callable[[Path], object], str]] = {
 
 
 @pytest.mark.parametrize("case", BAD_LISTS)
-def test_bad_list_is_one_line(case: str, named: Path) -> None:
+def test_fault_44_bad_list_is_one_line(case: str, named: Path) -> None:
     name, damage, text = BAD_LISTS[case]
     damage(named)
     with refuses(text):
