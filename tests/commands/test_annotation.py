@@ -1,4 +1,5 @@
-"""Training on the annotator's own word: the exact tail of its labels, or the annotator itself."""
+"""Token labels as a user meets them: the annotator's own word, its exact tail or itself; `--compat`; labels that are
+damaged or foreign."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -7,16 +8,21 @@ from typing import cast
 import pytest
 import timm
 import torch
+import yaml
 from torch import Tensor
 
-from tests.commands.conftest import QUICK, Call, Ended, Make, metrics, same_weights
+from tests.commands.conftest import QUICK, Call, Ended, Make, TrainedRun, metrics, same_weights
 from tlt.api import StepKey
 from tlt.data.batch import Batch
 from tlt.label_map import FULL_AREA
 from tlt.labels.annotate import Annotation, Annotator
 from tlt.mix import Mixup
+from tlt.tools.cli import main as tlt_command
+from tlt.upstream import ROWS
 from volo.train.criterion import TokenLabelCriterion, step_loss
 from volo.train.online_annotator import OnlineAnnotator
+
+Train = Callable[..., Ended]
 
 
 @pytest.fixture
@@ -31,9 +37,8 @@ def weights(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def train(call: Call, make_dataset: Make, tmp_path: Path) -> Callable[..., Ended]:
+def train(call: Call, data: Path, tmp_path: Path) -> Train:
     """Return `train("flags")`: train on 16 images, below tmp_path."""
-    data = make_dataset()
     return lambda flags: call("train", f"{data} {QUICK} --epochs 1 --token-label --output {tmp_path} {flags}")
 
 
@@ -41,9 +46,7 @@ def losses(run: Path) -> list[float]:
     return [record["loss"] for record in metrics(run)]
 
 
-def test_teacher_of_whole_images_equals_labels(
-    call: Call, train: Callable[..., Ended], weights: Path, tmp_path: Path
-) -> None:
+def test_teacher_of_whole_images_equals_labels(call: Call, train: Train, weights: Path, tmp_path: Path) -> None:
     # The same teacher with its classes in another order, which their names undo.
     names = sorted(path.name for path in (tmp_path / "data" / "train").iterdir())
     state = {name: v.flip(0) if name.startswith("fc.") else v for name, v in torch.load(weights).items()}
@@ -72,7 +75,7 @@ def test_teacher_of_whole_images_equals_labels(
     assert min(abs(one - two), abs(two - three), abs(three - one)) > 5e-4 * one
 
 
-def test_it_is_recorded_and_no_part_of_the_model(train: Callable[..., Ended], weights: Path, tmp_path: Path) -> None:
+def test_it_is_recorded_and_no_part_of_the_model(train: Train, weights: Path, tmp_path: Path) -> None:
     teacher = f"--token-label-teacher resnet10t --token-label-teacher-checkpoint {weights}"
     ended = train(f"{teacher} --model-ema --epochs 2 --experiment whole").ok()
     assert "annotator resnet10t: 4.92 M parameters" in ended.out
@@ -117,3 +120,62 @@ def test_it_sees_the_images_before_they_are_mixed() -> None:
     assert labelled.labels is not None
     assert labelled.labels.area.tolist() == labelled.visible.tolist() == [[0, 0, 1, 1]] * 3
     assert labelled.affine.tolist() == [[[1, 0, 0], [0, 1, 0]]] * 3
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["tree", "archive"])
+def test_fault_47_ids_beyond_num_classes(train: Train, labels: Path, tmp_path: Path, packed: bool) -> None:
+    # A tree's labels are only read as they are needed, but for the first one; an archive knows its largest id.
+    changed = labels / "red" / "red15.pt" if packed else labels / "blue" / "blue0.pt"
+    entry = torch.load(changed, weights_only=True).clone()
+    entry[1, 2, 3, 3] = 7
+    torch.save(entry, changed)
+    given = tmp_path / "ids.tlt" if packed else labels
+    if packed:
+        assert tlt_command(["pack", str(labels), str(given)]) == 0
+    ended = train(f"--token-label-data {given}")
+    assert ended.refused("0..3 (--num-classes 4)") and "epoch 1 [" not in ended.out
+    assert ("class ids up to 7" if packed else "blue0.pt: class id 7") in ended.err
+
+
+def test_a_run_says_how_often_the_labels_name_the_class(train: Train, labels: Path) -> None:
+    for label in labels.glob("*/*.pt"):
+        entry = torch.load(label, weights_only=True)
+        entry[1] = (entry[1] + 1) % 4
+        torch.save(entry, label)
+    ended = train(f"--token-label-data {labels}")
+    assert "warning: the token labels name the class of 0.0 % of 16 sampled images" in ended.out
+
+
+def test_upstream_resumes_to_the_same_bits(call: Call, make_dataset: Make, make_labels: Make, tmp_path: Path) -> None:
+    data = make_dataset(size=(60, 36))
+    labels = make_labels(data, grid=(6, 8))
+    flags = f"{data} {QUICK} --img-size 64 -b 4 --grad-accum-steps 2 --lr 1e-3 --epochs 2 --token-label"
+    flags += f" --output {tmp_path} --token-label-data {labels}"
+    whole = call("train", flags, "--compat", "upstream", "--experiment", "whole")
+    assert whole.code == 0, whole.err
+    rows = list(ROWS)
+    assert f"--compat: {', '.join(rows)}" in whole.out
+    settings = yaml.safe_load((tmp_path / "whole" / "args.yaml").read_text())
+    assert (settings["compat"], settings["uncovered"]) == (rows, "uniform")
+    checkpoint = tmp_path / "whole" / "checkpoint-0.pth.tar"
+    first = torch.load(checkpoint, weights_only=True)
+    assert first["model_config"]["labels"] == {"compat": rows, "uncovered": "uniform", "label_tail": "zero"}
+
+    resumed = call(
+        "train", f"-c {tmp_path / 'whole' / 'args.yaml'} --experiment again --resume {checkpoint} --output {tmp_path}"
+    )
+    assert resumed.code == 0, resumed.err
+    same_weights(*(tmp_path / name / "last.pth.tar" for name in ("whole", "again")))
+    other = call("train", f"{flags} --compat label-crop --experiment other --resume {checkpoint} --dry-run")
+    assert f"compat: {rows!r} before, ['label-crop'] now" in other.out, other.err
+    assert call("train", f"{flags} --experiment plain --epochs 1 --val-interval 9").code == 0
+    assert metrics(tmp_path / "plain")[0]["loss"] != metrics(tmp_path / "whole")[0]["loss"]
+
+
+def test_older_runs_go_on_unless_they_need_what_is_gone(call: Call, trained_run: TrainedRun, tmp_path: Path) -> None:
+    saved, old = torch.load(trained_run.run / "last.pth.tar", weights_only=True), tmp_path / "old.pth.tar"
+    line = f"{trained_run.data} {QUICK} --model-ema --epochs 3 --output {tmp_path} --resume {old} --dry-run"
+    for compat, gone in (("label-crop uncovered", ""), ("label-crop half-ids", "half-ids"), ("aug-order", "aug-order")):
+        torch.save(saved | {"args": saved["args"] | {"compat": compat.split()}}, old)
+        ended, told = call("train", line), f"--compat {gone}, which this version has no more (docs/parity.md)"
+        assert ended.refused(told) if gone else ended.code == 0, ended

@@ -1,7 +1,11 @@
-"""VOLO against timm's port of it, LV-ViT against published counts."""
+"""VOLO against timm's port of it, LV-ViT against published counts; every model entry of the golden file, outputs of the
+published implementations, to 1e-4; published weights found in torch's hub folder, converted, or refused in one line."""
 
 import re
+import urllib.error
+from pathlib import Path
 
+import numpy as np
 import pytest
 import timm
 import torch
@@ -10,6 +14,7 @@ from timm.models.volo import VOLO as TimmVOLO
 
 from tests.commands.conftest import ROOT
 from tests.models.conftest import deviation, fill, make_images
+from tlt.errors import UserError
 from tlt.models.layers import ResidualBlock
 from tlt.models.lvvit import VARIANTS as LVVITS
 from tlt.models.lvvit import WEIGHTS as LVVIT_WEIGHTS
@@ -137,3 +142,80 @@ def test_initial_weights_are_the_published_ones():
     for values in (model.get_submodule("network.0.0.attn.attn").weight, model.aux_head.weight, model.pos_embed):
         assert values.std().item() == pytest.approx(0.02, rel=0.15)
     assert all(not m.bias.any() for m in model.modules() if isinstance(m, torch.nn.Linear) and m.bias is not None)
+
+
+with np.load(Path(__file__).parents[1] / "golden" / "upstream.npz") as file:
+    GOLDEN = dict(file)
+TOLERANCE = 1e-4
+
+
+@pytest.mark.parametrize("key", [key for key in GOLDEN if key.startswith(("eval/", "finetune/"))])
+def test_logits(key):
+    """At the model's size or another; test_interface.py shows that other ways to a size are this one."""
+    _, name, sizes = key.split("/")
+    built, *_, size = map(int, sizes.split("-") * 2)
+    model = fill(timm.create_model(name, img_size=built)).eval()
+    with torch.no_grad():
+        assert deviation(model(make_images(2, size)), GOLDEN[key]) < TOLERANCE
+
+
+@pytest.mark.parametrize("name", ["volo_d1", "lvvit_t"])
+def test_training_forward_with_mixtoken(name):
+    prefix, size = f"train/{name}/224", 224
+    model = fill(timm.create_model(name, img_size=size)).train()
+    box = torch.from_numpy(GOLDEN[f"{prefix}/box"])
+    with torch.no_grad():
+        cls, tokens = model(make_images(4, size), dense=True, mix_box=box)
+    assert tokens.shape == (4, 14 * 14, 1000)
+    assert deviation(cls, GOLDEN[f"{prefix}/cls"]) < TOLERANCE
+    assert deviation(tokens[:, ::13, ::37], GOLDEN[f"{prefix}/aux"]) < TOLERANCE
+
+
+@pytest.fixture
+def no_network(monkeypatch, tmp_path):
+    def refuse(*args, **kwargs):
+        raise urllib.error.URLError("no route to host")
+
+    monkeypatch.setattr(torch.hub, "download_url_to_file", refuse)
+    monkeypatch.setattr(torch.hub, "get_dir", lambda: str(tmp_path))
+    (tmp_path / "checkpoints").mkdir()
+    return tmp_path / "checkpoints"
+
+
+@pytest.mark.parametrize(
+    ("name", "file"), [("volo_d1.sail_in1k_384", "d1_384_85.2.pth.tar"), ("lvvit_s", "lvvit_s-26M-224-83.3.pth.tar")]
+)
+def test_without_network_the_file_and_its_place_are_named(no_network, name, file):
+    with torch.device("meta"), pytest.raises(UserError) as raised:
+        timm.create_model(name, pretrained=True)
+    message = str(raised.value)
+    assert "\n" not in message and str(no_network / file) in message and "--" not in message
+    assert "no route to host" in message and "https://github.com/" in message
+
+
+def test_models_without_published_weights(no_network):
+    with pytest.raises(UserError, match="volo_d0.*pretrained=False"):
+        timm.create_model("volo_d0", pretrained=True)
+    with pytest.raises(UserError, match="lvvit_l: .*lvvit_l.in1k_448 and lvvit_l.in1k_512"):
+        timm.create_model("lvvit_l", pretrained=True)
+
+
+@pytest.fixture
+def release(no_network):
+    """Weights under the name of LV-ViT-T's release file, in the place that the message names."""
+    torch.manual_seed(1)
+    model = timm.create_model("lvvit_t").eval()
+    torch.save({"state_dict": model.state_dict(), "arch": "lvvit_t"}, no_network / "lvvit_t.pth")
+    return model
+
+
+def test_weights_are_converted_to_size_channels_and_classes(release):
+    loaded = timm.create_model("lvvit_t", pretrained=True, img_size=(64, 96), in_chans=1, num_classes=10)
+    torch.testing.assert_close(loaded.blocks[3].attn.qkv.weight, release.blocks[3].attn.qkv.weight)
+    assert loaded.pos_embed.shape == (1, 1 + 4 * 6, 240)
+    torch.testing.assert_close(loaded.pos_embed[:, 0], release.pos_embed[:, 0])
+    summed = release.patch_embed.conv1.weight.sum(1, keepdim=True)
+    torch.testing.assert_close(loaded.patch_embed.conv1.weight, summed)
+    assert loaded.head.out_features == loaded.aux_head.out_features == 10
+    features = timm.create_model("lvvit_t", pretrained=True, features_only=True, out_indices=(2,))
+    torch.testing.assert_close(features.model.blocks[2].mlp.fc1.weight, release.blocks[2].mlp.fc1.weight)

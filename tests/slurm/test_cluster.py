@@ -1,17 +1,200 @@
-"""Jobs on a real Slurm cluster: what becomes of them, and that they end in the weights of one that nobody disturbed."""
+"""Jobs on a real Slurm cluster on this machine, where root and Debian's packages are: a controller and node1 to node3.
+What becomes of the jobs, and that they end in the weights of one that nobody disturbed."""
 
 from __future__ import annotations
 
 import json
+import os
+import re
+import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from shutil import which
 
 import pytest
 
-from tests.commands.conftest import digest, held
-from tests.hosts.conftest import NET
-from tests.slurm.conftest import FLAGS, Cluster
+from tests.commands.conftest import QUICK, ROOT, digest, held, storage
+from tests.conftest import LIMIT, wait_until, write_dataset
+from tests.hosts.conftest import NET, Host, network
+
+FLAGS = f"{QUICK} -b 4 --epochs 3 --lr 1e-3"  # 40 images: 5 updates an epoch on two ranks
+ENDS = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED")
+_SBIN = {**os.environ, "PATH": f"{os.environ['PATH']}:/usr/sbin:/sbin"}
+_CONFIGURATION = """
+ClusterName=test
+SlurmctldHost=ctl({controller})
+SlurmUser=root
+SlurmdUser=root
+# A requeued job waits until the old start's credentials have expired: 2 minutes, also if less than 5 s are asked for.
+AuthInfo=socket={folder}/munge.sock,cred_expire=5
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/%n
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/slurmd.%n.pid
+SlurmctldLogFile={folder}/slurmctld.log
+SlurmdLogFile={folder}/slurmd.%n.log
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core
+MailProg=/bin/true
+ReturnToService=2
+SlurmdParameters=config_overrides
+SlurmdTimeout=30
+MessageTimeout=10
+KillWait=15
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+SchedulerParameters=sched_interval=2,batch_sched_delay=1
+NodeName=DEFAULT RealMemory=4000 State=UNKNOWN
+{nodes}
+PartitionName=low Nodes=ALL Default=YES State=UP PriorityTier=1 PreemptMode=REQUEUE GraceTime=60
+PartitionName=high Nodes=ALL State=UP PriorityTier=10 PreemptMode=OFF
+"""
+
+
+class Cluster:
+    """The cluster that runs, and what was submitted to it; all that jobs write goes to `scratch`."""
+
+    def __init__(self, scratch: Path, folder: Path, controller: Host, *nodes: Host) -> None:
+        self.folder, self.controller, self.nodes = folder, controller, {node.name: node for node in nodes}
+        self.scratch, self.runs, self.data = scratch, scratch / "runs", write_dataset(scratch / "data", train=40)
+        self.env = {
+            "DATA": str(self.data),
+            "OUTPUT": str(self.runs),
+            "LOGS": str(scratch / "logs"),
+            "CONFIG": "",  # volo_test has no recipe
+            "PROCESSES": "1",
+            "PREFLIGHT": "0",
+            "PYTHON": sys.executable,
+            **storage(scratch, "pass"),
+            "OMP_NUM_THREADS": "1",
+            "SLURM_CONF": str(folder / "slurm.conf"),
+        }
+        for host in (controller, *nodes):
+            others = [f"{other.address} {other.name}" for other in (controller, *nodes) if other is not host]
+            host.names.write_text("\n".join([host.names.read_text(), *others, ""]))
+        kinds = [
+            f"NodeName={node.name} NodeAddr={node.address} CPUs={5 - node.number}" for node in nodes
+        ]  # unlike ones
+        text = _CONFIGURATION.format(folder=folder, controller=controller.address, nodes="\n".join(kinds))
+        (folder / "slurm.conf").write_text(text)
+        (folder / "munge.key").write_bytes(os.urandom(128))
+        (folder / "munge.key").chmod(0o600)
+        folder.chmod(0o755)
+        files = [f"--{kind}-file={folder}/munge.{kind}" for kind in ("key", "pid", "log", "seed")]
+        self._begin(controller, "munged", "--force", f"--socket={folder}/munge.sock", *files)
+        self._begin(controller, "slurmctld", "-i")
+        for name in self.nodes:
+            self.revive(name)
+
+    def _begin(self, host: Host, *command: str) -> None:
+        """Start a daemon there. It keeps no output of this process open."""
+        with (self.folder / f"{host.name}.out").open("a") as out:
+            subprocess.run(
+                host.inside(*command), env=_SBIN | self.env, stdout=out, stderr=out, check=True, timeout=LIMIT
+            )
+
+    def run(self, *command: str, **env: str) -> str:
+        """Run a program of Slurm, and return what it prints."""
+        ended = subprocess.run(
+            ["nsenter", f"--net=/run/netns/{self.controller.namespace}", *command],
+            env={**os.environ, **self.env, **env},
+            cwd=ROOT,
+            text=True,
+            capture_output=True,
+        )
+        assert ended.returncode == 0, ended.stderr
+        return ended.stdout.strip()
+
+    def submit(self, script: str, flags: str = FLAGS, options: str = "-N 2", **env: str) -> str:
+        """Submit slurm/SCRIPT.sbatch; return the job's number."""
+        words = [f"--output={self.scratch}/%j.log", "--gpus-per-node=0", *options.split(), f"slurm/{script}.sbatch"]
+        return self.run("sbatch", "--parsable", *words, *flags.split(), **env)
+
+    def job(self, number: str) -> dict[str, str]:
+        """What `scontrol show job` says."""
+        text = self.run("scontrol", "show", "job", "-o", number)
+        return dict(re.findall(r"(\S+?)=(\S*)", text))
+
+    def wait(self, number: str, *states: str) -> dict[str, str]:
+        """Wait until a job is in one of these states."""
+
+        def reached() -> dict[str, str]:
+            job = self.job(number)
+            return job if job["JobState"] in states else {}
+
+        return wait_until(reached, lambda: f"{states} of {self.job(number)}\n{self.log(number)}")
+
+    def ended(self, number: str, state: str = "COMPLETED") -> dict[str, str]:
+        """Wait for a job's end, which has to be this one."""
+        job = self.wait(number, *ENDS)
+        assert job["JobState"] == state, self.log(number)
+        return job
+
+    def read_until(self, number: str, text: str) -> None:
+        """Wait until a job has printed something."""
+        wait_until(lambda: text in self.log(number), lambda: f"{text!r} in\n{self.log(number)}")
+
+    def log(self, number: str) -> str:
+        """All that a job has printed, of its script and of its nodes."""
+        files = [self.scratch / f"{number}.log", *sorted((self.scratch / "logs").glob(f"{number}-*.log"))]
+        return "\n".join(f"== {file.name}\n{file.read_text()}" for file in files if file.exists())
+
+    def kill(self, node: str) -> None:
+        """As a power cut: nothing is sent any more, then all of its processes are gone."""
+        self.nodes[node].cable("down")
+        self.nodes[node].kill()
+
+    def revive(self, node: str) -> None:
+        """Start a node, and wait until jobs can use it."""
+        self.nodes[node].cable("up")
+        (self.folder / node).mkdir(exist_ok=True)
+        self._begin(self.nodes[node], "slurmd", "-N", node)
+        state = ("sinfo", "-h", "-n", node, "-p", "low", "-o", "%t")
+        wait_until(lambda: self.run(*state) == "idle", lambda: self.run("sinfo", "-N"))
+
+
+@pytest.fixture(scope="session")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """The cluster; it ends with the tests, however they end."""
+    if os.geteuid() != 0 or which("slurmctld", path=f"{os.environ['PATH']}:/usr/sbin") is None:
+        pytest.skip("needs root and Debian's packages of Slurm: `make test-slurm` installs them")
+    scratch = tmp_path_factory.mktemp("slurm")
+    with network(["ctl", "node1", "node2", "node3"], scratch / "cluster") as hosts:
+        yield Cluster(scratch, scratch / "cluster", *hosts)
+
+
+@pytest.fixture(scope="session")
+def whole(cluster: Cluster) -> tuple[str, str]:
+    """The jobs of a run that nobody disturbed, on data staged on each node from a tar, and of its fine-tuning."""
+    archive = cluster.scratch / "data.tar"
+    subprocess.run(["tar", "-cf", archive, "-C", cluster.data.parent, cluster.data.name], check=True)
+    staging = {"DATA": str(archive), "STAGE_TO": str(cluster.scratch / "cluster" / "disk")}
+    job = cluster.submit("pretrain", EXPERIMENT="whole", PREFLIGHT="1", **staging)
+    staging["FINETUNE"] = str(cluster.runs / "whole" / "model_best.pth.tar")
+    options = f"-N 2 --dependency=afterok:{job} --kill-on-invalid-dep=yes"
+    fine = cluster.submit("finetune", f"{FLAGS} --epochs 1 --img-size 48", options, EXPERIMENT="fine", **staging)
+    assert cluster.job(fine)["Reason"] == "Dependency"
+    cluster.ended(job)
+    return job, fine
+
+
+@pytest.fixture
+def begin(cluster: Cluster) -> Iterator[Callable[..., str]]:
+    """`begin("pretrain", ...)` as Cluster.submit; whatever is left of the jobs after the test is cancelled."""
+    numbers: list[str] = []
+
+    def begin(*words: str, **named: str) -> str:
+        numbers.append(cluster.submit(*words, **named))
+        return numbers[-1]
+
+    yield begin
+    for number in numbers:
+        cluster.run("scancel", number)
+        cluster.wait(number, *ENDS)
+
 
 pytestmark = pytest.mark.slurm
 Begin = Callable[..., str]
