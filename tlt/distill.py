@@ -68,7 +68,8 @@ class Student(Extension):
             return super().forward(x, **options)
         if options:
             raise UserError(f"{', '.join(options)}: not together with taught=True")
-        model, size = cast(Any, self), (x.shape[-2], x.shape[-1])
+        model = cast(Any, self)
+        size = (x.shape[-2], x.shape[-1])
         if two_heads:
             features = model.mixed_features(x, mix_box)
             outputs = model.apply_heads(features, size, dense, mix_box)
@@ -102,7 +103,8 @@ def with_projector(
         UserError: Student or teacher has no tokens or does not take its image size, or the kind or loss is unknown.
     """
     teachers = [teacher] if isinstance(teacher, FeatureTeacher) else list(teacher)
-    names, losses = _for_each("kind", kind, len(teachers)), _for_each("dense_loss", dense_loss, len(teachers))
+    names = _for_each("kind", kind, len(teachers))
+    losses = _for_each("dense_loss", dense_loss, len(teachers))
     kinds = [kind_of(name, loss) for name, loss in zip(names, losses, strict=True)]
     bare(model, "with_projector")
     check_interface(model, "forward_features", "forward_head")
@@ -111,7 +113,8 @@ def with_projector(
     channels = [width_of(each.model, each.img_size, name) for each, name in zip(teachers, names, strict=True)]
     parts: dict[str, nn.Module] = {}
     extend(model, Student, outermost=True)
-    model.kd_kinds, model.kd_listed = names, not isinstance(teacher, FeatureTeacher)
+    model.kd_kinds = names
+    model.kd_listed = not isinstance(teacher, FeatureTeacher)
     for number, name in enumerate(names):
         projector = kinds[number].projector(widths[name], channels[number])
         if len(projector) and len(teachers) > 1:
@@ -179,7 +182,8 @@ class DistillLoss(TokenPlaces):
             UserError: The student has no tokens, or a list does not have one value per teacher.
         """
         count = 1 if isinstance(teacher, FeatureTeacher) else len(teacher)
-        kinds, fitted = _for_each("kind", settings.get("kind", cls.kind), count), dict[str, Any]()
+        kinds = _for_each("kind", settings.get("kind", cls.kind), count)
+        fitted: dict[str, Any] = {}
         of_places = any(kind_of(kind).of_places for kind in kinds)
         model = bare(model, "DistillLoss.of" if of_places else "", inside=True)
         if of_places:
@@ -190,7 +194,8 @@ class DistillLoss(TokenPlaces):
             return cls(teacher, **settings, **fitted)
         if count > 1 and getattr(model, "kd_kinds", None) != kinds:
             raise UserError(f"give `with_projector` these {count} teachers and their kinds before: it normalises them")
-        drop, weight = settings.pop("drop", 0.0), _for_each("weight", settings.pop("weight", 1.0), count)
+        drop = settings.pop("drop", 0.0)
+        weight = _for_each("weight", settings.pop("weight", 1.0), count)
         lists = {name: _for_each(name, given, count) for name, given in settings.items()}
         lists["scale"] = [getattr(model, _numbered("kd_scale", number), None) for number in range(count)]
         rows = ({name: values[number] for name, values in lists.items()} for number in range(count))
@@ -254,7 +259,8 @@ class DistillLoss(TokenPlaces):
 
     def distances(self, student: Tensor, targets: TeacherTargets, mixed: float | Tensor = 0.0) -> Tensor:
         """Return the terms whose mean is the loss: (B,), or (B, N) for tokens, or (B, N, N) for pairs of tokens."""
-        kind, (target, weight) = self._kind, targets
+        kind = self._kind
+        target, weight = targets
         axes = 2 if kind.of_places and not kind.projected else 3  # gram compares tokens of any width
         if student.shape[:axes] != target.shape[:axes]:
             raise UserError(

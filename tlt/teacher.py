@@ -58,7 +58,8 @@ class FeatureTeacher:
     ) -> None:
         model = bare(model, "FeatureTeacher", inside=True)
         check_interface(model, "forward_features", "pretrained_cfg")
-        self.img_size, self.amp_dtype = size_of("img_size", img_size), amp_dtype
+        self.img_size = size_of("img_size", img_size)
+        self.amp_dtype = amp_dtype
         check_normalisation(mean, std)
         self.channels: int = getattr(model, "in_chans", 3)
         own: MeanStd = model.pretrained_cfg["mean"], model.pretrained_cfg["std"]

@@ -113,7 +113,8 @@ class Distillation:
 
     def summary_line(self, seconds: float) -> str:
         """Return a line about the teachers' share of `seconds`, the time since the last call. Waits for the device."""
-        spent, label = self.timer.take(), "teachers" if len(self.names) > 1 else "teacher"
+        spent = self.timer.take()
+        label = "teachers" if len(self.names) > 1 else "teacher"
         return f"{label}: {spent:.1f} s, {100 * spent / max(seconds, 1e-9):.0f} % of the epoch's training"
 
 
@@ -131,12 +132,15 @@ def load_distillation(
             student differ in classes or have no tokens.
     """
     names_of_classes = [] if args.kd_only else images.class_names  # without labels, those of the teacher
-    flags, (channels, *size) = teachers_of(args), settings["input_size"]
-    kinds, names = flags.kd_distill_type, _names_in_records(flags.kd_model_name)
+    flags = teachers_of(args)
+    kinds = flags.kd_distill_type
+    names = _names_in_records(flags.kd_model_name)
+    channels, *size = settings["input_size"]
     schedule = size_schedule(args, (size[0], size[1]))
     teachers, digests, views, loaders = [], [], list[Loader | None](), dict[Any, Loader]()
     for number, (model, kind, view) in enumerate(zip(flags.kd_model_name, kinds, flags.kd_view, strict=True)):
-        hw, whole = list(flags.kd_size[number] or size), view == "whole"
+        hw = list(flags.kd_size[number] or size)
+        whole = view == "whole"
         sized = settings | {"input_size": (channels, *hw)}
         with _blamed(f"--kd-model-name {model}"):
             classes = names_of_classes, student.num_classes, f"--model {args.model} has {student.num_classes}"
@@ -186,7 +190,8 @@ def _load_teacher(
     trained = load_frozen(None if path else name, path, settings["input_size"], None, taught, False)
     model = trained.model
     model.pretrained_cfg = model.pretrained_cfg | {key: trained.settings[key] for key in ("mean", "std")}
-    digest, model = checksum(model), place_model(model, args, world)
+    digest = checksum(model)
+    model = place_model(model, args, world)
     dtype = None if compute_dtype(args, world.device) is None else torch.bfloat16
     trained.notes += check_convolutions(model, settings["input_size"], dtype, world.device)
     pixels = settings["mean"], settings["std"]

@@ -145,7 +145,8 @@ class StepGraph(Step):
 
     def __init__(self, run: Run, training: Training) -> None:
         super().__init__(run, training)
-        self._logger, self._watchdog = run.logger, run.guard.watchdog
+        self._logger = run.logger
+        self._watchdog = run.guard.watchdog
         self._groups = self.state.optimizer.param_groups
         # A graph for each kind of micro-batch, by whether it is the last one of its update.
         self._kinds = (False, True) if run.args.grad_accum_steps > 1 else (True,)
@@ -258,7 +259,8 @@ class StepGraph(Step):
 
         The host waits for this once per image size, and holds a copy of the weights and all other state.
         """
-        drawn, share = self.criterion.draw(batch, key), batch.size / batch.key.update_samples
+        drawn = self.criterion.draw(batch, key)
+        share = batch.size / batch.key.update_samples
         self.precision.keeps_gradients = len(self._kinds) > 1
         failure, before = "", list[Tensor]()
         try:
