@@ -67,5 +67,5 @@ def broken() -> Iterator[str]:
                     yield f"function: {module}.{node.name} has {lines} lines"
 
 
-def test_the_rules_hold() -> None:
+def test_the_rules_hold():
     assert sorted(broken()) == []

@@ -2,7 +2,6 @@
 
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 
 import tlt
 import volo  # noqa: F401 (registers its models)
-from tests.stand_in_cuda import StandIn, stand_in_cuda
+from tests.stand_in_cuda import stand_in_cuda
 from tlt.data.augment import device_stage
 from tlt.data.augment.device_stage import DeviceStage
 from tlt.data.augment.plan import AugmentConfig, make_plan
@@ -40,7 +39,7 @@ def ones(*shape: int) -> Tensor:
         lambda: torch.rand(2, device="cuda", generator=torch.Generator()),
     ],
 )
-def test_devices_do_not_mix(stand_in: StandIn, mistake: Callable[[], Any]) -> None:
+def test_devices_do_not_mix(stand_in, mistake):
     with pytest.raises((RuntimeError, TypeError), match="device|pinned|numpy"):
         mistake()
 
@@ -67,7 +66,7 @@ def test_devices_do_not_mix(stand_in: StandIn, mistake: Callable[[], Any]) -> No
         (lambda x: x[torch.zeros(2, dtype=torch.long, device="cuda")], False),
     ],
 )
-def test_a_wait_of_the_host_is_seen(does: Callable[[Tensor], Any], waits: bool) -> None:
+def test_a_wait_of_the_host_is_seen(does, waits):
     with stand_in_cuda() as device:
         x = ones(2)
         device.waits.clear()
@@ -77,7 +76,7 @@ def test_a_wait_of_the_host_is_seen(does: Callable[[Tensor], Any], waits: bool) 
         device.waits.clear()
 
 
-def test_what_is_copied_arrives_when_the_host_has_waited(stand_in: StandIn) -> None:
+def test_what_is_copied_arrives_when_the_host_has_waited(stand_in):
     x = ones(2)
     host = torch.empty(2, pin_memory=True).copy_(x, non_blocking=True)
     done = torch.cuda.current_stream().record_event()
@@ -90,7 +89,7 @@ def test_what_is_copied_arrives_when_the_host_has_waited(stand_in: StandIn) -> N
 
 
 @pytest.mark.parametrize("forgotten", ["wait", "record_stream", "nothing"])
-def test_streams_that_race_are_seen(forgotten: str) -> None:
+def test_streams_that_race_are_seen(forgotten):
     with stand_in_cuda() as device:
         side = torch.cuda.Stream()
         with torch.cuda.stream(side):
@@ -113,7 +112,7 @@ def captured(work: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
     return graph, found
 
 
-def test_graph_repeats_numbers_and_reads_tensors_and_seed_anew(stand_in: StandIn) -> None:
+def test_graph_repeats_numbers_and_reads_tensors_and_seed_anew(stand_in):
     weight, scale, number = ones(4), torch.full((), 2.0, device="cuda"), torch.tensor(5.0)
     graph, found = captured(lambda: (weight.mul_(scale).add_(number), torch.rand(4, device="cuda")))
     assert weight.eq(1).all() and found[1].isnan().all()  # nothing was computed
@@ -145,14 +144,14 @@ def test_graph_repeats_numbers_and_reads_tensors_and_seed_anew(stand_in: StandIn
         lambda x: torch.optim.AdamW([nn.Parameter(x)], fused=True).step(),  # not capturable
     ],
 )
-def test_a_capture_refuses_what_the_host_has_to_do(stand_in: StandIn, refused: Callable[[Tensor], Any]) -> None:
+def test_a_capture_refuses_what_the_host_has_to_do(stand_in, refused):
     x = ones(2)
     with pytest.raises(RuntimeError, match="captur"):
         captured(lambda: refused(x))
     assert x.sum().item() == 2  # nothing is captured any more
 
 
-def test_a_graph_that_uses_memory_which_was_given_back_is_seen() -> None:
+def test_a_graph_that_uses_memory_which_was_given_back_is_seen():
     with stand_in_cuda() as device:
         kept = [ones(2)]
         graph, _ = captured(lambda: [kept[0].add_(1), None][1])
@@ -164,7 +163,7 @@ def test_a_graph_that_uses_memory_which_was_given_back_is_seen() -> None:
 
 
 @pytest.mark.parametrize(("count", "most"), [(256, 300), (16, 175)])
-def test_device_stage_takes_few_launches_for_the_cpus_bits(stand_in: StandIn, count: int, most: int) -> None:
+def test_device_stage_takes_few_launches_for_the_cpus_bits(stand_in, count, most):
     config = AugmentConfig((32, 32), auto_augment="rand-m9-mstd0.5-inc1", vflip=0.2, reprob=0.25)
     stage, images = DeviceStage(config, (0.5,) * 3, (0.5,) * 3), torch.randint(256, (count, 3, 32, 32)).byte()
     plan = make_plan(config, 0, 0, range(count), 500, 375)
@@ -178,9 +177,7 @@ def test_device_stage_takes_few_launches_for_the_cpus_bits(stand_in: StandIn, co
 
 
 @pytest.mark.parametrize("wrong", [False, True])
-def test_first_batch_is_compared_with_the_cpu(
-    stand_in: StandIn, monkeypatch: pytest.MonkeyPatch, make_dataset: Callable[..., Path], wrong: bool
-) -> None:
+def test_first_batch_is_compared_with_the_cpu(stand_in, monkeypatch, make_dataset, wrong):
     def brighter(images: Tensor, *arguments: Any, **options: Any) -> Tensor:
         return warp(images, *arguments, **options) + 2 * images.is_cuda
 
@@ -200,9 +197,7 @@ def test_first_batch_is_compared_with_the_cpu(
     assert len({batch.images.block.owner for epoch in range(2) for batch in loader.epoch(epoch)}) == 1
 
 
-def test_step_starts_no_more_kernels(
-    stand_in: StandIn, make_dataset: Callable[..., Path], make_labels: Callable[..., Path]
-) -> None:
+def test_step_starts_no_more_kernels(stand_in, make_dataset, make_labels):
     """A step with token labels, in the parts of the loop in docs/python_api.md."""
     images = tlt.open_images(data := make_dataset(train=8), "train")
     labels = tlt.open_labels(make_labels(data), images.paths)
@@ -236,7 +231,7 @@ def test_step_starts_no_more_kernels(
 
 
 @pytest.mark.parametrize("name", ["adamw", "adam", "momentum", "lamb", "lion", "adafactor", "muon", "lookahead_adamw"])
-def test_a_step_waits_at_most_to_learn_whether_to_skip(stand_in: StandIn, name: str) -> None:
+def test_a_step_waits_at_most_to_learn_whether_to_skip(stand_in, name):
     model, device = nn.Linear(8, 4).cuda(), torch.device("cuda")
     optimizer = create_optimizer(TRAIN.parse(["/data", "--opt", name, "--clip-grad", "1"]), model, device)
     precision = Precision(device, clip=Clipping(1.0))
@@ -248,9 +243,7 @@ def test_a_step_waits_at_most_to_learn_whether_to_skip(stand_in: StandIn, name: 
     assert places == ([] if name in ("adamw", "adam") else ["train/precision.py:_step_unless"])
 
 
-def test_dali_batch_on_a_gpu_is_finished_and_kept(
-    stand_in: StandIn, monkeypatch: pytest.MonkeyPatch, make_dataset: Callable[..., Path]
-) -> None:
+def test_dali_batch_on_a_gpu_is_finished_and_kept(stand_in, monkeypatch, make_dataset):
     """DALI's pipeline of the CPU takes the place of the GPU's, which needs a driver. Its memory is always the same."""
     pipeline, taken, memory = dali._pipeline, torch.from_dlpack, dict[Any, Tensor]()
     host, of_dali = torch.device("cpu"), torch.cuda.Stream()
@@ -290,7 +283,7 @@ def test_dali_batch_on_a_gpu_is_finished_and_kept(
     torch.testing.assert_close(losses("dali-gpu"), losses("torchvision"), rtol=0, atol=0.05)
 
 
-def test_a_device_is_timed_without_a_wait_until_one_asks(stand_in: StandIn) -> None:
+def test_a_device_is_timed_without_a_wait_until_one_asks(stand_in):
     timer, x = DeviceTimer(), ones(2)
     stand_in.waits.clear()
     for _ in range(3):
@@ -300,7 +293,7 @@ def test_a_device_is_timed_without_a_wait_until_one_asks(stand_in: StandIn) -> N
     assert timer.take() == pytest.approx(3e-3) and not timer.pending and timer.take() == 0
 
 
-def test_batchnorm_of_several_gpus_is_synchronised(stand_in: StandIn) -> None:
+def test_batchnorm_of_several_gpus_is_synchronised(stand_in):
     flags = ["/data", "--model", "test_resnet", "--sync-bn", "--channels-last", "--bn-momentum", "0.3"]
     world = World(1, 0, 2, torch.device("cuda", 0))
     model = tlt.with_dense_head(timm.create_model("test_efficientnet"), (64, 64))

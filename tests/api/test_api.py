@@ -42,7 +42,7 @@ def images(make_dataset: Callable[..., Path]) -> Any:
     return tlt.open_images(str(make_dataset(train=20)), "train")
 
 
-def test_names_are_those_of_the_page_with_docstrings() -> None:
+def test_names_are_those_of_the_page_with_docstrings():
     named = re.findall(r"^\| `(\w+)|, `(\w+)` \| its argument", PAGE, re.MULTILINE)
     assert {name for pair in named for name in pair if name} == set(tlt.__all__)
     for name in tlt.__all__:
@@ -57,13 +57,7 @@ def test_names_are_those_of_the_page_with_docstrings() -> None:
 
 @pytest.mark.parametrize("taught", [False, True])
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_the_loop_of_the_page_runs(
-    device: str,
-    taught: bool,
-    make_dataset: Callable[..., Path],
-    make_labels: Callable[..., Path],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_loop_of_the_page_runs(device, taught, make_dataset, make_labels, monkeypatch):
     _, loop, changes = re.findall(r"^```(?:python|diff)\n(.*?)^```", PAGE, re.M | re.S)
     for old, new in re.findall(r"^[ -](.*\n)((?:\+.*\n)+)", changes, re.M) if taught else ():
         kept = old if f" {old}" in changes.splitlines(keepends=True) else ""
@@ -83,7 +77,7 @@ def test_the_loop_of_the_page_runs(
     assert found["outputs"][1].shape == (4, found["criterion"].grid[0] * found["criterion"].grid[1], 4)
 
 
-def test_loader_continues_within_and_across_epochs(images: Any) -> None:
+def test_loader_continues_within_and_across_epochs(images):
     def loader(**options: Any) -> tlt.Loader:
         return tlt.Loader(images, None, tlt.AugmentConfig((32, 32)), 8, seed=3, workers=0, **options)
 
@@ -101,14 +95,14 @@ def test_loader_continues_within_and_across_epochs(images: Any) -> None:
     assert len(loader(drop_last=True)) == 2
 
 
-def test_a_loader_has_as_many_batches_as_it_yields(images: Any) -> None:
+def test_a_loader_has_as_many_batches_as_it_yields(images):
     for world_size, micro_batches, more in product((1, 2), (1, 2, 3), ({}, {"drop_last": True}, {"repeats": 3})):
         how = {"workers": 0, "world_size": world_size, "micro_batches": micro_batches, **more}
         loader = tlt.Loader(images, None, tlt.AugmentConfig((8, 8)), 3, **how)
         assert len(loader) == len(list(loader)) == len(list(loader._keys(1, 0))), how
 
 
-def test_boxes_that_are_always_empty_are_told() -> None:
+def test_boxes_that_are_always_empty_are_told():
     with pytest.warns(UserWarning, match="MixToken mixes nothing: with fewer than 3 tokens"):
         assert {tlt.draw_box(tlt.StepKey(0, update), (2, 9))[:3:2] for update in range(30)} <= {(0, 0), (1, 1), (2, 2)}
     with warnings.catch_warnings():
@@ -116,7 +110,7 @@ def test_boxes_that_are_always_empty_are_told() -> None:
         assert len({tlt.draw_box(tlt.StepKey(0, update), (3, 3)) for update in range(30)}) > 3
 
 
-def test_augmentation_is_that_of_volo_train_by_default() -> None:
+def test_augmentation_is_that_of_volo_train_by_default():
     args = TRAIN.parse(["data", "--model", "lvvit_s"])
     settings = {"input_size": (3, 224, 224), "mean": (0.485, 0.456, 0.406)}
     assert tlt.AugmentConfig((224, 224)) == augment_config(args, settings)
@@ -125,12 +119,12 @@ def test_augmentation_is_that_of_volo_train_by_default() -> None:
 SQUARE = tlt.AugmentConfig((32, 32))
 
 
-def test_three_strengths_of_colour_jitter_may_be_a_list(images: Any) -> None:
+def test_three_strengths_of_colour_jitter_may_be_a_list(images):
     made = (tlt.AugmentConfig((8, 8), auto_augment=None, color_jitter=each) for each in (0.4, (0.4,) * 3, [0.4] * 3))
     assert [config.jitter for config in made] == [(0.4, 0.4, 0.4)] * 3
 
 
-def test_labels_of_other_images_are_refused(images: Any, make_labels: Callable[..., Path]) -> None:
+def test_labels_of_other_images_are_refused(images, make_labels):
     """Those of a selection are found by its names, whatever says which images are in it."""
     path = make_labels(Path(images.root).parent)
     labels = tlt.open_labels(path, images.paths)
@@ -143,7 +137,7 @@ def test_labels_of_other_images_are_refused(images: Any, make_labels: Callable[.
     tlt.Loader(tlt.open_images(images.root, "train", allow_root=True), labels, SQUARE, 2, workers=0)
 
 
-def test_large_class_id_names_its_label(make_dataset: Callable[..., Path], make_labels: Callable[..., Path]) -> None:
+def test_large_class_id_names_its_label(make_dataset, make_labels):
     data = make_dataset(train=8)
     labels = make_labels(data)
     label_map = torch.load(labels / "red" / "red3.pt")
@@ -162,7 +156,7 @@ def test_large_class_id_names_its_label(make_dataset: Callable[..., Path], make_
     targets(2000)
 
 
-def test_a_criterion_of_a_model_knows_where_its_tokens_lie() -> None:
+def test_a_criterion_of_a_model_knows_where_its_tokens_lie():
     model = tlt.with_dense_head(timm.create_model("test_resnet", num_classes=4), (64, 64))
     criterion = tlt.TokenLabelLoss.of(model, (64, 64), dense_weight=0.25)
     assert criterion.grid == model.token_grid((64, 64)) and criterion.dense_weight == 0.25
@@ -178,7 +172,7 @@ def process_group() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("name", ["volo_test", "lvvit_test", "test_vit", "test_resnet"])
-def test_a_dense_weight_of_0_trains_on_several_ranks(process_group: None, images: Any, name: str) -> None:
+def test_a_dense_weight_of_0_trains_on_several_ranks(process_group, images, name):
     size = {} if name == "test_resnet" else {"img_size": 64}
     model = tlt.with_dense_head(timm.create_model(name, num_classes=4, **size), (64, 64))
     criterion = tlt.TokenLabelLoss.of(model, (64, 64), dense_weight=0.0)
@@ -190,7 +184,7 @@ def test_a_dense_weight_of_0_trains_on_several_ranks(process_group: None, images
     assert untrained == {name for name, _ in model.named_parameters() if name.startswith("aux_")} != set()
 
 
-def test_versions_agree_and_both_packages_are_typed() -> None:
+def test_versions_agree_and_both_packages_are_typed():
     project = (ROOT / "pyproject.toml").read_text()
     assert tlt.__version__ == volo.__version__ and f'\nversion = "{tlt.__version__}"\n' in project
     assert f"\nversion: {tlt.__version__}\n" in (ROOT / "CITATION.cff").read_text()
@@ -199,7 +193,7 @@ def test_versions_agree_and_both_packages_are_typed() -> None:
 
 
 @pytest.mark.parametrize("program", ["-m volo", "-m tlt", "-m volo report", "train.py", "benchmark.py"])
-def test_every_program_has_a_version(program: str) -> None:
+def test_every_program_has_a_version(program):
     ended = subprocess.run([sys.executable, *program.split(), "--version"], cwd=ROOT, capture_output=True, text=True)
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, f"volo-tlt {tlt.__version__}\n", "")
 
@@ -214,7 +208,7 @@ def started(monkeypatch: pytest.MonkeyPatch, *command: str) -> bool:
     return tlt._starts_program()
 
 
-def test_only_programs_of_this_project_register_the_models_late(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_programs_of_this_project_register_the_models_late(monkeypatch):
     programs = [str(path) for path in ROOT.glob("*.py") if path.name != "setup.py"]
     assert len(programs) == 4
     for program in (*programs, "/usr/bin/volo", "/usr/bin/tlt", str(ROOT / "volo/commands/launch.py")):
@@ -224,7 +218,7 @@ def test_only_programs_of_this_project_register_the_models_late(monkeypatch: pyt
         assert not started(monkeypatch, *others), others  # gets the models by importing volo, as ever
 
 
-def test_import_registers_models_and_loads_the_rest_on_demand() -> None:
+def test_import_registers_models_and_loads_the_rest_on_demand():
     code = (
         f"import sys; sys.argv = [{str(ROOT / 'train.py')!r}]; import volo, tlt, timm;"
         "assert all(map(timm.is_model, ('volo_d1', 'lvvit_s')));"

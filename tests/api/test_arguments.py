@@ -147,13 +147,13 @@ def setting(images: Any, make_labels: Callable[..., Path]) -> SimpleNamespace:
     return SimpleNamespace(**locals())
 
 
-def test_fault_41_mistakes_are_one_line(setting: SimpleNamespace) -> None:
+def test_fault_41_mistakes_are_one_line(setting):
     for mistake, message in MISTAKES:
         with refuses(message):
             mistake(setting)
 
 
-def test_what_fits_is_taken_however_it_is_written(setting: SimpleNamespace) -> None:
+def test_what_fits_is_taken_however_it_is_written(setting):
     """Sizes as lists, folders as paths, class ids of other integers; a schedule's loss knows the grid of each size."""
     s, ids = setting, torch.full((8, 2, 3, 3), 3, dtype=torch.uint16)
     (batch, *_) = tlt.Loader(tlt.open_images(s.data, "train"), None, tlt.AugmentConfig([32, 32]), 8, workers=0)
@@ -176,7 +176,7 @@ def test_what_fits_is_taken_however_it_is_written(setting: SimpleNamespace) -> N
     assert made.tokens.ids.max() == 3 and made.grid == (2, 2)
 
 
-def test_features_of_a_replaced_image_teach_nothing(setting: SimpleNamespace) -> None:
+def test_features_of_a_replaced_image_teach_nothing(setting):
     seen = replace(setting.batch, indices=setting.batch.indices.clone())
     seen.indices[2] = 19
     lesson = setting.lesson("feature", seen)
@@ -188,7 +188,7 @@ def test_features_of_a_replaced_image_teach_nothing(setting: SimpleNamespace) ->
     assert without < whole
 
 
-def test_a_loader_has_as_many_workers_as_processors(images: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_loader_has_as_many_workers_as_processors(images, monkeypatch):
     monkeypatch.setattr("tlt.io.jobs.available_cpus", lambda process=0: 6)
     for local, expected in (("", 6), ("2", 3), ("16", 1)):
         monkeypatch.setenv("LOCAL_WORLD_SIZE", local)
@@ -197,7 +197,7 @@ def test_a_loader_has_as_many_workers_as_processors(images: Any, monkeypatch: py
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_torchs_defaults_change_no_batch_and_no_target(images: Any, workers: int) -> None:
+def test_torchs_defaults_change_no_batch_and_no_target(images, workers):
     def values() -> list[torch.Tensor]:
         (batch, *_), criterion = tlt.Loader(images, None, SQUARE, 8, workers=workers), tlt.TokenLabelLoss((2, 2), 4)
         box = torch.tensor(tlt.draw_box(tlt.StepKey(0, 0), (9, 9)), device="cpu")

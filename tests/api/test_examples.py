@@ -62,9 +62,7 @@ def trained(name: str, data: Path, labels: Path, output: Path) -> tuple[dict[str
         ("ray.train", "ray_loop", "lvvit_test"),
     ],
 )
-def test_weights_are_those_of_volo_train(
-    package: str, program: str, name: str, data: Path, labels: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_weights_are_those_of_volo_train(package, program, name, data, labels, tmp_path, capsys):
     pytest.importorskip(package)
     more = {"lightning_module": {"trainer": QUIET}, "ray_loop": {"storage": str(tmp_path)}}.get(program, {})
     made = example(program).train(str(data), str(labels), name=name, **OPTIONS, **more)
@@ -83,7 +81,7 @@ torch.save(train(sys.argv[2], sys.argv[3], "lvvit_test", (64, 64), 2, 8, 0, stag
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-def test_deepspeed(stage: int, data: Path, labels: Path, tmp_path: Path) -> None:
+def test_deepspeed(stage, data, labels, tmp_path):
     pytest.importorskip("deepspeed")
     env = {**os.environ, "DS_ACCELERATOR": "cpu", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     env |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
@@ -108,7 +106,7 @@ IMAGES = 900  # of 1,797
 QUICKER = {"EPOCHS = 4": "EPOCHS = 1", "--warmup-epochs 1": "--warmup-epochs 0"}
 
 
-def test_it_is_small_and_was_saved_after_a_whole_run() -> None:
+def test_it_is_small_and_was_saved_after_a_whole_run():
     assert FILE.stat().st_size < 300_000
     assert [cell["execution_count"] for cell in CELLS] == list(range(1, len(CELLS) + 1))
     outputs = [output for cell in CELLS for output in cell["outputs"]]
@@ -117,7 +115,7 @@ def test_it_is_small_and_was_saved_after_a_whole_run() -> None:
     assert not [o for o in outputs if o["output_type"] == "error" or o.get("name") == "stderr"]
 
 
-def test_its_cells_run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_its_cells_run(monkeypatch, capsys):
     datasets = pytest.importorskip("sklearn.datasets")
     scans = datasets.load_digits()
     few = SimpleNamespace(images=scans.images[:IMAGES], target=scans.target[:IMAGES])

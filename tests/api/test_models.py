@@ -55,7 +55,7 @@ WRAPPERS: dict[str, Callable[[Any], Any]] = {
 
 @pytest.mark.parametrize("name", ["volo_test", "test_resnet"])
 @pytest.mark.parametrize("wrapper", WRAPPERS)
-def test_wrappers_are_seen_through_or_refused_in_a_line(process_group: None, wrapper: str, name: str) -> None:
+def test_wrappers_are_seen_through_or_refused_in_a_line(process_group, wrapper, name):
     model = tlt.with_dense_head(made(name), SIZE)
     wrapped, divided = WRAPPERS[wrapper](copy.deepcopy(model)), "FSDP" in wrapper
     assert tlt.with_dense_head(wrapped, SIZE) is wrapped
@@ -76,7 +76,7 @@ def test_wrappers_are_seen_through_or_refused_in_a_line(process_group: None, wra
         assert torch.equal(*(teacher(images(), "feature") for teacher in teachers))
 
 
-def test_without_a_dense_loss_the_dense_head_adds_nothing() -> None:
+def test_without_a_dense_loss_the_dense_head_adds_nothing():
     for name in ("volo_test", "lvvit_test"):
         model = made(name).eval()
         tlt.TokenLabelLoss.of(model, SIZE)
@@ -90,7 +90,7 @@ def test_without_a_dense_loss_the_dense_head_adds_nothing() -> None:
 
 @pytest.mark.parametrize("kind", ["token", "feature", "logit"])
 @pytest.mark.parametrize("settings", [{"in_chans": 1}, {"dtype": torch.float16}, {"dtype": torch.bfloat16}])
-def test_a_teacher_may_be_grey_or_of_half_precision(settings: dict[str, Any], kind: str) -> None:
+def test_a_teacher_may_be_grey_or_of_half_precision(settings, kind):
     for name in ("test_resnet", "volo_test"):
         whole = made(name, **{key: value for key, value in settings.items() if key != "dtype"}).eval()
         channels = settings.get("in_chans", 3)
@@ -110,7 +110,7 @@ def test_a_teacher_may_be_grey_or_of_half_precision(settings: dict[str, Any], ki
 
 
 @pytest.mark.parametrize("kind", ["token", "feature", "logit"])
-def test_student_forgets_earlier_teachers_and_learns_throughout(kind: str) -> None:
+def test_student_forgets_earlier_teachers_and_learns_throughout(kind):
     other, model = tlt.FeatureTeacher(made("test_vit2"), SIZE), made("test_resnet")
     for teacher in ([TEACHER, other], other, [TEACHER], [other, TEACHER, other]):
         tlt.with_projector(model, teacher, SIZE, kind)
@@ -151,7 +151,7 @@ def described(model: nn.Module) -> Any:
     return parts, weights, {key: value for key, value in vars(model).items() if isinstance(value, int | str | tuple)}
 
 
-def test_what_raises_leaves_the_model_as_it_was() -> None:
+def test_what_raises_leaves_the_model_as_it_was():
     for model, change, message in LEAVES:
         before = described(model.train()), model.eval()(images())
         model.train()
@@ -161,7 +161,7 @@ def test_what_raises_leaves_the_model_as_it_was() -> None:
         assert torch.equal(model.eval()(images()), before[1]), message
 
 
-def test_student_without_dense_head_refuses_token_teachers() -> None:
+def test_student_without_dense_head_refuses_token_teachers():
     student = tlt.with_projector(made("test_vit"), TEACHER, SIZE)
     for options in ({"mix_box": (0, 0, 1, 1)}, {"dense": True}):
         for taught in (False, True):

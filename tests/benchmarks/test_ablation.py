@@ -10,7 +10,7 @@ import torch
 
 from benchmarks import ablation
 from benchmarks.ablation import ARMS, FLOOR, MAP, Digit
-from tests.benchmarks.conftest import Measure, benchmark
+from tests.benchmarks.conftest import benchmark
 
 
 @pytest.fixture(scope="module")
@@ -20,7 +20,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def test_a_cell_has_the_class_of_the_digit_that_lies_there() -> None:
+def test_a_cell_has_the_class_of_the_digit_that_lies_there():
     digits = [Digit(7, 40, 20, 40), Digit(2, 4, 60, 24)]
     values, ids = ablation.truth(digits, (128, 96))
     expected = np.full((MAP, MAP), -1)
@@ -36,7 +36,7 @@ def test_a_cell_has_the_class_of_the_digit_that_lies_there() -> None:
     assert (values[:, -1, -1] < 0.1).all(), "the ground is no class's"
 
 
-def test_scenes_are_as_described(data: Path) -> None:
+def test_scenes_are_as_described(data):
     images, classes, tokens = torch.load(data / "validation.pt")
     assert images.shape == (20, 3, 64, 64) and tokens.shape == (20, 64)
     assert classes.bincount().tolist() == [2] * 10
@@ -46,7 +46,7 @@ def test_scenes_are_as_described(data: Path) -> None:
     assert len(list((data / "train").rglob("*.png"))) == len(list((data / "train-truth").rglob("*.pt"))) == 20
 
 
-def test_arms_differ_in_their_labels_alone(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_arms_differ_in_their_labels_alone(data, monkeypatch):
     seen: dict[str, Any] = {}
     targets = ablation.tlt.TokenLabelLoss.targets
 
@@ -67,9 +67,7 @@ def test_arms_differ_in_their_labels_alone(data: Path, monkeypatch: pytest.Monke
     assert found["true"] == ablation.train(data, arm := "true", 3, 1)
 
 
-def test_runs_go_on_where_they_stopped_and_are_compared_by_seed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, measure: Measure, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_runs_go_on_where_they_stopped_and_are_compared_by_seed(tmp_path, monkeypatch, measure, capsys):
     top1 = {"true": 50.0, "published": 40.0, "other": 30.0}
     trained: list[tuple[str, int]] = []
 

@@ -21,7 +21,6 @@ from benchmarks.data import BATCHES, CROPS
 from benchmarks.program import parse_benchmark
 from benchmarks.rounds import Range, Rows
 from benchmarks.step import DROP_PATH
-from tests.benchmarks.conftest import Measure
 from volo import cli
 from volo.config.args import TRAIN
 from volo.kernels import KERNELS
@@ -29,7 +28,7 @@ from volo.kernels import KERNELS
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_rounds_rotate_their_order_and_skip_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rounds_rotate_their_order_and_skip_the_first(monkeypatch):
     done: list[str] = []
     clock = [0.0]
     monkeypatch.setattr(rounds.time, "perf_counter", lambda: clock[0])
@@ -47,7 +46,7 @@ def test_rounds_rotate_their_order_and_skip_the_first(monkeypatch: pytest.Monkey
     assert str(Range.of([1, 3, 2], 10)) == "20 (10-30)"
 
 
-def test_a_row_is_printed_and_appended_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_row_is_printed_and_appended_at_once(tmp_path, capsys):
     file = tmp_path / "rows"
     rows = Rows(Namespace(command_line="benchmark.py x", output=str(file)), ("arm", "ms"))
     first, rule = capsys.readouterr().out.splitlines()[-2:]
@@ -60,7 +59,7 @@ def test_a_row_is_printed_and_appended_at_once(tmp_path: Path, capsys: pytest.Ca
 
 
 @pytest.mark.skipif(not Path("/proc/self").exists(), reason="Linux has clocks of other processes")
-def test_cpu_time_is_that_of_living_children_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cpu_time_is_that_of_living_children_too(monkeypatch):
     burn = "import time\nwhile time.process_time() < 0.5: pass\nprint('done', flush=True)\ninput()"
     with subprocess.Popen([sys.executable, "-c", burn], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
         monkeypatch.setattr(multiprocessing, "active_children", lambda: [child])
@@ -70,7 +69,7 @@ def test_cpu_time_is_that_of_living_children_too(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("device", ["cuda", "cpu"])
-def test_make_measures_a_gpu_in_calls_of_ten_minutes(device: str) -> None:
+def test_make_measures_a_gpu_in_calls_of_ten_minutes(device):
     """Each line is parsed, and its arms and programs are made up as the benchmark does first."""
     line = ["make", "-n", "benchmark-gpu", "PYTHON=python3", "OUT=there", "TIMM=there", f"DEVICE={device}"]
     printed = subprocess.check_output(line, cwd=ROOT, text=True).replace("\\\n", "")
@@ -105,7 +104,7 @@ def test_make_measures_a_gpu_in_calls_of_ten_minutes(device: str) -> None:
 OUTLOOK = "outlook -b 2 --model volo_d1 --cells 5 --rounds 2 --device cpu --no-compile"
 
 
-def test_outlook_checks_and_times_every_kernel_and_timms(measure: Measure) -> None:
+def test_outlook_checks_and_times_every_kernel_and_timms(measure):
     rows = measure(OUTLOOK)
     assert {row["arm"] for row in rows} == {*KERNELS, "timm"}
     timed = [row for row in rows if "note" not in row]
@@ -114,9 +113,7 @@ def test_outlook_checks_and_times_every_kernel_and_timms(measure: Measure) -> No
     assert all(row["x timm"] == [1, 1, 1] for row in timed if row["arm"] == "timm")
 
 
-def test_outlook_times_no_wrong_kernel(
-    measure: Measure, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_outlook_times_no_wrong_kernel(measure, monkeypatch, capsys):
     right = KERNELS["windows"]
     wrong = right._replace(compute=lambda v, logits, *rest: right.compute(v, logits * 1.001, *rest))
     monkeypatch.setitem(KERNELS, "windows", wrong)
@@ -126,7 +123,7 @@ def test_outlook_times_no_wrong_kernel(
 
 
 @pytest.mark.parametrize("part", [CROPS, BATCHES])
-def test_all_loaders_make_the_same_images(tmp_path: Path, part: str) -> None:
+def test_all_loaders_make_the_same_images(tmp_path, part):
     # Nothing random is left but the order, so that what the loaders make can be compared.
     config = tlt.AugmentConfig((32, 24), (1.0, 1.0), (1.25, 1.25), 0.0, 0.0, None, None, "bilinear", reprob=0.0)
     data.make_images(tmp_path / "train", 6, (50, 40))
@@ -142,7 +139,7 @@ def test_all_loaders_make_the_same_images(tmp_path: Path, part: str) -> None:
         assert sorted(which.tolist()) == list(range(6)), name
 
 
-def test_data_times_both_parts_with_and_without_workers(measure: Measure) -> None:
+def test_data_times_both_parts_with_and_without_workers(measure):
     line = "data --images 6 --image-size 60 48 --img-size 24 -b 3 --rounds 1 --workers 1 --device cpu"
     rows = measure(f"{line} --backend torchvision dali-gpu")
     missing = [row for row in rows if "note" in row]
@@ -161,7 +158,7 @@ Train: 1 [   3/4 (100%)]  Loss: 4.42 (7.01)  Time: 1.227s,    3.26/s  (7.990s,  
 """  # noqa: E501
 
 
-def test_run_times_the_last_epoch_of_both(measure: Measure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_times_the_last_epoch_of_both(measure, tmp_path, monkeypatch):
     """timm's answers with its log; ours are entered in this process."""
     (tmp_path / "train.py").write_text(f"print({TIMMS_LOG!r})")
     started, log_of = [], run._log_of
@@ -183,7 +180,7 @@ def test_run_times_the_last_epoch_of_both(measure: Measure, tmp_path: Path, monk
     assert ["--token-label" in words for words in started] == [False, False, True]
 
 
-def test_run_tells_of_a_program_that_fails(measure: Measure, tmp_path: Path) -> None:
+def test_run_tells_of_a_program_that_fails(measure, tmp_path):
     (tmp_path / "train.py").write_text("import sys; sys.exit('no such model')")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(run, "commands", lambda *_: {"timm": [sys.executable, str(tmp_path / "train.py")]})

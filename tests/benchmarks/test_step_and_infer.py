@@ -12,7 +12,7 @@ from torch import nn
 
 from benchmarks import arms, infer, step
 from benchmarks.arms import Arm, TimmVolo
-from tests.benchmarks.conftest import Measure, benchmark
+from tests.benchmarks.conftest import benchmark
 from volo.train import step_graph
 from volo.train.step_graph import StepGraph
 
@@ -21,7 +21,7 @@ QUICK = "--device cpu --rounds 2 --warm-up 1"
 SMALL = f"--model volo_test --img-size 64 -b 2 {QUICK}"
 
 
-def test_timms_peer_is_its_forward_train_with_the_class_head(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_timms_peer_is_its_forward_train_with_the_class_head(monkeypatch):
     torch.manual_seed(0)
     net = timm.create_model("volo_test_224", img_size=64, num_classes=7).train()
     net.mix_token, net.beta = True, 1.0
@@ -35,7 +35,7 @@ def test_timms_peer_is_its_forward_train_with_the_class_head(monkeypatch: pytest
         torch.testing.assert_close(TimmVolo(net.eval())(images), net(images))
 
 
-def test_step_times_all_arms_from_one_start(measure: Measure) -> None:
+def test_step_times_all_arms_from_one_start(measure):
     rows = measure(f"step {SMALL} --peer timm reference amp")
     alone, turns = rows[:4], rows[4:]
     assert [row["rounds"] for row in rows] == ["1, alone"] * 4 + [2] * 4  # written as soon as measured
@@ -47,7 +47,7 @@ def test_step_times_all_arms_from_one_start(measure: Measure) -> None:
     assert all(row["images/s"] == pytest.approx(2e3 / row["ms a batch"][0]) for row in rows)
 
 
-def test_step_in_bfloat16_compiled_and_with_subset(measure: Measure) -> None:
+def test_step_in_bfloat16_compiled_and_with_subset(measure):
     flags = "--model-dtype bfloat16 --torchcompile eager --drop-path 0.5 --drop-path-mode subset"
     rows = measure(f"step {SMALL} {flags} --peer eager mask")
     assert [row["arm"] for row in rows[:3]] == ["ours", "eager", "mask"]
@@ -56,7 +56,7 @@ def test_step_in_bfloat16_compiled_and_with_subset(measure: Measure) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("fails", [False, True])
-def test_ours_is_a_graph_or_the_row_says_why(measure: Measure, monkeypatch: pytest.MonkeyPatch, fails: bool) -> None:
+def test_ours_is_a_graph_or_the_row_says_why(measure, monkeypatch, fails):
     """When it is captured, nothing is left of the model before, and of what it was checked with."""
     made, alive, streams, repeated = list[Any](), list[int](), list[Any](), list[Any]()
     capture, replay = StepGraph._capture, torch.cuda.CUDAGraph.replay
@@ -83,7 +83,7 @@ def test_ours_is_a_graph_or_the_row_says_why(measure: Measure, monkeypatch: pyte
     assert fails or len(repeated) > 8  # beside the launched step, and in each turn
 
 
-def test_infer_folds_ours_and_no_other_arm(measure: Measure, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_infer_folds_ours_and_no_other_arm(measure, monkeypatch):
     folded = []
     monkeypatch.setattr(infer, "fold_batchnorm", lambda model: folded.append(type(model).__name__))
     rows = measure(f"infer {SMALL} --peer timm unfolded --amp")
@@ -94,14 +94,7 @@ def test_infer_folds_ours_and_no_other_arm(measure: Measure, monkeypatch: pytest
 @pytest.mark.parametrize(
     ("command", "wrong", "factors"), [("step", "ours", (1, float("nan"))), ("infer", "reference", (1.2,))]
 )
-def test_what_is_timed_is_what_is_checked(
-    command: str,
-    wrong: str,
-    factors: tuple[float, ...],
-    monkeypatch: pytest.MonkeyPatch,
-    measure: Measure,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_what_is_timed_is_what_is_checked(command, wrong, factors, monkeypatch, measure, capsys):
     """An arm that computes something else once it is compiled is not timed; the others are."""
     module: Any = {"step": step, "infer": infer}[command]
     compiled, built = module.compile_model, arms.build
@@ -130,7 +123,7 @@ def test_what_is_timed_is_what_is_checked(
     assert timed == {"ours", "reference"} - {wrong}
 
 
-def test_an_arm_that_fails_is_told_and_the_others_are_timed(monkeypatch: pytest.MonkeyPatch, measure: Measure) -> None:
+def test_an_arm_that_fails_is_told_and_the_others_are_timed(monkeypatch, measure):
     built = arms.build
 
     def build(arm: Arm, *rest: Any) -> nn.Module:
@@ -160,7 +153,7 @@ def test_an_arm_that_fails_is_told_and_the_others_are_timed(monkeypatch: pytest.
         ("ablation --images 19", "--images: 19 is out of range: at least 50"),
     ],
 )
-def test_mistakes_are_told_in_one_line(line: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_mistakes_are_told_in_one_line(line, message, capsys):
     assert benchmark(line) == 2
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1, error

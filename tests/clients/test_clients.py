@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -31,7 +30,7 @@ def images(batch: int = 2, size: int = 64) -> Tensor:
     return torch.randn(batch, 3, size, size, generator=torch.Generator().manual_seed(1))
 
 
-def test_symbolic_trace(name: str) -> None:
+def test_symbolic_trace(name):
     for training in (False, True):
         model = build(name, drop_path_rate=0.2).train(training)
         traced = torch.fx.symbolic_trace(model)
@@ -43,7 +42,7 @@ def test_symbolic_trace(name: str) -> None:
             torch.testing.assert_close(*outputs)
 
 
-def test_jit_trace(name: str, tmp_path: Path) -> None:
+def test_jit_trace(name, tmp_path):
     model, path = build(name), tmp_path / "traced.pt"
     torch.jit.save(torch.jit.trace(model, images()), path)
     torch.save((images(3), model(images(3)).detach()), tmp_path / "expected.pt")
@@ -57,7 +56,7 @@ def test_jit_trace(name: str, tmp_path: Path) -> None:
     assert ended.returncode == 0, ended.stderr
 
 
-def test_onnx_by_tracing(name: str, tmp_path: Path) -> None:
+def test_onnx_by_tracing(name, tmp_path):
     onnxruntime = pytest.importorskip("onnxruntime")
     model, path = build(name), tmp_path / "model.onnx"
     torch.onnx.export(
@@ -68,7 +67,7 @@ def test_onnx_by_tracing(name: str, tmp_path: Path) -> None:
     torch.testing.assert_close(found, model(images(3)), rtol=1e-4, atol=1e-5)
 
 
-def test_quantize_dynamic(name: str) -> None:
+def test_quantize_dynamic(name):
     model = build(name)
     quantized = torch.ao.quantization.quantize_dynamic(model)
     assert not [n for n, module in quantized.named_modules() if type(module) is nn.Linear]
@@ -76,7 +75,7 @@ def test_quantize_dynamic(name: str) -> None:
     assert 0 < (quantized(images()) - expected).abs().max() < 0.1 * expected.abs().max()
 
 
-def test_hugging_face(name: str, tmp_path: Path) -> None:
+def test_hugging_face(name, tmp_path):
     model = build(name, img_size=(128, 32))
     timm.models.save_for_hf(model, tmp_path / "saved")
     assert '"input_size": [\n      3,\n      128,\n      32' in (tmp_path / "saved" / "config.json").read_text()

@@ -130,7 +130,7 @@ def added(root: Path, local_rank: int = 0, ranks: int = 8, **env: str) -> dict[s
 
 
 @pytest.mark.parametrize("machine", [DGX_A100, AMD_NPS4])
-def test_tables_of_known_machines(machine: str, tmp_path: Path) -> None:
+def test_tables_of_known_machines(machine, tmp_path):
     rows = [row.split() for row in machine.splitlines() if row.startswith("gpu")]
     expected = [
         f"0000:{place[-2:]}:00.0 {node} {cpus} preferred {card} {far}" for _, node, place, _, cpus, card, far in rows
@@ -138,7 +138,7 @@ def test_tables_of_known_machines(machine: str, tmp_path: Path) -> None:
     assert table(build(tmp_path, machine)) == expected
 
 
-def test_tables_of_machines_with_nothing_to_bind(tmp_path: Path) -> None:
+def test_tables_of_machines_with_nothing_to_bind(tmp_path):
     no_card = "no InfiniBand or RoCE card near a GPU: left to NCCL"
     virtual = "node 0 0-3\nnode 1 4-7\ngpu -1 00/05\ngpu -1 00/06"  # its firmware tells no device's node
     for name, machine, gpus, why in (
@@ -149,7 +149,7 @@ def test_tables_of_machines_with_nothing_to_bind(tmp_path: Path) -> None:
         assert table(build(tmp_path / name, machine)) == [*rows, f"left out: {why}; {no_card}"]
 
 
-def test_all_ranks_name_the_same_cards_whichever_gpus_they_see(tmp_path: Path) -> None:
+def test_all_ranks_name_the_same_cards_whichever_gpus_they_see(tmp_path):
     build(tmp_path, DGX_A100)
     for visible, near in (("0,1,2,3,4,5,6,7", "mlx5_0:1"), ("5", "mlx5_7:1"), ("GPU-6666,GPU-2222", "mlx5_8:1")):
         expected = {"NCCL_IB_HCA": CARDS, "UCX_NET_DEVICES": near}
@@ -174,11 +174,11 @@ def test_all_ranks_name_the_same_cards_whichever_gpus_they_see(tmp_path: Path) -
         (LAPTOP, ["bf3_0 0 00/00:01/02 200 Ethernet", "mlx5_1 0 00/00:01/03"], "=mlx5_1:1"),
     ],
 )
-def test_cards_of_other_use_are_left_out(machine: str, more: list[str], expected: str | None, tmp_path: Path) -> None:
+def test_cards_of_other_use_are_left_out(machine, more, expected, tmp_path):
     assert added(build(tmp_path, machine, *more)).get("NCCL_IB_HCA") == expected
 
 
-def test_modes(tmp_path: Path) -> None:
+def test_modes(tmp_path):
     build(tmp_path, AMD_NPS4)
     for mode, memory in {"auto": "preferred", "cpu": "off", "cpu+mem": "bind"}.items():
         assert table(tmp_path, mode)[0] == f"0000:02:00.0 3 24-31 {memory} mlx5_0:1 SYS"
@@ -199,9 +199,7 @@ def test_modes(tmp_path: Path) -> None:
         (LAPTOP, "cpu", "cpu", 1, "binding on "),
     ],
 )
-def test_one_process_on_a_cpu_says_nothing_of_binding(
-    machine: str, bind: str, device: str | None, ranks: int, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_process_on_a_cpu_says_nothing_of_binding(machine, bind, device, ranks, told, tmp_path, monkeypatch):
     monkeypatch.setattr(binding, "read_machine", lambda: read_machine(build(tmp_path, machine)))
     monkeypatch.setattr(binding, "apply", lambda share: [])
     monkeypatch.setattr(os, "environ", {"WORLD_SIZE": str(ranks), "RANK": "0", "LOCAL_RANK": "0"})
@@ -209,7 +207,7 @@ def test_one_process_on_a_cpu_says_nothing_of_binding(
     assert lines[0].startswith(told) if told else lines == []
 
 
-def test_without_gpus_the_cpus_are_divided_only_if_asked_for(tmp_path: Path) -> None:
+def test_without_gpus_the_cpus_are_divided_only_if_asked_for(tmp_path):
     machine = read_machine(build(tmp_path, DGX_A100))
     (line,) = describe(make_plan(machine, "auto", "cpu", 2, {}), "here", 0, {}, [])
     assert line.startswith("binding: nothing is bound: CPUs and memory are left to the kernel (--bind cpu would divide")
@@ -221,7 +219,7 @@ def test_without_gpus_the_cpus_are_divided_only_if_asked_for(tmp_path: Path) -> 
     assert [(share.memory, share.node) for share in two] == [("off", None)] * 2
 
 
-def test_a_container_with_few_cpus_and_more_ranks_than_gpus(tmp_path: Path) -> None:
+def test_a_container_with_few_cpus_and_more_ranks_than_gpus(tmp_path):
     build(tmp_path, DGX_A100)
     process(tmp_path, "48-55,176-183")
     rows = table(tmp_path, ranks=2, CUDA_VISIBLE_DEVICES="1,5")
@@ -233,7 +231,7 @@ def test_a_container_with_few_cpus_and_more_ranks_than_gpus(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(("visible", "parent"), [("5", "0-255"), ("GPU-6666", ""), ("0", "")])
-def test_a_rank_that_sees_its_own_gpu_alone_is_bound_to_its_node(tmp_path: Path, visible: str, parent: str) -> None:
+def test_a_rank_that_sees_its_own_gpu_alone_is_bound_to_its_node(tmp_path, visible, parent):
     build(tmp_path, DGX_A100)
     if parent:  # srun --gpus-per-task=1 --cpus-per-task=16
         process(tmp_path, "112-127", parent_allowed=parent)
@@ -248,7 +246,7 @@ def test_a_rank_that_sees_its_own_gpu_alone_is_bound_to_its_node(tmp_path: Path,
     assert len(rows) == 2 and rows[1].endswith("what the other ranks have: each sees its own GPU alone")
 
 
-def test_cpus_that_the_launcher_gave_to_each_rank_stay(tmp_path: Path) -> None:
+def test_cpus_that_the_launcher_gave_to_each_rank_stay(tmp_path):
     build(tmp_path, DGX_A100)
     process(tmp_path, "48-63,176-191", parent_allowed="0-255")  # srun --cpu-bind, torchrun --numa-binding
     rows = table(tmp_path)
@@ -258,7 +256,7 @@ def test_cpus_that_the_launcher_gave_to_each_rank_stay(tmp_path: Path) -> None:
     assert table(tmp_path, ranks=1)[0].startswith("0000:07:00.0 3 48-63,176-191 ")
 
 
-def test_what_is_set_already_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_set_already_stays(tmp_path, monkeypatch):
     monkeypatch.setattr(binding, "interface_to", {"10.0.0.1": "ib7"}.get)
     build(tmp_path, DGX_A100)
     hosts = {"RANK": "8", "LOCAL_RANK": "0", "WORLD_SIZE": "16", "MASTER_ADDR": "10.0.0.1", "HOME": "/home/me"}
@@ -293,7 +291,7 @@ SRUN = {"SLURM_PROCID": "1", "SLURM_LOCALID": "1", "SLURM_STEP_NUM_TASKS": "2", 
 
 
 @linux
-def test_a_rank_is_bound_before_torch_is_imported() -> None:
+def test_a_rank_is_bound_before_torch_is_imported():
     machine = read_machine()
     if len([core for cores in machine.cores.values() for core in cores if set(core) & machine.allowed]) < 2:
         pytest.skip("two ranks need two cores")
@@ -309,14 +307,14 @@ def test_a_rank_is_bound_before_torch_is_imported() -> None:
 
 
 @linux
-def test_what_the_kernel_refuses_is_told() -> None:
+def test_what_the_kernel_refuses_is_told():
     before = os.sched_getaffinity(0)
     assert apply(Share(cpus=(1000,))) == ["CPUs 1000: Invalid argument"] and os.sched_getaffinity(0) == before
     (failure,) = apply(Share(memory="bind", node=1000))
     assert failure.startswith("memory policy bind 1000: ")
 
 
-def test_visible_devices_as_cuda_reads_them() -> None:
+def test_visible_devices_as_cuda_reads_them():
     # As CUDA's programming guide says it: what comes after a GPU that doesn't exist is invisible, too. A part of a UUID
     # names the only one that begins so; a part of a GPU (MIG) is none.
     gpus = [Gpu(str(i), (), None, uuid) for i, uuid in enumerate(("GPU-89-a1", "GPU-89-b2", "GPU-a1-c3"))]
@@ -328,7 +326,7 @@ def test_visible_devices_as_cuda_reads_them() -> None:
     assert visible_gpus(gpus, {}) == (gpus, "") and visible_gpus([], {})[1] == "no NVIDIA GPU in /sys"
 
 
-def test_gpus_of_a_container_and_of_a_slurm_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpus_of_a_container_and_of_a_slurm_job(tmp_path, monkeypatch):
     build(tmp_path, DGX_A100)
     device(tmp_path, "0", "00/00:01/30", "0x1a03", "0x030000")  # a display of the board
     device(tmp_path, "0", "00/00:02/31", "0x10de", "0x068000")  # an NVSwitch
@@ -347,7 +345,7 @@ def test_gpus_of_a_container_and_of_a_slurm_job(tmp_path: Path, monkeypatch: pyt
     assert shown() == "87 b7 bd"
 
 
-def test_ports_that_are_down_or_cannot_be_opened_are_left_out(tmp_path: Path) -> None:
+def test_ports_that_are_down_or_cannot_be_opened_are_left_out(tmp_path):
     build(tmp_path, AMD_NPS4)
     for i in range(4):
         write(tmp_path, f"sys/class/infiniband_verbs/uverbs{i}/ibdev", f"mlx5_{i}")
@@ -359,14 +357,14 @@ def test_ports_that_are_down_or_cannot_be_opened_are_left_out(tmp_path: Path) ->
     assert machine.idle_ports == ("mlx5_1:1 is not passed into this container", "mlx5_3:1 is DOWN")
 
 
-def test_this_machine_is_read_as_python_sees_it() -> None:
+def test_this_machine_is_read_as_python_sees_it():
     machine = read_machine()
     assert machine.allowed == os.sched_getaffinity(0)
     assert machine.allowed <= {cpu for cores in machine.cores.values() for core in cores for cpu in core}
     assert machine.parent_allowed == os.sched_getaffinity(os.getppid())
 
 
-def test_the_interface_is_found_by_the_route_to_an_address() -> None:
+def test_the_interface_is_found_by_the_route_to_an_address():
     if not shutil.which("unshare"):
         pytest.skip("needs unshare: apt-get install util-linux")
     card = "ip link add eth8 type veth peer name eth9 && ip link set eth8 up && ip link set eth9 up"

@@ -7,7 +7,6 @@ import time
 from argparse import Namespace
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 import torch
@@ -71,14 +70,14 @@ PYXIS = STEP | ALONE | AWAY | {"LOCAL_RANK": "1", "MASTER_PORT": "61001", "OMP_N
         (dict(zip(OPEN_MPI, "0011", strict=True)), (0, 0, 1, 1)),
     ],
 )
-def test_a_rank_knows_itself_whoever_started_it(env: dict[str, str], expected: tuple[int, ...]) -> None:
+def test_a_rank_knows_itself_whoever_started_it(env, expected):
     launch = launch_of(env)
     assert (launch.rank, launch.local_rank, launch.size, launch.local_size) == expected
     assert launch.one_machine == (expected[2] == expected[3])
 
 
 @pytest.mark.parametrize("users", [None, "1"])
-def test_ranks_do_not_talk_within_a_capture_unasked(monkeypatch: pytest.MonkeyPatch, users: str | None) -> None:
+def test_ranks_do_not_talk_within_a_capture_unasked(monkeypatch, users):
     """Where one of them fails in it, the others would wait for it until a time limit."""
     monkeypatch.setenv("NCCL_GRAPH_REGISTER", users or "")
     if users is None:
@@ -96,7 +95,7 @@ def test_ranks_do_not_talk_within_a_capture_unasked(monkeypatch: pytest.MonkeyPa
     assert set_before == [users or "0"]
 
 
-def test_slurm_names_the_meeting_place_and_the_user_threads() -> None:
+def test_slurm_names_the_meeting_place_and_the_user_threads():
     for nodes, first in {"node[07-12,3]": "node07", "a-1,b[1-2]": "a-1", "x": "x", "r[1-2]n[4,5]s": "r1n4s"}.items():
         launch = launch_of(STEP | {"SLURM_STEP_NODELIST": nodes, "SLURM_JOB_ID": "70003"})
         assert (launch.address, launch.port) == (first, 30003)
@@ -109,7 +108,7 @@ def test_slurm_names_the_meeting_place_and_the_user_threads() -> None:
 
 
 @pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_PORT"])
-def test_a_variable_that_is_no_number_is_named(name: str) -> None:
+def test_a_variable_that_is_no_number_is_named(name):
     with pytest.raises(UserError, match=f"^{name}=two in the environment: a whole number is needed"):
         launch_of(TORCHRUN | {name: "two"})
 
@@ -122,13 +121,13 @@ def test_a_variable_that_is_no_number_is_named(name: str) -> None:
         (TORCHRUN | {"RANK": "8"}, "of WORLD_SIZE=8 processes RANK must number each from 0 on"),
     ],
 )
-def test_missing_launch_variable_is_named(env: dict[str, str], named: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_launch_variable_is_named(env, named, monkeypatch):
     monkeypatch.setattr(os, "environ", env)
     with pytest.raises(UserError, match=named):
         init_world("cpu")
 
 
-def test_a_rank_that_does_not_come_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_does_not_come_is_named(monkeypatch):
     for name, value in {"RANK": "0", "WORLD_SIZE": "3", "MASTER_PORT": str(free_port())}.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(RankLost, match="rank 1, 2 did not come in time"):
@@ -153,7 +152,7 @@ def peer(monkeypatch: pytest.MonkeyPatch) -> Callable[..., PrefixStore]:
 
 
 @pytest.mark.parametrize("gpus", ["GPU-1 GPU-1", "GPU-1 GPU-2"])
-def test_ranks_sharing_a_gpu_are_refused(peer: Callable[..., None], monkeypatch: pytest.MonkeyPatch, gpus: str) -> None:
+def test_ranks_sharing_a_gpu_are_refused(peer, monkeypatch, gpus):
     gpu, peers_gpu = gpus.split()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
@@ -175,7 +174,7 @@ def test_ranks_sharing_a_gpu_are_refused(peer: Callable[..., None], monkeypatch:
     assert len(connected) == (gpu != peers_gpu)
 
 
-def test_a_rank_that_is_told_to_end_while_it_connects_ends(peer: Callable[..., None], tmp_path: Path) -> None:
+def test_a_rank_that_is_told_to_end_while_it_connects_ends(peer, tmp_path):
     # The signal comes to the thread that connects, which waits for a peer that never does.
     (tmp_path / "program.py").write_text(
         "import signal, threading, time; from volo.cluster import distributed\n"
@@ -202,9 +201,7 @@ def test_a_rank_that_is_told_to_end_while_it_connects_ends(peer: Callable[..., N
         (lambda *_: torch.ones(2) @ torch.ones(3), r"have met, but can't connect: .* \(inconsistent tensor size"),
     ],
 )
-def test_connecting_takes_no_longer_than_it_may(
-    peer: Callable[..., None], monkeypatch: pytest.MonkeyPatch, does: Callable[..., None], told: str
-) -> None:
+def test_connecting_takes_no_longer_than_it_may(peer, monkeypatch, does, told):
     monkeypatch.setattr(distributed, "_MESH_S", 0.1)
     monkeypatch.setattr(distributed, "_own_group", False)  # as it was, afterwards
     monkeypatch.setattr(distributed, "_connect_all", does)
@@ -213,14 +210,14 @@ def test_connecting_takes_no_longer_than_it_may(
         init_world("cpu")
 
 
-def test_a_node_that_has_left_is_waited_for_no_longer() -> None:
+def test_a_node_that_has_left_is_waited_for_no_longer():
     store = serve("127.0.0.1", 0)
     store.set(LEFT, "")
     with pytest.raises(RankLost, match="rank 1 did not come"):
         meet(store, "rank", 0, 2, time.monotonic() + 2 * LIMIT)
 
 
-def test_device_names_are_checked_against_the_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_device_names_are_checked_against_the_machine(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     for name in ("warp9", "meta", "mps", "cuda"):
@@ -267,9 +264,7 @@ V1, V2 = "5:memory:/m\n4:cpuacct,cpu:/docker/1\n0::/docker/1\n", "0::/kubepods/p
         (V1, {"cpu/cpu.cfs_quota_us": "200000", "cpu/docker/1/cpu.cfs_period_us": "100000"}, 8),  # half of it is hidden
     ],
 )
-def test_cpus_are_those_that_control_groups_leave(
-    groups: str | None, limits: dict[str, str], cpus: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_cpus_are_those_that_control_groups_leave(groups, limits, cpus, tmp_path, monkeypatch):
     monkeypatch.setattr(jobs, "_ROOT", tmp_path)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)), raising=False)
     for process in ("self", "17") if groups else ():
@@ -297,14 +292,8 @@ def test_cpus_are_those_that_control_groups_leave(
     ],
 )
 def test_ranks_on_the_cpu_share_the_cores_whoever_started_them(
-    env: dict[str, str],
-    own: int,
-    launchers: int,
-    threads: int | None,
-    workers: int,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    env, own, launchers, threads, workers, tmp_path, monkeypatch
+):
     monkeypatch.setattr(jobs, "_ROOT", tmp_path)  # without control groups
     masks = {0: own, os.getppid(): launchers}
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(masks[process])), raising=False)

@@ -68,7 +68,7 @@ def copies(rank: int, directory: str) -> None:
         torch.save([step_gradients(model, rank) for _ in range(2)], f"{directory}/{name}-{rank}.pt")
 
 
-def test_gradients_of_copies_are_summed_in_every_step(directory: Path) -> None:
+def test_gradients_of_copies_are_summed_in_every_step(directory):
     """Else a resumed run, whose first step comes later, would end in other bits; four numbers have an order."""
     for name, error in COPIES.items():
         first, *others = [step for rank in range(RANKS) for step in load(directory / f"{name}-{rank}.pt")]
@@ -78,7 +78,7 @@ def test_gradients_of_copies_are_summed_in_every_step(directory: Path) -> None:
         assert torch.equal(first, first.bfloat16().float()) == (name == "bf16")
 
 
-def test_a_backward_pass_that_has_failed_is_forgotten() -> None:
+def test_a_backward_pass_that_has_failed_is_forgotten():
     """As when a CUDA graph can't hold it; after that the run goes on without one."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
@@ -222,7 +222,7 @@ def load(file: Path) -> Any:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_losses_gradients_and_weights_are_those_of_one_rank(directory: Path, name: str) -> None:
+def test_losses_gradients_and_weights_are_those_of_one_rank(directory, name):
     case = CASES[name]
     state, expected = train(case, None)
     whole, data_ranks = kept(state), RANKS // case.parts
@@ -246,7 +246,7 @@ def test_losses_gradients_and_weights_are_those_of_one_rank(directory: Path, nam
             torch.testing.assert_close(got, wanted, rtol=1e-6, atol=1e-6)
 
 
-def test_what_was_saved_comes_back_in_parts_of_another_size(directory: Path) -> None:
+def test_what_was_saved_comes_back_in_parts_of_another_size(directory):
     saved, again = load(directory / "saved.pt"), load(directory / "again-0.pt")
     for entry in ("state_dict", "state_dict_ema", "optimizer"):
         pairs = list(zip(tensors(saved[entry]), tensors(again[entry]), strict=True))
@@ -255,7 +255,7 @@ def test_what_was_saved_comes_back_in_parts_of_another_size(directory: Path) -> 
     assert len(before.unique(dim=0)) == RANKS and torch.equal(before, after)
 
 
-def test_ranks_call_the_whole_model_as_often_as_they_like(directory: Path) -> None:
+def test_ranks_call_the_whole_model_as_often_as_they_like(directory):
     model = build(CASES["two copies"]).eval()
     model.load_state_dict(load(directory / "saved.pt")["state_dict"])
     with torch.inference_mode():
@@ -274,12 +274,12 @@ def test_ranks_call_the_whole_model_as_often_as_they_like(directory: Path) -> No
         ("resnet18", {}, "the model has no attention or MLP of VOLO, LV-ViT or timm's ViT; use --shard"),
     ],
 )
-def test_what_cannot_be_divided_is_told(model: str, options: dict[str, Any], says: str) -> None:
+def test_what_cannot_be_divided_is_told(model, options, says):
     with torch.device("meta"), pytest.raises(UserError, match=f"--tensor-parallel 3.*{says}"):
         divide_layers(timm.create_model(model, **options), Mock(size=lambda: 3, get_local_rank=lambda: 1))
 
 
-def test_ranks_and_optimizers_that_cannot_be_divided() -> None:
+def test_ranks_and_optimizers_that_cannot_be_divided():
     with pytest.raises(UserError, match="--tensor-parallel 3 does not divide the number of processes, 4"):
         in_groups(World(0, 0, 4, CPU), 3)
     for size, parts, shared in ((4, 1, "4"), (8, 2, "8 / --tensor-parallel 2")):

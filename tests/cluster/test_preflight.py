@@ -38,7 +38,7 @@ def made_up(root: Path, flags: str = "", **files: str) -> Node:
     return examine_node(args, "n1", list(range(8)), None, root)
 
 
-def test_a_made_up_machine_is_read(tmp_path: Path) -> None:
+def test_a_made_up_machine_is_read(tmp_path):
     node = made_up(tmp_path, "--data ROOT/data ROOT/data/image.sqsh --output ROOT/new/run --free-gb 0")
     assert node.problems == [] and node.memlock_gb is None and not (tmp_path / "new").exists()
     assert node.equal["driver"] == "580.95.05" and node.equal["GPUs"] == "none"
@@ -60,22 +60,20 @@ LACKS: dict[str, tuple[str, dict[str, str], str]] = {
 
 
 @pytest.mark.parametrize("what", LACKS)
-def test_what_a_node_lacks_is_told_with_its_remedy(what: str, tmp_path: Path) -> None:
+def test_what_a_node_lacks_is_told_with_its_remedy(what, tmp_path):
     flags, files, message = LACKS[what]
     (problem,) = made_up(tmp_path, flags, **files).problems
     assert message.replace("ROOT", str(tmp_path)) in problem
 
 
-def test_a_node_that_differs_is_named() -> None:
+def test_a_node_that_differs_is_named():
     equal_parts = [{"driver": "580", "card mlx5_0:1": "UP"}] * 2 + [{"driver": "580"}]
     nodes = [Node(f"n{i}", [i], equal, 96, 500.0, None, 900.0) for i, equal in enumerate(equal_parts, 1)]
     (problem,) = find_problems(nodes, None, None)
     assert problem.startswith("card mlx5_0:1: UP on n1, n2; none on n3: look at it")
 
 
-def test_ranks_not_hearing_each_other_named(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_ranks_not_hearing_each_other_named(monkeypatch, capsys):
     def fails(*_: object) -> float:
         raise RuntimeError("NCCL error: unhandled system error\nmore")
 
@@ -97,7 +95,7 @@ sys.exit(run("preflight", sys.argv[1:]))
 """
 
 
-def test_ranks_of_hosts_that_differ_end_with_one_code(tmp_path: Path) -> None:
+def test_ranks_of_hosts_that_differ_end_with_one_code(tmp_path):
     meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "3"}
     flags = f"--device cpu --shm-gb 0.001 --data {tmp_path}/none --min-bandwidth 9999".split()
     command = [sys.executable, "-c", PRETENDING, *flags]

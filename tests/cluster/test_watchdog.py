@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 import torch
@@ -23,7 +22,7 @@ def watchdog(timeout: float = 3.0, loader_timeout: float = 50.0) -> Watchdog:
 
 
 @pytest.mark.parametrize("slow", ["start", "validation", "saving", "capture"])
-def test_fault_21_phase_limit_covers_what_it_waits_for(slow: str) -> None:
+def test_fault_21_phase_limit_covers_what_it_waits_for(slow):
     dog = watchdog()
     for phase in ("data", "others", "step", "data", "others", "step", slow):
         dog.enter_phase(phase) if slow != "start" else None
@@ -46,7 +45,7 @@ def batch_at(last: bool, size: int = 0) -> Batch:
     return Batch(nothing, nothing, torch.empty(size), nothing, nothing, key=BatchKey(0, (), last))
 
 
-def test_fault_21_first_step_of_each_size_may_compile() -> None:
+def test_fault_21_first_step_of_each_size_may_compile():
     """Updates of one micro-batch, then of two: a size that is new takes long wherever it comes."""
     dog, long = watchdog(loader_timeout=0), Watchdog.START_S
     sizes = [(4, True), (4, True), (4, True), (3, True), (3, True), (3, True), (4, False), (1, True), (4, False)]
@@ -55,7 +54,7 @@ def test_fault_21_first_step_of_each_size_may_compile() -> None:
     assert [dog.allowed() for _ in batches] == [long, 3, 3, long, 3, 3, 3, long, 3, 3, 3]
 
 
-def test_fault_21_hang_after_validation_or_save_is_seen_as_soon() -> None:
+def test_fault_21_hang_after_validation_or_save_is_seen_as_soon():
     dog, allowed = watchdog(), []
     guard = StopGuard(StopSignal(), dog, int)
     for _ in range(2):
@@ -66,7 +65,7 @@ def test_fault_21_hang_after_validation_or_save_is_seen_as_soon() -> None:
     assert allowed == [Watchdog.START_S, *[3.0] * 5]
 
 
-def test_a_stop_is_between_updates_alone() -> None:
+def test_a_stop_is_between_updates_alone():
     stop, seen = StopSignal(), []
     with stop.handled(), pytest.raises(Stopped, match="stopped by SIGTERM") as stopped:
         for batch in StopGuard(stop, watchdog(), int).iterate_until_stopped(map(batch_at, (False, True, False))):
@@ -81,7 +80,7 @@ def test_a_stop_is_between_updates_alone() -> None:
     assert stopped.value.exit_code == 130
 
 
-def test_fault_09_a_second_signal_ends_the_process_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fault_09_a_second_signal_ends_the_process_at_once(monkeypatch):
     codes: list[int] = []
     monkeypatch.setattr(os, "_exit", codes.append)
     with StopSignal().handled():
@@ -103,7 +102,7 @@ print(code, run_program(lambda argv: Namespace(), "another"))
 """
 
 
-def test_signal_waits_until_the_program_is_loaded(tmp_path: Path) -> None:
+def test_signal_waits_until_the_program_is_loaded(tmp_path):
     # An exception while torch's C++ is loaded, which itself imports Python, aborts the process.
     (tmp_path / "program.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGTERM)\nprint('loaded')\n")
     (tmp_path / "another.py").write_text("run = lambda args: 0\n")
@@ -127,7 +126,7 @@ time.sleep(600)
 
 
 @pytest.mark.skipif(not hasattr(signal, "SIGSTOP"), reason="stops a process")
-def test_a_suspended_process_hangs_only_if_it_does_so_later() -> None:
+def test_a_suspended_process_hangs_only_if_it_does_so_later():
     with subprocess.Popen([sys.executable, "-c", SUSPENDED], cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         try:

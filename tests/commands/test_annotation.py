@@ -11,7 +11,7 @@ import torch
 import yaml
 from torch import Tensor
 
-from tests.commands.conftest import QUICK, Call, Ended, Make, TrainedRun, metrics, same_weights
+from tests.commands.conftest import QUICK, Call, Ended, metrics, same_weights
 from tlt.api import StepKey
 from tlt.data.batch import Batch
 from tlt.label_map import FULL_AREA
@@ -46,7 +46,7 @@ def losses(run: Path) -> list[float]:
     return [record["loss"] for record in metrics(run)]
 
 
-def test_teacher_of_whole_images_equals_labels(call: Call, train: Train, weights: Path, tmp_path: Path) -> None:
+def test_teacher_of_whole_images_equals_labels(call, train, weights, tmp_path):
     # The same teacher with its classes in another order, which their names undo.
     names = sorted(path.name for path in (tmp_path / "data" / "train").iterdir())
     state = {name: v.flip(0) if name.startswith("fc.") else v for name, v in torch.load(weights).items()}
@@ -75,7 +75,7 @@ def test_teacher_of_whole_images_equals_labels(call: Call, train: Train, weights
     assert min(abs(one - two), abs(two - three), abs(three - one)) > 5e-4 * one
 
 
-def test_it_is_recorded_and_no_part_of_the_model(train: Train, weights: Path, tmp_path: Path) -> None:
+def test_it_is_recorded_and_no_part_of_the_model(train, weights, tmp_path):
     teacher = f"--token-label-teacher resnet10t --token-label-teacher-checkpoint {weights}"
     ended = train(f"{teacher} --model-ema --epochs 2 --experiment whole").ok()
     assert "annotator resnet10t: 4.92 M parameters" in ended.out
@@ -93,7 +93,7 @@ def test_it_is_recorded_and_no_part_of_the_model(train: Train, weights: Path, tm
     same_weights(*(tmp_path / run / "last.pth.tar" for run in ("whole", "again")))
 
 
-def test_it_sees_the_images_before_they_are_mixed() -> None:
+def test_it_sees_the_images_before_they_are_mixed():
     seen: list[Tensor] = []
 
     class Look:
@@ -123,7 +123,7 @@ def test_it_sees_the_images_before_they_are_mixed() -> None:
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["tree", "archive"])
-def test_fault_47_ids_beyond_num_classes(train: Train, labels: Path, tmp_path: Path, packed: bool) -> None:
+def test_fault_47_ids_beyond_num_classes(train, labels, tmp_path, packed):
     # A tree's labels are only read as they are needed, but for the first one; an archive knows its largest id.
     changed = labels / "red" / "red15.pt" if packed else labels / "blue" / "blue0.pt"
     entry = torch.load(changed, weights_only=True).clone()
@@ -137,7 +137,7 @@ def test_fault_47_ids_beyond_num_classes(train: Train, labels: Path, tmp_path: P
     assert ("class ids up to 7" if packed else "blue0.pt: class id 7") in ended.err
 
 
-def test_a_run_says_how_often_the_labels_name_the_class(train: Train, labels: Path) -> None:
+def test_a_run_says_how_often_the_labels_name_the_class(train, labels):
     for label in labels.glob("*/*.pt"):
         entry = torch.load(label, weights_only=True)
         entry[1] = (entry[1] + 1) % 4
@@ -146,7 +146,7 @@ def test_a_run_says_how_often_the_labels_name_the_class(train: Train, labels: Pa
     assert "warning: the token labels name the class of 0.0 % of 16 sampled images" in ended.out
 
 
-def test_upstream_resumes_to_the_same_bits(call: Call, make_dataset: Make, make_labels: Make, tmp_path: Path) -> None:
+def test_upstream_resumes_to_the_same_bits(call, make_dataset, make_labels, tmp_path):
     data = make_dataset(size=(60, 36))
     labels = make_labels(data, grid=(6, 8))
     flags = f"{data} {QUICK} --img-size 64 -b 4 --grad-accum-steps 2 --lr 1e-3 --epochs 2 --token-label"
@@ -172,7 +172,7 @@ def test_upstream_resumes_to_the_same_bits(call: Call, make_dataset: Make, make_
     assert metrics(tmp_path / "plain")[0]["loss"] != metrics(tmp_path / "whole")[0]["loss"]
 
 
-def test_older_runs_go_on_unless_they_need_what_is_gone(call: Call, trained_run: TrainedRun, tmp_path: Path) -> None:
+def test_older_runs_go_on_unless_they_need_what_is_gone(call, trained_run, tmp_path):
     saved, old = torch.load(trained_run.run / "last.pth.tar", weights_only=True), tmp_path / "old.pth.tar"
     line = f"{trained_run.data} {QUICK} --model-ema --epochs 3 --output {tmp_path} --resume {old} --dry-run"
     for compat, gone in (("label-crop uncovered", ""), ("label-crop half-ids", "half-ids"), ("aug-order", "aug-order")):

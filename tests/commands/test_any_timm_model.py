@@ -11,7 +11,7 @@ import timm
 import torch
 from timm.utils import ModelEmaV3
 
-from tests.commands.conftest import QUICK, ROOT, Call, Make, metrics, same_weights
+from tests.commands.conftest import QUICK, ROOT, metrics, same_weights
 from tlt.data.batch import IndexStream
 from tlt.errors import UserError
 from tlt.labels.store import open_labels
@@ -36,7 +36,7 @@ def load(path: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_trains_and_is_plain_timm_afterwards(call: Call, data: Path, labels: Path, tmp_path: Path, name: str) -> None:
+def test_trains_and_is_plain_timm_afterwards(call, data, labels, tmp_path, name):
     run, results = tmp_path / "run", tmp_path / "results.json"
     more = [f"{key}={value}".replace(" ", "") for key, value in MODELS[name].items()]
     small = SMALL.replace("--img-size 64", "" if "img_size" in MODELS[name] else "--img-size 64")
@@ -67,7 +67,7 @@ class OneBatch(list[Any]):
     dataset, left_out = range(2), 0
 
 
-def test_average_is_evaluated_with_its_present_weights() -> None:
+def test_average_is_evaluated_with_its_present_weights():
     """This model keeps what it makes of its weights from one evaluation to the next."""
     torch.manual_seed(0)
     model = timm.create_model("levit_128s", num_classes=2, drop_path_rate=0.0)
@@ -101,16 +101,14 @@ def test_average_is_evaluated_with_its_present_weights() -> None:
         ("--model test_resnet --img-size 32 -b 4 --drop-last", ""),
     ],
 )
-def test_fault_52_batch_of_one_trains_or_is_refused_first(
-    call: Call, make_dataset: Make, tmp_path: Path, flags: str, remedy: str
-) -> None:
+def test_fault_52_batch_of_one_trains_or_is_refused_first(call, make_dataset, tmp_path, flags, remedy):
     data = make_dataset(train=9, validation=0 if "--val-fraction" in flags else 8)
     quick = f"{data} -j 0 --epochs 1 --output {tmp_path} --dry-run"
     ended = call("train", f"{quick} {flags}")
     assert ended.refused(remedy) and "BatchNorm" in ended.err if remedy else ended.code == 0, ended
 
 
-def test_fault_52_synchronised_ranks_may_have_one_image() -> None:
+def test_fault_52_synchronised_ranks_may_have_one_image():
     model, stream = timm.create_model("test_resnet"), IndexStream(10, 4, seed=0, world_size=2)  # two each, then one
     args = TRAIN.parse(["data", "--model", "test_resnet", "--img-size", "32", "--sync-bn"])
     check_smallest_batch(args, model, (3, 32, 32), stream)
@@ -118,7 +116,7 @@ def test_fault_52_synchronised_ranks_may_have_one_image() -> None:
         check_smallest_batch(FrozenArgs(args, sync_bn=False), model, (3, 32, 32), stream)
 
 
-def test_checkpoint_annotates_with_its_dense_head_only(call: Call, data: Path, labels: Path, tmp_path: Path) -> None:
+def test_checkpoint_annotates_with_its_dense_head_only(call, data, labels, tmp_path):
     flags = f"{data} {SMALL} --epochs 2 --model test_vit --token-label --token-label-data {labels} --output {tmp_path}"
     assert call("train", flags, "--experiment", "run").code == 0
     whole, cut, out = tmp_path / "run" / "last.pth.tar", tmp_path / "cut.pth.tar", tmp_path / "out"
@@ -134,9 +132,7 @@ def test_checkpoint_annotates_with_its_dense_head_only(call: Call, data: Path, l
     assert ended.code == 0 and "missing 2: aux_head.weight, aux_head.bias (left as initialised)" in ended.out
 
 
-def test_run_with_every_mix_resumes_to_the_same_bits(
-    call: Call, make_dataset: Make, make_labels: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_run_with_every_mix_resumes_to_the_same_bits(call, make_dataset, make_labels, tmp_path, monkeypatch):
     draw, drawn = Mixup.draw, []
     monkeypatch.setattr(Mixup, "draw", lambda *given: drawn.append(1) or draw(*given))
     data = make_dataset(train=15)  # batches of 5
@@ -154,7 +150,7 @@ def test_run_with_every_mix_resumes_to_the_same_bits(
     assert set(whole["dense_head"]) == {"aux_head.weight", "aux_head.bias", "aux_norm.weight", "aux_norm.bias"}
 
 
-def test_transformers_model_with_two_layer_head_trains(call: Call, make_dataset: Make, tmp_path: Path) -> None:
+def test_transformers_model_with_two_layer_head_trains(call, make_dataset, tmp_path):
     model = "vit_transformers --model-kwargs patch_size=16 embed_dim=64 depth=1 num_heads=2 representation_size=64"
     small = "--img-size 32 --batch-size 4 --grad-accum-steps 1 --epochs 1 --warmup-epochs 0 --num-classes 4 -j 0"
     flags = f"{make_dataset(train=8)} -c {ROOT}/configs/vit_b16_224.yaml {small} --model {model} --log-interval 1"

@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor, nn
 
-from tests.commands.conftest import Call, Described, TrainedRun
 from tlt.models.layers import SelfAttention
 from volo.commands.attention import (
     attention_layers,
@@ -31,9 +30,7 @@ def image(tmp_path: Path) -> Path:
     return path
 
 
-def test_pictures_are_drawn_and_none_is_replaced(
-    call: Call, image: Path, described: Described, trained_run: TrainedRun, tmp_path: Path
-) -> None:
+def test_pictures_are_drawn_and_none_is_replaced(call, image, described, trained_run, tmp_path):
     ended = call("attention", f"--checkpoint {trained_run.run} -o {tmp_path}/page.svg", image)
     assert ended.code == 0 and "wrote" in ended.out and (tmp_path / "page.svg").stat().st_size > 10_000, ended.err
     assert "straße.png: volo_test, 32 x 32 px" in (tmp_path / "page.svg").read_text()
@@ -73,7 +70,7 @@ def _heads(layer: nn.Module, v: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize(("name", "size"), [("volo_test", (64, 96)), ("lvvit_test", (48, 64))])
-def test_weights_times_values_are_what_the_layer_gives(name: str, size: tuple[int, int]) -> None:
+def test_weights_times_values_are_what_the_layer_gives(name, size):
     kinds = set()
     for layer, x, out in _inputs_and_outputs(name, size):
         kinds.add(type(layer))
@@ -90,7 +87,7 @@ def test_weights_times_values_are_what_the_layer_gives(name: str, size: tuple[in
     assert kinds == ({SelfAttention, ClassAttention, OutlookAttention} if name == "volo_test" else {SelfAttention})
 
 
-def test_cell_weight_is_what_windows_give_it() -> None:
+def test_cell_weight_is_what_windows_give_it():
     layer = OutlookAttention(8, 2).double()
     x = torch.randn(1, 6, 7, 8, dtype=torch.float64)
     pooled = F.avg_pool2d(x.permute(0, 3, 1, 2), 2, ceil_mode=True).permute(0, 2, 3, 1)
@@ -106,7 +103,7 @@ def test_cell_weight_is_what_windows_give_it() -> None:
     assert torch.allclose(outlook_attention(layer, x)[0], expected / windows)
 
 
-def test_maps_belong_to_the_query_and_heads_to_the_model() -> None:
+def test_maps_belong_to_the_query_and_heads_to_the_model():
     torch.manual_seed(0)
     model = timm.create_model("volo_test", img_size=(64, 96), num_classes=6).eval()
     image, query = torch.randn(1, 3, 64, 96), (0.8, 0.3)  # token (1, 4)

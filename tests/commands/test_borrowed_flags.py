@@ -1,7 +1,6 @@
 """Flags with timm's names mean what they mean in timm."""
 
 from argparse import Namespace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,7 +9,7 @@ import timm
 import torch
 from PIL import Image
 
-from tests.commands.conftest import QUICK, Call, Make, TrainedRun, metrics
+from tests.commands.conftest import QUICK, metrics
 from tests.train.small_run import arguments
 from tlt.api import StepKey
 from tlt.data.augment.device_stage import EvalStage
@@ -25,7 +24,7 @@ from volo.train.loop import best_so_far
 @pytest.mark.parametrize(
     "flags", ["--bce-loss", "--bce-loss --bce-sum --bce-target-thresh 0.05", "--bce-loss --bce-pos-weight 3 --mixup 1"]
 )
-def test_binary_cross_entropy_is_timms(flags: str) -> None:
+def test_binary_cross_entropy_is_timms(flags):
     criterion = make_criterion(arguments(flags), timm.create_model("test_vit", num_classes=5), (160, 160))
     logits, classes = torch.randn(4, 5), torch.tensor([0, 4, 2, 2])
     images = torch.randn(4, 3, 8, 8)
@@ -50,7 +49,7 @@ def test_binary_cross_entropy_is_timms(flags: str) -> None:
     assert float(loss) == pytest.approx(float(expected), rel=1e-5)
 
 
-def test_one_mean_makes_pillows_grey() -> None:
+def test_one_mean_makes_pillows_grey():
     levels = torch.from_numpy(np.random.default_rng(0).integers(0, 256, (2, 3, 40, 50), np.uint8))
     found = EvalStage((0.25,), (0.5,))(levels)
     pillows = [np.asarray(Image.fromarray(each.permute(1, 2, 0).numpy()).convert("L")) for each in levels]
@@ -59,7 +58,7 @@ def test_one_mean_makes_pillows_grey() -> None:
 
 
 @pytest.mark.usefixtures("pictures")
-def test_every_program_shows_a_grey_model_grey_images(call: Call, make_dataset: Make, tmp_path: Path) -> None:
+def test_every_program_shows_a_grey_model_grey_images(call, make_dataset, tmp_path):
     run, data = tmp_path / "run", make_dataset(train=8)
     picture, flags = next((data / "train").rglob("*.jpg")), f"{data} {QUICK} --epochs 1 --output {tmp_path}"
     for program, line in (
@@ -80,7 +79,7 @@ def test_every_program_shows_a_grey_model_grey_images(call: Call, make_dataset: 
 
 
 @pytest.mark.parametrize("more", ["--model-dtype bfloat16", "--model test_resnet"])
-def test_a_linear_probe_trains_the_heads_alone(call: Call, data: Path, tmp_path: Path, more: str) -> None:
+def test_a_linear_probe_trains_the_heads_alone(call, data, tmp_path, more):
     call("train", f"{data} {QUICK} --freeze --epochs 2 --lr 0.1 --output {tmp_path} --experiment run {more}").ok()
     first, last = (
         torch.load(tmp_path / "run" / f"{name}.pth.tar", weights_only=True)["state_dict"]
@@ -90,7 +89,7 @@ def test_a_linear_probe_trains_the_heads_alone(call: Call, data: Path, tmp_path:
     assert changed == ({"fc"} if "resnet" in more else {"head", "aux_head"})
 
 
-def test_a_run_without_gain_ends_early_and_stays_ended(call: Call, data: Path, tmp_path: Path) -> None:
+def test_a_run_without_gain_ends_early_and_stays_ended(call, data, tmp_path):
     # Without a learning rate no epoch is better than the first.
     flags = f"{data} {QUICK} --lr 0 --min-lr 0 --epochs 9 --patience 2 --output {tmp_path} --experiment run"
     flags = flags.replace("--log-interval 1", "")
@@ -100,14 +99,14 @@ def test_a_run_without_gain_ends_early_and_stays_ended(call: Call, data: Path, t
     assert again.code == 0 and "done: 6 updates" in again.out and len(metrics(tmp_path / "run")) == 3
 
 
-def test_the_best_epoch_is_the_first_with_the_best_score() -> None:
+def test_the_best_epoch_is_the_first_with_the_best_score():
     state = Namespace(epoch=5, scores={0: {"top1": 1.0}, 1: {"top1": 3.0}, 3: {"top1": 3.0}, 4: {}, 7: {"top1": 9.0}})
     assert best_so_far(state, "top1") == (3.0, 2) and best_so_far(Namespace(epoch=0, scores={}), "top1") == (None, 0)
     state = Namespace(epoch=3, scores={0: {"loss": float("nan")}, 1: {"loss": 2.0}, 2: {"loss": 1.0}})
     assert best_so_far(state, "loss") == (1.0, 0)
 
 
-def test_validate_takes_a_part_and_a_crop(call: Call, trained_run: TrainedRun, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_validate_takes_a_part_and_a_crop(call, trained_run, monkeypatch):
     line = f"{trained_run.data} --checkpoint {trained_run.run / 'last.pth.tar'} -j 0"
     assert "over 3 images" in call("validate", f"{line} --num-samples 3").out
     assert call("validate", f"{line} --test-pool").refused("--test-pool")

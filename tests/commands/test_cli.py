@@ -5,7 +5,6 @@ import os
 import subprocess
 import sys
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,9 +12,8 @@ import torch
 
 from benchmarks import program as benchmarks
 from tests.benchmarks.conftest import benchmark
-from tests.commands.conftest import ROOT, TrainedRun
+from tests.commands.conftest import ROOT
 from tests.conftest import python_path
-from tests.stand_in_cuda import StandIn
 from tlt.errors import UserError
 from tlt.tools.cli import _COMMANDS
 from tlt.tools.cli import parser as tlt_parser
@@ -23,16 +21,14 @@ from volo import cli
 from volo.config import flag_table
 
 
-def test_without_a_command_all_are_listed() -> None:
+def test_without_a_command_all_are_listed():
     ended = subprocess.run([sys.executable, "-m", "volo"], cwd=ROOT, capture_output=True, text=True)
     assert ended.returncode == 0 and not ended.stderr
     assert [line.split()[0] for line in ended.stdout.splitlines()[2:]] == list(cli.COMMANDS)
 
 
 @pytest.mark.parametrize(("word", "hint"), [("trian", "did you mean train?"), ("x", "there are train, validate")])
-def test_unknown_command(
-    word: str, hint: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_unknown_command(word, hint, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["volo", word])
     assert cli.main() == 2
     told = capsys.readouterr()
@@ -40,9 +36,7 @@ def test_unknown_command(
 
 
 @pytest.mark.parametrize("name", cli.COMMANDS)
-def test_every_command_names_itself_in_help_and_mistakes(
-    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_every_command_names_itself_in_help_and_mistakes(name, monkeypatch, capsys):
     assert callable(import_module(cli.COMMANDS[name].module).run)
     for script in ["volo", *([flag_table.SCRIPTS[name]] if name in flag_table.SCRIPTS else [])]:
         typed = f"volo {name}" if script == "volo" else script
@@ -58,7 +52,7 @@ PROGRAMS = [*cli.COMMANDS, *map("benchmark {}".format, benchmarks.COMMANDS), *ma
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_help_fits_80_columns_and_breaks_no_word(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_help_fits_80_columns_and_breaks_no_word(name, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     program, _, command = name.partition(" ")
     if program == "tlt":
@@ -88,9 +82,7 @@ ON_A_GPU = {
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n == "data")) for n in ON_A_GPU])
-def test_fault_60_programs_share_one_float32_on_a_gpu(
-    name: str, trained_run: TrainedRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stand_in: StandIn
-) -> None:
+def test_fault_60_programs_share_one_float32_on_a_gpu(name, trained_run, tmp_path, monkeypatch, stand_in):
     """By the settings at the moment when it first uses the GPU, which need not be there."""
     found: list[tuple[str, bool]] = []
 
@@ -113,14 +105,14 @@ def test_fault_60_programs_share_one_float32_on_a_gpu(
     assert code == (0 if name == "preflight" else 2) and [*found, at_the_end][0] == ("high", True)
 
 
-def test_every_program_with_a_device_is_among_those() -> None:
+def test_every_program_with_a_device_is_among_those():
     programs = {name for name, command in cli.COMMANDS.items() if "device" in command.program.parser().flags}
     programs |= {name for name in benchmarks.COMMANDS if "device" in benchmarks.benchmark_parser(name).flags}
     assert programs == {*ON_A_GPU, "run"}  # which starts the others, and computes nothing itself
 
 
 @pytest.mark.parametrize("redirected", ["", ">&-", "<&- >&- 2>&-"])
-def test_streams_that_are_closed_or_lack_letters_end_nothing(redirected: str, tmp_path: Path) -> None:
+def test_streams_that_are_closed_or_lack_letters_end_nothing(redirected, tmp_path):
     environment = {**os.environ, "PYTHONIOENCODING": "ascii", "PYTHONPATH": python_path(ROOT)}
     for words, code in (("slurm é", 0), ("slurm d --é", 2)):
         command = f"{sys.executable} -m volo {words} {redirected}"

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from tests.commands.conftest import ROOT, Call
+from tests.commands.conftest import ROOT
 from tlt.errors import install_command
 from tlt.tools import cli as tlt_cli
 from volo.cli import COMMANDS
@@ -51,16 +51,7 @@ def understood(command: str) -> object:
         ("pil", True, "demo_output/pil_shards", "packed", 8),
     ],
 )
-def test_the_commands_are_understood(
-    digits: ModuleType,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    backend: str,
-    shards: bool,
-    output: str,
-    images: str,
-    gpus: int,
-) -> None:
+def test_the_commands_are_understood(digits, tmp_path, monkeypatch, backend, shards, output, images, gpus):
     commands: list[str] = []
     monkeypatch.setattr("torch.cuda.device_count", lambda: gpus)
     monkeypatch.setattr(digits, "run", lambda command, done=False: commands.append(command))
@@ -84,7 +75,7 @@ def test_the_commands_are_understood(
     assert processes == (1 if gpus == 1 else 2) and processes * trained[1].batch_size == 32
 
 
-def test_the_sample_is_a_folder_of_scans(tmp_path: Path, call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_sample_is_a_folder_of_scans(tmp_path, call, monkeypatch):
     folder = tmp_path / "pictures"
     for code in (0, 2):
         ended = call("sample", f"{folder} --images 200")
@@ -103,7 +94,7 @@ def test_the_sample_is_a_folder_of_scans(tmp_path: Path, call: Call, monkeypatch
     assert ended.code == 2 and "pip install '.[demo]' in a checkout" in ended.err and not (tmp_path / "other").exists()
 
 
-def test_how_to_install_follows_the_repository_that_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_how_to_install_follows_the_repository_that_is_named(monkeypatch):
     named = Message()
     for url in ("Documentation, https://b.org", "Repository, https://a.org/x.git"):
         assert install_command("plot") == "pip install '.[plot]' in a checkout of volo-tlt"

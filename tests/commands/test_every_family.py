@@ -122,9 +122,7 @@ def try_all(programs: Programs, name: str, weights: float, data: Path, labels: P
 
 @pytest.mark.timm
 @pytest.mark.parametrize("module", sorted(timm.list_modules()))
-def test_programs_do_as_the_page_says(
-    call: Call, data: Path, labels: Path, masks: Path, tmp_path: Path, module: str
-) -> None:
+def test_programs_do_as_the_page_says(call, data, labels, masks, tmp_path, module):
     said, wrong = refused_by_the_page(), []
     for kind, (name, weights) in smallest_of_each_kind(module).items():
         programs, names = Programs(call), {module, f"{module}.{kind[0]}"}

@@ -3,7 +3,6 @@
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import onnx
@@ -13,7 +12,6 @@ import torch
 from torch import Tensor
 
 import volo  # noqa: F401  registers the models
-from tests.commands.conftest import Call, Described
 from volo.commands import export
 
 SIZE = (32, 48)
@@ -30,7 +28,7 @@ def close(got: Tensor | np.ndarray, expected: Tensor) -> bool:
     return bool((torch.as_tensor(got) - expected).abs().max() < 1e-5 * expected.abs().max())
 
 
-def test_onnx_with_both_heads(call: Call, described: Described, images: Tensor, tmp_path: Path) -> None:
+def test_onnx_with_both_heads(call, described, images, tmp_path):
     model, checkpoint = described("volo_test", {"layers": (1, 1, 0, 0)}, **LOOKS)
     ended = call("export", f"--checkpoint {checkpoint} -o {tmp_path}/model.onnx --dense")
     assert ended.code == 0 and {*tmp_path.iterdir()} == {checkpoint, tmp_path / "model.onnx"}, ended.err
@@ -61,7 +59,7 @@ print(extra["model_config.json"])
 """
 
 
-def test_a_pt2_file_runs_where_only_torch_is(call: Call, described: Described, images: Tensor, tmp_path: Path) -> None:
+def test_a_pt2_file_runs_where_only_torch_is(call, described, images, tmp_path):
     model, checkpoint = described("volo_test", {"layers": (1, 1, 0, 0)}, **LOOKS)
     call("export", f"--checkpoint {checkpoint} -o {tmp_path}/model.pt2 --img-size 64 --crop-pct 0.8").ok()
     square = torch.nn.functional.interpolate(images, (64, 64))
@@ -75,7 +73,7 @@ def test_a_pt2_file_runs_where_only_torch_is(call: Call, described: Described, i
     assert (config["img_size"], config["crop_pct"], config["num_classes"]) == ([64, 64], 0.8, 6)
 
 
-def test_half_precision(call: Call, described: Described, images: Tensor, tmp_path: Path) -> None:
+def test_half_precision(call, described, images, tmp_path):
     model, checkpoint = described("lvvit_test", {"depth": 1}, **LOOKS)
     for file, dtype in (("m.pt2", "bfloat16"), ("m.onnx", "float16")):
         call("export", f"--checkpoint {checkpoint} -o {tmp_path / file} --model-dtype {dtype}").ok()
@@ -98,16 +96,14 @@ def test_half_precision(call: Call, described: Described, images: Tensor, tmp_pa
         ("-o OUT/model.pt2 --dense", "--dense"),
     ],
 )
-def test_bad_input_is_one_line(call: Call, described: Described, tmp_path: Path, flags: str, named: str) -> None:
+def test_bad_input_is_one_line(call, described, tmp_path, flags, named):
     _, checkpoint = described("lvvit_test", {"depth": 1}, **LOOKS, dense_head=False)
     ended = call("export", f"--checkpoint {checkpoint} {flags.replace('OUT', str(tmp_path))}")
     assert ended.refused(named), ended
     assert [file.name for file in tmp_path.iterdir()] == ["lvvit_test.pth"]
 
 
-def test_unwritable_onnx_is_one_line(
-    call: Call, described: Described, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unwritable_onnx_is_one_line(call, described, tmp_path, monkeypatch):
     def no_rule(*_: object, **__: object) -> None:
         try:
             raise AssertionError("only 4D query, key, and value are supported")
@@ -120,9 +116,7 @@ def test_unwritable_onnx_is_one_line(
     assert ended.refused("only 4D query") and "--format torch-export" in ended.err and "page" not in ended.err
 
 
-def test_wrong_file_is_not_written(
-    call: Call, described: Described, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_wrong_file_is_not_written(call, described, tmp_path, monkeypatch):
     _, checkpoint = described("lvvit_test", {"depth": 1}, **LOOKS)
     monkeypatch.setattr(export, "fold_batchnorm", lambda model: model.head.bias.data.add_(0.01))
     ended = call("export", f"--checkpoint {checkpoint} -o {tmp_path}/model.pt2")
@@ -130,7 +124,7 @@ def test_wrong_file_is_not_written(
     assert [file.name for file in tmp_path.iterdir()] == ["lvvit_test.pth"]
 
 
-def test_checkpoint_of_a_far_larger_model_is_refused(call: Call, tmp_path: Path) -> None:
+def test_checkpoint_of_a_far_larger_model_is_refused(call, tmp_path):
     kwargs = {"layers": [9, 9, 9, 9], "embed_dims": [4096, 8192, 8192, 8192], "num_heads": [64, 64, 64, 64]}
     described = {"name": "volo_d1", "kwargs": kwargs, "num_classes": 4, "img_size": [224, 224]}
     torch.save({"state_dict": {"x": torch.zeros(1)}, "model_config": described}, tmp_path / "vast.pth")

@@ -1,8 +1,6 @@
 """Whole runs on a GPU against a CPU's: mixed precision, optimizers, prefetching, resume, no wait for the device."""
 
 import os
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
@@ -12,7 +10,7 @@ import timm
 import torch
 
 import volo
-from tests.commands.conftest import QUICK, Call, TrainedRun, metrics
+from tests.commands.conftest import QUICK, metrics
 from tests.stand_in.streams import ACTIVE
 from volo.checkpoint.saver import host_copy
 from volo.cluster.topology import read_machine, visible_gpus
@@ -38,9 +36,7 @@ pytestmark = pytest.mark.gpu
         ),
     ],
 )
-def test_losses_are_the_cpus(
-    call: Call, data: Path, labels: Path, tmp_path: Path, trained_run: TrainedRun, amp: str, more: str
-) -> None:
+def test_losses_are_the_cpus(call, data, labels, tmp_path, trained_run, amp, more):
     torch.save(timm.create_model("resnet10t", num_classes=4).state_dict(), tmp_path / "teacher.pth")
     more = more.format(labels=labels, w=tmp_path / "teacher.pth", run=trained_run.run)
     # Dropout and stochastic depth draw other numbers on a GPU.
@@ -64,16 +60,7 @@ def test_losses_are_the_cpus(
         ("--amp --kd-model-name {run} {run} --kd-distill-type token feature --kd-drop 0.5", "steps are launched"),
     ],
 )
-def test_between_two_reports_the_host_never_waits(
-    call: Call,
-    data: Path,
-    labels: Path,
-    tmp_path: Path,
-    trained_run: TrainedRun,
-    monkeypatch: pytest.MonkeyPatch,
-    more: str,
-    told: str,
-) -> None:
+def test_between_two_reports_the_host_never_waits(call, data, labels, tmp_path, trained_run, monkeypatch, more, told):
     seed, pop, checked = loop.StepKey.seed_torch, SkippedSteps.pop, []
     seen = ACTIVE.device.waits if ACTIVE.device else []  # the stand-in sees waits for events, too
 
@@ -105,9 +92,7 @@ def test_between_two_reports_the_host_never_waits(
 
 
 @pytest.mark.gpu(stand_in=False)  # on a CPU `tests/commands/test_exact_resume.py` shows it
-def test_resumed_run_goes_on_as_before(
-    call: Call, data: Path, tmp_path: Path, stop_at: Callable[[set[int]], None]
-) -> None:
+def test_resumed_run_goes_on_as_before(call, data, tmp_path, stop_at):
     flags = f"{data} {QUICK} -b 4 --epochs 2 --lr 1e-3 --drop-path 0.5 --drop-path-mode subset --amp"
     flags += f" --token-label --model-ema --device cuda --output {tmp_path} --resume auto --experiment"
     assert call("train", flags, "whole").code == 0
@@ -117,9 +102,7 @@ def test_resumed_run_goes_on_as_before(
     assert len(cut) == 8 and [r["loss"] for r in cut] == pytest.approx([r["loss"] for r in whole], rel=1e-3)
 
 
-def test_python_run_restores_stream_and_random_state(
-    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_python_run_restores_stream_and_random_state(data, tmp_path, monkeypatch):
     before = torch.cuda.current_stream()
     put_back = Mock()
     monkeypatch.setattr(torch.cuda, "set_rng_state", put_back)
@@ -130,7 +113,7 @@ def test_python_run_restores_stream_and_random_state(
     assert device == 0 and torch.equal(state, torch.cuda.get_rng_state())
 
 
-def test_accuracy_and_labels_are_those_of_the_cpu(call: Call, data: Path, tmp_path: Path) -> None:
+def test_accuracy_and_labels_are_those_of_the_cpu(call, data, tmp_path):
     weights = tmp_path / "weights.pth"
     torch.manual_seed(0)
     torch.save(timm.create_model("volo_test", img_size=32, num_classes=4).state_dict(), weights)
@@ -151,7 +134,7 @@ def test_accuracy_and_labels_are_those_of_the_cpu(call: Call, data: Path, tmp_pa
     torch.testing.assert_close(labels[1], labels[0], rtol=2e-3, atol=2e-3)  # in half precision
 
 
-def test_checkpoint_copy_is_of_its_moment_and_waits_for_nothing() -> None:
+def test_checkpoint_copy_is_of_its_moment_and_waits_for_nothing():
     weight = torch.zeros(2**24, device="cuda")
     payload = {"weight": weight, "more": [torch.ones(3)]}
     for value in range(2):
@@ -167,7 +150,7 @@ def test_checkpoint_copy_is_of_its_moment_and_waits_for_nothing() -> None:
 
 
 @pytest.mark.gpu(stand_in=False)
-def test_the_gpu_that_a_rank_is_bound_to_is_torchs() -> None:
+def test_the_gpu_that_a_rank_is_bound_to_is_torchs():
     gpus = read_machine().gpus
     if not gpus:
         pytest.skip("this machine's /sys shows no GPU")
@@ -182,9 +165,7 @@ def test_the_gpu_that_a_rank_is_bound_to_is_torchs() -> None:
     ("model", "more"),  # half a minute each
     [("volo_test", ""), ("lvvit_test", "--torchcompile-mode reduce-overhead")],
 )
-def test_compiled_losses_equal_eager_ones_with_graphs_too(
-    call: Call, data: Path, labels: Path, tmp_path: Path, model: str, more: str
-) -> None:
+def test_compiled_losses_equal_eager_ones_with_graphs_too(call, data, labels, tmp_path, model, more):
     """Two micro-batches an update: gradients lie where the graphs put them while the second one runs."""
     from torch._dynamo.utils import counters
 

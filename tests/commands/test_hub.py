@@ -7,7 +7,6 @@ import shutil
 import subprocess
 import sys
 from argparse import Namespace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +14,7 @@ import timm
 import torch
 import yaml
 
-from tests.commands.conftest import QUICK, Call, Described, Make, TrainedRun
+from tests.commands.conftest import QUICK
 from tests.conftest import LIMIT
 from volo.config.args import TRAIN
 from volo.train.model import build_named_model
@@ -33,7 +32,7 @@ for folder in sys.argv[1:]:
 """
 
 
-def test_model_of_a_folder_trains_resumes_and_validates(call: Call, make_dataset: Make, tmp_path: Path) -> None:
+def test_model_of_a_folder_trains_resumes_and_validates(call, make_dataset, tmp_path):
     folder, data = tmp_path / "described", make_dataset()
     torch.manual_seed(0)
     start = timm.create_model("test_resnet", num_classes=4, global_pool="max")
@@ -70,7 +69,7 @@ def test_model_of_a_folder_trains_resumes_and_validates(call: Call, make_dataset
         (["c", "a", "q", "r"], [2, 0, None, None]),
     ],
 )
-def test_folder_with_class_names_gives_rows(tmp_path: Path, ours: list[str], rows: list[int | None]) -> None:
+def test_folder_with_class_names_gives_rows(tmp_path, ours, rows):
     start = timm.create_model("test_resnet", num_classes=3)
     described = {"label_names": ["a", "b", "c"]}
     timm.models.save_for_hf(start, tmp_path, safe_serialization=True, model_config=described)
@@ -80,7 +79,7 @@ def test_folder_with_class_names_gives_rows(tmp_path: Path, ours: list[str], row
     assert where == [[] if row is None else [row] for row in rows] and len(notes) == (ours[0] != "0")
 
 
-def test_a_folder_for_the_hub_is_loaded_by_timm_alone(call: Call, described: Described, tmp_path: Path) -> None:
+def test_a_folder_for_the_hub_is_loaded_by_timm_alone(call, described, tmp_path):
     sizes, models = {"volo_d1": (3, 64, 64), "test_resnet": (3, 160, 160)}, {}
     for name, size in sizes.items():
         image = {"img_size": [*size[1:]], "in_chans": 3} if name == "volo_d1" else {}
@@ -106,7 +105,7 @@ def test_a_folder_for_the_hub_is_loaded_by_timm_alone(call: Call, described: Des
         assert yaml.safe_load(text.split("---")[1])["license"] == "apache-2.0" and "https://example.org/mine" in text
 
 
-def test_card_has_settings_and_exported_accuracy(call: Call, trained_run: TrainedRun, tmp_path: Path) -> None:
+def test_card_has_settings_and_exported_accuracy(call, trained_run, tmp_path):
     run, numbers = shutil.copytree(trained_run.run, tmp_path / "run"), itertools.count()
     file = run / "metrics.jsonl"
     saved = torch.load(run / "last.pth.tar", weights_only=True)
@@ -149,7 +148,7 @@ def test_card_has_settings_and_exported_accuracy(call: Call, trained_run: Traine
     assert "Top-1" not in card("--use-ema")
 
 
-def test_what_timm_lacks_is_told(call: Call, tmp_path: Path) -> None:
+def test_what_timm_lacks_is_told(call, tmp_path):
     torch.manual_seed(0)
     weights = tmp_path / "weights.pth"
     torch.save(timm.create_model("lvvit_test").state_dict(), weights)
@@ -161,7 +160,7 @@ def test_what_timm_lacks_is_told(call: Call, tmp_path: Path) -> None:
     assert torch.equal(again.head.weight, torch.load(weights, weights_only=True)["head.weight"])
 
 
-def test_push_uploads_the_folder_or_lists_it(call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_push_uploads_the_folder_or_lists_it(call, tmp_path, monkeypatch):
     import huggingface_hub
 
     done: list[tuple[str, dict[str, Any]]] = []

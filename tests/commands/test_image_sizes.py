@@ -2,8 +2,6 @@
 
 import csv
 import re
-from collections.abc import Callable
-from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
@@ -11,7 +9,7 @@ import timm
 import torch
 from timm.data import resolve_data_config
 
-from tests.commands.conftest import QUICK, Call, Described, Make, metrics
+from tests.commands.conftest import QUICK, metrics
 from tests.commands.test_exact_resume import assert_same
 from tests.labels.brute_force import brute_force
 from tlt.api import StepKey
@@ -31,9 +29,7 @@ from volo.train.trained_model import load_frozen
 SIZES = "--img-size 96 --train-img-sizes 64 80 96"
 
 
-def test_kill_around_a_change_of_size_keeps_the_bits(
-    call: Call, make_dataset: Make, make_labels: Make, tmp_path: Path, stop_at: Callable[[set[int]], None]
-) -> None:
+def test_kill_around_a_change_of_size_keeps_the_bits(call, make_dataset, make_labels, tmp_path, stop_at):
     data = make_dataset(train=16, validation=4)
     flags = f"{QUICK} {SIZES} --train-batch-sizes 6 4 2 --train-size-schedule progressive --lr 1e-3 -b 2 --model-ema"
     flags += (
@@ -57,9 +53,7 @@ def test_kill_around_a_change_of_size_keeps_the_bits(
     assert peek_checkpoint(tmp_path / "whole" / "last.pth.tar")["model_config"]["img_size"] == [96, 96]
 
 
-def test_epoch_of_other_batches_starts_anew(
-    call: Call, make_dataset: Make, tmp_path: Path, stop_at: Callable[[set[int]], None]
-) -> None:
+def test_epoch_of_other_batches_starts_anew(call, make_dataset, tmp_path, stop_at):
     flags = f"{make_dataset(train=16, validation=4)} {QUICK} --train-img-sizes 16 32 --epochs 1 --output {tmp_path}"
     flags += " --experiment run --resume auto --train-batch-sizes"
     stop_at({2})
@@ -71,7 +65,7 @@ def test_epoch_of_other_batches_starts_anew(
 
 
 @pytest.mark.parametrize("model", ["volo_test", "lvvit_test", "test_vit --drop-path 0", "test_resnet --no-mix-token"])
-def test_tokens_get_labels_of_what_they_show_at_every_size(model: str) -> None:
+def test_tokens_get_labels_of_what_they_show_at_every_size(model):
     flags = f"--model {model} {SIZES} --train-batch-sizes 2 2 1 --train-size-schedule progressive --epochs 4 -j 0 -b 1"
     flags += " --data-backend synthetic --token-label --token-label-data synthetic --num-classes 5 --ratio 0.4 2.5"
     args = TRAIN.parse(flags.split())
@@ -105,7 +99,7 @@ def test_tokens_get_labels_of_what_they_show_at_every_size(model: str) -> None:
     assert seen == {(64, 64), (80, 80), (96, 96)} and list(trained.state_dict()) == names
 
 
-def test_teacher_has_its_own_size_and_speaks_of_every_token(described: Described) -> None:
+def test_teacher_has_its_own_size_and_speaks_of_every_token(described):
     _, path = described("test_vit", img_size=[160, 160])
     flags = f"--model volo_test {SIZES} --train-batch-sizes auto -j 0 -b 2 --data-backend synthetic --num-classes 6"
     args = TRAIN.parse(f"{flags} --kd-model-name {path} --kd-distill-type token --kd-size 160".split())
@@ -146,7 +140,7 @@ SLOW = {"efficientvit_m0", "crossvit_9_240", "swiftformer_xs", "mvitv2_tiny", "h
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow if n in SLOW else ()) for n in FAMILIES])
-def test_a_run_is_measured_as_the_network_that_it_validated(name: str, tmp_path: Path) -> None:
+def test_a_run_is_measured_as_the_network_that_it_validated(name, tmp_path):
     trained, other, settings = FAMILIES[name]
     flags = f"data --model {name} --img-size {trained} --val-img-size {other} --num-classes 6"
     args = TRAIN.parse((flags + (f" --model-kwargs {settings}" if settings else "")).split())

@@ -18,7 +18,7 @@ import tqdm.auto
 import yaml
 
 import volo
-from tests.commands.conftest import Call, TrainedRun, same_weights
+from tests.commands.conftest import same_weights
 from tlt.errors import UserError
 from tlt.io.jobs import progress_bar
 from tlt.io.weights import read_checkpoint
@@ -41,9 +41,7 @@ def state_of_the_process() -> list[Any]:
     return [*handlers, *drawn, *numbers, torch.backends.cudnn.benchmark, dict(os.environ), sys.argv]
 
 
-def test_a_run_is_the_programs_and_the_process_is_as_before(
-    call: Call, trained_run: TrainedRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_is_the_programs_and_the_process_is_as_before(call, trained_run, tmp_path, monkeypatch):
     data, same = trained_run
     monkeypatch.setattr(sys, "argv", ["train.py"])  # a user's own
     signal.signal(signal.SIGINT, lambda *_: None)
@@ -72,7 +70,7 @@ def test_a_run_is_the_programs_and_the_process_is_as_before(
     assert sum((each.classes for each in found), []) == [(row["class_name"], float(row["probability"])) for row in rows]
 
 
-def test_keywords_become_the_words_of_a_command_line() -> None:
+def test_keywords_become_the_words_of_a_command_line():
     keywords: dict[str, Any] = {"scale": (0.5, 1), "mean": np.array([0.25, 0.5]), "hflip": 0, "token_label": True}
     keywords |= {"mix_token": False, "no_amp": True, "pretrained": False, "no_aug": False, "seed": None, "aa": ""}
     keywords |= {"torchcompile": True, "output": Path("a b"), "model_kwargs": {"depth": 3, "act": "1"}}
@@ -100,13 +98,13 @@ def test_keywords_become_the_words_of_a_command_line() -> None:
         ({"fuser": "x"}, "--fuser (timm): of TorchScript"),
     ],
 )
-def test_a_mistake_is_a_user_error_of_one_line(keywords: dict[str, Any], told: str, data: Path) -> None:
+def test_a_mistake_is_a_user_error_of_one_line(keywords, told, data):
     with pytest.raises(UserError) as caught:
         volo.train(data, **keywords)
     assert told in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_ctrl_c_saves_and_the_same_call_goes_on(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_saves_and_the_same_call_goes_on(data, tmp_path, monkeypatch):
     def train() -> None:
         volo.train(data, **SMALL, epochs=2, output=tmp_path, experiment="cut", resume="auto")
 
@@ -135,9 +133,7 @@ def test_ctrl_c_saves_and_the_same_call_goes_on(data: Path, tmp_path: Path, monk
             os.kill(os.getpid(), signal.SIGINT)
 
 
-def test_threads_run_it_and_failures_are_the_programs(
-    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_threads_run_it_and_failures_are_the_programs(data, tmp_path, monkeypatch):
     with ThreadPoolExecutor(1) as pool:
         run = pool.submit(volo.train, data, **SMALL, epochs=1, output=tmp_path, experiment="run").result()
         assert run.best is not None and run.path == tmp_path / "run"
@@ -145,14 +141,14 @@ def test_threads_run_it_and_failures_are_the_programs(
         assert isinstance(again.exception(), UserError)  # holds checkpoints already
 
 
-def test_the_package_is_a_function_as_well() -> None:
+def test_the_package_is_a_function_as_well():
     assert callable(volo.train) and isinstance(sys.modules["volo.train"], ModuleType)
     assert sys.modules["volo.train"].loop.train_epochs.__module__ == "volo.train.loop"
     with pytest.raises(AttributeError, match="no attribute 'fit'"):
         volo.fit  # noqa: B018
 
 
-def test_a_notebook_draws_the_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_notebook_draws_the_bar(monkeypatch):
     assert progress_bar(total=3) is None  # neither a terminal nor a notebook
     widget = type("tqdm_notebook", (), {"__init__": lambda self, **options: vars(self).update(options)})
     widget.__module__ = "tqdm.notebook"

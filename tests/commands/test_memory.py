@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import Linear
 
-from tests.commands.conftest import QUICK, Call, Described
+from tests.commands.conftest import QUICK
 from tlt.models.flops import flops_per_image
 from volo.memory import prediction
 from volo.train import loop
@@ -24,7 +24,7 @@ def flags(data: Path, tmp_path: Path) -> str:
 
 
 @pytest.mark.parametrize("more", ["--model volo_d0 --img-size 64 --amp", "--model resnet10t --no-token-label"])
-def test_a_dry_run_says_what_fits(call: Call, flags: str, more: str) -> None:
+def test_a_dry_run_says_what_fits(call, flags, more):
     ended = call("train", f"{flags} --model-ema {more} --dry-run").ok()
     if "volo" in more:
         model = timm.create_model("volo_d0", img_size=64, num_classes=4)
@@ -43,9 +43,7 @@ def test_a_dry_run_says_what_fits(call: Call, flags: str, more: str) -> None:
 @pytest.mark.parametrize(
     ("more", "updates", "images"), [("", 4, 8), ("--grad-accum-steps 2 -b 4", 4, 8), ("--val-interval 2 -b 3", 12, 3)]
 )
-def test_a_dry_run_says_how_long_the_run_takes(
-    call: Call, flags: str, monkeypatch: pytest.MonkeyPatch, more: str, updates: int, images: int
-) -> None:
+def test_a_dry_run_says_how_long_the_run_takes(call, flags, monkeypatch, more, updates, images):
     seconds, took = prediction.seconds_of_images, list[tuple[int, float]]()
     monkeypatch.setattr(prediction, "seconds_of_images", lambda *args: (took.append(seconds(*args)), (4, 40.0))[1])
     ended = call("train", f"{flags.replace('--epochs 1', '--epochs 2')} {more} --dry-run").ok()
@@ -62,9 +60,7 @@ def test_a_dry_run_says_how_long_the_run_takes(
 
 
 @pytest.mark.parametrize("error", [AssertionError("Expected gradient\nfunction"), KeyError("x"), TypeError()])
-def test_layers_failing_on_meta_tensors(
-    call: Call, flags: str, monkeypatch: pytest.MonkeyPatch, error: Exception
-) -> None:
+def test_layers_failing_on_meta_tensors(call, flags, monkeypatch, error):
     forward, reason = Linear.forward, " ".join(str(error).split()) or "TypeError"
 
     def without_meta(layer: Linear, x: Tensor) -> Tensor:
@@ -86,7 +82,7 @@ def test_layers_failing_on_meta_tensors(
     ],
     ids=lambda error: type(error).__name__,
 )
-def test_out_of_memory_is_one_line(call: Call, flags: str, monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+def test_out_of_memory_is_one_line(call, flags, monkeypatch, error):
     monkeypatch.setattr(loop, "train_epoch", Mock(side_effect=error))
     ended = call("train", f"{flags} --experiment full")
     assert ended.code == 2 and len(ended.err.strip().splitlines()) == 1
@@ -95,13 +91,13 @@ def test_out_of_memory_is_one_line(call: Call, flags: str, monkeypatch: pytest.M
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("graph", [True, False])
-def test_on_a_gpu(call: Call, flags: str, graph: bool) -> None:
+def test_on_a_gpu(call, flags, graph):
     ended = call("train", f"{flags} --dry-run --device cuda {'' if graph else '--no-cuda-graph'}").ok()
     assert "largest batch on this GPU" in ended.out or not ON_A_GPU  # what the stand-in can't predict
     assert ("memory of the host while the CUDA graph of a step is tried: 0.00 GiB a rank" in ended.out) == graph
 
 
-def test_a_teacher_is_told_for_the_largest_of_the_batches(call: Call, data: Path, described: Described) -> None:
+def test_a_teacher_is_told_for_the_largest_of_the_batches(call, data, described):
     flags = f"{data} {QUICK} --img-size 64 --train-img-sizes 32 64 --train-batch-sizes 16 6 --dry-run"
     _, teacher = described("test_vit", img_size=[64, 64])
     ended = call("train", f"{flags} --kd-model-name {teacher} --kd-distill-type token").ok()

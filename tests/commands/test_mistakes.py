@@ -1,10 +1,8 @@
 """Mistakes in the flags of `volo train` or `volo validate` are one line that names the flag or file, exit code 2."""
 
-from pathlib import Path
-
 import pytest
 
-from tests.commands.conftest import QUICK, Call, TrainedRun
+from tests.commands.conftest import QUICK
 
 TEACHER = "--kd-model-name {run} --kd-distill-type token"
 TRAIN = [
@@ -89,7 +87,7 @@ ROWS = [("train", *row) for row in TRAIN] + [("validate", *row) for row in VALID
 
 @pytest.mark.usefixtures("unpublished")
 @pytest.mark.parametrize(("program", "flags", "told"), ROWS, ids=[" ".join(row[:2]) for row in ROWS])
-def test_refused(call: Call, trained_run: TrainedRun, tmp_path: Path, program: str, flags: str, told: str) -> None:
+def test_refused(call, trained_run, tmp_path, program, flags, told):
     data, run = trained_run
     valid = {
         "train": f"{QUICK} --epochs 1 --output {tmp_path} --dry-run",

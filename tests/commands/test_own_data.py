@@ -12,7 +12,7 @@ import torch
 import yaml
 from PIL import Image
 
-from tests.commands.conftest import QUICK, Call, Make, TrainedRun, metrics, same_weights
+from tests.commands.conftest import QUICK, metrics, same_weights
 from tests.data.sources.test_tfrecords import Features, write
 from tlt.data.sources.source import ImageSource
 from volo.record.records import epochs_of
@@ -27,7 +27,7 @@ def folders(made: Path, root: Path) -> Path:
     return root
 
 
-def test_folders_without_splits_train_all_their_classes(call: Call, make_dataset: Make, tmp_path: Path) -> None:
+def test_folders_without_splits_train_all_their_classes(call, make_dataset, tmp_path):
     data = folders(make_dataset(train=30, classes=3), tmp_path / "own")
     ended = call("train", f"{data} {OWN} --val-fraction 0.2 --output {tmp_path} --experiment run").ok()
     run = tmp_path / "run"
@@ -51,7 +51,7 @@ def test_folders_without_splits_train_all_their_classes(call: Call, make_dataset
     assert refused.code == 2 and "red/none.jpg" in refused.err
 
 
-def test_a_resumed_run_validates_on_the_images_that_it_held_out(call: Call, make_dataset: Make, tmp_path: Path) -> None:
+def test_a_resumed_run_validates_on_the_images_that_it_held_out(call, make_dataset, tmp_path):
     data = folders(make_dataset(train=20, classes=2), tmp_path / "own")
     flags = f"{data} {OWN} -b 4 --val-fraction 0.2 --num-classes 5 --output {tmp_path} --experiment run"
     assert call("train", flags).code == 0
@@ -66,7 +66,7 @@ def test_a_resumed_run_validates_on_the_images_that_it_held_out(call: Call, make
     assert "data: 19 training images, 4 validation images" in ended.out and "5 classes" in ended.out
 
 
-def test_a_list_of_images_holds_any_names(tmp_path: Path) -> None:
+def test_a_list_of_images_holds_any_names(tmp_path):
     names = [
         "a.jpg",
         "b\r.jpg",
@@ -87,7 +87,7 @@ def test_a_list_of_images_holds_any_names(tmp_path: Path) -> None:
     assert listed_images(images, str(tmp_path / "list")).all()
 
 
-def test_defaults_are_told_for_the_images_that_are_trained_on(call: Call, tmp_path: Path) -> None:
+def test_defaults_are_told_for_the_images_that_are_trained_on(call, tmp_path):
     root = tmp_path / "own"
     for number in range(28):  # five or six of a class, of which one is trained on
         (root / f"class{number % 5}").mkdir(parents=True, exist_ok=True)
@@ -97,7 +97,7 @@ def test_defaults_are_told_for_the_images_that_are_trained_on(call: Call, tmp_pa
     assert "defaults for 5 images of 5 classes" in ended.out
 
 
-def test_numbered_folders_are_classes_of_the_map(call: Call, make_dataset: Make, tmp_path: Path) -> None:
+def test_numbered_folders_are_classes_of_the_map(call, make_dataset, tmp_path):
     """Renaming the folders changes no number and no answer."""
     data, named = {"words": make_dataset(train=12, validation=6, classes=3)}, {}
     data["numbers"] = shutil.copytree(data["words"], tmp_path / "numbers")
@@ -133,7 +133,7 @@ def test_numbered_folders_are_classes_of_the_map(call: Call, make_dataset: Make,
     assert call("validate", f"{data['numbers']} --checkpoint {last} -j 0 --knn {data['words']}").refused("classes that")
 
 
-def test_checkpoint_classes_go_by_name_everywhere(call: Call, trained_run: TrainedRun, tmp_path: Path) -> None:
+def test_checkpoint_classes_go_by_name_everywhere(call, trained_run, tmp_path):
     """With its classes in another order a checkpoint is the same model: as start, as teacher, and as measured."""
     data, run = trained_run
     names, file = sorted(os.listdir(data / "train")), run / "last.pth.tar"
@@ -184,9 +184,7 @@ def as_records(data: Path, out: Path) -> Path:
     return out
 
 
-def test_run_moves_from_folder_to_tfrecords_bit_for_bit(
-    call: Call, data: Path, make_labels: Make, tmp_path: Path
-) -> None:
+def test_run_moves_from_folder_to_tfrecords_bit_for_bit(call, data, make_labels, tmp_path):
     records = as_records(data, tmp_path / "records")
     flags = f"{QUICK} --lr 1e-3 --epochs 2 --token-label --token-label-data {make_labels(data)} --output {tmp_path}"
     runs = [tmp_path / name for name in ("whole", "both")]
@@ -207,7 +205,7 @@ def test_run_moves_from_folder_to_tfrecords_bit_for_bit(
     assert accuracies[0] == accuracies[1] and accuracies[0][2] == 8
 
 
-def test_a_data_set_of_the_hub_is_labelled_and_trained(call: Call, data: Path, tmp_path: Path) -> None:
+def test_a_data_set_of_the_hub_is_labelled_and_trained(call, data, tmp_path):
     datasets = pytest.importorskip("datasets")
     parquet = tmp_path / "parquet"
     names = sorted(path.name for path in (data / "train").iterdir())

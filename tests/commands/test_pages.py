@@ -3,12 +3,9 @@
 import re
 import shlex
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
-import pytest
-
-from tests.commands.conftest import ROOT, Call
+from tests.commands.conftest import ROOT
 from tlt.tools import cli as tlt_cli
 
 # In this order: README sends its readers to index.md first.
@@ -43,7 +40,7 @@ def commands(code: str) -> Iterator[list[str]]:
             yield words
 
 
-def test_blocks_of_first_pages_run_in_order(call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_of_first_pages_run_in_order(call, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     ran = []
     for page in PAGES:

@@ -16,7 +16,6 @@ from timm.utils.misc import natural_key as timm_key
 from torch import Tensor, nn
 
 import volo  # noqa: F401  registers the models
-from tests.commands.conftest import Call, Described, TrainedRun
 from tlt.tools.drawing import drawable
 from volo.commands import predict
 
@@ -67,8 +66,8 @@ READ = {"csv": pandas.read_csv, "json": pandas.read_json, "parquet": pandas.read
     [("volo_test", "pil", "csv"), ("test_resnet", "torchvision", "json"), ("volo_test", "torchvision", "parquet")],
 )
 def test_predictions_are_those_of_timms_transform_and_the_model(
-    call: Call, photos: Path, described: Described, tmp_path: Path, name: str, backend: str, ending: str
-) -> None:
+    call, photos, described, tmp_path, name, backend, ending
+):
     model, checkpoint = described(name)
     out = tmp_path / "new" / f"out.{ending}"
     ended = call(
@@ -92,7 +91,7 @@ def test_predictions_are_those_of_timms_transform_and_the_model(
 
 
 @pytest.mark.parametrize("name", ["volo_test", "test_resnet"])
-def test_embeddings_are_features(call: Call, photos: Path, described: Described, tmp_path: Path, name: str) -> None:
+def test_embeddings_are_features(call, photos, described, tmp_path, name):
     model, checkpoint = described(name)
     flags = f"--checkpoint {checkpoint} {FLAGS} --data-backend pil --embeddings {tmp_path}/e"
     assert call("predict", f"{flags}.safetensors", photos).code == 0
@@ -113,9 +112,7 @@ def test_embeddings_are_features(call: Call, photos: Path, described: Described,
         np.testing.assert_array_equal(arrays["pooled"], got["pooled"].numpy())
 
 
-def test_token_maps_show_what_the_dense_head_says(
-    call: Call, photos: Path, described: Described, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_token_maps_show_what_the_dense_head_says(call, photos, described, tmp_path, monkeypatch):
     model, checkpoint = described("volo_test", img_size=(64, 96))
     model.aux_head.weight.data *= 20  # type: ignore[operator,union-attr]
     torch.save(torch.load(checkpoint) | {"state_dict": model.state_dict()}, checkpoint)
@@ -146,7 +143,7 @@ def test_token_maps_show_what_the_dense_head_says(
         np.testing.assert_allclose(pixels, ((image * std + mean) * 255).permute(1, 2, 0).numpy(), atol=0.51)
 
 
-def test_run_supplies_all_and_its_best_average(call: Call, trained_run: TrainedRun, tmp_path: Path) -> None:
+def test_run_supplies_all_and_its_best_average(call, trained_run, tmp_path):
     data, run = trained_run
     checkpoint = torch.load(run / "model_best.pth.tar")
     files = sorted((data / "validation").rglob("*.jpg"), key=lambda path: timm_key(str(path)))
@@ -163,7 +160,7 @@ def test_run_supplies_all_and_its_best_average(call: Call, trained_run: TrainedR
         np.testing.assert_allclose(first["probability"], expected(model, files).max(1), atol=1e-5)
 
 
-def test_class_names(call: Call, photos: Path, tmp_path: Path) -> None:
+def test_class_names(call, photos, tmp_path):
     torch.save(timm.create_model("volo_test", num_classes=3).state_dict(), tmp_path / "v.pth")
     (tmp_path / "names.txt").write_text("küche\nflur\nbad\n", encoding="utf-8")
     (tmp_path / "two.txt").write_text("a\nb\n")
@@ -194,7 +191,7 @@ def test_class_names(call: Call, photos: Path, tmp_path: Path) -> None:
         ("{photos}/b9.jpg --token-maps {photos}/empty", "b9.jpg.png exists already: remove it"),
     ],
 )
-def test_mistakes_are_one_line(flags: str, told: str, call: Call, photos: Path, described: Described) -> None:
+def test_mistakes_are_one_line(flags, told, call, photos, described):
     (photos / "empty").mkdir()
     kept = [photos / "empty" / name for name in ("x.csv", "x.npz", "b9.jpg.png")]
     if "exists" in told:

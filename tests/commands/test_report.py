@@ -17,7 +17,7 @@ import torch
 import tqdm.std
 from PIL import Image
 
-from tests.commands.conftest import QUICK, Call
+from tests.commands.conftest import QUICK
 from tests.tools.test_show import linear
 from tlt.tools import drawing
 from tlt.tools.drawing import Example, draw_page
@@ -27,7 +27,7 @@ from volo.train import meter
 
 
 @pytest.mark.usefixtures("pictures")
-def test_one_page_holds_the_whole_run(call: Call, data: Path, tmp_path: Path) -> None:
+def test_one_page_holds_the_whole_run(call, data, tmp_path):
     flags = f"{data} {QUICK} --epochs 2 --output {tmp_path} --experiment a<b>&c"
     ended = call("train", flags).ok()
     assert "dense" not in ended.out and "(class" not in ended.out
@@ -65,9 +65,7 @@ def contrast(one: str, other: str) -> float:
     return (light + 0.05) / (dark + 0.05)
 
 
-def test_narrow_terminal_shows_a_bar_and_the_log_lines(
-    call: Call, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_narrow_terminal_shows_a_bar_and_the_log_lines(call, data, tmp_path, monkeypatch):
     class Terminal(io.StringIO):
         def isatty(self) -> bool:
             return True
@@ -109,9 +107,7 @@ def test_narrow_terminal_shows_a_bar_and_the_log_lines(
         ("-b 2 --data-backend synthetic --token-label --token-label-data LABELS", 2),
     ],
 )
-def test_every_kind_of_run_has_one(
-    flags: str, count: int, call: Call, data: Path, labels: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_kind_of_run_has_one(flags, count, call, data, labels, tmp_path, monkeypatch):
     drawn = list[list[Example]]()
     monkeypatch.setattr(drawing, "draw_page", lambda page, *rest: drawn.append(page) or draw_page(page, *rest))
     monkeypatch.setattr(meter, "_IMAGES", 3)
@@ -128,9 +124,7 @@ def test_every_kind_of_run_has_one(
 
 
 @pytest.mark.usefixtures("pictures")
-def test_missing_matplotlib_is_one_line(
-    call: Call, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_missing_matplotlib_is_one_line(call, data, tmp_path, monkeypatch):
     found = meter.importlib.util.find_spec
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "matplotlib" else found(name))
     monkeypatch.setitem(sys.modules, "matplotlib", None)
@@ -142,7 +136,6 @@ def test_missing_matplotlib_is_one_line(
 
 DAY = 24 * 3600.0
 BEGAN = datetime(2026, 1, 2, 3, 4, 5, tzinfo=timezone.utc)
-Capture = pytest.CaptureFixture[str]
 
 
 def _at(seconds: float) -> str:
@@ -188,7 +181,7 @@ def run(tmp_path: Path) -> Path:
     return run
 
 
-def test_the_printed_report(run: Path, capsys: Capture) -> None:
+def test_the_printed_report(run, capsys):
     whole = {"epoch": 0, "update": 40, "state_dict": {"w": torch.ones(300)}}
     torch.save(whole, run / "last.pth.tar")
     os.link(run / "last.pth.tar", run / "checkpoint-0.pth.tar")
@@ -220,7 +213,7 @@ def test_the_printed_report(run: Path, capsys: Capture) -> None:
     assert "not verified" in capsys.readouterr().out
 
 
-def test_the_head_tells_the_result_and_how_it_was_made(run: Path, capsys: Capture) -> None:
+def test_the_head_tells_the_result_and_how_it_was_made(run, capsys):
     records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     scores = ((30.0, 41.0), (62.5, 50.0), (62.5, 49.5), (None, None))  # an epoch without a finite score is neither
     epochs = [{"event": "epoch", "epoch": n, "eval_top1": a, "eval_images": 8} for n, (a, _) in enumerate(scores)]
@@ -242,12 +235,12 @@ def test_the_head_tells_the_result_and_how_it_was_made(run: Path, capsys: Captur
             assert f"{term:<9}{text}" in out and f"<dt>{term}</dt><dd>{html.escape(text)}" in page
 
 
-def test_a_folder_that_is_no_run_is_refused_in_a_line(tmp_path: Path, capsys: Capture) -> None:
+def test_a_folder_that_is_no_run_is_refused_in_a_line(tmp_path, capsys):
     assert cli.run("report", [str(tmp_path)]) == 2
     assert capsys.readouterr().err.startswith(f"error: {tmp_path} is no run directory")
 
 
-def test_worst_classes_are_listed_and_others_linked(run: Path, capsys: Capture) -> None:
+def test_worst_classes_are_listed_and_others_linked(run, capsys):
     rows = [f'"a<b>, {number}",40,{number}.00,c,7' for number in range(25)]
     (run / "classes.csv").write_text("\n".join(["class,images,top-1 (%),mostly taken for,times", *rows]))
     assert cli.run("report", [str(run), "--html"]) == 0

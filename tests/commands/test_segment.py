@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from PIL import Image
 
-from tests.commands.conftest import QUICK, Call, Make, TrainedRun
+from tests.commands.conftest import QUICK
 from tlt import with_dense_head
 from tlt.label_map import FULL_AREA
 from volo.commands.segment import _at_pixels, _read_mask, mean_iou
@@ -62,9 +62,7 @@ def colour_model(path: Path, size: tuple[int, int], patch: int) -> Path:
         ((48, 80), 4, "--crop-mode border --crop-pct 0.9"),
     ],
 )
-def test_tokens_agree_with_labels_of_their_colours(
-    call: Call, tmp_path: Path, size: tuple[int, int], patch: int, flags: str
-) -> None:
+def test_tokens_agree_with_labels_of_their_colours(call, tmp_path, size, patch, flags):
     write_scenes(tmp_path)
     checkpoint = colour_model(tmp_path / "colours.pth", size, patch)
     line = f"{tmp_path} --checkpoint {checkpoint} -j 0 -b 2 --token-label-data {tmp_path}/labels {flags}"
@@ -73,7 +71,7 @@ def test_tokens_agree_with_labels_of_their_colours(
     assert f"dense top-1 100.000 % of {row['tokens']} tokens, {row['annotator_top1']:.3f} % of whose" in ended.out
 
 
-def test_what_has_no_label_is_not_counted(call: Call, tmp_path: Path) -> None:
+def test_what_has_no_label_is_not_counted(call, tmp_path):
     """An image without a map, one whose map is damaged, and one that can't be read; and maps of the centre, at a size
     at which a quarter of the image is shown beside them."""
     write_scenes(tmp_path)
@@ -98,9 +96,7 @@ def test_what_has_no_label_is_not_counted(call: Call, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("program", ["train", "validate"])
-def test_label_map_error_names_its_flag(
-    call: Call, trained_run: TrainedRun, make_labels: Make, tmp_path: Path, program: str
-) -> None:
+def test_label_map_error_names_its_flag(call, trained_run, make_labels, tmp_path, program):
     (data, run), labels = trained_run, make_labels(trained_run.data, k=5, classes=5)
     flag, flags = {
         "train": ("--val-label-data", f"{QUICK} --token-label --token-label-size 2 --output {tmp_path}"),
@@ -136,7 +132,7 @@ def line(tmp_path: Path) -> str:
     return f"{write_images(tmp_path)} --checkpoint {checkpoint} -j 0 -b 4 --probe seg"
 
 
-def test_tokens_that_show_their_colour_tell_the_classes(call: Call, line: str, tmp_path: Path) -> None:
+def test_tokens_that_show_their_colour_tell_the_classes(call, line, tmp_path):
     """Whatever the order of magnitude of the rate, and twice the same; a bad pair is left out, and said to be."""
     row = (ended := call("validate", f"{line} --epochs 20").ok()).row
     assert (row["images"], row["train_images"], row["classes"]) == (3, 6, 2) and row["miou"] > 99
@@ -188,16 +184,14 @@ def _only(split: str, content: int | bytes) -> Callable[[Path], None]:
         (str, "--knn x", "keep one of them"),
     ],
 )
-def test_what_cannot_be_learned_is_one_line(
-    call: Call, line: str, tmp_path: Path, change: Callable[[Path], object], flags: str, named: str
-) -> None:
+def test_what_cannot_be_learned_is_one_line(call, line, tmp_path, change, flags, named):
     change(tmp_path)
     assert (ended := call("validate", f"{line} --epochs 1 {flags}")).refused(named), ended
 
 
 @pytest.mark.parametrize(("bits", "levels"), [(1, [0, 1]), (2, [0, 3, 1]), (4, [7, 0, 15]), (8, [0, 254, 255])])
 @pytest.mark.parametrize("palette", [False, True])
-def test_numbers_are_read_as_they_are_written(tmp_path: Path, bits: int, levels: list[int], palette: bool) -> None:
+def test_numbers_are_read_as_they_are_written(tmp_path, bits, levels, palette):
     """Of whatever width, grey or of colours; the file is written here, since Pillow writes no narrow grey."""
     numbers = np.resize(np.array(levels, np.uint8), (3, 5))
     rows = np.unpackbits(numbers[..., None], axis=2)[:, :, 8 - bits :].reshape(3, -1)
@@ -211,7 +205,7 @@ def test_numbers_are_read_as_they_are_written(tmp_path: Path, bits: int, levels:
     assert (_read_mask(str(tmp_path / "mask.png"), str(tmp_path / "image.png"), 99) == numbers).all()
 
 
-def test_logits_lie_where_the_tokens_do() -> None:
+def test_logits_lie_where_the_tokens_do():
     """As torch interpolates where the tokens cover the image; elsewhere a function of the place is found again."""
     logits = torch.randn(5, 7, 3, generator=torch.Generator().manual_seed(0))
     expected = F.interpolate(logits.permute(2, 0, 1)[None], size=(23, 16), mode="bilinear")[0]
@@ -223,7 +217,7 @@ def test_logits_lie_where_the_tokens_do() -> None:
     torch.testing.assert_close(across[0], ((torch.arange(20) + 0.5) / 20).clamp(float(x[0]), float(x[-1])))
 
 
-def test_the_mean_is_over_the_classes_that_there_are() -> None:
+def test_the_mean_is_over_the_classes_that_there_are():
     confusion = torch.from_numpy(np.random.default_rng(0).integers(0, 50, (5, 5)))
     confusion[3] = 0
     counts = confusion.numpy()

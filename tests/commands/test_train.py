@@ -6,7 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ import timm
 import torch
 import yaml
 
-from tests.commands.conftest import QUICK, ROOT, Call, Make, TrainedRun, metrics
+from tests.commands.conftest import QUICK, ROOT, metrics
 from tests.conftest import LIMIT
 from tlt.data.batch import Batch
 from tlt.errors import UserError
@@ -36,9 +36,7 @@ def _weights(path: Path, key: str = "state_dict") -> dict[str, torch.Tensor]:
     return torch.load(path, weights_only=True)[key]
 
 
-def test_fault_60_run_leaves_records_that_validate_confirms(
-    call: Call, make_dataset: Make, make_labels: Make, tmp_path: Path
-) -> None:
+def test_fault_60_run_leaves_records_that_validate_confirms(call, make_dataset, make_labels, tmp_path):
     labels = make_labels(data := make_dataset(size=(70, 40)))
     flags = f"{data} {QUICK} --epochs 2 --token-label --model-ema --checkpoint-hist 1 --output {tmp_path}"
     flags += " --crop-pct 0.8 --interpolation bilinear --mean 0.4 0.4 0.4"
@@ -79,7 +77,7 @@ def test_fault_60_run_leaves_records_that_validate_confirms(
     assert "learning rate 1.25e-05 = --lr-base 0.0016 x global batch 8 / 1024" in ended.out
 
 
-def test_accumulation_equals_a_large_batch(call: Call, make_dataset: Make, make_labels: Make, tmp_path: Path) -> None:
+def test_accumulation_equals_a_large_batch(call, make_dataset, make_labels, tmp_path):
     data = make_dataset(train=21)  # updates of 8, 8 and 5 images, the last one in micro-batches of 2, 2 and 1
     flags = f"{data} {QUICK} --lr 1e-3 --epochs 2 --token-label --freeze-bn --no-mix-token --drop-path 0"
     flags += f" --log-interval 2 --output {tmp_path}"
@@ -96,7 +94,7 @@ def test_accumulation_equals_a_large_batch(call: Call, make_dataset: Make, make_
         assert [r[name] for r in two] == pytest.approx([r[name] for r in one], rel=1e-4, abs=1e-6), name
 
 
-def test_a_requeued_run_does_not_begin_at_its_start_epoch_again(call: Call, make_dataset: Make, tmp_path: Path) -> None:
+def test_a_requeued_run_does_not_begin_at_its_start_epoch_again(call, make_dataset, tmp_path):
     flags = f"{make_dataset(train=8)} {QUICK} --output {tmp_path} --experiment run --start-epoch 1"
     assert call("train", f"{flags} --epochs 2 --resume auto").code == 0
     again = call("train", f"{flags} --epochs 3 --resume auto")
@@ -107,7 +105,7 @@ def test_a_requeued_run_does_not_begin_at_its_start_epoch_again(call: Call, make
     assert [record["epoch"] for record in metrics(tmp_path / "run")] == [1, 2]
 
 
-def test_name_commands_no_terminal(make_dataset: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_name_commands_no_terminal(make_dataset, tmp_path, capsys):
     data = make_dataset(train=8, validation=8).rename(tmp_path / "d\x1b]0;owned\x07\x9b2J\x1b[31m")
     assert cli.run("train", [str(data), *QUICK.split(), "--epochs", "1", "--output", str(data / "runs")]) == 0
     told = capsys.readouterr()
@@ -118,7 +116,7 @@ def test_name_commands_no_terminal(make_dataset: Make, tmp_path: Path, capsys: p
 
 
 @pytest.mark.usefixtures("pictures")
-def test_a_run_outlives_its_output_and_its_pictures(make_dataset: Make, tmp_path: Path) -> None:
+def test_a_run_outlives_its_output_and_its_pictures(make_dataset, tmp_path):
     flags = f"{make_dataset(train=8)} {QUICK} --epochs 2 --output {tmp_path} --experiment run"
     environment = {**os.environ, "MPLBACKEND": "nonsense"}
     command = [sys.executable, str(ROOT / "train.py"), *flags.split()]
@@ -132,9 +130,7 @@ def test_a_run_outlives_its_output_and_its_pictures(make_dataset: Make, tmp_path
     assert len(epochs_of(tmp_path / "run")) == 2
 
 
-def test_fault_62_run_without_its_directory_ends_saved(
-    call: Call, make_dataset: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_fault_62_run_without_its_directory_ends_saved(call, make_dataset, tmp_path, monkeypatch):
     run, epochs = tmp_path / "out" / "run", []
 
     def remove_after_the_second(evaluations: Any) -> dict[str, float]:
@@ -152,9 +148,7 @@ def test_fault_62_run_without_its_directory_ends_saved(
     assert again.code == 0 and "last.pth.tar: 3 epochs" in again.out, again.out
 
 
-def test_fault_53_divergence_keeps_the_last_good_file(
-    call: Call, make_dataset: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_fault_53_divergence_keeps_the_last_good_file(call, make_dataset, tmp_path, monkeypatch):
     data, shown, look_at = make_dataset(train=32), dict[int, list[str]](), Meter.look_at
 
     def note(meter: Meter, batch: Batch) -> None:
@@ -181,9 +175,7 @@ def test_fault_53_divergence_keeps_the_last_good_file(
 @pytest.mark.parametrize(
     ("more", "decays"), [("", (0.5, 0.5)), ("--model-ema-warmup", (1 - 2 ** (-2 / 3), 0.5))], ids=["", "warm-up"]
 )
-def test_average_follows_its_definition_and_val_interval(
-    call: Call, make_dataset: Make, tmp_path: Path, more: str, decays: tuple[float, float]
-) -> None:
+def test_average_follows_its_definition_and_val_interval(call, make_dataset, tmp_path, more, decays):
     data = make_dataset(train=8)  # one update an epoch, so that every epoch's checkpoint shows one update
     flags = f"{data} {QUICK} --lr 1e-2 --epochs 3 --output {tmp_path} --experiment run"
     assert call("train", f"{flags} --model-ema --model-ema-decay 0.5 {more} --val-interval 2").code == 0
@@ -195,7 +187,7 @@ def test_average_follows_its_definition_and_val_interval(
         torch.testing.assert_close(_weights(after, "state_dict_ema")[name], expected)
 
 
-def test_finetune_validates_first_and_reports_resizing(call: Call, trained_run: TrainedRun, tmp_path: Path) -> None:
+def test_finetune_validates_first_and_reports_resizing(call, trained_run, tmp_path):
     flags = f"{trained_run.data} {QUICK.replace('--img-size 32', '--input-size 3 64 48')} --epochs 1"
     flags += f" --output {tmp_path} --experiment run"
     ended = call("train", flags, "--finetune", trained_run.run / "last.pth.tar").ok()
@@ -204,7 +196,7 @@ def test_finetune_validates_first_and_reports_resizing(call: Call, trained_run: 
     assert ended.out.index("before fine-tuning: top-1") < ended.out.index("epoch 1 [")
 
 
-def test_fault_24_broken_images_are_named_counted_and_limited(call: Call, data: Path, tmp_path: Path) -> None:
+def test_fault_24_broken_images_are_named_counted_and_limited(call, data, tmp_path):
     broken = [sorted((data / split / "red").iterdir())[0] for split in ("train", "validation")]
     for image in broken:
         image.write_bytes(image.read_bytes()[:300])
@@ -218,7 +210,7 @@ def test_fault_24_broken_images_are_named_counted_and_limited(call: Call, data: 
     assert stopped.code == 2 and "--max-bad-images 0" in stopped.err
 
 
-def test_joining_is_watched_and_rank_0_looks_up_first(call: Call, data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_joining_is_watched_and_rank_0_looks_up_first(call, data, monkeypatch):
     done: list[str] = []
 
     @contextmanager
@@ -238,9 +230,7 @@ def test_joining_is_watched_and_rank_0_looks_up_first(call: Call, data: Path, mo
 @pytest.mark.parametrize(
     "spoil", [lambda saved: saved["args"].update(compat=3), lambda saved: saved["args"].update(model_ema=torch.ones(3))]
 )
-def test_strange_checkpoint_is_one_line(
-    call: Call, trained_run: TrainedRun, tmp_path: Path, spoil: Callable[[dict[str, Any]], object]
-) -> None:
+def test_strange_checkpoint_is_one_line(call, trained_run, tmp_path, spoil):
     saved = torch.load(trained_run.run / "last.pth.tar", weights_only=True)
     spoil(saved)
     torch.save(saved, file := tmp_path / "odd.pth.tar")
@@ -248,19 +238,19 @@ def test_strange_checkpoint_is_one_line(
     assert ended.refused(str(file)), ended
 
 
-def test_debug_shows_where(call: Call, data: Path) -> None:
+def test_debug_shows_where(call, data):
     with pytest.raises(UserError):
         call("train", f"{data} {QUICK} --val-split nowhere --debug")
 
 
-def test_a_reader_that_goes_away_is_no_traceback(tmp_path: Path) -> None:
+def test_a_reader_that_goes_away_is_no_traceback(tmp_path):
     flags = f"{QUICK} --data-backend synthetic --epochs 1 --output {tmp_path}"
     command = f"{sys.executable} {ROOT / 'train.py'} {flags} | head -n 1"
     ended = subprocess.run(command, shell=True, capture_output=True, text=True, timeout=LIMIT)
     assert len(ended.stdout.splitlines()) == 1 and "Traceback" not in ended.stderr
 
 
-def test_the_published_command_of_d5_at_512(call: Call, make_dataset: Make, make_labels: Make, tmp_path: Path) -> None:
+def test_the_published_command_of_d5_at_512(call, make_dataset, make_labels, tmp_path):
     """Its label size is not that of the tokens, and its weights are a folder; a dry run leaves no directory."""
     data, weights = make_dataset(), tmp_path / "weights"
     weights.mkdir()

@@ -12,7 +12,7 @@ import pytest
 import torch
 from PIL import Image
 
-from tests.commands.conftest import QUICK, Call, Described, TrainedRun
+from tests.commands.conftest import QUICK, Call
 from tlt.io.weights import read_checkpoint
 from volo.cluster.distributed import World
 from volo.commands.validate import RealLabels
@@ -24,7 +24,7 @@ def _row(call: Call, data: Path, checkpoint: Path, flags: str = "") -> dict[str,
     return call("validate", f"{data} -b 4 -j 0 --checkpoint {checkpoint} {flags}").ok().row
 
 
-def test_all_checkpoints_of_a_folder(call: Call, trained_run: TrainedRun, tmp_path: Path) -> None:
+def test_all_checkpoints_of_a_folder(call, trained_run, tmp_path):
     data, run = trained_run
     table = tmp_path / "results.csv"
     ended = call("validate", f"{data} -b 4 -j 0 --checkpoint {run} --all --results-file {table}").ok()
@@ -43,7 +43,7 @@ def test_all_checkpoints_of_a_folder(call: Call, trained_run: TrainedRun, tmp_pa
     assert [row["top1"] for row in measured] == [rows[number]["top1"] for number in (0, 2, 3)]
 
 
-def test_the_weights_by_which_training_selected_are_the_default(tmp_path: Path) -> None:
+def test_the_weights_by_which_training_selected_are_the_default(tmp_path):
     """Files of timm have a Namespace `args`; its train.py ranks by the average unless that is kept on the CPU."""
     entries = {"state_dict": {"a": torch.zeros(1)}, "state_dict_ema": {"a": torch.ones(1)}}
     cases = {
@@ -66,7 +66,7 @@ def test_the_weights_by_which_training_selected_are_the_default(tmp_path: Path) 
         assert choose_weights(flags, {**checkpoint, "state_dict_ema": None}) == (None, [])
 
 
-def test_class_without_validation_keeps_its_number(call: Call, trained_run: TrainedRun, tmp_path: Path) -> None:
+def test_class_without_validation_keeps_its_number(call, trained_run, tmp_path):
     data, run = shutil.copytree(trained_run.data, tmp_path / "data"), trained_run.run
     checkpoint = run / "last.pth.tar"
     rows = [_row(call, data, checkpoint)]
@@ -80,7 +80,7 @@ def test_class_without_validation_keeps_its_number(call: Call, trained_run: Trai
     assert whole == pytest.approx(part + rest, rel=1e-4)
 
 
-def test_real_labels_and_valid_labels(call: Call, trained_run: TrainedRun, tmp_path: Path) -> None:
+def test_real_labels_and_valid_labels(call, trained_run, tmp_path):
     data, run = trained_run
     folder = tmp_path / "imagenet" / "validation" / "green"
     folder.mkdir(parents=True)
@@ -100,7 +100,7 @@ def test_real_labels_and_valid_labels(call: Call, trained_run: TrainedRun, tmp_p
         assert (row["top1"], row["images"]) == (100.0, 3)
 
 
-def test_real_labels_count_any_of_the_first_five() -> None:
+def test_real_labels_count_any_of_the_first_five():
     class Images:
         def path(self, index: int) -> str:
             return f"ILSVRC2012_val_{index + 1:08d}.JPEG"
@@ -116,9 +116,7 @@ def test_real_labels_count_any_of_the_first_five() -> None:
     "config",
     [{"kwargs": {"num_heads": 0}}, {"kwargs": {"act_layer": "foo"}}, {"interpolation": "foo"}, {"mean": [0.5, 0.5]}],
 )
-def test_wrong_model_config_names_the_file(
-    call: Call, described: Described, data: Path, config: dict[str, Any]
-) -> None:
+def test_wrong_model_config_names_the_file(call, described, data, config):
     small = {"embed_dim": 8, "depth": 1, "num_heads": 1}
     _, path = described("vit_tiny_patch16_224", small, img_size=(32, 32))
     saved = torch.load(path, weights_only=True)
@@ -127,7 +125,7 @@ def test_wrong_model_config_names_the_file(
     assert (ended := call("validate", f"{data} -j 0 --checkpoint {path}")).refused(str(path)), ended
 
 
-def test_unreadable_voters_are_named(call: Call, trained_run: TrainedRun, tmp_path: Path) -> None:
+def test_unreadable_voters_are_named(call, trained_run, tmp_path):
     shutil.copytree(trained_run.data / "train", tmp_path / "train")
     line = f"{trained_run.data} -j 0 --checkpoint {trained_run.run}/last.pth.tar --knn {tmp_path}"
     images = sorted((tmp_path / "train").rglob("*.jpg"))
@@ -139,7 +137,7 @@ def test_unreadable_voters_are_named(call: Call, trained_run: TrainedRun, tmp_pa
     assert call("validate", f"{line} --max-bad-images 99").refused(f"--knn: not one of 16 images in {tmp_path}/train")
 
 
-def test_a_dense_head_that_was_not_trained_takes_no_part(call: Call, data: Path, tmp_path: Path) -> None:
+def test_a_dense_head_that_was_not_trained_takes_no_part(call, data, tmp_path):
     flags = f"{data} {QUICK} --epochs 1 --token-label --dense-weight 0 --output {tmp_path} --experiment run"
     assert call("train", flags).code == 0
     path = tmp_path / "run" / "last.pth.tar"
@@ -150,7 +148,7 @@ def test_a_dense_head_that_was_not_trained_takes_no_part(call: Call, data: Path,
     assert _row(call, data, tmp_path / "run" / "changed.pth.tar")["loss"] == before
 
 
-def test_spoiled_network_is_seen_in_classes_and_tables(call: Call, trained_run: TrainedRun, tmp_path: Path) -> None:
+def test_spoiled_network_is_seen_in_classes_and_tables(call, trained_run, tmp_path):
     checkpoint = torch.load(trained_run.run / "last.pth.tar", weights_only=True)
     heads = [f"{head}.{name}" for head in ("head", "aux_head") for name in ("weight", "bias")]
     weights = [checkpoint["state_dict_ema"][name] for name in heads]

@@ -41,7 +41,7 @@ def run(package: Path, tmp_path: Path) -> Callable[..., str]:
     return run
 
 
-def test_a_recipe_is_found_by_its_name(package: Path, run: Callable[..., str]) -> None:
+def test_a_recipe_is_found_by_its_name(package, run):
     code = "from volo.config.args import TRAIN; print(TRAIN.parse(['-c', 'volo_d1_224', '/data']).drop_path)"
     assert run(sys.executable, "-c", code) == "0.1\n"
     packed, here = (
@@ -51,7 +51,7 @@ def test_a_recipe_is_found_by_its_name(package: Path, run: Callable[..., str]) -
     assert all((package / name / "py.typed").is_file() for name in ("volo", "tlt"))
 
 
-def test_the_launcher_and_the_batch_scripts_are_there(run: Callable[..., str], tmp_path: Path) -> None:
+def test_the_launcher_and_the_batch_scripts_are_there(run, tmp_path):
     volo, jobs = (sys.executable, "-m", "volo"), tmp_path / "jobs"
     command = run(*volo, "launch", "2", "/data", "--model", "volo_d1")
     assert command.startswith("2 processes: ")

@@ -301,7 +301,7 @@ def geometry_only(case: str, size: tuple[int, int] = PIXELS, **settings: Any) ->
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_every_operation(scene: Scene, case: str) -> None:
+def test_every_operation(scene, case):
     slack = PHASE["bilinear"] if case.startswith("Translate") else 0.0
     compared = check(scene, geometry_only(case), slack=slack)
     fills = case not in ("crop", "hflip", "vflip", "no_aug")
@@ -309,7 +309,7 @@ def test_every_operation(scene: Scene, case: str) -> None:
 
 
 @pytest.mark.parametrize("seed", [0, 1])
-def test_any_image_map_and_output(tmp_path: Path, seed: int) -> None:
+def test_any_image_map_and_output(tmp_path, seed):
     """Sizes of images, maps, outputs and token grids drawn at random, with all operations at once."""
     rng = np.random.default_rng(seed)
     sizes = [(int(w), int(h)) for w, h in rng.integers(200, 600, (3, 2))]
@@ -323,5 +323,5 @@ def test_any_image_map_and_output(tmp_path: Path, seed: int) -> None:
 
 
 @pytest.mark.gpu
-def test_gpu(scene: Scene) -> None:
+def test_gpu(scene):
     check(scene, geometry_only("everything"), area="center", device="cuda")

@@ -59,7 +59,7 @@ def loaded(dataset: TrainDataset | EvalDataset, *indices: int, epoch: int = 0) -
 
 @pytest.mark.parametrize("crop_mode", ["center", "squash", "border"])
 @pytest.mark.parametrize(("size", "crop_pct"), [((32, 32), 0.875), ((32, 48), 1.15)])
-def test_eval_pixels_are_timms(folder: ImageFolder, size: tuple[int, int], crop_pct: float, crop_mode: str) -> None:
+def test_eval_pixels_are_timms(folder, size, crop_pct, crop_mode):
     mean = (0.1, 0.5, 0.9)
     how = {"interpolation": "bicubic", "crop_pct": crop_pct, "crop_mode": crop_mode, "mean": mean, "normalize": False}
     transform = create_transform((3, *size), **how)
@@ -75,7 +75,7 @@ def test_eval_pixels_are_timms(folder: ImageFolder, size: tuple[int, int], crop_
         assert (off > 1).float().mean() < 2e-3 and off.max() <= 5, folder.paths[i]
 
 
-def test_a_repetition_is_the_same_image_augmented_in_its_own_way(broken: ImageFolder) -> None:
+def test_a_repetition_is_the_same_image_augmented_in_its_own_way(broken):
     count = len(broken)
     dataset = TrainDataset(broken, CONFIG, seed=7, labels=Labels())
     batch = loaded(dataset, 0, count, 2 * count, 2 + count)
@@ -88,7 +88,7 @@ def test_a_repetition_is_the_same_image_augmented_in_its_own_way(broken: ImageFo
     assert len({int(loaded(dataset, 2, epoch=epoch).indices) for epoch in range(12)}) > 2  # an epoch, a stand-in
 
 
-def test_fault_27_all_images_bad_ends_with_one_line(broken: ImageFolder) -> None:
+def test_fault_27_all_images_bad_ends_with_one_line(broken):
     for index in range(len(broken)):
         Path(broken.path(index)).write_bytes(b"")
     fault = TrainDataset(broken, CONFIG, seed=7)[BatchKey(0, (0, 1))]
@@ -106,7 +106,7 @@ class Labels:
         return []
 
 
-def test_synthetic_images_show_their_place_and_class() -> None:
+def test_synthetic_images_show_their_place_and_class():
     folder = synthetic_folder(20, 4)
     assert folder.classes.tolist() == [0, 1, 2, 3] * 5 and folder.class_names[3] == "class_00003"
     config = AugmentConfig(size=(24, 24), auto_augment=None, color_jitter=None, hflip=0, reprob=0)
@@ -183,7 +183,7 @@ def odd(tmp_path_factory: pytest.TempPathFactory) -> ImageFolder:
     return scan_folder(root)
 
 
-def test_fault_24_25_38_39_40_validation_shows_what_pillow_does(odd: ImageFolder, backend: Backend) -> None:
+def test_fault_24_25_38_39_40_validation_shows_what_pillow_does(odd, backend):
     batch = loaded(EvalDataset(odd, (32, 32), interpolation="bilinear", backend=backend), *range(len(odd)))
     names = [os.path.basename(odd.paths[index]) for index in batch.indices.tolist()]
     image_of = dict(zip(names, batch.images, strict=True))
@@ -201,7 +201,7 @@ def test_fault_24_25_38_39_40_validation_shows_what_pillow_does(odd: ImageFolder
         assert "\n" not in reason and re.search(BAD[name][1], reason), (name, reason)
 
 
-def test_an_image_that_would_be_vast_when_resized_is_left_out(backend: Backend, tmp_path: Path) -> None:
+def test_an_image_that_would_be_vast_when_resized_is_left_out(backend, tmp_path):
     """1 x 20000 pixels are made 256 x 5,120,000 for the centre of 224, which takes gigabytes."""
     (tmp_path / "class").mkdir()
     (tmp_path / "class/huge.jpg").write_bytes(SHOWN["1x20000.jpg"])

@@ -217,7 +217,7 @@ def alone(data: Path, backend: str) -> Rows:
 
 
 @pytest.mark.parametrize(("backend", "way"), CASES, **WAYS)
-def test_global_batches_are_the_same(backend: str, way: Way, data: Path, root: Path) -> None:
+def test_global_batches_are_the_same(backend, way, data, root):
     epoch, truth = epoch_of(root, backend, way), expected(data)
     images = IMAGES - way.start * GLOBAL_BATCH
     assert epoch.keys() == truth.keys() and len(epoch["index"]) == images
@@ -266,7 +266,7 @@ def eval_pixels(root: Path, crop_pct: float) -> dict[str, np.ndarray]:
 
 
 @pytest.mark.parametrize(("backend", "way", "batch_size", "crop_pct"), EVAL_CASES, **WAYS)
-def test_images_are_seen_once(backend: str, way: Way, batch_size: int, crop_pct: float, data: Path, root: Path) -> None:
+def test_images_are_seen_once(backend, way, batch_size, crop_pct, data, root):
     seen, off, left_out = list[str](), list[np.ndarray](), 0
     for loader, images in loaders(root, backend, way, batch_size, crop_pct):
         before = len(off)
@@ -291,7 +291,7 @@ def evaluated(loader: EvalLoader) -> Evaluation:
     return evaluate(classifier(), loader, Precision(CPU, None), World(0, 0, 1, CPU))
 
 
-def test_accuracy_is_over_every_readable_image(data: Path) -> None:
+def test_accuracy_is_over_every_readable_image(data):
     (loader, _), *_ = loaders(data, "pil", Way(), 3, 0.96)
     evaluation = evaluated(loader)
     with torch.inference_mode():
@@ -311,7 +311,7 @@ def few(tmp_path: Path) -> Path:
     return write(tmp_path / "few", {f"train/c0/{number}.jpg": image for number, image in images.items()})
 
 
-def test_image_read_at_the_second_try_counts(few: Path) -> None:
+def test_image_read_at_the_second_try_counts(few):
     """As when storage fails for a moment: no epoch counts more images than there are."""
     loader, _ = next(loaders(few, "pil", Way(), 3, 1.0))
     first = evaluated(loader)
@@ -320,12 +320,12 @@ def test_image_read_at_the_second_try_counts(few: Path) -> None:
     assert [(each.images, each.unreadable) for each in (first, second)] == [(6, 2), (7, 1)]
 
 
-def test_rank_without_readable_images_leaves_others_theirs(few: Path) -> None:
+def test_rank_without_readable_images_leaves_others_theirs(few):
     seen = [[batch.size for batch in loader] for loader, _ in loaders(few, "pil", Way(ranks=4), 2, 1.0)]
     assert seen == [[2], [], [2], [2]]
 
 
-def test_a_pass_that_ends_early_gives_no_accuracy(few: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pass_that_ends_early_gives_no_accuracy(few, monkeypatch):
     loader, _ = next(loaders(few, "pil", Way(), 3, 1.0))
     batches = list(loader._workers.run(loader._keys()))[:-1]
     monkeypatch.setattr(loader._workers, "run", lambda keys: iter(batches))

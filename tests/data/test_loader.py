@@ -75,7 +75,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.filterwarnings("ignore:This DataLoader will create")  # more workers than CPUs
 @pytest.mark.parametrize(("kind", "workers"), [("new workers", 1), ("kept workers", 3), ("one thread", 2)])
-def test_workers_change_nothing(kind: str, workers: int) -> None:
+def test_workers_change_nothing(kind, workers):
     stream = IndexStream(len(SYNTHETIC), 8, seed=5, micro_batches=2)
     alone, several = loader(), loader(workers, **KINDS[kind])
     states = torch.get_rng_state(), str(np.random.get_state(legacy=False)), random.getstate()
@@ -91,7 +91,7 @@ def test_workers_change_nothing(kind: str, workers: int) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_epoch_left_early_leaves_no_worker(kind: str) -> None:
+def test_epoch_left_early_leaves_no_worker(kind):
     before = set(multiprocessing.active_children())
     training = loader(2, **KINDS[kind])
     for number, _ in enumerate(training.epoch(0)):
@@ -102,7 +102,7 @@ def test_epoch_left_early_leaves_no_worker(kind: str) -> None:
     assert set(multiprocessing.active_children()) <= before
 
 
-def test_skip_limit_and_lines() -> None:
+def test_skip_limit_and_lines():
     assert [SkipCounter(n).allowed for n in (5, 20_000, 1_281_167)] == [10, 20, 100]
     assert SkipCounter(5, limit=0).allowed == 0
     counter = SkipCounter(1000)
@@ -134,14 +134,14 @@ class Hostile(SyntheticBackend):
 
 
 @pytest.mark.parametrize(("deed", "kept"), [("die", False), ("die", True), ("memory", False), ("shared memory", False)])
-def test_fault_22_dead_worker_costs_no_timeout(deed: str, kept: bool) -> None:
+def test_fault_22_dead_worker_costs_no_timeout(deed, kept):
     reported = refusal(loader(2, Hostile(deed), timeout=LIMIT, persistent_workers=kept).epoch(0))
     why = "a data worker was killed by SIGKILL: .*memory;" if deed == "die" else ".*no memory left .*:"
     assert re.fullmatch(f"{why} lower --workers.*", reported), reported
     assert WorkerDied.exit_code == 5  # which MAX_RESTARTS starts again
 
 
-def test_fault_22_worker_that_never_begins_is_exit_code_5(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fault_22_worker_that_never_begins_is_exit_code_5(monkeypatch):
     """As one does whose fork waits for a lock of a thread that stayed behind."""
     real = loading._begin_worker
     monkeypatch.setattr(loading, "_begin_worker", lambda number: time.sleep(2 * LIMIT) if number else real(number))
@@ -149,7 +149,7 @@ def test_fault_22_worker_that_never_begins_is_exit_code_5(monkeypatch: pytest.Mo
         list(loader(2, timeout=2).epoch(0))
 
 
-def test_worker_takes_no_lock_that_a_kill_leaves_held(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_worker_takes_no_lock_that_a_kill_leaves_held(monkeypatch):
     """torch's main process would wait for it for ever."""
     monkeypatch.setattr(multiprocessing.synchronize.Event, "is_set", lambda _: os.getpid() == owner or os._exit(3))
     owner = os.getpid()
@@ -166,7 +166,7 @@ def in_a_thread(function: Callable[[], Any]) -> Any:
     return results.pop()
 
 
-def test_processes_live_longer_than_the_thread_that_began_them() -> None:
+def test_processes_live_longer_than_the_thread_that_began_them():
     kept = loader(1, persistent_workers=True)
     assert in_a_thread(lambda: same(kept.epoch(0), loader().epoch(0)))
     assert same(kept.epoch(1), loader().epoch(1))
@@ -187,7 +187,7 @@ def slowly(job: None, number: int) -> int:
     return number
 
 
-def test_tmpdir_too_long_for_sockets_is_refused_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tmpdir_too_long_for_sockets_is_refused_first(tmp_path, monkeypatch):
     """Python 3.14 may take another folder."""
     (long := tmp_path / ("x" * 120)).mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(long))
@@ -197,7 +197,7 @@ def test_tmpdir_too_long_for_sockets_is_refused_first(tmp_path: Path, monkeypatc
 
 @pytest.mark.skipif(sys.platform != "linux", reason="forks")
 @pytest.mark.parametrize("state", ["hangs", "has not begun"])
-def test_no_worker_outlives_a_killed_main_process(state: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_worker_outlives_a_killed_main_process(state, monkeypatch):
     reads, writes = os.pipe()
 
     def begin() -> None:
@@ -223,7 +223,7 @@ def test_no_worker_outlives_a_killed_main_process(state: str, monkeypatch: pytes
     wait_until(lambda: not any(map(alive, workers)))
 
 
-def test_shared_memory_is_for_workers_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shared_memory_is_for_workers_alone(monkeypatch):
     def refused(*_: object, **__: object) -> None:
         raise OSError(errno.EROFS, "Read-only file system")
 
@@ -265,7 +265,7 @@ class Collecting(SyntheticBackend):
         return super().open(path, data)
 
 
-def test_process_collects_no_garbage_of_its_parent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_process_collects_no_garbage_of_its_parent(tmp_path, monkeypatch):
     begin = jobs._begin
     monkeypatch.setattr(torch, "set_num_threads", collect)  # with which a worker of torch begins
     monkeypatch.setattr(jobs, "_begin", lambda *start: collect() or begin(*start))
@@ -297,7 +297,7 @@ for has_threads in (False, True):
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
-def test_fault_23_hung_storage_names_the_file_and_ends() -> None:
+def test_fault_23_hung_storage_names_the_file_and_ends():
     """One whose backend has threads, too."""
     done = subprocess.run([sys.executable, "-c", HANGS], capture_output=True, text=True, timeout=LIMIT)
     line = r"no batch after 2 s \(--loader-timeout\): reading .*/00000013 has taken \d+ s; .*\none\n"
@@ -305,7 +305,7 @@ def test_fault_23_hung_storage_names_the_file_and_ends() -> None:
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_errors_come_up_where_the_batch_is_waited_for(workers: int) -> None:
+def test_errors_come_up_where_the_batch_is_waited_for(workers):
     assert refusal(loader(workers, Hostile("report")).epoch(0)) == "label 13.pt is damaged: make it again"
     for backend in (None, Threaded()):
         training = loader(workers, backend)
@@ -314,13 +314,13 @@ def test_errors_come_up_where_the_batch_is_waited_for(workers: int) -> None:
             list(training.epoch(0))
 
 
-def test_fault_58_no_workers_takes_every_option() -> None:
+def test_fault_58_no_workers_takes_every_option():
     assert len(list(loader(0, persistent_workers=True, pin_memory=True, prefetch=True, timeout=5.0).epoch(0))) == 7
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", ["new workers", "one thread"])
-def test_prefetching_on_cuda_neither_changes_waits_nor_leaks(kind: str) -> None:
+def test_prefetching_on_cuda_neither_changes_waits_nor_leaks(kind):
     plain = loader(2, device="cuda", prefetch=False, **KINDS[kind])
     ahead = loader(2, device="cuda", prefetch=True, pin_memory=True, **KINDS[kind])
     assert same(plain.epoch(0), ahead.epoch(0))

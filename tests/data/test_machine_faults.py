@@ -75,7 +75,7 @@ def storage(monkeypatch: pytest.MonkeyPatch) -> Storage:
 
 
 @pytest.mark.parametrize("code", MACHINES)
-def test_what_passes_costs_no_image(images: ImageFolder, storage: Storage, code: str) -> None:
+def test_what_passes_costs_no_image(images, storage, code):
     training = TrainDataset(images, CONFIG, 3)
     expected = training[ALL]
     met = storage(code, "2.png", 3)
@@ -85,7 +85,7 @@ def test_what_passes_costs_no_image(images: ImageFolder, storage: Storage, code:
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_what_stays_ends_the_run_with_its_exit_code(images: ImageFolder, storage: Storage, workers: int) -> None:
+def test_what_stays_ends_the_run_with_its_exit_code(images, storage, workers):
     storage("EIO", "2.png", 10**9)
     training = Loader(images, None, CONFIG, 2, 3, workers=workers)
     validation = EvalLoader(EvalDataset(images, (16, 16)), 2, lambda images: images, workers=workers)
@@ -95,7 +95,7 @@ def test_what_stays_ends_the_run_with_its_exit_code(images: ImageFolder, storage
         assert caught.value.exit_code == 5 and not training.skips.reasons
 
 
-def test_real_faults_of_files(tmp_path: Path) -> None:
+def test_real_faults_of_files(tmp_path):
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
     (tmp_path / "folder").mkdir()
     (tmp_path / "file").write_bytes(b"x")
@@ -115,9 +115,7 @@ def shards(tmp_path: Path, images: ImageFolder) -> ImageSource:
 
 
 @pytest.mark.parametrize("what", ["image", "label"])
-def test_shard_failing_once_is_reopened(
-    shards: ImageSource, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
-) -> None:
+def test_shard_failing_once_is_reopened(shards, tmp_path, monkeypatch, what):
     labels = open_labels(tmp_path / "shards", shards.paths, bad_label="skip")
     read: Callable[[int], object] = shards.read if what == "image" else lambda row: labels.read(row, 25, 24).values
     expected, stale, opens, real = read(1), True, os.open, os.pread  # its file is open from now on
@@ -144,9 +142,7 @@ def test_shard_failing_once_is_reopened(
 
 @pytest.mark.parametrize(("make", "file"), [(make_tree, "2.pt"), (make_archive, "values.npy")])
 @pytest.mark.parametrize("code", ["ENFILE", "ESTALE"])
-def test_labels_on_failing_storage_are_not_bad(
-    images: ImageFolder, tmp_path: Path, storage: Storage, make: Callable[..., Path], code: str, file: str
-) -> None:
+def test_labels_on_failing_storage_are_not_bad(images, tmp_path, storage, make, code, file):
     store = open_labels(make(tmp_path / "labels", images), images.paths, bad_label="skip")
     expected, identity, sent = store.read(2).values, store.identity(), pickle.dumps(store)
 

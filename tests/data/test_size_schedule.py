@@ -26,7 +26,7 @@ def streams(sizes: SizeSchedule, world: int = 1, micro: int = 1, **more: Any) ->
 @pytest.mark.parametrize(
     "more", [{}, {"weights": [1, 0, 3]}, {"spread": 0, "random_mix": 0.2}, {"random_mix": 0}, {"epochs": None}]
 )
-def test_sizes_are_as_frequent_as_timms_and_the_last_ends_it(more: dict[str, Any]) -> None:
+def test_sizes_are_as_frequent_as_timms_and_the_last_ends_it(more):
     sizes, updates = schedule(4, 4, 4, **more), 50
     mode = "constant" if sizes.epochs is None else "progressive"
     of_timm = ScheduledBatchSampler(range(99), [4] * 3, sizes.weights, choice_schedule=mode, schedule_epochs=EPOCHS)
@@ -42,12 +42,12 @@ def test_sizes_are_as_frequent_as_timms_and_the_last_ends_it(more: dict[str, Any
     assert (np.diff(sizes.choices(7, 10, updates)) < 0).any()  # not one size after the other
 
 
-def test_the_last_size_is_reached_however_narrow_the_window_is() -> None:
+def test_the_last_size_is_reached_however_narrow_the_window_is():
     nine = SizeSchedule([(side, side) for side in range(32, 41)], [4] * 9, epochs=30, spread=0, random_mix=0)
     assert [nine.weights_of(epoch).argmax() for epoch in (0, 15, 26, 27, 29, 35)] == [0, 4, 7, 8, 8, 8]
 
 
-def test_sizes_of_equal_batches_change_no_batch() -> None:
+def test_sizes_of_equal_batches_change_no_batch():
     (sized,), plain = streams(schedule(8, 8, 8)), IndexStream(101, 8, 7)
     assert sized.updates_per_epoch == plain.updates_per_epoch == len(sized.sizes_of(3)) == 13
     for mine, theirs in zip(sized.epoch(3), plain.epoch(3), strict=True):
@@ -55,7 +55,7 @@ def test_sizes_of_equal_batches_change_no_batch() -> None:
 
 
 @pytest.mark.parametrize(("world", "micro", "repeats"), [(1, 1, 1), (2, 1, 1), (2, 2, 1), (3, 1, 2)])
-def test_images_come_equally_often_in_batches_of_unlike_sizes(world: int, micro: int, repeats: int) -> None:
+def test_images_come_equally_often_in_batches_of_unlike_sizes(world, micro, repeats):
     sizes = schedule(8, 5, 2)
     ranks, per_epoch = streams(sizes, world, micro, repeats=repeats), []
     for epoch in range(EPOCHS):
@@ -80,7 +80,7 @@ def test_images_come_equally_often_in_batches_of_unlike_sizes(world: int, micro:
     assert all(max(Counter(each.tolist()).values()) == repeats for each in passes)
 
 
-def test_numbers_that_do_not_fit_are_refused() -> None:
+def test_numbers_that_do_not_fit_are_refused():
     for batches, more in [((4, 4), {}), ((4, 4, 0), {}), ((4,) * 3, {"weights": [1, 1]}), ((4,) * 3, {"spread": -1})]:
         with pytest.raises(UserError, match="--train-"):
             schedule(*batches, **more)

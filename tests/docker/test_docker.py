@@ -142,7 +142,7 @@ def _build(tools: Path, *flags: str, **environment: str) -> subprocess.Completed
     )
 
 
-def test_first_working_engine_builds_this_commits_dockerfile(tools: Path) -> None:
+def test_first_working_engine_builds_this_commits_dockerfile(tools):
     _add_engine(tools, "podman")
     _add_engine(tools, "buildah")
     folder, engine, *arguments = _build(tools).stdout.splitlines()
@@ -156,7 +156,7 @@ def test_first_working_engine_builds_this_commits_dockerfile(tools: Path) -> Non
     assert _build(tools, DRY_RUN="1").stdout.startswith("'podman' 'build' '--file' 'docker/Dockerfile'")
 
 
-def test_variables_and_flags_reach_the_engine(tools: Path) -> None:
+def test_variables_and_flags_reach_the_engine(tools):
     _add_engine(tools, "podman")
     _add_engine(tools, "buildah")
     settings = {"BASE": "registry/base:1", "TAG": "a/b:c", "EXTRAS": "plot,dali", "ENGINE": "buildah"}
@@ -167,7 +167,7 @@ def test_variables_and_flags_reach_the_engine(tools: Path) -> None:
 
 
 @pytest.mark.parametrize(("engine", "named"), [("", "docker, podman and buildah"), ("podman", "podman")])
-def test_no_engine_is_one_line(tools: Path, engine: str, named: str) -> None:
+def test_no_engine_is_one_line(tools, engine, named):
     ended = _build(tools, ENGINE=engine)
     (line,) = ended.stderr.splitlines()
     assert ended.returncode == 2 and "no container engine" in line and f"fails with {named};" in line
@@ -184,7 +184,7 @@ def run(buildah: Buildah, image: str) -> Run:
 
 
 @pytest.mark.docker
-def test_every_package_of_the_base_is_as_it_was(buildah: Buildah, base: str, run: Run) -> None:
+def test_every_package_of_the_base_is_as_it_was(buildah, base, run):
     pip = ("python3", "-m", "pip", "list")
     before, after = set(buildah.inside(buildah("from", base), *pip).splitlines()[2:]), set(run(*pip).splitlines())
     assert any(line.startswith("torch ") for line in before) and before <= after
@@ -193,7 +193,7 @@ def test_every_package_of_the_base_is_as_it_was(buildah: Buildah, base: str, run
 
 
 @pytest.mark.docker
-def test_its_user_is_not_root_and_the_programs_answer(run: Run, tmp_path: Path) -> None:
+def test_its_user_is_not_root_and_the_programs_answer(run, tmp_path):
     assert run("id", "-u").strip() == str(USER)
     assert run("sh", "-c", "touch ~/file && touch /opt/volo/file 2>/dev/null || echo refused") == "refused\n"
     for program in ("python train.py", "python validate.py", "python generate_label.py", "volo train"):
@@ -211,7 +211,7 @@ def test_its_user_is_not_root_and_the_programs_answer(run: Run, tmp_path: Path) 
 
 
 @pytest.mark.docker
-def test_two_processes_train_in_it(make_dataset: Callable[..., Path], run: Run, tmp_path: Path) -> None:
+def test_two_processes_train_in_it(make_dataset, run, tmp_path):
     data, output = make_dataset(train=8, validation=4), tmp_path / "output"
     output.mkdir()
     os.chown(output, USER, USER)
@@ -224,7 +224,7 @@ def test_two_processes_train_in_it(make_dataset: Callable[..., Path], run: Run, 
 
 
 @pytest.mark.docker
-def test_it_holds_what_runs_and_nothing_else(buildah: Buildah, image: str) -> None:
+def test_it_holds_what_runs_and_nothing_else(buildah, image):
     files = Path(buildah("mount", buildah("from", image)))
     left = [*files.glob("var/lib/apt/lists/*"), *files.glob("var/cache/apt/archives/*.deb"), *files.glob("tmp/*")]
     assert [*left, *files.glob("root/.cache"), *files.glob("home/volo/.cache")] == []
@@ -241,7 +241,7 @@ def test_it_holds_what_runs_and_nothing_else(buildah: Buildah, image: str) -> No
 
 
 @pytest.mark.docker
-def test_a_base_with_too_old_a_torch_stops_the_build(buildah: Buildah, base: str) -> None:
+def test_a_base_with_too_old_a_torch_stops_the_build(buildah, base):
     container = buildah("from", base)
     links = Path(buildah("mount", container)) / LINKED.relative_to("/")
     (info,) = links.glob("torch-*.dist-info")

@@ -15,7 +15,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from shutil import copyfile, which
@@ -24,7 +24,7 @@ from typing import Any
 
 import pytest
 
-from tests.commands.conftest import ROOT, Call, digest, metrics
+from tests.commands.conftest import ROOT, digest, metrics
 from tests.commands.conftest import call as call  # a fixture
 from tests.commands.conftest import nothing_left_running as nothing_left_running  # a fixture
 from tests.conftest import LIMIT
@@ -87,9 +87,7 @@ def busy_machine() -> Iterator[None]:
         pytest.param(2, 10, "--dist-bn reduce", True, id="2 ranks, busy machine", marks=pytest.mark.slow),
     ],
 )
-def test_fault_01_killed_runs_end_in_the_bits_of_a_whole_one(
-    digits: Path, make_labels: Callable[..., Path], tmp_path: Path, ranks: int, kills: int, more: str, busy: bool
-) -> None:
+def test_fault_01_killed_runs_end_in_the_bits_of_a_whole_one(digits, make_labels, tmp_path, ranks, kills, more, busy):
     """FAULT_SEED chooses other instants."""
     seed = os.environ.get("FAULT_SEED", "0")
     flags = [*f"{CHAIN_FLAGS} {more}".split(), "--token-label-data", str(make_labels(digits, classes=10))]
@@ -113,9 +111,7 @@ linux = pytest.mark.skipif(sys.platform != "linux", reason="changes the limits o
 
 
 @pytest.mark.parametrize(("failing", "code", "update"), [pytest.param(1, 85, 7, marks=pytest.mark.slow), (99, 4, 5)])
-def test_fault_08_14_full_disk_at_slurms_warning(
-    call: Call, digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: int, code: int, update: int
-) -> None:
+def test_fault_08_14_full_disk_at_slurms_warning(call, digits, tmp_path, monkeypatch, failing, code, update):
     """It is full for the first attempt to save the seventh update, or for all; the epoch before is saved."""
     marker, done, full = tmp_path / "marker", itertools.count(1), itertools.count(1)
     monkeypatch.setenv("REQUEUE_MARKER", str(marker))
@@ -143,9 +139,7 @@ def test_fault_08_14_full_disk_at_slurms_warning(
 
 @linux
 @pytest.mark.parametrize("micro_batches", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_fault_22_worker_is_killed_within_a_step(
-    call: Call, digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, micro_batches: int
-) -> None:
+def test_fault_22_worker_is_killed_within_a_step(call, digits, tmp_path, monkeypatch, micro_batches):
     """The step is completed. Where its next micro-batch never comes, the newest checkpoint counts."""
     size = f"-b {8 // micro_batches} --grad-accum-steps {micro_batches}"
     flags = f"{FLAGS} {size} --epochs 2 --recovery-interval 2 -j 1 --loader-timeout 0 --output {tmp_path} --experiment"
@@ -169,9 +163,7 @@ def test_fault_22_worker_is_killed_within_a_step(
     assert digest(tmp_path / "run") == digest(tmp_path / "whole")
 
 
-def test_fault_52_last_update_of_one(
-    call: Call, digits: Path, make_labels: Callable[..., Path], tmp_path: Path
-) -> None:
+def test_fault_52_last_update_of_one(call, digits, make_labels, tmp_path):
     labels = make_labels(digits, classes=10)
     flags = f"{FLAGS} -b 13 --epochs 1 --token-label --output {tmp_path} --experiment run --token-label-data"
     ended = call("train", f"{flags} {labels}", digits)
@@ -181,7 +173,7 @@ def test_fault_52_last_update_of_one(
     assert all(math.isfinite(record["loss"]) for record in records)
 
 
-def test_faults_of_the_table_have_tests_and_tests_rows() -> None:
+def test_faults_of_the_table_have_tests_and_tests_rows():
     table = (ROOT / "docs" / "reliability.md").read_text().partition("## The table")[2]
     documented = [int(number) for row in re.findall(r"^\| (\d[\d, ]*) \|", table, re.M) for number in row.split(", ")]
     tested = {
@@ -193,7 +185,7 @@ def test_faults_of_the_table_have_tests_and_tests_rows() -> None:
     assert sorted(documented) == list(range(1, 65)) == sorted(tested)
 
 
-def test_the_tests_that_the_threat_table_names_are_there() -> None:
+def test_the_tests_that_the_threat_table_names_are_there():
     named = re.findall(r"`(tests/[\w/]+(?:\.py)?/?)`|`(test_\w+\.py)`", (ROOT / "SECURITY.md").read_text())
     assert len(named) > 15
     for path, beside in named:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.commands.conftest import QUICK, ROOT, Running, digest, start, storage
-from tests.hosts.conftest import Host, ip, launch
+from tests.hosts.conftest import ip, launch
 
 pytestmark = pytest.mark.hosts
 # 40 images, 8 an update: 5 updates an epoch on two ranks.
@@ -25,7 +25,7 @@ def check_ends(runs: list[Running], code: int) -> None:
     assert [run.end() for run in runs] == [code] * len(runs), "\n".join(run.output for run in runs)
 
 
-def test_two_ipv6_hosts_end_in_the_weights_of_one(hosts: list[Host], data: Path, tmp_path: Path) -> None:
+def test_two_ipv6_hosts_end_in_the_weights_of_one(hosts, data, tmp_path):
     addresses = [f"fd00:78::{10 + number}" for number in range(2)]
     for host, address in zip(hosts, addresses, strict=True):
         for words in ("addr flush dev eth0 scope global", f"addr add {address}/64 dev eth0 nodad"):
@@ -40,7 +40,7 @@ def test_two_ipv6_hosts_end_in_the_weights_of_one(hosts: list[Host], data: Path,
     assert "[host0:0] done: 10 updates" in runs[0].output and "done:" not in runs[1].output
 
 
-def test_ranks_that_kubeflow_starts_on_two_hosts_train_as_one(hosts: list[Host], data: Path, tmp_path: Path) -> None:
+def test_ranks_that_kubeflow_starts_on_two_hosts_train_as_one(hosts, data, tmp_path):
     hosts[1].names.write_text(f"127.0.0.1 localhost\n{hosts[0].address} host0\n")  # on host0 that is 127.0.1.1
     runs = []
     for rank, host in enumerate(hosts):
@@ -53,7 +53,7 @@ def test_ranks_that_kubeflow_starts_on_two_hosts_train_as_one(hosts: list[Host],
 
 
 @pytest.mark.parametrize("killed", [0, 1])
-def test_a_killed_host_ends_the_other(hosts: list[Host], data: Path, tmp_path: Path, killed: int) -> None:
+def test_a_killed_host_ends_the_other(hosts, data, tmp_path, killed):
     runs = launch(hosts, f"{FLAGS} --epochs 9999 --output {tmp_path} --experiment run", data)
     runs[0].read_until("epoch 2 [2/5]")
     hosts[killed].kill()
@@ -62,7 +62,7 @@ def test_a_killed_host_ends_the_other(hosts: list[Host], data: Path, tmp_path: P
     assert f"[rank {1 - killed}] error: another rank has ended" in other.output and "Traceback" not in other.output
 
 
-def test_a_pulled_cable_ends_both_hosts_which_name_each_other(hosts: list[Host], data: Path, tmp_path: Path) -> None:
+def test_a_pulled_cable_ends_both_hosts_which_name_each_other(hosts, data, tmp_path):
     slowly = storage(tmp_path, "time.sleep(0.3)")  # so that it happens within an epoch
     runs = launch(hosts, f"{FLAGS} --epochs 9999 --output {tmp_path} --experiment run", data, **slowly)
     runs[0].read_until("epoch 2 [1/5]")
@@ -76,9 +76,7 @@ def test_a_pulled_cable_ends_both_hosts_which_name_each_other(hosts: list[Host],
     ("wrong", "flag", "told"),
     [(0, "--device cuda", "this machine shows 0"), (1, "--no-such-flag", "error: unknown flag --no-such-flag")],
 )
-def test_fault_64_host_that_cannot_begin_ends_both(
-    hosts: list[Host], data: Path, wrong: int, flag: str, told: str
-) -> None:
+def test_fault_64_host_that_cannot_begin_ends_both(hosts, data, wrong, flag, told):
     flags = [f"{FLAGS} {flag if rank == wrong else ''}" for rank in (0, 1)]
     runs = [host.train(its, data, MASTER_ADDR=hosts[0].address) for host, its in zip(hosts, flags, strict=True)]
     assert [run.end() for run in runs] == ([2, 5] if wrong == 0 else [5, 2]), "\n".join(run.output for run in runs)

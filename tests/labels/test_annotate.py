@@ -50,7 +50,7 @@ def shaken(name: str, **kwargs: Any) -> torch.nn.Module:
 
 
 @pytest.mark.parametrize("name", AVERAGING)
-def test_mean_of_dense_logits_is_the_output_of_averages(name: str) -> None:
+def test_mean_of_dense_logits_is_the_output_of_averages(name):
     model, images = shaken(name, **AVERAGING[name]), torch.randn(2, 3, 64, 96)
     with torch.no_grad():
         dense, own = dense_logits(model, images), model(images)
@@ -60,7 +60,7 @@ def test_mean_of_dense_logits_is_the_output_of_averages(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["test_convnext", "test_vit2", "test_vit4"])
-def test_position_behind_average_and_norm_is_right_to_a_factor(name: str) -> None:
+def test_position_behind_average_and_norm_is_right_to_a_factor(name):
     """The logits less the constant term differ by one positive number per position, the same for every class."""
     model, images = shaken(name, **AVERAGING[name]), torch.randn(2, 3, 64, 96)
     with torch.no_grad():
@@ -83,7 +83,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_heads_beyond_linear_on_average_are_refused(name: str) -> None:
+def test_heads_beyond_linear_on_average_are_refused(name):
     model = build(name, **{"pool_include_prefix": True} if name == "test_vit2" else {})
     size = model.pretrained_cfg["input_size"] if name.startswith("test") else (3, 64, 64)
     with pytest.raises(UserError, match=f"^{name}.* can't annotate: .*{REFUSED[name]}"):
@@ -91,7 +91,7 @@ def test_heads_beyond_linear_on_average_are_refused(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["volo_test", "lvvit_test"])
-def test_our_models_annotate_with_their_dense_head(name: str) -> None:
+def test_our_models_annotate_with_their_dense_head(name):
     model, images = build(name, img_size=64), torch.randn(2, 3, 64, 96)
     check_dense(model, images)
     dense = dense_logits(model, images)

@@ -55,7 +55,7 @@ def check_maps(store: LabelStore, marks: Sequence[int]) -> None:
         np.testing.assert_array_equal(stored.ids, label_map(mark).ids)
 
 
-def test_numpy_alone_reads_it(archive: Path) -> None:
+def test_numpy_alone_reads_it(archive):
     assert sorted(path.name for path in archive.glob("[!.]*")) == sorted([*COLUMNS, "meta.json"])
     columns = ("values", "ids", "lse", "crc32", "done", "name_ends")
     values, ids, sums, crc32, done, ends = (np.load(archive / f"{name}.npy", mmap_mode="r") for name in columns)
@@ -71,7 +71,7 @@ def test_numpy_alone_reads_it(archive: Path) -> None:
     assert (meta["complete"], meta["num_classes"], meta["max_id"], meta["records"]) == (True, 5, 4, len(NAMES))
 
 
-def test_images_find_their_rows_in_any_order(archive: Path) -> None:
+def test_images_find_their_rows_in_any_order(archive):
     order = [4, 0, 6, 2, 8, 5, 1, 3, 7]
     store = open_labels(archive, [NAMES[row] for row in order], num_classes=5)
     assert store.shape == SHAPE and store.info.annotator == {"model": "x"} and store.warnings == []
@@ -85,7 +85,7 @@ def test_images_find_their_rows_in_any_order(archive: Path) -> None:
 
 
 @pytest.mark.parametrize("name", [*COLUMNS, "meta.json"])
-def test_damaged_and_missing_files_are_refused_at_the_start(archive: Path, name: str) -> None:
+def test_damaged_and_missing_files_are_refused_at_the_start(archive, name):
     path = archive / name
     whole = path.read_bytes()
     middle = len(whole) // 2 if name == "meta.json" else len(whole) - 16  # a flipped bit
@@ -106,7 +106,7 @@ def test_damaged_and_missing_files_are_refused_at_the_start(archive: Path, name:
             open_labels(archive, NAMES)
 
 
-def test_cut_while_in_use_is_one_line_and_deleted_goes_on(archive: Path) -> None:
+def test_cut_while_in_use_is_one_line_and_deleted_goes_on(archive):
     store = open_labels(archive, NAMES)
     os.truncate(archive / "ids.npy", 200)
     with pytest.raises(UserError, match=r"ids\.npy has been cut: row 8 is missing"):
@@ -115,7 +115,7 @@ def test_cut_while_in_use_is_one_line_and_deleted_goes_on(archive: Path) -> None
     check_maps(store, [0])  # what is open stays
 
 
-def test_large_ids_absent_rows_and_maps_that_are_refused(tmp_path: Path) -> None:
+def test_large_ids_absent_rows_and_maps_that_are_refused(tmp_path):
     ids = np.full(SHAPE, 70_000, np.int32)
     info = replace(INFO, num_classes=100_000, log_sum_exp=False)
     writer = ArchiveWriter(tmp_path / "out", info, NAMES[:2])
@@ -142,7 +142,7 @@ def test_large_ids_absent_rows_and_maps_that_are_refused(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("overwrite", [False, True])
-def test_no_file_of_the_users_is_replaced(archive: Path, tmp_path: Path, overwrite: bool) -> None:
+def test_no_file_of_the_users_is_replaced(archive, tmp_path, overwrite):
     mine = tmp_path / "mine" / "values.npy"
     mine.parent.mkdir()
     mine.write_bytes(b"of the user")
@@ -164,7 +164,7 @@ def test_no_file_of_the_users_is_replaced(archive: Path, tmp_path: Path, overwri
     assert len(writer.pending()) == (len(NAMES) if overwrite else 0)
 
 
-def test_after_a_full_disk_writing_goes_on(archive: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_after_a_full_disk_writing_goes_on(archive, tmp_path, monkeypatch):
     real, room = os.pwrite, [300]
 
     def pwrite(descriptor: int, data: bytes, offset: int) -> int:
@@ -195,7 +195,7 @@ def written_out(values: Tensor, ids: Tensor, classes: int) -> Tensor:
 
 
 @pytest.mark.parametrize("classes,k,spread", [(6, 1, 0.1), (40, 5, 4.0), (1000, 5, 8.0)])
-def test_listed_classes_have_the_annotators_probabilities(classes: int, k: int, spread: float) -> None:
+def test_listed_classes_have_the_annotators_probabilities(classes, k, spread):
     dense = annotator_says(classes, spread)
     annotation = _annotation(dense.clone(), k)
     # The listed logits are stored in half precision: the truth is a softmax of these and the exact others.
@@ -216,7 +216,7 @@ def test_listed_classes_have_the_annotators_probabilities(classes: int, k: int, 
     assert (published.gather(1, listed) - truth.gather(1, listed)).abs().max() > 1e-2
 
 
-def test_tails_that_rounding_has_taken_are_as_good_as_nothing() -> None:
+def test_tails_that_rounding_has_taken_are_as_good_as_nothing():
     values = torch.tensor([30.0, -5.0]).half()[:, None, None]
     for total in (30.0, 29.99999, 30.000002):  # nothing left, less than nothing, next to nothing
         shifted = relative_to_tail(values, torch.full((1, 1), total), 1000)
@@ -229,7 +229,7 @@ def test_tails_that_rounding_has_taken_are_as_good_as_nothing() -> None:
     assert torch.equal(relative_to_tail(annotation.values, annotation.log_sum_exp, 3), annotation.values.float())
 
 
-def test_a_store_shifts_what_the_targets_read(tmp_path: Path) -> None:
+def test_a_store_shifts_what_the_targets_read(tmp_path):
     annotation = _annotation(annotator_says(30, 2.0, (1, 2, 2)), 3)
     values, ids, total = (part[0].numpy() for part in annotation)
     for known in (30, None):

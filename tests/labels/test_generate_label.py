@@ -48,7 +48,7 @@ def into(command: list[str], name: str, *more: str) -> list[str]:
     return [command[0], str(Path(command[1]).with_name(name)), *command[2:], *more]
 
 
-def test_labels_are_those_of_the_squashed_whole_image(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_labels_are_those_of_the_squashed_whole_image(command, capsys):
     for path in Path(command[0]).rglob("*.jpg"):  # much wider than high, darkest at the left edge or at the right one
         turned = int("".join(filter(str.isdigit, path.stem))) // 4 % 2
         ramp = np.linspace(0, 255, 150)[None, :: 1 - 2 * turned, None] * np.ones((50, 1, 3))
@@ -81,7 +81,7 @@ def test_labels_are_those_of_the_squashed_whole_image(command: list[str], capsys
         assert np.abs(total - expected.logsumexp(0).detach().numpy()).max() < 0.05 * expected.std().item()
 
 
-def test_kill_within_a_write_leads_to_the_same_result(command: list[str], tmp_path: Path) -> None:
+def test_kill_within_a_write_leads_to_the_same_result(command, tmp_path):
     draw, whole, killed = random.Random(2), into(command, "whole"), into(command, "killed")
     assert end(whole, start(whole, shifted=True)) == [0]
     for ranks in (2, 1, 2):
@@ -94,7 +94,7 @@ def test_kill_within_a_write_leads_to_the_same_result(command: list[str], tmp_pa
     assert same_files(tmp_path / "whole", tmp_path / "killed")
 
 
-def test_what_is_in_out_decides(command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_in_out_decides(command, tmp_path, capsys):
     def said(code: int, *arguments: str) -> str:
         assert cli.run("label", list(arguments)) == code
         captured = capsys.readouterr()
@@ -123,7 +123,7 @@ def test_what_is_in_out_decides(command: list[str], tmp_path: Path, capsys: pyte
     assert "16 label maps" in said(0, *other, "--overwrite") and (top() != before).any()
 
 
-def test_broken_images_are_counted(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_broken_images_are_counted(command, capsys):
     broken = Path(command[0]) / "train" / "red" / "red3.jpg"
     broken.write_bytes(broken.read_bytes()[:100])
     assert cli.run("label", [*command, "--max-bad-images", "0"]) == 2
@@ -137,7 +137,7 @@ def test_broken_images_are_counted(command: list[str], capsys: pytest.CaptureFix
     assert cli.run("label", command) == 0  # nothing left but what can't be read
 
 
-def test_transfer_labels_another_data_set(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_transfer_labels_another_data_set(command, capsys):
     shutil.rmtree(Path(command[0]) / "train" / "red")
     assert cli.run("label", command) == 2
     assert "4 classes" in (error := capsys.readouterr().err) and "3 class folders" in error and "--transfer" in error
@@ -157,7 +157,7 @@ def test_transfer_labels_another_data_set(command: list[str], capsys: pytest.Cap
     assert "the labels are of other classes" in capsys.readouterr().out
 
 
-def test_mistakes_are_one_line(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_mistakes_are_one_line(command, capsys):
     state = torch.load(command[5])
     state["fc.bias"] += 1e6  # finite, but beyond half precision
     torch.save(state, command[5])
@@ -176,7 +176,7 @@ def test_mistakes_are_one_line(command: list[str], capsys: pytest.CaptureFixture
     assert "has no classes: give --num-classes" in capsys.readouterr().err
 
 
-def test_an_error_on_one_rank_ends_all_and_is_reported_once(command: list[str], tmp_path: Path) -> None:
+def test_an_error_on_one_rank_ends_all_and_is_reported_once(command, tmp_path):
     (Path(command[0]) / "train" / "blue" / "blue12.jpg").write_bytes(b"nothing")  # in rank 1's first batch of 3
     strict = into(command, "out", "-b", "3", "--max-bad-images", "0")
     assert end(strict, start(strict, 2)) == [5, 2]
@@ -186,7 +186,7 @@ def test_an_error_on_one_rank_ends_all_and_is_reported_once(command: list[str], 
     assert not json.loads((tmp_path / "out" / "meta.json").read_text())["complete"]
 
 
-def test_many_classes_are_exact_in_bounded_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_classes_are_exact_in_bounded_memory(monkeypatch):
     torch.manual_seed(0)
     model, images, sizes = timm.create_model("resnet10t", num_classes=70_000).eval(), torch.randn(3, 3, 64, 96), []
     real = annotate._annotation

@@ -28,7 +28,7 @@ Case = tuple[LabelBatch, Tensor, Tensor, Tensor]
 
 @pytest.mark.parametrize("box", [(3, 2, 9, 10), torch.tensor((3, 2, 9, 10))])
 @pytest.mark.parametrize("entry", ["token", "token_gt"])
-def test_golden(entry: str, box: tuple[int, int, int, int] | Tensor) -> None:
+def test_golden(entry, box):
     batch, tokens, classes = 4, 196, 1000
     g = np.random.RandomState(7)
     cls = torch.from_numpy(g.standard_normal((batch, classes)).astype(np.float32)).requires_grad_()
@@ -107,7 +107,7 @@ def assert_equal(terms: LossTerms, expected: tuple[Tensor, Tensor], loss: TokenL
 
 @pytest.mark.parametrize("batch", [1, 4, 5])
 @pytest.mark.parametrize("loss", [LOSS, BLENDED], ids=["plain", "ground truth"])
-def test_values_and_gradients_equal_the_sum_written_out(loss: TokenLabelLoss, batch: int) -> None:
+def test_values_and_gradients_equal_the_sum_written_out(loss, batch):
     cls, aux, targets = small_case(batch=batch)
     assert targets.tokens is not None and (batch < 4 or len(targets.tokens.weight.unique()) > 2)
     for box, share in ((None, 0.0), (BOX, SHARE)):
@@ -137,7 +137,7 @@ def draw(mix: Mixup, batch: int, seed: int) -> tuple[MixRatios, Tensor]:
 
 
 @pytest.mark.parametrize("settings", MIXES, ids=["mixup", "cutmix", "both", "minmax"])
-def test_labels_mix_as_images_do_and_mixtoken_mixes_mixtures(settings: dict[str, Any]) -> None:
+def test_labels_mix_as_images_do_and_mixtoken_mixes_mixtures(settings):
     for batch, seed in ((4, 0), (5, 1), (5, 2)):
         cls, aux, targets = small_case(batch=batch)
         ratios, stays = draw(Mixup(**settings, num_classes=CLASSES), batch, seed)
@@ -145,7 +145,7 @@ def test_labels_mix_as_images_do_and_mixtoken_mixes_mixtures(settings: dict[str,
         assert_equal(terms, written_out(cls, aux, targets, BLENDED, SHARE, stays), BLENDED, cls, aux)
 
 
-def test_without_dense_head_mixtoken_mixes_the_class_loss() -> None:
+def test_without_dense_head_mixtoken_mixes_the_class_loss():
     cls, aux, targets = small_case()
     expected = F.cross_entropy(cls, targets.cls * (1 - SHARE) + targets.cls.flip(0) * SHARE)
     for loss in (PLAIN((cls, None), targets, BOX), PLAIN((cls, aux), replace(targets, tokens=None), BOX)):
@@ -153,14 +153,14 @@ def test_without_dense_head_mixtoken_mixes_the_class_loss() -> None:
         torch.testing.assert_close(loss.cls, expected)
 
 
-def test_gradcheck_for_labels_that_do_not_sum_to_one() -> None:
+def test_gradcheck_for_labels_that_do_not_sum_to_one():
     _, aux, targets = small_case()
     assert targets.tokens is not None
     more = targets.tokens._replace(base=targets.tokens.base * 2, excess=targets.tokens.excess * 3)
     assert torch.autograd.gradcheck(lambda x: sparse_cross_entropy(x, more), (aux,))
 
 
-def test_bfloat16_logits_are_compared_in_float32() -> None:
+def test_bfloat16_logits_are_compared_in_float32():
     cls, aux, _ = small_case()
     targets = small_case(dtype=torch.float32)[2]
     half = [x.detach().bfloat16().requires_grad_() for x in (cls, aux)]
@@ -171,7 +171,7 @@ def test_bfloat16_logits_are_compared_in_float32() -> None:
         assert grad.dtype == torch.bfloat16 and torch.equal(grad, reference.bfloat16())
 
 
-def test_loss_in_groups_is_equal_and_holds_one_large_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loss_in_groups_is_equal_and_holds_one_large_gradient(monkeypatch):
     cls, aux, targets = small_case()
     expected = torch.autograd.grad(PLAIN((cls, aux), targets).total, (cls, aux))
     monkeypatch.setattr(chunks, "_CPU_NUMBERS", 1)
@@ -190,7 +190,7 @@ def loss_from_maps(case: Case, cls: Tensor, aux: Tensor, box: Tensor) -> LossTer
     return BLENDED((cls, aux), make_targets(*case, GRID, CLASSES, SMOOTHING), box)
 
 
-def test_targets_and_loss_compile_in_one_graph_for_all_boxes() -> None:
+def test_targets_and_loss_compile_in_one_graph_for_all_boxes():
     torch.compiler.reset()
     from torch._dynamo.testing import CompileCounterWithBackend  # takes a second
 
@@ -208,7 +208,7 @@ def test_targets_and_loss_compile_in_one_graph_for_all_boxes() -> None:
 
 
 @pytest.mark.gpu
-def test_cuda_repeats_itself_bit_for_bit() -> None:
+def test_cuda_repeats_itself_bit_for_bit():
     labels, affine, visible, truth = raw_case()
     crops = labels.to("cuda"), affine.float().cuda(), visible.float().cuda(), truth.cuda()
     cls, aux, exact = small_case()

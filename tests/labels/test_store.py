@@ -51,7 +51,7 @@ def marks(store: LabelStore) -> list[float]:
     return [float(store.read(index, 8, 8).values[0, 0, 0]) for index in range(len(store))]
 
 
-def test_published_tree_reads_as_written_in_workers_too(tree: Path) -> None:
+def test_published_tree_reads_as_written_in_workers_too(tree):
     store = pickle.loads(pickle.dumps(open_labels(tree, NAMES, num_classes=2)))
     assert (len(store), store.shape, store.warnings, marks(store)) == (3, SHAPE, [], [0, 1, 2])
     stored, expected = store.read(1), published(1)
@@ -60,7 +60,7 @@ def test_published_tree_reads_as_written_in_workers_too(tree: Path) -> None:
     np.testing.assert_array_equal(stored.ids, expected[1].int().numpy())
 
 
-def test_links_of_a_tree_are_followed_but_not_in_circles(tree: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_links_of_a_tree_are_followed_but_not_in_circles(tree, tmp_path_factory):
     expected = label_files_below(str(tree))
     (tree / "c0" / "across").symlink_to(shutil.copytree(tree / "c1", tmp_path_factory.mktemp("aside") / "c1"))
     for name, target in (("one", tree), ("two", tree), ("c1/up", tree.parent), ("c0/across/back", tree / "c0")):
@@ -69,7 +69,7 @@ def test_links_of_a_tree_are_followed_but_not_in_circles(tree: Path, tmp_path_fa
     assert label_files_below(str(tree)) == expected | across
 
 
-def test_a_tree_is_known_by_what_its_files_hold(tree: Path, tmp_path: Path) -> None:
+def test_a_tree_is_known_by_what_its_files_hold(tree, tmp_path):
     known, elsewhere = open_labels(tree, NAMES).identity(), shutil.copytree(tree, tmp_path / "elsewhere")
     assert open_labels(elsewhere, NAMES).identity() == known != open_labels(tree, NAMES, area="center").identity()
     torch.save(published(mark=99), elsewhere / "c1" / "0.pt")
@@ -77,7 +77,7 @@ def test_a_tree_is_known_by_what_its_files_hold(tree: Path, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("classes,dtype", [(2049, torch.float16), (2050, torch.float32), (21841, torch.float32)])
-def test_fault_51_ids_survive_for_any_number_of_classes(tmp_path: Path, classes: int, dtype: torch.dtype) -> None:
+def test_fault_51_ids_survive_for_any_number_of_classes(tmp_path, classes, dtype):
     ids = np.arange(classes - 24, classes, dtype=np.int32).reshape(2, 3, 4)
     write_map(tmp_path / "a.pt", LabelMap(np.zeros(SHAPE, np.float16), ids), classes)
     written = torch.load(tmp_path / "a.pt", weights_only=True)  # as the published reader expects it
@@ -87,7 +87,7 @@ def test_fault_51_ids_survive_for_any_number_of_classes(tmp_path: Path, classes:
 
 
 @pytest.mark.parametrize("dtype,limit", [(torch.float16, 2048), (torch.bfloat16, 256)])
-def test_fault_51_ids_that_the_number_format_lost_are_refused(tmp_path: Path, dtype: torch.dtype, limit: int) -> None:
+def test_fault_51_ids_that_the_number_format_lost_are_refused(tmp_path, dtype, limit):
     near, far = published().float(), published().float()
     far[1] = limit + 2
     for entry, classes in ((near, limit + 2), (far, None)):
@@ -117,7 +117,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_fault_47_48_unusable_content_names_the_file(tmp_path: Path, case: str) -> None:
+def test_fault_47_48_unusable_content_names_the_file(tmp_path, case):
     content, message = BAD[case]
     torch.save(content, tmp_path / "x.pt")
     with pytest.raises(UserError, match=rf"x\.pt.*{message}"):
@@ -126,9 +126,7 @@ def test_fault_47_48_unusable_content_names_the_file(tmp_path: Path, case: str) 
 
 @pytest.mark.parametrize("kind", ["float64", "float16", "shards"])
 @pytest.mark.parametrize("number", [0.5, float("nan"), 2**31, 2**32 + 1, 2**40, -(2**40)])
-def test_class_ids_beyond_32_bits_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, number: float
-) -> None:
+def test_class_ids_beyond_32_bits_are_refused(tmp_path, monkeypatch, kind, number):
     path, ids = tmp_path / "x.pt", np.full(SHAPE, number)
     if kind == "shards":  # as they stand in a file that other programs have made
         ids = ids if number != number or number % 1 else ids.astype(np.int64)
@@ -155,7 +153,7 @@ class Code:
         return Path.touch, (self.path,)
 
 
-def test_fault_49_code_in_a_label_file_is_not_run(tmp_path: Path) -> None:
+def test_fault_49_code_in_a_label_file_is_not_run(tmp_path):
     torch.save(Code(tmp_path / "ran"), tmp_path / "x.pt")
     with pytest.raises(UserError, match=r"x\.pt is refused: it holds [\w.]+, neither .* \(nothing of it was run\)"):
         read_map(tmp_path / "x.pt")
@@ -165,7 +163,7 @@ def test_fault_49_code_in_a_label_file_is_not_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("policy,area", [("skip", NO_AREA), ("uniform", FULL_AREA)])
-def test_fault_45_46_missing_and_odd_maps(tree: Path, policy: str, area: tuple[float, ...]) -> None:
+def test_fault_45_46_missing_and_odd_maps(tree, policy, area):
     (tree / "c1" / "0.pt").unlink()
     torch.save(published(shape=(2, 9, 9)), tree / "c0" / "0.pt")
     LabelInfo(2, (3, 4), 2).write(tree / "labels.json")
@@ -185,7 +183,7 @@ def test_fault_45_46_missing_and_odd_maps(tree: Path, policy: str, area: tuple[f
     assert image == "c0/0.jpg" and "shape" in reason and store.take_faults() == []
 
 
-def test_fault_50_every_name_has_its_own_label(tmp_path: Path) -> None:
+def test_fault_50_every_name_has_its_own_label(tmp_path):
     names = ["c1.x/1.v2.jpg", "c1.x/1.jpg", "c1.x/1.crop.jpg", "c/x.jpg", "c/x.png", "c/y.jpg"]
     assert label_names(names)[3:] == ["c/x.jpg.pt", "c/x.png.pt", "c/y.pt"]
     make_tree(tmp_path, names)
@@ -200,7 +198,7 @@ def test_fault_50_every_name_has_its_own_label(tmp_path: Path) -> None:
         open_labels(tmp_path, names)
 
 
-def test_what_is_recorded_is_compared_with_the_maps_and_the_data(tree: Path) -> None:
+def test_what_is_recorded_is_compared_with_the_maps_and_the_data(tree):
     info = LabelInfo(2, (3, 4), 2, (0.0, 0.1, 1.0, 0.9), {"model": "resnet50"}, ["c0", "c1"], skipped=["c1/0.jpg"])
     info.write(tree / "labels.json")
     assert LabelInfo.read(tree / "labels.json") == info
@@ -233,7 +231,7 @@ VALID = '{"format": "volo-tlt label tree, version 1", "k": 2, "grid": [3, 4]'
         *(f"{VALID}, {entry}}}" for entry in ('"k": 0', '"num_classes": 1e99', '"class_names": 0', '"skipped": [1]')),
     ],
 )
-def test_other_descriptions_are_refused(tmp_path: Path, text: str) -> None:
+def test_other_descriptions_are_refused(tmp_path, text):
     (tmp_path / "labels.json").write_text(text)
     with refuses(r"labels\.json"):
         LabelInfo.read(tmp_path / "labels.json")

@@ -10,7 +10,7 @@ from torch import Tensor
 from tests.labels.brute_force import Sizes, brute_force
 from tlt.errors import UserError
 from tlt.io import chunks
-from tlt.label_map import FULL_AREA, NO_AREA, Area, LabelBatch, LabelMap
+from tlt.label_map import FULL_AREA, NO_AREA, LabelBatch, LabelMap
 from tlt.targets import is_best, make_targets
 
 CLASSES, SMOOTHING = 9, 0.1
@@ -42,7 +42,7 @@ def single(case: Case) -> Case:
 @pytest.mark.parametrize("uncovered", ["ignore", "uniform"])
 @pytest.mark.parametrize("window", [FULL_AREA, (-0.2, -0.1, 0.9, 0.8)], ids=["full", "window"])
 @pytest.mark.parametrize(("cells", "grid", "k"), [((5, 7), (3, 4), 3), ((5, 7), (2, 2), 3), ((1, 6), (3, 2), 1)])
-def test_every_number_equals_the_loop(cells: Size, grid: Size, k: int, uncovered: str, window: Area) -> None:
+def test_every_number_equals_the_loop(cells, grid, k, uncovered, window):
     """The class is that of the whole crop, whatever window the tokens cover."""
     case = random_case(0, cells, k)
     case[0].area[2] = torch.tensor(NO_AREA)
@@ -61,7 +61,7 @@ def test_every_number_equals_the_loop(cells: Size, grid: Size, k: int, uncovered
 
 
 @pytest.mark.parametrize(("cells", "grid", "k"), [((5, 7), (3, 4), 3), ((4, 3), (2, 5), CLASSES), ((1, 1), (3, 2), 1)])
-def test_the_best_classes_are_those_of_the_loop(cells: Size, grid: Size, k: int) -> None:
+def test_the_best_classes_are_those_of_the_loop(cells, grid, k):
     """A label's best class may be one that it doesn't list, and several where these are likelier than the listed."""
     case = random_case(1, cells, k)
     if k == CLASSES:  # all are listed, and all are less likely than one that is not would be
@@ -82,7 +82,7 @@ def test_the_best_classes_are_those_of_the_loop(cells: Size, grid: Size, k: int)
 
 
 @pytest.mark.parametrize("value", [60_000.0, -60_000.0])
-def test_the_largest_half_precision_logits_do_not_overflow(value: float) -> None:
+def test_the_largest_half_precision_logits_do_not_overflow(value):
     ids = np.array([0, 1], np.int32).reshape(2, 1, 1)
     labels = LabelBatch.stack([LabelMap(np.array([value, 3], np.float16).reshape(2, 1, 1), ids)])
     targets = make_targets(labels, WHOLE, torch.tensor([FULL_AREA]), torch.tensor([0]), (1, 1), 4, 0.0)
@@ -92,7 +92,7 @@ def test_the_largest_half_precision_logits_do_not_overflow(value: float) -> None
     assert targets.cls[0].tolist() == pytest.approx(expected)
 
 
-def test_without_maps_and_with_one_label_per_crop() -> None:
+def test_without_maps_and_with_one_label_per_crop():
     labels, affine, visible, _ = random_case(0)
     arguments = (affine, visible, torch.tensor([1, 0, 2, 8]), (2, 3), CLASSES, 0.2)
     plain = make_targets(None, *arguments)
@@ -108,7 +108,7 @@ def test_without_maps_and_with_one_label_per_crop() -> None:
         make_targets(labels, *arguments, uncovered="zero")
 
 
-def test_groups_of_images_and_autocast_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_groups_of_images_and_autocast_change_nothing(monkeypatch):
     def made(case: Case) -> list[Tensor]:
         targets = make_targets(*case, (3, 4), CLASSES)
         assert targets.tokens is not None
@@ -121,7 +121,7 @@ def test_groups_of_images_and_autocast_change_nothing(monkeypatch: pytest.Monkey
     torch.testing.assert_close(made(random_case(2)), at_once, rtol=1e-13, atol=1e-15)
 
 
-def test_no_tensor_is_tokens_by_classes_and_large_ids_are_exact() -> None:
+def test_no_tensor_is_tokens_by_classes_and_large_ids_are_exact():
     labels, *geometry = random_case(0, batch=2)
     many = LabelBatch(labels.values, labels.ids * 1111, labels.area)
     with Sizes() as sizes:

@@ -30,7 +30,7 @@ def planned(config: AugmentConfig, count: int = 60, source: tuple[int, int] = (5
 
 
 @pytest.mark.parametrize("cells", [(10, 20), (18, 18)])
-def test_all_rows_together_are_roi_align_of_the_published_box(cells: tuple[int, int]) -> None:
+def test_all_rows_together_are_roi_align_of_the_published_box(cells):
     labels, plan = some_labels(cells, count=200), planned(replace(CROPS, scale=(0.02, 0.2)), 200)
     labels.area[:] = torch.tensor([0.125, 0.0, 0.875, 1.0])  # which the published code does not know of
     x, y, w, h = (torch.from_numpy(plan.crop) / torch.tensor([500, 375, 500, 375])).unbind(1)
@@ -51,7 +51,7 @@ def test_all_rows_together_are_roi_align_of_the_published_box(cells: tuple[int, 
     torch.testing.assert_close(made.tokens.dense(CLASSES)[inside].double(), expected[inside], rtol=1e-4, atol=1e-5)
 
 
-def test_label_crop_mirrors_the_window_and_nothing_else() -> None:
+def test_label_crop_mirrors_the_window_and_nothing_else():
     """The label of a point is that of the point as far into the mirrored window, through the same operations."""
     labels, plan = some_labels((10, 20)), planned(AugmentConfig((56, 80), vflip=0.3))
     same, affine, visible = published_window(["label-crop"], plan, labels)
@@ -64,7 +64,7 @@ def test_label_crop_mirrors_the_window_and_nothing_else() -> None:
     assert label_view(["uncovered", "target-sum"]) is None  # which have no window
 
 
-def test_label_scale_stretches_the_window_and_nothing_else() -> None:
+def test_label_scale_stretches_the_window_and_nothing_else():
     labels, plan = some_labels((10, 20)), planned(CROPS)
     labels.area[:] = torch.tensor([0.125, 0.25, 0.875, 0.75])
     _, affine, visible = published_window(["label-scale"], plan, labels)
@@ -74,7 +74,7 @@ def test_label_scale_stretches_the_window_and_nothing_else() -> None:
     assert np.allclose(visible.numpy(), np.stack([x0, 2 * y0 - 0.25, x1, 2 * y1 - 0.25], 1), atol=1e-5)
 
 
-def test_target_sum_leaves_the_class_of_an_image_without_a_map() -> None:
+def test_target_sum_leaves_the_class_of_an_image_without_a_map():
     labels, plan = some_labels((10, 20), count=4), planned(CROPS, 4)
     labels.area[3] = torch.tensor(NO_AREA)
     window = torch.from_numpy(plan.normalised_affine()), torch.from_numpy(plan.visible())

@@ -34,7 +34,7 @@ def tracked_bytes(model: nn.Module, images: Tensor, amp: bool) -> int:
 
 
 @pytest.mark.parametrize(("name", "amp", "recompute"), [("volo_test", False, True), ("lvvit_test", True, False)])
-def test_predicted_is_what_torch_tracks(name: str, amp: bool, recompute: bool) -> None:
+def test_predicted_is_what_torch_tracks(name, amp, recompute):
     """In a step with contents; the prediction leaves the model as it is."""
     model = build(name)
     model.set_grad_checkpointing(recompute)
@@ -48,7 +48,7 @@ def test_predicted_is_what_torch_tracks(name: str, amp: bool, recompute: bool) -
 
 @pytest.mark.gpu(stand_in=False)
 @pytest.mark.parametrize(("name", "recompute"), [("volo_d1", True), ("lvvit_s", False)])
-def test_predicted_is_what_a_gpu_allocates(name: str, recompute: bool) -> None:
+def test_predicted_is_what_a_gpu_allocates(name, recompute):
     model, images = timm.create_model(name).cuda().train(), torch.randn(32, 3, 224, 224, device="cuda")
     model.set_grad_checkpointing(recompute)
 
@@ -76,7 +76,7 @@ def test_predicted_is_what_a_gpu_allocates(name: str, recompute: bool) -> None:
         ("--shard 4 --grad-accum-steps 2", 2, 0, True),  # which are summed over the ranks by the last micro-batch
     ],
 )
-def test_what_stays_from_step_to_step(flags: str, optimizer: int, ema: int, whole_gradients: bool) -> None:
+def test_what_stays_from_step_to_step(flags, optimizer, ema, whole_gradients):
     model = build("volo_test")
     model.set_dense_head(False)
     args = TRAIN.parse(["--data-backend", "synthetic", *flags.split()])
@@ -89,7 +89,7 @@ def test_what_stays_from_step_to_step(flags: str, optimizer: int, ema: int, whol
 
 
 @pytest.mark.parametrize("name", ["coat_tiny", "test_vit3"])
-def test_a_count_is_that_of_a_run_and_changes_nothing(name: str) -> None:
+def test_a_count_is_that_of_a_run_and_changes_nothing(name):
     """Of a model with layers under two names, and of one with a weight that is a layer's input."""
     model = timm.create_model(name, num_classes=4)
     size = model.pretrained_cfg["input_size"]
@@ -103,7 +103,7 @@ GMACS = {"volo_d1": 6.92, "volo_d5": 72.30, "lvvit_s": 6.55}  # as published
 
 
 @pytest.mark.parametrize("name", GMACS)
-def test_gmacs(name: str) -> None:
+def test_gmacs(name):
     with torch.device("meta"):
         model = timm.create_model(name, img_size=224)
     assert round(flops_per_image(model, (3, 224, 224)) / 2e9, 2) == GMACS[name]

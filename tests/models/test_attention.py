@@ -24,9 +24,7 @@ def inputs(queries: int, keys: int, dtype: torch.dtype) -> list[Tensor]:
     [(torch.float32, 1e-5, 1, 13), (torch.bfloat16, 2e-2, 9, 9), (torch.bfloat16, 2e-2, 3, WRITTEN_OUT_TOKENS + 1)],
 )
 @pytest.mark.parametrize("avx512", [True, False])
-def test_values_and_gradients(
-    avx512: bool, dtype: torch.dtype, tolerance: float, queries: int, keys: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_values_and_gradients(avx512, dtype, tolerance, queries, keys, monkeypatch):
     monkeypatch.setattr("tlt.models.fast_ops._AVX512", avx512)
     ours = inputs(queries, keys, dtype)
     wide = [x.detach().double().requires_grad_() for x in ours]

@@ -77,7 +77,7 @@ class WithTimms(nn.Module):
 
 
 @pytest.mark.parametrize("name", BLOCKS)
-def test_masks_are_timms_and_subsets_have_the_same_mean(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_masks_are_timms_and_subsets_have_the_same_mean(name, monkeypatch):
     make, shape = BLOCKS[name]
     torch.manual_seed(0)
     block = make().double()
@@ -101,7 +101,7 @@ def test_masks_are_timms_and_subsets_have_the_same_mean(name: str, monkeypatch: 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_subset_is_taken_and_put_back_as_by_index_add(dtype: torch.dtype) -> None:
+def test_subset_is_taken_and_put_back_as_by_index_add(dtype):
     torch.manual_seed(0)
     x, drawn, weight = torch.randn(5, 3, 4, dtype=dtype), torch.tensor([4, 0, 3]), torch.randn(4, 4, dtype=dtype)
     x, drawn, weight = x.cuda(), drawn.cuda(), weight.cuda()
@@ -119,7 +119,7 @@ def test_subset_is_taken_and_put_back_as_by_index_add(dtype: torch.dtype) -> Non
 
 
 @pytest.mark.parametrize("mode", ["mask", "subset"])
-def test_branches_draw_independently_and_evenly(mode: str) -> None:
+def test_branches_draw_independently_and_evenly(mode):
     torch.manual_seed(0)
     x, shares, counts, passes = torch.zeros(4, 1), [WHOLE // 2] * 2, Counter(), 3600
     for _ in range(passes):
@@ -134,7 +134,7 @@ def test_branches_draw_independently_and_evenly(mode: str) -> None:
     assert chi_square < {"mask": 331, "subset": 67}[mode]  # 255 and 35 degrees of freedom: 1 in 1000
 
 
-def test_masks_have_each_branch_s_own_rate() -> None:
+def test_masks_have_each_branch_s_own_rate():
     torch.manual_seed(0)
     rates = torch.tensor([0.001, 0.1, 0.31, 0.75, 1.0])
     shares = torch.tensor([kept_share(rate) for rate in rates.tolist()])[:, None]
@@ -145,14 +145,14 @@ def test_masks_have_each_branch_s_own_rate() -> None:
     assert not masks[4].any() and masks.isfinite().all()
 
 
-def test_the_number_kept_is_the_nearest_and_at_least_one() -> None:
+def test_the_number_kept_is_the_nearest_and_at_least_one():
     for rate, batch in itertools.product((0.0001, 0.31, 0.5, 0.75, 1.0), (1, 2, 3, 44, 1000)):
         nearest = int(batch * (1 - Fraction(rate)) + Fraction(1, 2))
         assert kept_images(batch, kept_share(rate)) == max(1, nearest)
 
 
 @pytest.mark.parametrize(("mode", "checkpointing"), [("mask", False), ("subset", True)])
-def test_d5_draws_for_its_72_branches_apart(mode: str, checkpointing: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_d5_draws_for_its_72_branches_apart(mode, checkpointing, monkeypatch):
     model = timm.create_model("volo_test", img_size=32, layers=(12, 12, 20, 4), drop_path_rate=0.75).train()
     model.set_drop_path_mode(mode)
     model.set_grad_checkpointing(checkpointing)
@@ -170,7 +170,7 @@ def test_d5_draws_for_its_72_branches_apart(mode: str, checkpointing: bool, monk
 
 
 @pytest.mark.parametrize(("name", "mode"), [("volo_test", "mask"), ("lvvit_test", "subset")])
-def test_checkpointing_redraws_and_evaluation_drops_nothing(name: str, mode: str) -> None:
+def test_checkpointing_redraws_and_evaluation_drops_nothing(name, mode):
     model, x = model_of(name, mode=mode), make_images(5, 64)
 
     def run(seed: int, checkpointing: bool) -> list[Tensor]:
@@ -192,7 +192,7 @@ RECIPES = sorted(CONFIGS.glob("volo_d[345]_*.yaml"))
     [*RECIPES[:1], *(pytest.param(recipe, marks=pytest.mark.slow) for recipe in RECIPES[1:])],
     ids=lambda path: path.stem,
 )
-def test_recipes_say_how_much_arithmetic_is_left(recipe: Path) -> None:
+def test_recipes_say_how_much_arithmetic_is_left(recipe):
     args = TRAIN.parse(["/data", "-c", str(recipe), "--token-label-data", "l", "--drop-path-mode", "subset"])
     args.finetune = ""
     with torch.device("meta"):
@@ -207,7 +207,7 @@ def test_recipes_say_how_much_arithmetic_is_left(recipe: Path) -> None:
     assert header is not None and float(header[1]) == round(flops[0] / flops[1], 2)
 
 
-def test_timm_models_are_refused_in_one_line() -> None:
+def test_timm_models_are_refused_in_one_line():
     flags = ["/data", "--model", "test_vit", "--drop-path", "0.2", "--drop-path-mode", "subset"]
     with pytest.raises(UserError, match="--drop-path-mode subset needs --model volo_"):
         build_model(TRAIN.parse(flags))
@@ -230,7 +230,7 @@ class Around(nn.Module):
     "put",
     [copy.deepcopy, Around, checkpoint_wrapper, partial(torch.compile, backend="eager"), lambda b: Around(Around(b))],
 )
-def test_wrapped_or_copied_block_keeps_stochastic_depth(put: Callable[..., Any], mode: str) -> None:
+def test_wrapped_or_copied_block_keeps_stochastic_depth(put, mode):
     plain, changed = (model_of("lvvit_test", mode=mode) for _ in range(2))
     for index, block in enumerate(changed.blocks):
         changed.blocks[index] = put(block)
@@ -253,7 +253,7 @@ def test_wrapped_or_copied_block_keeps_stochastic_depth(put: Callable[..., Any],
         lambda: DeviceStage(AugmentConfig((8, 8)), (0.5,), (0.25,)),
     ],
 )
-def test_buffers_are_there_after_to_empty(make: Callable[[], nn.Module]) -> None:
+def test_buffers_are_there_after_to_empty(make):
     plain = make()
     with torch.device("meta"):
         on_meta = make()

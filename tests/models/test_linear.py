@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from types import MethodType
 
 import pytest
@@ -48,7 +47,7 @@ def products(call: nn.Module, x: Tensor) -> int:
 
 
 @pytest.mark.parametrize(("shape", "bias"), [((2, 3, 5, 24), True), ((1, 24), False), ((0, 24), True)])
-def test_values_and_gradients_are_those_of_nn_linear(shape: tuple[int, ...], bias: bool) -> None:
+def test_values_and_gradients_are_those_of_nn_linear(shape, bias):
     torch.manual_seed(0)
     ours, reference = nn.Linear(24, 10, bias=bias), nn.Linear(24, 10, bias=bias).double()
     reference.load_state_dict(ours.state_dict())
@@ -65,7 +64,7 @@ def test_values_and_gradients_are_those_of_nn_linear(shape: tuple[int, ...], bia
         torch.testing.assert_close(mine.grad, theirs.grad.float())
 
 
-def test_what_is_used_where() -> None:
+def test_what_is_used_where():
     layer, x = nn.Linear(4, 3), torch.ones(2, 4)
     assert products(Wrapped(layer), x) == 1
     with torch.autocast("cpu", torch.bfloat16):
@@ -109,7 +108,7 @@ class Noted(nn.Module):
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_what_others_did_to_a_layer_is_done(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_others_did_to_a_layer_is_done(change, monkeypatch):
     """After it was compiled, too."""
     layer, x, seen = nn.Linear(4, 3), torch.ones(2, 4, requires_grad=True), list[nn.Module]()
     called = [Wrapped(layer), torch.compile(Wrapped(layer).forward, backend="eager")]
@@ -138,9 +137,7 @@ def test_what_others_did_to_a_layer_is_done(change: str, monkeypatch: pytest.Mon
         ("GenuineIntel", 6, "AVX2", "onednn", True),
     ],
 )
-def test_the_processor_and_nothing_else_decides(
-    vendor: str, family: int, capability: str, asked: str, slow: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_processor_and_nothing_else_decides(vendor, family, capability, asked, slow, tmp_path, monkeypatch):
     (tmp_path / "cpuinfo").write_text(f"processor\t: 0\nvendor_id\t: {vendor}\ncpu family\t: {family}\nmodel\t\t: 17\n")
     monkeypatch.setattr(fast_ops, "_PROCESSOR", tmp_path / "cpuinfo")
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
@@ -148,7 +145,7 @@ def test_the_processor_and_nothing_else_decides(
     assert fast_ops.mkl_is_slow() is slow
 
 
-def test_the_operator_as_torch_checks_it_and_its_flops() -> None:
+def test_the_operator_as_torch_checks_it_and_its_flops():
     x, weight = torch.randn(3, 4, requires_grad=True), torch.randn(5, 4, requires_grad=True)
     torch.library.opcheck(onednn_linear, (x, weight, torch.randn(5, requires_grad=True)))
     with FlopCounterMode(display=False) as counter:
@@ -157,7 +154,7 @@ def test_the_operator_as_torch_checks_it_and_its_flops() -> None:
 
 
 @pytest.mark.parametrize("name", ["volo_test", "lvvit_test"])
-def test_no_linear_layer_of_a_model_is_left_out(name: str) -> None:
+def test_no_linear_layer_of_a_model_is_left_out(name):
     model = timm.create_model(name)
     layers = [module for module in model.modules() if isinstance(module, nn.Linear)]
     assert {type(layer) for layer in layers} == {nn.Linear}  # by which other programs know them

@@ -26,7 +26,7 @@ on_each = pytest.mark.parametrize(
 )
 
 
-def test_in_the_interpreter() -> None:
+def test_in_the_interpreter():
     if INTERPRETED:
         pytest.skip("this is it")
     environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
@@ -41,7 +41,7 @@ def test_in_the_interpreter() -> None:
 
 @on_each
 @pytest.mark.parametrize("height", [3, 4])
-def test_logits_of_places_outside_the_image_may_be_huge(height: int, device: str) -> None:
+def test_logits_of_places_outside_the_image_may_be_huge(height, device):
     v, logits, grad = (x.to(device) for x in tensors(height, 3, torch.float32, batch=1))
     rows = logits.unflatten(-1, (-1, 9, 9))
     outside = torch.zeros(rows.shape[:-1], dtype=torch.bool)
@@ -57,7 +57,7 @@ def test_logits_of_places_outside_the_image_may_be_huge(height: int, device: str
 
 
 @on_each
-def test_a_program_that_cannot_be_made_is_one_line(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_program_that_cannot_be_made_is_one_line(device, monkeypatch):
     from triton.runtime.errors import PTXASError
 
     from volo.kernels import triton_programs
@@ -105,7 +105,7 @@ def registers_and_stack(program: str, architecture: int, head_dim: int) -> tuple
 
 @pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
 @pytest.mark.parametrize("architecture", [90, *(pytest.param(each, marks=pytest.mark.slow) for each in (80, 100))])
-def test_no_register_spills_to_the_stack(architecture: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_no_register_spills_to_the_stack(architecture, monkeypatch, tmp_path):
     """Compiled on any machine: a program that the interpreter accepts may still need too many registers."""
     pytest.importorskip("triton")
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
@@ -123,7 +123,7 @@ def test_no_register_spills_to_the_stack(architecture: int, monkeypatch: pytest.
         (0.0, 1, torch.float32, "meta", "needs a CUDA device, not meta"),
     ],
 )
-def test_what_it_leaves_to_others(dropout: float, heads: int, dtype: torch.dtype, device: str, reason: str) -> None:
+def test_what_it_leaves_to_others(dropout, heads, dtype, device, reason):
     v, logits = (torch.empty(1, 2, 2, n, dtype=dtype, device=device) for n in (32, 81 * heads))
     assert reason in str(triton_outlook.why_unsupported(v, logits, dropout))
 
@@ -137,7 +137,7 @@ def stage(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
 
 @pytest.mark.gpu(stand_in=False)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_whole_stage_on_a_gpu_repeats_bit_for_bit(dtype: torch.dtype) -> None:
+def test_whole_stage_on_a_gpu_repeats_bit_for_bit(dtype):
     inputs = stage(dtype)
     first = results(by_kernel("auto"), *inputs)
     for ours, exact in zip(first, results(by_kernel("reference"), *(x.double() for x in inputs)), strict=True):

@@ -57,7 +57,7 @@ FAMILIES = ["resnetv2_18", "regnetx_002", "mnasnet_050", "mobilenetv2_050", "lcn
 @pytest.mark.parametrize(
     ("name", "size"), [*CASES, *(pytest.param(name, 1510, marks=pytest.mark.slow) for name in FAMILIES)]
 )
-def test_a_token_lies_in_the_middle_of_what_it_sees(name: str, size: int) -> None:
+def test_a_token_lies_in_the_middle_of_what_it_sees(name, size):
     torch.manual_seed(0)
     narrow = {"channels": (16, 16, 16, 16)} if name == "resnet18" else {}
     model, images = timm.create_model(name, num_classes=4, **narrow).eval(), torch.randn(1, 3, size, size + 40).double()
@@ -124,7 +124,7 @@ SWIN = {"embed_dim": 16, "depths": (1, 1, 1, 1), "num_heads": (1, 1, 2, 2)}
         ("lvvit_test", {}, (118, 133)),
     ],
 )
-def test_tokens_of_padding_networks_lie_right(name: str, settings: dict[str, Any], size: tuple[int, int]) -> None:
+def test_tokens_of_padding_networks_lie_right(name, settings, size):
     torch.manual_seed(0)
     sized = {"img_size": size} if name.startswith(("swin", "volo", "lvvit")) else {}
     model = timm.create_model(name, num_classes=4, **settings, **sized).eval()
@@ -139,7 +139,7 @@ def test_tokens_of_padding_networks_lie_right(name: str, settings: dict[str, Any
             assert middle == pytest.approx(positions.first[axis] + number * positions.pitch[axis], abs=1)
 
 
-def test_padding_that_is_undone_ends_the_walk() -> None:
+def test_padding_that_is_undone_ends_the_walk():
     halves = [nn.Conv2d(3, 3, 3, 2, 1) for _ in range(2)]
     layers = nn.Sequential(halves[0], nn.ZeroPad2d((0, 1, 0, 1)), nn.Conv2d(3, 3, 2), halves[1])
     with downsampling_layers(layers) as downsampling:
@@ -159,7 +159,7 @@ def _random_layers(draw: random.Random) -> nn.Sequential:
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_positions_are_the_middle_of_what_a_token_sees(seed: int) -> None:
+def test_positions_are_the_middle_of_what_a_token_sees(seed):
     draw = random.Random(seed)
     layers = _random_layers(draw).double()
     size = draw.randint(90, 130), draw.randint(90, 130)
@@ -174,7 +174,7 @@ def test_positions_are_the_middle_of_what_a_token_sees(seed: int) -> None:
     assert not layers[0]._forward_hooks
 
 
-def test_shares_of_a_mix_are_those_of_a_tokens_pixels() -> None:
+def test_shares_of_a_mix_are_those_of_a_tokens_pixels():
     pixels = torch.rand(2, 1, 20, 30, dtype=torch.float64)
     ratios = MixRatios(torch.rand(2, 1), pixels)
     window = (-0.1, 0.05, 0.8, 1.2)

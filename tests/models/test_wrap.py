@@ -58,7 +58,7 @@ def flat_features(name: str, model: Any) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_model_stays_timms_and_the_dense_head_sees_each_place(name: str) -> None:
+def test_model_stays_timms_and_the_dense_head_sees_each_place(name):
     model, reference = with_dense_head(plain(name), SIZE), plain(name)
     assert isinstance(model, WithDenseHead) and isinstance(model, type(reference)) and not model.training
     assert [n for n in model.state_dict() if not is_dense_head(n)] == list(reference.state_dict())
@@ -81,7 +81,7 @@ def spatial_mask(box: tuple[int, int, int, int], grid: tuple[int, int], scale: i
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_images_mix_behind_the_embedding_and_tokens_return(name: str) -> None:
+def test_images_mix_behind_the_embedding_and_tokens_return(name):
     """The reference is timm's model, whose embedding's output is overwritten by hand."""
     model, scale = with_dense_head(plain(name), SIZE), MODELS[name][1]
     grid, reference = model.token_grid(SIZE), plain(name)
@@ -134,7 +134,7 @@ REPLACEMENTS: dict[str, Callable[[nn.Module], nn.Module]] = {
     ("name", "point"), [("test_efficientnet", "bn1"), ("test_convnext", "stem"), ("test_resnet", "maxpool")]
 )
 @pytest.mark.parametrize("replaced", REPLACEMENTS)
-def test_mixing_goes_on_when_other_programs_replace_layers(name: str, point: str, replaced: str) -> None:
+def test_mixing_goes_on_when_other_programs_replace_layers(name, point, replaced):
     """In training, where SyncBatchNorm without other ranks equals BatchNorm to the bit."""
     model = with_dense_head(plain(name), SIZE).train(replaced != "frozen BatchNorm")
     twin = copy.deepcopy(model)
@@ -150,7 +150,7 @@ def test_mixing_goes_on_when_other_programs_replace_layers(name: str, point: str
         torch.testing.assert_close(found, results[0], rtol=tolerance, atol=tolerance)
 
 
-def test_an_unmixed_pass_is_an_error_and_leaves_no_box_behind() -> None:
+def test_an_unmixed_pass_is_an_error_and_leaves_no_box_behind():
     model = with_dense_head(plain("test_efficientnet"), SIZE)
     model.bn1.compile(backend="eager")  # its hooks are in the compiled part
     before = model(images())
@@ -159,7 +159,7 @@ def test_an_unmixed_pass_is_an_error_and_leaves_no_box_behind() -> None:
     assert not model.mix_point.calls and torch.equal(model(images()), before)
 
 
-def test_a_failing_forward_pass_leaves_no_box_behind() -> None:
+def test_a_failing_forward_pass_leaves_no_box_behind():
     model = with_dense_head(plain("test_vit"), SIZE)
     before = model(images())
     with pytest.raises(UserError, match="does not take images of 60 x 90 px"):
@@ -182,14 +182,14 @@ def test_a_failing_forward_pass_leaves_no_box_behind() -> None:
         ("test_resnet", SIZE, {}, "it is on the meta device"),
     ],
 )
-def test_models_that_can_t_have_a_dense_head_say_why(name: str, size: Any, settings: Any, reason: str) -> None:
+def test_models_that_can_t_have_a_dense_head_say_why(name, size, settings, reason):
     with torch.device("meta" if "meta" in reason else "cpu"):
         model = timm.create_model(name, **settings)
     with pytest.raises(UserError, match=f"--model {name} .*{reason}"):
         with_dense_head(model, size)
 
 
-def test_the_default_device_of_torch_is_not_that_of_the_model() -> None:
+def test_the_default_device_of_torch_is_not_that_of_the_model():
     model, batch = plain("test_vit4"), images()
     with torch.device("meta"):
         check_dense(model, batch)
@@ -197,7 +197,7 @@ def test_the_default_device_of_torch_is_not_that_of_the_model() -> None:
     assert {tensor.device.type for tensor in model.state_dict().values()} == {"cpu"}
 
 
-def test_models_that_can_t_be_mixed_train_without() -> None:
+def test_models_that_can_t_be_mixed_train_without():
     model, size = with_dense_head(timm.create_model("densenet121", num_classes=CLASSES), (64, 64)), (64, 64)
     for attempt in (model.check_mix_token, lambda: model(images(2, size), mix_box=(0, 0, 1, 1))):
         with pytest.raises(UserError, match="densenet121 .*none of its layers is one that MixToken.*--no-mix-token"):
@@ -206,7 +206,7 @@ def test_models_that_can_t_be_mixed_train_without() -> None:
     assert tokens.shape[1] == model.token_grid(size)[0] * model.token_grid(size)[1]
 
 
-def test_first_convolution_with_extra_channels_is_found() -> None:
+def test_first_convolution_with_extra_channels_is_found():
     model = timm.create_model("tresnet_m", num_classes=CLASSES, layers=(1, 1, 1, 1), width_factor=0.25)
     cls, tokens = with_dense_head(model, SIZE).eval()(images(), dense=True)
     assert (cls.shape, tokens.shape) == ((4, CLASSES), (4, 6, CLASSES))
@@ -215,7 +215,7 @@ def test_first_convolution_with_extra_channels_is_found() -> None:
 
 
 @pytest.mark.parametrize("layout", ["NCHW", "NHWC"])
-def test_as_many_channels_as_rows_are_not_taken_for_rows(layout: str) -> None:
+def test_as_many_channels_as_rows_are_not_taken_for_rows(layout):
     """pvt_v2's embedding is channels last and doesn't say so; test_convnext's is not."""
     name, size = ("test_convnext", (96, 96)) if layout == "NCHW" else ("pvt_v2_b0", (128, 128))
     model = with_dense_head(timm.create_model(name, num_classes=CLASSES), size)
@@ -224,7 +224,7 @@ def test_as_many_channels_as_rows_are_not_taken_for_rows(layout: str) -> None:
     assert len(set(shape[1:])) == 1 and model.mix_point.layout == layout
 
 
-def test_an_image_that_gets_past_the_embedding_is_found_out() -> None:
+def test_an_image_that_gets_past_the_embedding_is_found_out():
     class Leaking(type(timm.create_model("test_resnet"))):  # type: ignore[misc]
         def forward_features(self, x: torch.Tensor) -> torch.Tensor:
             return super().forward_features(x) + x.mean((1, 2, 3))[:, None, None, None]
@@ -236,7 +236,7 @@ def test_an_image_that_gets_past_the_embedding_is_found_out() -> None:
     assert not model.maxpool._forward_hooks
 
 
-def test_switching_the_head_off_and_on_and_other_classes() -> None:
+def test_switching_the_head_off_and_on_and_other_classes():
     model = with_dense_head(plain("test_vit4"), SIZE)
     model.set_dense_head(False)
     assert not any(p.requires_grad for n, p in model.named_parameters() if is_dense_head(n))
@@ -278,7 +278,7 @@ def results(made: str, model: Any, x: torch.Tensor, box: Any = None) -> list[tor
 
 @pytest.mark.parametrize("name", ["test_vit", "test_resnet", "volo_test"])
 @pytest.mark.parametrize("made", MAKE)
-def test_what_was_made_is_a_whole_model(name: str, made: str) -> None:
+def test_what_was_made_is_a_whole_model(name, made):
     settings = {} if name == "test_resnet" else {"img_size": SIZE}
     model = MAKE[made](timm.create_model(name, num_classes=CLASSES, **settings)).eval()
     model.forward_features(images())  # leaves nothing behind that a copy can't have
@@ -296,7 +296,7 @@ def test_what_was_made_is_a_whole_model(name: str, made: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["test_vit", "test_resnet", "volo_test"])
-def test_threads_that_share_a_model_get_their_own_results(name: str) -> None:
+def test_threads_that_share_a_model_get_their_own_results(name):
     settings = {} if name == "test_resnet" else {"img_size": SIZE}
     model = MAKE["dense student"](timm.create_model(name, num_classes=CLASSES, **settings)).eval()
     batches = [images() * (1 + number) for number in range(8)]
@@ -309,6 +309,6 @@ def test_threads_that_share_a_model_get_their_own_results(name: str) -> None:
 
 
 @pytest.mark.parametrize("make", [*MAKE.values(), lambda model: FeatureTeacher(model, SIZE).tokens])
-def test_a_model_that_is_not_timm_s_is_told_so(make: Callable[[Any], Any]) -> None:
+def test_a_model_that_is_not_timm_s_is_told_so(make):
     with pytest.raises(UserError, match="^Sequential is no model of timm: it has no "):
         make(nn.Sequential(nn.Conv2d(3, 8, 3), nn.Flatten()))

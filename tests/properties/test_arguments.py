@@ -6,7 +6,6 @@ import sys
 from argparse import Namespace
 from collections.abc import Callable, Sequence
 from itertools import pairwise
-from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -69,7 +68,7 @@ def _code(parse: Callable[[Sequence[str] | None], Namespace], argv: list[str]) -
 
 @pytest.mark.parametrize("program", PROGRAMS)
 @given(data=st.data())
-def test_a_command_line_is_understood_or_refused_in_one_line(program: str, data: st.DataObject) -> None:
+def test_a_command_line_is_understood_or_refused_in_one_line(program, data):
     parse, parser, commands = PROGRAMS[program]
     argv = [word for word in data.draw(command_lines(parser, commands)) if word != "--debug"]
     code, error = _code(parse, argv)
@@ -79,7 +78,6 @@ def test_a_command_line_is_understood_or_refused_in_one_line(program: str, data:
 
 
 PARSER = TRAIN.parser()
-KNOWN = PARSER.flags
 # Nine lists of nine aliases each of the one before: 9 ** 9 items.
 BOMB = "[&a [x], " + ", ".join(f"&{c} [{','.join(['*' + p] * 9)}]" for p, c in pairwise("abcdefghij")) + "]"
 _WORDS = st.sampled_from(
@@ -103,7 +101,7 @@ _WORDS = st.sampled_from(
 @example(text=f"model_kwargs: {{a: {BOMB}}}")
 @example(text=f"{BOMB}: 1")
 @example(text='initial_checkpoint: "a\\0"')
-def test_any_text_as_a_recipe(text: str, tmp_path: Path) -> None:
+def test_any_text_as_a_recipe(text, tmp_path):
     file = tmp_path / "recipe.yaml"
     file.write_text(text, encoding="utf-8", errors="surrogatepass")
     result_or_refusal(lambda: load_yaml(str(file), PARSER))

@@ -74,7 +74,7 @@ def archive(tree: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @given(data=st.data())
-def test_a_spoilt_label_file_is_refused_or_reads_the_same(data: st.DataObject, tree: Path, tmp_path: Path) -> None:
+def test_a_spoilt_label_file_is_refused_or_reads_the_same(data, tree, tmp_path):
     file = tmp_path / "label.pt"
     file.write_bytes(data.draw(spoilt((tree / "a" / "0.pt").read_bytes())))
     found = result_or_refusal(lambda: read_map(file, CLASSES))
@@ -87,9 +87,7 @@ def _read_all(root: Path) -> list[LabelMap]:
 
 
 @given(data=st.data())
-def test_spoilt_archive(
-    data: st.DataObject, archive: Path, tree: Path, tmp_path_factory: pytest.TempPathFactory
-) -> None:
+def test_spoilt_archive(data, archive, tree, tmp_path_factory):
     file = data.draw(st.sampled_from(sorted(archive.glob("[!.]*"))))
     good, out = file.read_bytes(), tmp_path_factory.mktemp("out") / "tree"
     try:
@@ -140,7 +138,7 @@ def _equal(one: Any, two: Any) -> bool:
     return one == two
 
 
-def test_a_record_that_calls_itself_a_folder_is_refused(tmp_path: Path) -> None:
+def test_a_record_that_calls_itself_a_folder_is_refused(tmp_path):
     """torch reads nothing of such a record, and takes what happens to be in the memory for its numbers."""
     content = bytearray(CHECKPOINT)
     entry = content.index(b"PK\x01\x02", content.index(b"PK\x01\x02") + 4)
@@ -153,7 +151,7 @@ def test_a_record_that_calls_itself_a_folder_is_refused(tmp_path: Path) -> None:
 
 
 @given(content=spoilt(CHECKPOINT))
-def test_a_spoilt_checkpoint_is_refused_or_reads_the_same(content: bytes, tmp_path: Path) -> None:
+def test_a_spoilt_checkpoint_is_refused_or_reads_the_same(content, tmp_path):
     file = tmp_path / "last.pth.tar"
     file.write_bytes(content)
     found = result_or_refusal(lambda: read_checkpoint(file))
@@ -163,7 +161,7 @@ def test_a_spoilt_checkpoint_is_refused_or_reads_the_same(content: bytes, tmp_pa
 
 
 @given(data=st.data())
-def test_spoilt_files_without_checksums_are_refused_or_read(data: st.DataObject, tree: Path, tmp_path: Path) -> None:
+def test_spoilt_files_without_checksums_are_refused_or_read(data, tree, tmp_path):
     """A pickle of before torch 1.6, safetensors, a tree's labels.json: nothing tells that a number has changed."""
     weights, file = PAYLOAD["state_dict"], tmp_path / "file"
     old, new = _bytes(weights, _use_new_zipfile_serialization=False), safetensors.torch.save(weights)
@@ -196,7 +194,7 @@ OPENED: dict[str, Callable[[str], object]] = {
 
 
 @pytest.mark.parametrize("kind", OPENED)
-def test_no_pipe_is_waited_for(kind: str, tmp_path: Path) -> None:
+def test_no_pipe_is_waited_for(kind, tmp_path):
     """One that is read all the same gets a writer, who writes nothing."""
     pipe, over = str(tmp_path / "pipe"), threading.Event()
     os.mkfifo(pipe)
@@ -243,7 +241,7 @@ _REMOVED = object()
 @example(place=("optimizer", "state", 0, "step"), value=_REMOVED)
 @example(place=("optimizer", "state", 0, "exp_avg"), value=torch.ones(()))  # torch's fused step read beyond its end
 @example(place=("optimizer", "state", 1, "exp_avg_sq"), value=3)
-def test_strange_checkpoint_entry_changes_nothing_or_trains(place: tuple[Any, ...], value: Any, tmp_path: Path) -> None:
+def test_strange_checkpoint_entry_changes_nothing_or_trains(place, value, tmp_path):
     payload, file = copy.deepcopy(PAYLOAD), tmp_path / "last.pth.tar"
     parent = functools.reduce(operator.getitem, place[:-1], payload)
     if value is _REMOVED:
@@ -284,7 +282,7 @@ _STRANGE_TENSORS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # torch's, of prototypes
 @pytest.mark.parametrize("kind", _STRANGE_TENSORS)
-def test_tensor_of_another_kind_is_refused_wherever_it_lies(kind: str, tmp_path: Path) -> None:
+def test_tensor_of_another_kind_is_refused_wherever_it_lies(kind, tmp_path):
     file, change = tmp_path / "x.pt", _STRANGE_TENSORS[kind]
     torch.save(change(torch.ones(2, *SHAPE)), file)
     assert result_or_refusal(lambda: read_map(file, CLASSES).validate(CLASSES), file) is None
@@ -298,7 +296,7 @@ def test_tensor_of_another_kind_is_refused_wherever_it_lies(kind: str, tmp_path:
 
 
 @pytest.mark.parametrize("wrap", [torch.nn.Parameter, lambda label: label.requires_grad_()])
-def test_a_label_with_gradients_reads_as_one_without(wrap: Any, tree: Path, tmp_path: Path) -> None:
+def test_a_label_with_gradients_reads_as_one_without(wrap, tree, tmp_path):
     torch.save(wrap(torch.load(tree / "a" / "0.pt", weights_only=True)), tmp_path / "x.pt")
     assert _same_label(read_map(tmp_path / "x.pt", CLASSES), label_map(0))
 
@@ -307,7 +305,7 @@ _COUNTS = st.sampled_from((-1, 0, 1, 7, 2**31 - 1, -(2**31)))
 
 
 @given(data=st.data())
-def test_strange_table_with_a_right_checksum_is_refused_or_read(data: st.DataObject, tmp_path: Path) -> None:
+def test_strange_table_with_a_right_checksum_is_refused_or_read(data, tmp_path):
     table, rows, block = str(tmp_path / "labels"), np.zeros(3, ROW), b"a/0a/1b/2"
     (tmp_path / "x.tar").write_bytes(bytes(64))
     rows["length"], rows["offset"], rows["crc32"] = 8, (0, 8, 16), zlib.crc32(bytes(8))
@@ -343,7 +341,7 @@ _RECORDS = st.dictionaries(
 
 
 @given(data=st.data())
-def test_a_report_of_any_records(data: st.DataObject, tmp_path: Path) -> None:
+def test_a_report_of_any_records(data, tmp_path):
     for name in ("events.jsonl", "metrics.jsonl"):
         records = data.draw(st.lists(_RECORDS, max_size=4))
         (tmp_path / name).write_text("".join(json.dumps(record) + "\n" for record in records))

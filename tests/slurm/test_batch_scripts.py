@@ -113,14 +113,14 @@ def slurm(tmp_path: Path) -> FakeSlurm:
     return FakeSlurm(tmp_path)
 
 
-def test_d5_is_fine_tuned_at_512_px_on_one_node(slurm: FakeSlurm) -> None:
+def test_d5_is_fine_tuned_at_512_px_on_one_node(slurm):
     one = {"SLURM_JOB_NODELIST": "node3", "SLURM_JOB_NUM_NODES": "1", "PREFLIGHT": "0"}
     (step,) = slurm.run("finetune.sbatch", **one).steps
     assert "--ntasks=8 --ntasks-per-node=8 " in step
     assert f"slurm/rank.sh -- {slurm.folder}/data -c configs/volo_d5_512.yaml --finetune {slurm.folder}/d5" in step
 
 
-def test_a_branch_is_begun_by_every_start_of_a_job(slurm: FakeSlurm) -> None:
+def test_a_branch_is_begun_by_every_start_of_a_job(slurm):
     trunk, image = slurm.folder / "trunk" / "milestone-8.pth.tar", slurm.folder / "volo.sqsh"
     image.touch()
     ended = slurm.run("pretrain.sbatch", BRANCH=str(trunk), CONTAINER_IMAGE=str(image))
@@ -128,7 +128,7 @@ def test_a_branch_is_begun_by_every_start_of_a_job(slurm: FakeSlurm) -> None:
     assert f"{trunk.parent}:{trunk.parent}" in ended.out
 
 
-def test_d3_is_pretrained_on_five_nodes_with_data_staged(slurm: FakeSlurm) -> None:
+def test_d3_is_pretrained_on_five_nodes_with_data_staged(slurm):
     """What a job prints, and the environment of its last step. UPDATE_GOLDEN=1 writes the file anew."""
     image, golden = slurm.folder / "volo.sqsh", Path(__file__).with_name("pretrain_container.txt")
     image.touch()
@@ -155,7 +155,7 @@ def test_d3_is_pretrained_on_five_nodes_with_data_staged(slurm: FakeSlurm) -> No
         ({"SLURM_JOB_NODELIST": "node[8-9]"}, "the address of this node was not found: set MASTER_ADDR to one"),
     ],
 )
-def test_a_mistake_is_one_line_before_any_step(slurm: FakeSlurm, env: dict[str, str], message: str) -> None:
+def test_a_mistake_is_one_line_before_any_step(slurm, env, message):
     ended = slurm.run("finetune.sbatch", **env)
     assert (ended.code, ended.steps) == (2, [])
     assert ended.err.splitlines()[-1].startswith(f"error: {message}") and slurm.lines("asked") == []
@@ -169,7 +169,7 @@ def test_a_mistake_is_one_line_before_any_step(slurm: FakeSlurm, env: dict[str, 
         pytest.param("volo.sqsh", f"{QUICK} --epochs 1", 0, "done: 2 updates", marks=pytest.mark.slow),
     ],
 )
-def test_scripts_of_volo_slurm_train_in_place(slurm: FakeSlurm, image: str, flags: str, code: int, told: str) -> None:
+def test_scripts_of_volo_slurm_train_in_place(slurm, image, flags, code, told):
     assert cli.run("slurm", [str(slurm.folder / "jobs")]) == 0
     data = write_dataset(slurm.folder / "images")
     one = {"SLURM_JOB_NODELIST": "node3", "SLURM_JOB_NUM_NODES": "1", "SLURM_GPUS_ON_NODE": "", "PROCESSES": "1"}
@@ -180,7 +180,7 @@ def test_scripts_of_volo_slurm_train_in_place(slurm: FakeSlurm, image: str, flag
     assert ended.code == code and told in ended.out + ended.err, ended.out + ended.err
 
 
-def test_the_address_may_be_given(slurm: FakeSlurm) -> None:
+def test_the_address_may_be_given(slurm):
     address = {"SLURM_JOB_NODELIST": "node[8-9]", "MASTER_ADDR": "10.9.9.9"}
     assert "rank 0 is at 10.9.9.9, port 24690\n" in slurm.run("pretrain.sbatch", **address).out
 
@@ -199,7 +199,7 @@ MARKED = "echo '{}' > $REQUEUE_MARKER; exit "
         ("exit 1", {"PREEMPTED": "2026-01-01T10:00:00"}, False),
     ],
 )
-def test_the_marker_decides_about_a_requeue(slurm: FakeSlurm, do: str, env: dict[str, str], asked: bool) -> None:
+def test_the_marker_decides_about_a_requeue(slurm, do, env, asked):
     marker = slurm.folder / "logs" / "12345-requeue"
     marker.parent.mkdir()
     marker.write_text("of an earlier start\n")
@@ -216,13 +216,13 @@ def test_the_marker_decides_about_a_requeue(slurm: FakeSlurm, do: str, env: dict
         ("rank.sh", "trap '' USR1; echo begun; exec /bin/sleep 600", 143),
     ],
 )
-def test_warning_before_training_ends_the_step_and_requeues(slurm: FakeSlurm, step: str, do: str, code: int) -> None:
+def test_warning_before_training_ends_the_step_and_requeues(slurm, step, do, code):
     staged = {"STAGE_TO": "/raid"} if step == "stage.sh" else {}
     ended = slurm.run("pretrain.sbatch", warned_at="begun", ON=step, DO=do, **staged)
     assert (ended.code, len(ended.steps), slurm.lines("asked")) == (code, 1, ["requeue 12345"])
 
 
-def test_a_warning_while_a_step_starts_reaches_it(slurm: FakeSlurm) -> None:
+def test_a_warning_while_a_step_starts_reaches_it(slurm):
     hook = slurm.folder / "hook"  # bash reads this first, and signals the job before it knows the step's process
     sends = "[[ $BASH_COMMAND != _running=*! ]] || kill -USR1 $$"
     hook.write_text(f"[[ $0 != *.sbatch ]] || {{ set -T; trap '{sends}' DEBUG; }}")
@@ -230,7 +230,7 @@ def test_a_warning_while_a_step_starts_reaches_it(slurm: FakeSlurm) -> None:
     assert ended.code in (138, 143) and slurm.lines("asked") == ["requeue 12345"]  # 143: its shell was not yet ready
 
 
-def test_time_limit_below_the_start_ends_the_second_job(slurm: FakeSlurm) -> None:
+def test_time_limit_below_the_start_ends_the_second_job(slurm):
     def warned(update: int | None) -> tuple[str, int]:
         saved = "" if update is None else f"""echo '{{"reason": "x", "update": {update}}}' > $REQUEUE_MARKER; """
         do = f"trap 'n=1' USR1; {BEGUN}; echo begun; until [ $n ]; do /bin/sleep 0.05; done; {saved}exit 85"
@@ -241,7 +241,7 @@ def test_time_limit_below_the_start_ends_the_second_job(slurm: FakeSlurm) -> Non
     assert asked == 3 and "two starts in a row before they had done an update: ask for more (--time)" in error
 
 
-def test_step_that_ends_well_untrained_is_a_failure(slurm: FakeSlurm) -> None:
+def test_step_that_ends_well_untrained_is_a_failure(slurm):
     for do in ("exit 0", BEGUN):
         ended = slurm.run("pretrain.sbatch", DO=do)
         assert ended.code == 1 and "the training has not said that it is done: see" in ended.err
@@ -256,7 +256,7 @@ def stage(source: str | Path, target: Path) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize("packed", ["", "data", "."])
-def test_a_folder_or_a_tar_is_staged_once(tmp_path: Path, packed: str) -> None:
+def test_a_folder_or_a_tar_is_staged_once(tmp_path, packed):
     data, target = write_dataset(tmp_path / "data"), tmp_path / "raid" / "data-1"
     parent = data if packed == "." else tmp_path
     source = make_archive(str(tmp_path / "packed"), "tar", parent, packed) if packed else data
@@ -266,7 +266,7 @@ def test_a_folder_or_a_tar_is_staged_once(tmp_path: Path, packed: str) -> None:
     assert "data are staged" in stage(source, target).stdout and (target / "kept").exists()
 
 
-def test_data_that_changed_anywhere_are_staged_again(slurm: FakeSlurm) -> None:
+def test_data_that_changed_anywhere_are_staged_again(slurm):
     file = slurm.folder / "data" / "train" / "c0" / "1.jpg"
     changes: list[Callable[[], object]] = [
         lambda: (file.parent.mkdir(parents=True), file.write_bytes(b"1")),
@@ -284,7 +284,7 @@ def test_data_that_changed_anywhere_are_staged_again(slurm: FakeSlurm) -> None:
     assert len({*named}) == 5 and named[-2] == named[-1] and all(name.startswith("/raid/data-") for name in named)
 
 
-def test_cut_tar_or_folder_without_train_is_not_staged(tmp_path: Path) -> None:
+def test_cut_tar_or_folder_without_train_is_not_staged(tmp_path):
     data, raid = write_dataset(tmp_path / "data"), tmp_path / "raid"
     cut = Path(make_archive(str(tmp_path / "cut"), "tar", tmp_path, "data"))
     between = Path(make_archive(str(tmp_path / "between"), "tar", tmp_path, "data"))

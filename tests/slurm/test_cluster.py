@@ -197,7 +197,6 @@ def begin(cluster: Cluster) -> Iterator[Callable[..., str]]:
 
 
 pytestmark = pytest.mark.slurm
-Begin = Callable[..., str]
 Whole = tuple[str, str]
 
 
@@ -213,7 +212,7 @@ def check_resumed(cluster: Cluster, experiment: str) -> None:
     assert digest(cluster.runs / experiment) == digest(cluster.runs / "whole")
 
 
-def test_two_nodes_whose_names_are_loopback_train_together(cluster: Cluster, whole: Whole) -> None:
+def test_two_nodes_whose_names_are_loopback_train_together(cluster, whole):
     (start,) = events(cluster, "whole", "start")
     assert start["world_size"] == 2 and start["hosts"] == {"node1": 1, "node2": 1}
     job, _ = whole
@@ -224,7 +223,7 @@ def test_two_nodes_whose_names_are_loopback_train_together(cluster: Cluster, who
     assert "127.0.1.1" in hosts and NET not in hosts
 
 
-def test_ranks_of_srun_meet_and_print_a_mistake_once(cluster: Cluster, tmp_path: Path) -> None:
+def test_ranks_of_srun_meet_and_print_a_mistake_once(cluster, tmp_path):
     # Steps as they are in a container with enroot's hook differ in a few variables more.
     for hook in ("", "export WORLD_SIZE=$SLURM_NTASKS RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID; "):
         train = f"{sys.executable} train.py {cluster.data} {FLAGS} --output {tmp_path} --experiment"
@@ -235,7 +234,7 @@ def test_ranks_of_srun_meet_and_print_a_mistake_once(cluster: Cluster, tmp_path:
         assert out.count("error: unknown flag --no-such-flag") == 1, out  # these nodes have one /tmp
 
 
-def test_fine_tuning_follows_pretraining_on_staged_data(cluster: Cluster, whole: Whole) -> None:
+def test_fine_tuning_follows_pretraining_on_staged_data(cluster, whole):
     pretraining, fine_tuning = whole
     cluster.ended(fine_tuning)
     log = cluster.log(fine_tuning)
@@ -245,7 +244,7 @@ def test_fine_tuning_follows_pretraining_on_staged_data(cluster: Cluster, whole:
     assert "/whole/model_best.pth.tar" in log and "before fine-tuning:" in log
 
 
-def test_time_limit_requeues_to_the_same_weights(cluster: Cluster, begin: Begin, whole: Whole, tmp_path: Path) -> None:
+def test_time_limit_requeues_to_the_same_weights(cluster, begin, whole, tmp_path):
     job = begin("pretrain", options="-N 2 --signal=B:USR1@60", EXPERIMENT="limited", **held(tmp_path, at=8))
     cluster.read_until(job, "epoch 1 [2/5]")
     hours, minutes, _ = map(int, cluster.job(job)["RunTime"].split(":"))
@@ -259,9 +258,7 @@ def test_time_limit_requeues_to_the_same_weights(cluster: Cluster, begin: Begin,
 
 
 @pytest.mark.parametrize(("at", "reached"), [(0, "rank.sh"), (12, "epoch 1 [3/5]")])
-def test_preempted_job_goes_on(
-    cluster: Cluster, begin: Begin, whole: Whole, tmp_path: Path, at: int, reached: str
-) -> None:
+def test_preempted_job_goes_on(cluster, begin, whole, tmp_path, at, reached):
     job = begin("pretrain", EXPERIMENT=f"preempted-{at}", **held(tmp_path, at=at))
     cluster.read_until(job, reached)
     higher = "sbatch --parsable --partition=high --nodes=3 --exclusive --output=/dev/null --wrap=true"
@@ -272,7 +269,7 @@ def test_preempted_job_goes_on(
         check_resumed(cluster, f"preempted-{at}")
 
 
-def test_job_of_a_dead_node_goes_on_elsewhere(cluster: Cluster, begin: Begin, whole: Whole, tmp_path: Path) -> None:
+def test_job_of_a_dead_node_goes_on_elsewhere(cluster, begin, whole, tmp_path):
     job = begin("pretrain", EXPERIMENT="moved", **held(tmp_path, at=28))
     cluster.read_until(job, "epoch 2 [2/5]")
     cluster.kill("node2")

@@ -59,9 +59,7 @@ def check_same(one: LabelStore, other: LabelStore) -> None:
 
 
 @pytest.mark.parametrize(("known", "area"), [(True, "full"), (False, "center")], ids=["images", "labels"])
-def test_archive_has_its_trees_maps(
-    tree: Path, images: Path, names: list[str], tmp_path: Path, known: bool, area: str
-) -> None:
+def test_archive_has_its_trees_maps(tree, images, names, tmp_path, known, area):
     said = pack(str(tree), str(tmp_path / "out"), str(images) if known else None, area=area)
     assert "9 labels packed" in said[0] and ("% by chance" in said[-1]) == known
     for some in (names, [names[row] for row in (4, 0, 6, 2, 5, 1, 3)]):
@@ -70,7 +68,7 @@ def test_archive_has_its_trees_maps(
     assert open_labels(tmp_path / "out", names).read(0, 80, 40).area == expected
 
 
-def test_unpacking_gives_files_with_the_same_maps(tree: Path, images: Path, names: list[str], tmp_path: Path) -> None:
+def test_unpacking_gives_files_with_the_same_maps(tree, images, names, tmp_path):
     INFO.write(tree / "labels.json")
     for out, folder in (("known", str(images)), ("unknown", None)):
         pack(str(tree), str(tmp_path / f"{out}.tlt"), folder)
@@ -103,7 +101,7 @@ def test_unpacking_gives_files_with_the_same_maps(tree: Path, images: Path, name
     assert before == {path: path.read_bytes() for path in tree.rglob("*.pt")}
 
 
-def test_names_that_lead_out_are_not_unpacked(tmp_path: Path) -> None:
+def test_names_that_lead_out_are_not_unpacked(tmp_path):
     writer = ArchiveWriter(tmp_path / "a.tlt", INFO, ["../x.jpg"])
     writer.write(0, label_map(0))
     writer.finish()
@@ -112,7 +110,7 @@ def test_names_that_lead_out_are_not_unpacked(tmp_path: Path) -> None:
     assert not (tmp_path / "deep").exists()
 
 
-def test_what_has_no_partner_is_told(tree: Path, images: Path, names: list[str], tmp_path: Path) -> None:
+def test_what_has_no_partner_is_told(tree, images, names, tmp_path):
     label = tree / label_names(names)[4]
     label.rename(tree / "other.pt")
     said = pack(str(tree), str(tmp_path / "out"), images=str(images))
@@ -123,14 +121,14 @@ def test_what_has_no_partner_is_told(tree: Path, images: Path, names: list[str],
     np.testing.assert_array_equal(store.read(8).values, label_map(8).values)
 
 
-def test_transposed_trees_are_turned(tree: Path, names: list[str], tmp_path: Path) -> None:
+def test_transposed_trees_are_turned(tree, names, tmp_path):
     pack(str(tree), str(tmp_path / "out"), transposed=True)
     found = open_labels(tmp_path / "out", names).read(7)
     np.testing.assert_array_equal(found.values, label_map(7).values.transpose(0, 2, 1))
     np.testing.assert_array_equal(found.ids, label_map(7).ids.transpose(0, 2, 1))
 
 
-def test_labels_of_another_tree_do_not_go_on(tree: Path, names: list[str], tmp_path: Path) -> None:
+def test_labels_of_another_tree_do_not_go_on(tree, names, tmp_path):
     broken = tree / label_names(names)[5]
     content = broken.read_bytes()
     broken.write_bytes(b"")
@@ -148,7 +146,7 @@ def test_labels_of_another_tree_do_not_go_on(tree: Path, names: list[str], tmp_p
     pack(str(tree), str(tmp_path / "out"))
 
 
-def test_labels_that_cannot_be_trained_on_are_not_packed(tree: Path, names: list[str], tmp_path: Path) -> None:
+def test_labels_that_cannot_be_trained_on_are_not_packed(tree, names, tmp_path):
     path, out = tree / label_names(names)[5], str(tmp_path / "out")
     good = torch.load(path)
     for content, message in (
@@ -189,7 +187,7 @@ def scenes(tmp_path: Path) -> tuple[Path, Path]:
     return tmp_path / "data", tmp_path / "tree"
 
 
-def test_check_counts(scenes: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_counts(scenes, capsys):
     data, tree = scenes
     (data / "c1" / "1.png").write_bytes(b"cut")  # no fault of a label: no byte of an image is read
     for area in ("full", "center"):
@@ -217,7 +215,7 @@ def test_check_counts(scenes: tuple[Path, Path], capsys: pytest.CaptureFixture[s
         assert line in said
 
 
-def test_check_measures_agreement(scenes: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_measures_agreement(scenes, capsys):
     data, tree = scenes
     tops = {path: torch.load(path)[1, 0] for path in tree.rglob("*.pt")}
     agreeing = sum(int((top == int(path.parent.name[1])).sum()) for path, top in tops.items())
@@ -243,7 +241,7 @@ def test_check_measures_agreement(scenes: tuple[Path, Path], capsys: pytest.Capt
     assert "labels that can't be used: 1\n  c1/39.png: label of c1/39.png in" in said and "crc32 is wrong" in said
 
 
-def test_an_image_is_named_by_the_mean_of_its_cells_shares() -> None:
+def test_an_image_is_named_by_the_mean_of_its_cells_shares():
     """One cell is sure of class 0; each class of the two others has a third of a cell."""
     values = np.array([[[9, 0, 0]], [[0, 0, 0]], [[0, 0, 0]]], np.float16)  # (k, h, w)
     ids = np.array([[[0, 1, 1]], [[2, 2, 2]], [[3, 4, 5]]], np.int32)
@@ -253,7 +251,7 @@ def test_an_image_is_named_by_the_mean_of_its_cells_shares() -> None:
     assert agreement.summary()["images_naming_their_class"] == 2 / 3
 
 
-def test_help_imports_nothing_heavy() -> None:
+def test_help_imports_nothing_heavy():
     code = (
         "import sys; __file__ = '/usr/bin/tlt'\n"  # the program
         "from tlt.tools.cli import main\n"

@@ -46,7 +46,7 @@ def data(tmp_path: Path) -> Path:
     return write_images(tmp_path / "data")
 
 
-def test_warnings_about_images_are_told_whole(data: Path, tmp_path: Path) -> None:
+def test_warnings_about_images_are_told_whole(data, tmp_path):
     (data / "train" / "Cat").mkdir()
     (data / "train" / "cat").mkdir()
     told = "\n".join(pack_images(str(data), str(tmp_path / "out"), ["train"]))
@@ -62,7 +62,7 @@ STORES: dict[str, Callable[[Path, ImageFolder], Path]] = {
 
 
 @pytest.mark.parametrize("kind", STORES)
-def test_shards_hold_what_folder_and_labels_hold(data: Path, tmp_path: Path, kind: str) -> None:
+def test_shards_hold_what_folder_and_labels_hold(data, tmp_path, kind):
     folder = scan_folder(data / "train")
     root = STORES[kind](tmp_path / "labels", folder)
     pack_images(str(data), str(tmp_path / "out"), labels=str(root), workers=2)
@@ -89,7 +89,7 @@ def test_shards_hold_what_folder_and_labels_hold(data: Path, tmp_path: Path, kin
             np.testing.assert_array_equal(one, other)
 
 
-def test_members_are_samples_of_their_own_to_webdataset(data: Path, tmp_path: Path) -> None:
+def test_members_are_samples_of_their_own_to_webdataset(data, tmp_path):
     wds = pytest.importorskip("webdataset")
     pack_images(str(data), str(tmp_path / "out"))
     folder = scan_folder(data / "train")
@@ -99,14 +99,14 @@ def test_members_are_samples_of_their_own_to_webdataset(data: Path, tmp_path: Pa
     assert found[0]["__key__"] == "a.1/9"
 
 
-def test_no_two_images_share_a_key() -> None:
+def test_no_two_images_share_a_key():
     names = ["a/x.jpg", "a/x.png", "a/x.jpg.png", "a/x%_jpg.jpg", "a/x%2Ejpg.png", "a/.x.jpg", "a/y", "a/y.gif"]
     keys = [name.rpartition(".")[0] for name in member_names(names)]
     assert len(set(keys)) == len(names) and not any("." in os.path.basename(key) for key in keys)
     assert member_names(["a.b/IMG_1.JPEG", "a/1.tif"]) == ["a.b/IMG_1.jpg", "a/1.tif"]
 
 
-def test_a_killed_command_goes_on_to_the_same_bytes(tmp_path: Path) -> None:
+def test_a_killed_command_goes_on_to_the_same_bytes(tmp_path):
     for number in range(60):
         save_image(tmp_path / "data" / "train" / f"c{number % 3}" / f"{number}.png", number, side=140)
     flags = ["pack-images", str(tmp_path / "data"), "--shard-size", "1", "--workers", "2"]
@@ -132,7 +132,7 @@ def test_a_killed_command_goes_on_to_the_same_bytes(tmp_path: Path) -> None:
     assert made.items() <= {path.name: path.stat().st_mtime_ns for path in out.glob("*.tar")}.items()
 
 
-def test_hanging_process_ends_the_command(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hanging_process_ends_the_command(data, tmp_path, monkeypatch):
     monkeypatch.setattr(jobs, "begin_process", lambda: time.sleep(LIMIT))
     monkeypatch.setattr(jobs, "_START_SECONDS", 0.2)
     before = set(multiprocessing.active_children())
@@ -141,7 +141,7 @@ def test_hanging_process_ends_the_command(data: Path, tmp_path: Path, monkeypatc
     assert set(multiprocessing.active_children()) <= before
 
 
-def test_what_reads_otherwise_is_reported(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_reads_otherwise_is_reported(data, tmp_path, monkeypatch):
     scan = packer.scan_packed
 
     def damaging(path: str) -> tuple[FileRecords, FileRecords]:
@@ -156,7 +156,7 @@ def test_what_reads_otherwise_is_reported(data: Path, tmp_path: Path, monkeypatc
     assert not [*(tmp_path / "out" / "train").glob("[!.]*.tar")]
 
 
-def test_what_is_there_is_never_mixed_with_something_else(data: Path, tmp_path: Path) -> None:
+def test_what_is_there_is_never_mixed_with_something_else(data, tmp_path):
     out = str(tmp_path / "out")
     pack_images(str(data), out)
     (tmp_path / "out" / "train" / "notes.txt").write_text("mine")
@@ -196,7 +196,7 @@ def test_what_is_there_is_never_mixed_with_something_else(data: Path, tmp_path: 
     pack_images(str(data), out)
 
 
-def test_large_images_are_made_smaller(data: Path, tmp_path: Path) -> None:
+def test_large_images_are_made_smaller(data, tmp_path):
     pixels = np.linspace(0, 255, 300 * 160 * 3).reshape(160, 300, 3).astype(np.uint8)
     Image.fromarray(pixels).save(data / "train" / "b" / "x.jpg", quality=95)
     folder = scan_folder(data / "train")
@@ -213,7 +213,7 @@ def test_large_images_are_made_smaller(data: Path, tmp_path: Path) -> None:
     assert one.area == other.area
 
 
-def test_names_that_lead_out_are_refused_before_writing(data: Path, tmp_path: Path) -> None:
+def test_names_that_lead_out_are_refused_before_writing(data, tmp_path):
     folder = scan_folder(data / "train")
     hostile = replace(folder, paths=["b/../../x.jpg", *folder.paths[1:]])  # as of an index that somebody else made
     with pytest.raises(UserError, match=r"b/\.\./\.\./x.jpg, an image of .*, is named outside of it: rename it"):
@@ -221,7 +221,7 @@ def test_names_that_lead_out_are_refused_before_writing(data: Path, tmp_path: Pa
     assert not (tmp_path / "out").exists()
 
 
-def test_other_kinds_of_data_set_are_packed_in_their_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_kinds_of_data_set_are_packed_in_their_order(tmp_path, monkeypatch):
     cifar(tmp_path, monkeypatch, torch_datasets.CIFAR10)
     kind = ["--dataset", "torch/cifar10", "--split", "train", "validation"]
     assert main(["pack-images", str(tmp_path), str(tmp_path / "out"), *kind]) == 0
@@ -232,7 +232,7 @@ def test_other_kinds_of_data_set_are_packed_in_their_order(tmp_path: Path, monke
         assert [ours.read(i) for i in range(6)] == [theirs.read(i) for i in range(6)]
 
 
-def test_images_without_label(data: Path, tmp_path: Path) -> None:
+def test_images_without_label(data, tmp_path):
     folder = scan_folder(data / "train")
     root = make_tree(tmp_path / "labels", folder)
     (root / label_names(folder.paths)[2]).unlink()
@@ -251,7 +251,7 @@ def test_images_without_label(data: Path, tmp_path: Path) -> None:
         open_labels(tmp_path / "without", folder.paths)
 
 
-def test_a_label_that_cannot_be_trained_on_stops_the_packing(data: Path, tmp_path: Path) -> None:
+def test_a_label_that_cannot_be_trained_on_stops_the_packing(data, tmp_path):
     root = make_tree(tmp_path / "labels", folder := scan_folder(data / "train"))
     path = root / label_names(folder.paths)[3]
     for content, message in (
@@ -263,7 +263,7 @@ def test_a_label_that_cannot_be_trained_on_stops_the_packing(data: Path, tmp_pat
             pack_images(str(data), str(tmp_path / "out"), labels=str(root), overwrite=True)
 
 
-def test_a_flipped_bit_in_a_label_is_noticed(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_flipped_bit_in_a_label_is_noticed(data, tmp_path, capsys):
     folder = scan_folder(data / "train")
     pack_images(str(data), str(tmp_path / "out"), labels=str(make_tree(tmp_path / "labels", folder)))
     store = open_labels(tmp_path / "out", folder.paths)
@@ -278,7 +278,7 @@ def test_a_flipped_bit_in_a_label_is_noticed(data: Path, tmp_path: Path, capsys:
     assert f"files with a wrong checksum: 1\n  {path}" in capsys.readouterr().out
 
 
-def test_all_splits_are_found_before_one_is_packed(data: Path, tmp_path: Path) -> None:
+def test_all_splits_are_found_before_one_is_packed(data, tmp_path):
     with pytest.raises(UserError, match="no 'nowhere' folder"):
         pack_images(str(data), str(tmp_path / "out"), ["train", "nowhere"])
     assert not (tmp_path / "out").exists()

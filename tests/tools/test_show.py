@@ -53,7 +53,7 @@ def _one(axes: Axes, label: str) -> Artist:
     return found
 
 
-def test_a_page_shows_what_the_pipeline_made(data: tuple[Path, Path]) -> None:
+def test_a_page_shows_what_the_pipeline_made(data):
     folder = scan_folder(data[0])
     dataset = TrainDataset(folder, CONFIG, 5, open_labels(data[1], folder.paths))
     batch = load_batch(dataset, [0, 1, 2], epoch=2)
@@ -112,14 +112,14 @@ TO_LAB = [[0.21045, 0.79362, -0.00407], [1.97800, -2.42859, 0.45059], [0.02590, 
 
 
 @pytest.mark.parametrize("eyes", EYES)
-def test_twelve_classes_can_be_told_apart_by_every_kind_of_eye(eyes: str) -> None:
+def test_twelve_classes_can_be_told_apart_by_every_kind_of_eye(eyes):
     colours = [*class_colours(range(12)).values(), class_colours([0, 12])[12]]  # and grey
     seen = [np.array(EYES[eyes]) @ linear(colour) for colour in colours]
     lab = [np.array(TO_LAB) @ np.cbrt(np.array(TO_LMS) @ light.clip(0, 1)) for light in seen]
     assert min(np.linalg.norm(one - other) for one, other in combinations(lab, 2)) > 0.07  # black to white: 1
 
 
-def test_class_has_one_colour_or_is_grey_and_named() -> None:
+def test_class_has_one_colour_or_is_grey_and_named():
     colours = class_colours(range(16))
     assert class_colours([11, 3, 7]) == {i: colours[i] for i in (11, 3, 7)}
     assert len({colours[i] for i in range(12)}) == 12 and len({colours[i] for i in range(12, 16)}) == 1
@@ -133,7 +133,7 @@ def test_class_has_one_colour_or_is_grey_and_named() -> None:
     assert page.legends[0].get_title().get_text() == "grey: class 12, class 13, class 14, class 15"
 
 
-def test_mix_is_shown_and_the_legend_in_order_of_classes() -> None:
+def test_mix_is_shown_and_the_legend_in_order_of_classes():
     pixels, mixed = np.zeros((32, 32, 3), np.uint8), np.full((32, 32, 3), 7, np.uint8)
     cells = Cells(np.array([[5, 5], [5, 2]]), np.ones((2, 2)), np.ones((2, 2)))
     example = Example("a", pixels, (32, 32), np.zeros((4, 2)), pixels, tokens=cells, mixed=mixed)
@@ -148,7 +148,7 @@ def test_mix_is_shown_and_the_legend_in_order_of_classes() -> None:
 
 
 @pytest.mark.parametrize(("parts", "count"), [((), 1), (("tokens",), 1), (("label", "tokens"), 3)])
-def test_text_is_within_the_page_and_about_what_is_drawn(parts: tuple[str, ...], count: int) -> None:
+def test_text_is_within_the_page_and_about_what_is_drawn(parts, count):
     pixels, window = np.zeros((40, 30, 3), np.uint8), np.array([[0, 0], [60, 0], [60, 40], [0, 40]])
     cells = Cells(np.arange(30).reshape(5, 6) // 2, np.ones((5, 6)), np.ones((5, 6)))
     more = dict.fromkeys(parts, cells) | ({"target": (1, 0.87), "area": (0, 0, 60, 40)} if parts else {})
@@ -183,9 +183,7 @@ def test_text_is_within_the_page_and_about_what_is_drawn(parts: tuple[str, ...],
         ("--grid 3", "--grid: expected 2 arguments (see tlt show --help)"),
     ],
 )
-def test_mistakes_are_one_line(
-    data: tuple[Path, Path], flags: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_mistakes_are_one_line(data, flags, message, tmp_path, capsys):
     output = ["-o", str(tmp_path / "p.png")] if "-o" not in flags else []
     image = next(path for path in data[0].rglob("*.png"))
     before, args = image.read_bytes(), [each.replace("nowhere", str(tmp_path / "nowhere")) for each in flags.split()]
@@ -196,9 +194,7 @@ def test_mistakes_are_one_line(
     assert not (tmp_path / "p.png").exists() and image.read_bytes() == before
 
 
-def test_the_command_writes_a_page_and_nothing_else(
-    data: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], recwarn: pytest.WarningsRecorder
-) -> None:
+def test_the_command_writes_a_page_and_nothing_else(data, tmp_path, capsys, recwarn):
     out = tmp_path / "out"
     out.mkdir()
     (data[1] / "c" / "c.v1.pt").unlink()  # an image without label is shown as such
@@ -219,7 +215,7 @@ def test_the_command_writes_a_page_and_nothing_else(
     assert not [w for w in recwarn if "Glyph" in str(w.message)]
 
 
-def test_flags_mean_what_train_py_means() -> None:
+def test_flags_mean_what_train_py_means():
     from volo.config.args import TRAIN
 
     shown, train = parser().parse_args(["show", "d", "l", "-o", "p.png"]), TRAIN.parser().defaults()

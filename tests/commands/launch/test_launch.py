@@ -79,7 +79,7 @@ def told(directory: Path) -> dict[str, dict[str, str]]:
     return {file.stem: json.loads(file.read_text()) for file in directory.glob("*.json")}
 
 
-def test_nodes_number_ranks_in_order_and_prefix_lines(nodes: Callable[..., list[Running]], tmp_path: Path) -> None:
+def test_nodes_number_ranks_in_order_and_prefix_lines(nodes, tmp_path):
     runs = nodes([(1, 2), (0, 1)])
     assert [run.end() for run in runs] == [0, 0], "\n".join(run.output for run in runs)
     environments = told(tmp_path)
@@ -93,9 +93,7 @@ def test_nodes_number_ranks_in_order_and_prefix_lines(nodes: Callable[..., list[
 
 
 @pytest.mark.parametrize(("code", "starts"), [("-9", 2), ("3", 1)])
-def test_processes_restart_unless_it_is_futile(
-    alone: Callable[..., Running], tmp_path: Path, code: str, starts: int
-) -> None:
+def test_processes_restart_unless_it_is_futile(alone, tmp_path, code, starts):
     (tmp_path / "1.0.ends").write_text(code)
     (tmp_path / "scratch").mkdir()
     run = alone(2, MAX_RESTARTS="3", TMPDIR=str(tmp_path / "scratch"))
@@ -106,7 +104,7 @@ def test_processes_restart_unless_it_is_futile(
     assert len({one["TORCHELASTIC_RUN_ID"] for one in told(tmp_path).values()}) == 1
 
 
-def test_the_code_is_that_of_the_process_that_knows_why() -> None:
+def test_the_code_is_that_of_the_process_that_knows_why():
     cases = {(5, 3, 5): 3, (5, -9): 5, (-9, 5): 137, (-9, 85): 137, (85, -15): 85, (130, -9): 130, (2, 85): 2, (): 0}
     assert {codes: telling_code(codes) for codes in cases} == cases
 
@@ -123,7 +121,7 @@ run_program(parse, "none")
 """
 
 
-def test_lines_are_whole_behind_their_prefixes() -> None:
+def test_lines_are_whole_behind_their_prefixes():
     writes, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)  # keeps one write apart from the next
     with other:
         subprocess.run([sys.executable, "-u", "-c", WRITING], stdout=other, stderr=other, cwd=ROOT, timeout=LIMIT)
@@ -133,7 +131,7 @@ def test_lines_are_whole_behind_their_prefixes() -> None:
 
 
 @pytest.mark.parametrize("names", ["SLURM_PROCID SLURM_STEP_NUM_TASKS", "RANK WORLD_SIZE", "our launcher"])
-def test_a_mistake_is_told_once_in_each_launch_whoever_starts_it(tmp_path: Path, names: str) -> None:
+def test_a_mistake_is_told_once_in_each_launch_whoever_starts_it(tmp_path, names):
     program, by_ours = [str(ROOT / "train.py"), "--no-such-flag"], names == "our launcher"
     for _ in range(1 if by_ours else 2):  # such as by the same shell
         envs = [{"TMPDIR": str(tmp_path), **dict(zip(names.split(), (rank, "2"), strict=True))} for rank in "01"]
@@ -152,16 +150,14 @@ def waiting(alone: Callable[..., Running], tmp_path: Path, **env: str) -> Runnin
     return run
 
 
-def test_signal_before_handlers_asks_for_another_start(alone: Callable[..., Running], tmp_path: Path) -> None:
+def test_signal_before_handlers_asks_for_another_start(alone, tmp_path):
     run = waiting(alone, tmp_path)
     assert run.end(signal.SIGUSR1) == 85, run.output
     assert not children(run.process.pid)
 
 
 @pytest.mark.parametrize("signals", [1, 2])
-def test_processes_that_hang_are_killed_at_shutdown(
-    alone: Callable[..., Running], tmp_path: Path, signals: int
-) -> None:
+def test_processes_that_hang_are_killed_at_shutdown(alone, tmp_path, signals):
     (tmp_path / "deaf").touch()
     run = waiting(alone, tmp_path, SHUTDOWN_TIMEOUT="1" if signals == 1 else "9999")
     run.process.send_signal(signal.SIGINT)
@@ -171,7 +167,7 @@ def test_processes_that_hang_are_killed_at_shutdown(
     assert run.end() == 130, run.output
 
 
-def test_nodes_that_do_not_come_together_say_why() -> None:
+def test_nodes_that_do_not_come_together_say_why():
     port = free_port()
 
     def come(number: int, seconds: int = 2) -> str:
@@ -189,7 +185,7 @@ def test_nodes_that_do_not_come_together_say_why() -> None:
     assert any("node 2 " in line for line in messages[2:])
 
 
-def test_waiting_for_other_nodes_can_be_broken_off(nodes: Callable[..., list[Running]], tmp_path: Path) -> None:
+def test_waiting_for_other_nodes_can_be_broken_off(nodes, tmp_path):
     (waiting,) = nodes([(0, 1)])
     wait_until(lambda: [*tmp_path.glob("volo_launch_*")], lambda: waiting.output)
     assert waiting.end(signal.SIGTERM) == 85 and waiting.output == "" and not told(tmp_path)
@@ -210,12 +206,12 @@ TWO = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "198.51.100.7"}  # an add
         ({"LOG_DIR": "logs"}, "LOG_DIR is no longer read: torchrun --log-dir"),
     ],
 )
-def test_a_mistake_names_the_variable(environment: dict[str, str], named: str) -> None:
+def test_a_mistake_names_the_variable(environment, named):
     with pytest.raises(UserError, match=named):
         described(environment)
 
 
-def test_mistakes_are_one_line_and_dry_run_prints_commands() -> None:
+def test_mistakes_are_one_line_and_dry_run_prints_commands():
     def run(program: str, **env: str) -> tuple[int, str, str]:
         command = [str(ROOT / program), "2", "/data", "--output", "with space"]
         env = {"PATH": os.environ["PATH"], "PYTHON": sys.executable, **env}

@@ -45,14 +45,14 @@ def run_with(fault: str, make_dataset: Make, tmp_path: Path, more: str) -> Runni
 
 
 @pytest.mark.slow
-def test_fault_53_all_ranks_end_with_the_failed_rank_code(make_dataset: Make, tmp_path: Path) -> None:
+def test_fault_53_all_ranks_end_with_the_failed_rank_code(make_dataset, tmp_path):
     run = run_with("nan", make_dataset, tmp_path, "--skip-nonfinite 2")
     assert run.end() == 3, run.output
     assert run.output.count("] error: the gradients of 3 steps in a row") == 1 and "hung" not in run.output
     assert read_checkpoint(tmp_path / "run/last.pth.tar")["update"] == UPDATES  # what there was
 
 
-def test_fault_23_storage_fault_of_one_rank_stops_all(make_dataset: Make, tmp_path: Path) -> None:
+def test_fault_23_storage_fault_of_one_rank_stops_all(make_dataset, tmp_path):
     lost = tmp_path / "lost"
     here = f"os.environ.get('RANK') == '1' and '/train/' in str(path) and os.path.exists({str(lost)!r})"
     fails = f"if {here}: raise OSError(116, os.strerror(116))"
@@ -66,7 +66,7 @@ def test_fault_23_storage_fault_of_one_rank_stops_all(make_dataset: Make, tmp_pa
     assert read_checkpoint(tmp_path / "run/last.pth.tar")["update"] >= 5
 
 
-def test_fault_21_hang_of_one_rank_prints_all_stacks_and_ends(make_dataset: Make, tmp_path: Path) -> None:
+def test_fault_21_hang_of_one_rank_prints_all_stacks_and_ends(make_dataset, tmp_path):
     run = run_with("hang", make_dataset, tmp_path, "--dist-timeout 3")
     assert run.end() == 5, run.output
     for rank in (0, 1):
@@ -98,7 +98,7 @@ def last_update(run: Path) -> int:
 
 
 @pytest.mark.parametrize("number", [signal.SIGUSR1, pytest.param(signal.SIGHUP, marks=slow)])
-def test_fault_07_08_signal_saves_this_step_and_ends_all(data: Path, tmp_path: Path, number: int) -> None:
+def test_fault_07_08_signal_saves_this_step_and_ends_all(data, tmp_path, number):
     heeded = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup, which may be round these tests, it is ignored
     run = start(f"{FLAGS} {tmp_path} -b 4", data, processes=2, REQUEUE_MARKER=str(tmp_path / "marker"))
     signal.signal(signal.SIGHUP, heeded)
@@ -114,7 +114,7 @@ def test_fault_07_08_signal_saves_this_step_and_ends_all(data: Path, tmp_path: P
     wait_until(lambda: all(map(ended, processes)))
 
 
-def test_fault_63_ranks_save_when_their_launcher_is_killed(data: Path, tmp_path: Path) -> None:
+def test_fault_63_ranks_save_when_their_launcher_is_killed(data, tmp_path):
     run = start(f"{FLAGS} {tmp_path} -b 4", data, processes=2)
     run.read_until("[2/5]")
     ranks = list(run.ranks().values())
@@ -125,7 +125,7 @@ def test_fault_63_ranks_save_when_their_launcher_is_killed(data: Path, tmp_path:
         lock.acquire(tmp_path / "run")
 
 
-def test_fault_09_a_background_process_of_a_script_heeds_sigint(data: Path, tmp_path: Path) -> None:
+def test_fault_09_a_background_process_of_a_script_heeds_sigint(data, tmp_path):
     # What a shell does to the processes that it starts with &.
     ignored = "import os, sys, signal as s; s.signal(s.SIGINT, s.SIG_IGN); os.execv(sys.argv[1], sys.argv[1:])"
     command = [sys.executable, "-c", ignored, sys.executable, str(ROOT / "train.py"), str(data)]
@@ -137,7 +137,7 @@ def test_fault_09_a_background_process_of_a_script_heeds_sigint(data: Path, tmp_
 
 @slow
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 85), (signal.SIGKILL, -signal.SIGKILL)])
-def test_fault_07_signal_in_a_data_hang_ends_workers(data: Path, tmp_path: Path, number: int, code: int) -> None:
+def test_fault_07_signal_in_a_data_hang_ends_workers(data, tmp_path, number, code):
     run = start(f"{FLAGS} {tmp_path}", data, **held(tmp_path, at=16))
     run.read_until("epoch 1 [2/5]")
     (worker,) = children(run.process.pid)
@@ -148,7 +148,7 @@ def test_fault_07_signal_in_a_data_hang_ends_workers(data: Path, tmp_path: Path,
 
 
 @slow
-def test_fault_07_signal_in_validation_keeps_the_epoch_open(make_dataset: Make, tmp_path: Path) -> None:
+def test_fault_07_signal_in_validation_keeps_the_epoch_open(make_dataset, tmp_path):
     data, hanging = make_dataset(train=8), held(tmp_path, at=5, where="/validation/")
     run = start(f"{FLAGS} {tmp_path} -j 0 --validation-batch-size 1", data, **hanging)
     run.read_until("[1/1]")
@@ -158,7 +158,7 @@ def test_fault_07_signal_in_validation_keeps_the_epoch_open(make_dataset: Make, 
 
 
 @slow
-def test_fault_20_restart_after_a_killed_rank_has_the_same_bits(data: Path, tmp_path: Path) -> None:
+def test_fault_20_restart_after_a_killed_rank_has_the_same_bits(data, tmp_path):
     flags = f"{QUICK} -j 1 -b 4 --lr 1e-3 --epochs 3 --output {tmp_path}"
     # No name: the restarted processes have to find their own run.
     run = start(f"{flags} --recovery-interval 2", data, processes=2, MAX_RESTARTS="1", **held(tmp_path, at=12))

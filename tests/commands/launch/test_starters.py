@@ -14,7 +14,7 @@ import pytest
 from torch.distributed import TCPStore
 
 from tests.checkpoint.test_weights import Payload
-from tests.commands.conftest import QUICK, ROOT, Call, Make, Running, environment, metrics, start, storage
+from tests.commands.conftest import QUICK, ROOT, Running, environment, metrics, start, storage
 from tests.conftest import python_path
 from volo.record.confusion import ANSWERS
 from volo.record.run_directory import run_of_launch
@@ -59,9 +59,7 @@ def interfere(run: Running, harmed: Path) -> None:
         pytest.param("volo_test", "--tensor-parallel 2", marks=pytest.mark.slow),
     ],
 )
-def test_two_ranks_equal_one_with_the_same_global_batch(
-    call: Call, make_dataset: Make, make_labels: Make, tmp_path: Path, model: str, more: str
-) -> None:
+def test_two_ranks_equal_one_with_the_same_global_batch(call, make_dataset, make_labels, tmp_path, model, more):
     data = make_dataset(train=40, validation=7, size=(50, 40))  # 8 images an update
     # A larger rate without warm-up would amplify rounding beyond any tolerance.
     flags = f"{QUICK} --epochs 2 --lr 2e-4 --token-label --no-mix-token --drop-path 0 --model {model}"
@@ -115,7 +113,7 @@ sys.exit(rank == 0 and os.wait()[1])
 """
 
 
-def test_a_group_of_two_trains_as_one_run_and_stays(make_dataset: Make, tmp_path: Path) -> None:
+def test_a_group_of_two_trains_as_one_run_and_stays(make_dataset, tmp_path):
     flags = f"{make_dataset(train=32)} {QUICK} --epochs 1 --bind none"
     where = [str(tmp_path / "meeting"), str(tmp_path), flags]
     both = Running([sys.executable, "-c", WORKER, *where], PYTHONPATH=python_path(ROOT))
@@ -125,9 +123,7 @@ def test_a_group_of_two_trains_as_one_run_and_stays(make_dataset: Make, tmp_path
 
 
 @pytest.mark.parametrize("run_id", ["none", "mine"])  # torchrun's is "none" where none is given
-def test_a_restart_goes_on_with_the_run_of_its_launch_alone(
-    call: Call, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_id: str
-) -> None:
+def test_a_restart_goes_on_with_the_run_of_its_launch_alone(call, data, tmp_path, monkeypatch, run_id):
     named = "" if run_id == "none" else "--experiment sweep/a"
     for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "TORCHELASTIC_RUN_ID": run_id}.items():
         monkeypatch.setenv(name, value)

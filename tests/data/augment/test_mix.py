@@ -37,7 +37,7 @@ def drawing_from(generator: np.random.Generator) -> types.SimpleNamespace:
 
 @pytest.mark.parametrize("mode", ["batch", "pair", "elem"])
 @pytest.mark.parametrize("settings", SETTINGS)
-def test_same_draws_give_timms(monkeypatch: pytest.MonkeyPatch, mode: str, settings: dict[str, Any]) -> None:
+def test_same_draws_give_timms(monkeypatch, mode, settings):
     options: dict[str, Any] = {"mode": mode, "label_smoothing": 0.1, "num_classes": 7, **settings}
     images = torch.randn(6, 3, 12, 17, generator=torch.Generator().manual_seed(0))
     classes = torch.tensor([0, 3, 6, 6, 2, 1])
@@ -53,7 +53,7 @@ def test_same_draws_give_timms(monkeypatch: pytest.MonkeyPatch, mode: str, setti
     assert mixed_at_all > 0
 
 
-def test_wrong_settings_name_the_flag() -> None:
+def test_wrong_settings_name_the_flag():
     with pytest.raises(UserError, match="--mixup-mode bogus"):
         Mixup(mode="bogus")
     with pytest.raises(UserError, match="--mixup and --cutmix"):
@@ -64,7 +64,7 @@ def test_wrong_settings_name_the_flag() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("number", "mode"), [*enumerate(["batch", "pair", "elem", "batch", "elem"])])
-def test_cuda_mixes_as_the_cpu_without_waiting_for_the_host(number: int, mode: str) -> None:
+def test_cuda_mixes_as_the_cpu_without_waiting_for_the_host(number, mode):
     images, settings = torch.randn(6, 3, 12, 17), SETTINGS[number]
     mixup, on_device = Mixup(mode=mode, **settings), images.cuda()
     mixup.draw(on_device, np.random.default_rng(0))

@@ -2,7 +2,7 @@
 here (`graph`): its windows are Pillow's, and what it resizes is close to torchvision's."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from importlib.util import find_spec
 from types import SimpleNamespace
 
@@ -47,7 +47,7 @@ MAKERS = pytest.mark.parametrize("make", [DaliBackend, graph])
 
 
 @MAKERS
-def test_decoded_windows_are_pillows(make: Callable[[], DaliBackend]) -> None:
+def test_decoded_windows_are_pillows(make):
     for content in SOUND_JPEGS.values():
         image = Encoded("x", bytearray(content), 96, 72)
         assert is_sound(image)
@@ -58,7 +58,7 @@ def test_decoded_windows_are_pillows(make: Callable[[], DaliBackend]) -> None:
 
 
 @MAKERS
-def test_a_batch_of_everything_in_its_order(make: Callable[[], DaliBackend]) -> None:
+def test_a_batch_of_everything_in_its_order(make):
     """Own filters, sizes and windows; what DALI would not decode exactly comes from the host."""
     base = picture()
     files = [encoded(base), encoded(base, "PNG"), encoded(picture(33, 120), subsampling=2)]
@@ -88,7 +88,7 @@ def named(count: int) -> list[Request]:
     return [Request(image, (number, 0, 50, 60), (20, 24), "bilinear") for number, image in enumerate(images)]
 
 
-def test_an_image_that_only_the_host_decodes_costs_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_image_that_only_the_host_decodes_costs_no_other(monkeypatch):
     names, runs, build = {b"0005"}, list[int](), dali._pipeline.__wrapped__
 
     def failing(*args: object) -> object:
@@ -119,7 +119,7 @@ def test_an_image_that_only_the_host_decodes_costs_no_other(monkeypatch: pytest.
         DaliBackend().decode_batch(requests, (20, 24))
 
 
-def test_missing_dali_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_dali_names_the_extra(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "nvidia.dali", None)
     dali._dali.cache_clear()
     with pytest.raises(UserError, match="dali-gpu needs a CUDA device, this is cpu: use dali-cpu"):
@@ -133,7 +133,7 @@ def test_missing_dali_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.gpu(stand_in=False)
-def test_on_a_gpu_images_stay_there() -> None:
+def test_on_a_gpu_images_stay_there():
     device = torch.device("cuda", torch.cuda.current_device())
     requests = named(8)
     ours, theirs = (

@@ -37,7 +37,7 @@ def saved(image: Image.Image, path: Path, **options: Any) -> str:
 
 @pytest.mark.parametrize("filter_name", RESIZE_FILTERS)
 @pytest.mark.parametrize("name", BACKENDS)
-def test_crop_and_resize_within_a_grey_level_of_pillow(name: str, filter_name: str) -> None:
+def test_crop_and_resize_within_a_grey_level_of_pillow(name, filter_name):
     backend, data = create_backend(name), bytearray(encoded(picture(), quality=90))
     image, off = Image.open(io.BytesIO(data)), list[np.ndarray]()
     for (x, y, w, h), size in itertools.product(CROPS, ((32, 32), (50, 41), (17, 90))):
@@ -53,7 +53,7 @@ def test_crop_and_resize_within_a_grey_level_of_pillow(name: str, filter_name: s
 
 @pytest.mark.parametrize("without", [False, True], ids=["", "without simplejpeg"])
 @pytest.mark.parametrize("kind", JPEGS)
-def test_every_pixel_of_a_jpeg_is_pillows(kind: str, without: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_pixel_of_a_jpeg_is_pillows(kind, without, monkeypatch):
     if without:
         monkeypatch.setattr(decode, "simplejpeg", None)
     ours = TorchvisionBackend().decode(Encoded("x", bytearray(JPEGS[kind]), 96, 72), None, (72, 96), "bilinear")
@@ -101,14 +101,14 @@ GRAY = {
 
 @pytest.mark.parametrize("name", BACKENDS)
 @pytest.mark.parametrize("kind", GRAY)
-def test_gray_levels_are_those_of_the_file(kind: str, name: str) -> None:
+def test_gray_levels_are_those_of_the_file(kind, name):
     backend = create_backend(name)
     levels = backend.decode(backend.open("x", bytearray(GRAY[kind])), None, (1, 6), "bilinear")
     assert levels[0, 0].tolist() == LEVELS.tolist() and (levels == levels[:1]).all()
 
 
 @pytest.mark.parametrize("bits", [8, 16])
-def test_values_of_fits_are_not_taken_for_gray(bits: int) -> None:
+def test_values_of_fits_are_not_taken_for_gray(bits):
     cards = {"SIMPLE": "T", "BITPIX": bits, "NAXIS": 2, "NAXIS1": 6, "NAXIS2": 1, "BZERO": 2 ** (bits - 1)}
     head = "".join(f"{name:<8}= {value:>20}".ljust(80) for name, value in cards.items()) + "END"
     with refuses("its pixels are of FITS, on a scale of its own: nobody knows which of them is white", BadImage):
@@ -116,7 +116,7 @@ def test_values_of_fits_are_not_taken_for_gray(bits: int) -> None:
 
 
 @pytest.mark.parametrize("name", BACKENDS)
-def test_fault_24_truncated_jpeg_is_bad_wherever_it_is_cut(tmp_path: Path, name: str) -> None:
+def test_fault_24_truncated_jpeg_is_bad_wherever_it_is_cut(tmp_path, name):
     data = encoded(picture(), quality=90)
     cuts = [*range(1, len(data), len(data) // 25), len(data) - 3]
     backend = create_backend(name)
@@ -129,7 +129,7 @@ def test_fault_24_truncated_jpeg_is_bad_wherever_it_is_cut(tmp_path: Path, name:
 
 
 @pytest.mark.parametrize("name", BACKENDS)
-def test_a_bad_image_does_not_keep_the_memory_of_its_batch(name: str) -> None:
+def test_a_bad_image_does_not_keep_the_memory_of_its_batch(name):
     """While the training loop has the garbage collector switched off."""
     backend, data = create_backend(name), encoded(picture(), quality=90)
     requests = [Request(Encoded("a", part, 96, 72), None, (16, 16), "bilinear") for part in (data, data[:300])]
@@ -144,7 +144,7 @@ def test_a_bad_image_does_not_keep_the_memory_of_its_batch(name: str) -> None:
         gc.enable()
 
 
-def test_fault_40_pixel_bomb_is_refused_by_its_header(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fault_40_pixel_bomb_is_refused_by_its_header(tmp_path, monkeypatch):
     # Pillow alone: an error, a warning, nothing.
     sizes = {15000: 225_000_000, 12000: 144_000_000, 8000: 64_000_000}
     for side, pixels in sizes.items():
@@ -159,7 +159,7 @@ def test_fault_40_pixel_bomb_is_refused_by_its_header(tmp_path: Path, monkeypatc
         monkeypatch.undo()
 
 
-def test_postscript_is_never_run_and_unknown_backends_are_named() -> None:
+def test_postscript_is_never_run_and_unknown_backends_are_named():
     with pytest.raises(BadImage, match="no image format"):
         read_size(encoded(picture(), "EPS"))
     with pytest.raises(UserError, match="--data-backend dali: there are torchvision, pil, "):
@@ -197,7 +197,7 @@ def pixels(backend: PilBackend, path: str, crop: Crop | None, size: Size, interp
     ("mode", "subsampling", "interpolation"),
     [("RGB", 0, "bilinear"), ("RGB", 2, "bicubic"), ("L", 0, "bicubic"), ("CMYK", 0, "bilinear")],
 )
-def test_grey_levels_are_close_to_pillows(tmp_path: Path, mode: str, subsampling: int, interpolation: str) -> None:
+def test_grey_levels_are_close_to_pillows(tmp_path, mode, subsampling, interpolation):
     path = saved(photograph(mode), tmp_path / "x.jpg", quality=90, subsampling=subsampling)
     for crop, size, divisor in SCALED:
         assert SCALING.divisor(Request(SCALING.open(path), crop, size, interpolation)) == divisor
@@ -207,7 +207,7 @@ def test_grey_levels_are_close_to_pillows(tmp_path: Path, mode: str, subsampling
         assert difference.mean() < 1.1 and np.percentile(difference, 99.9) <= 10 and difference.max() <= 16
 
 
-def test_windows_are_exact_to_a_tenth_of_a_pixel(tmp_path: Path) -> None:
+def test_windows_are_exact_to_a_tenth_of_a_pixel(tmp_path):
     y, x = np.mgrid[:480, :641]
     waves = [128 + 100 * np.sin(2 * np.pi * at / 80) for at in (x, y, x + y)]
     image = Image.fromarray(np.stack(waves, axis=2).astype(np.uint8))
@@ -222,7 +222,7 @@ def test_windows_are_exact_to_a_tenth_of_a_pixel(tmp_path: Path) -> None:
             assert abs(shift) * crop[2 + (axis == 0)] / size[axis] < 0.1, "pixels of the file"
 
 
-def test_twice_the_output_is_left_and_small_images_stay_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_twice_the_output_is_left_and_small_images_stay_whole(monkeypatch):
     def divisor(size: Size, crop: Crop | None, side: int) -> int:
         image = Encoded("x", bytearray(decode.JPEG_MAGIC), *size)
         return SCALING.divisor(Request(image, crop, (side, side), "bilinear"))
@@ -234,7 +234,7 @@ def test_twice_the_output_is_left_and_small_images_stay_whole(monkeypatch: pytes
     assert {size: divisor(size, None, 224) for size in sizes} == sizes
 
 
-def test_dali_scales_as_torchvision_does(tmp_path: Path) -> None:
+def test_dali_scales_as_torchvision_does(tmp_path):
     pytest.importorskip("nvidia.dali")
     path = saved(photograph(), tmp_path / "x.jpg", quality=90)
     for scaling in (True, False):
@@ -246,7 +246,7 @@ def test_dali_scales_as_torchvision_does(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("flag", ["", "--full-decode"])
-def test_training_alone_scales_unless_full_decode(tmp_path: Path, flag: str) -> None:
+def test_training_alone_scales_unless_full_decode(tmp_path, flag):
     write(tmp_path, {f"{split}/c/{number}.jpg": JPEG for split in ("train", "val") for number in range(4)})
     args = TRAIN.parse(f"{tmp_path} --model volo_test --img-size 32 -b 4 -j 0 --aa none --num-classes 1 {flag}".split())
     settings = {"input_size": (3, 32, 32), "mean": [0, 0, 0], "std": [1, 1, 1], "interpolation": "bicubic"}

@@ -1,8 +1,5 @@
 """Which class of an imposed list a class is: by its name, whatever that looks like. Lists that don't fit."""
 
-from pathlib import Path
-from typing import Any
-
 import pytest
 
 from tests.data.conftest import jpeg, refuses, write
@@ -35,9 +32,7 @@ TORCHVISION = sorted(map(str, range(12)))  # 0, 1, 10, 11, 2, ...
         ([0, 2], ["cat", "dog", "owl"], "nothing"),
     ],
 )
-def test_listed_names_that_look_like_numbers_are_names(
-    tmp_path: Path, kind: str, own: Any, imposed: list[str], by: str
-) -> None:
+def test_listed_names_that_look_like_numbers_are_names(tmp_path, kind, own, imposed, by):
     names, split = [*map(str, own)], tmp_path / "train"
     files = {f"{name}/x{name}.jpg": jpeg(number) for number, name in enumerate(names)}
     if kind == "shards":  # which others made
@@ -73,7 +68,7 @@ LIKE = "names that look the same differ in their Unicode form"
         (["Cat", "tea"], "cat\ntea", LIKE),
     ],
 )
-def test_a_list_that_does_not_fit_says_what_it_holds(tmp_path: Path, own: list[str], imposed: str, line: str) -> None:
+def test_a_list_that_does_not_fit_says_what_it_holds(tmp_path, own, imposed, line):
     write(tmp_path / "train", {f"{name}/x.jpg": jpeg(0) for name in own})
     (tmp_path / "map.txt").write_text(imposed, "utf-8")
     with refuses(line):
@@ -83,7 +78,7 @@ def test_a_list_that_does_not_fit_says_what_it_holds(tmp_path: Path, own: list[s
     assert open_images(str(tmp_path), "train", class_names=listed).class_names[0] == own[0]
 
 
-def test_lists_of_images_and_labels_say_what_they_hold(tmp_path: Path) -> None:
+def test_lists_of_images_and_labels_say_what_they_hold(tmp_path):
     write(tmp_path / "train", {f"{DECOMPOSED}/{number}.jpg": jpeg(0) for number in (1, 2)})
     images, listed = open_images(str(tmp_path), "train"), tmp_path / "list"
     listed.write_text(f"{CAFE}/1.jpg\n", "utf-8")
@@ -101,7 +96,7 @@ def test_lists_of_images_and_labels_say_what_they_hold(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["lost+found", "@eaDir", "__MACOSX", "$RECYCLE.BIN", "System Volume Information"])
-def test_folders_that_systems_make_are_no_classes(tmp_path: Path, name: str) -> None:
+def test_folders_that_systems_make_are_no_classes(tmp_path, name):
     images = ("cat/1.jpg", "dog/2.jpg", f"{name}/x.jpg", f"dog/{name}/2.jpg")
     write(tmp_path / "train", dict.fromkeys(images, jpeg(0)))
     images = open_images(str(tmp_path), "train")
@@ -110,14 +105,14 @@ def test_folders_that_systems_make_are_no_classes(tmp_path: Path, name: str) -> 
     assert len(open_images(str(tmp_path), "train", classes=False)) == 2
 
 
-def test_classes_that_differ_in_case_alone_are_told(tmp_path: Path) -> None:
+def test_classes_that_differ_in_case_alone_are_told(tmp_path):
     write(tmp_path / "train", {f"{name}/x.jpg": jpeg(0) for name in ("C0", "c0", "c1")})
     assert open_images(str(tmp_path), "train").warnings[-1].endswith("classes that differ in case alone: C0, c0")
 
 
 @pytest.mark.parametrize("other", ["cafe\u0301", "caf\u00e9 "])
 @pytest.mark.parametrize("kind", ["folders", "shards"])
-def test_two_classes_that_look_the_same_are_refused(tmp_path: Path, kind: str, other: str) -> None:
+def test_two_classes_that_look_the_same_are_refused(tmp_path, kind, other):
     split, images = tmp_path / "train", {f"{name}/{name}.jpg": jpeg(0) for name in (CAFE, other)}
     if kind == "shards":
         numbers = {f"{name}/{name}.cls": str(number).encode() for number, name in enumerate((CAFE, other))}

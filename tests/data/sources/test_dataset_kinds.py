@@ -32,7 +32,7 @@ def pixels(source: ImageSource, index: int, backend: type[PilBackend] = PilBacke
         *((each, "there are .*tfrecord, .*wds/NAME") for each in ("tfrecords", "tfrecord/x", "wds")),
     ],
 )
-def test_unknown_kinds_are_one_line_that_names_what_there_is(dataset: str, message: str) -> None:
+def test_unknown_kinds_are_one_line_that_names_what_there_is(dataset, message):
     with pytest.raises(UserError, match=message):
         parse_kind(dataset)
     assert parse_kind("HFDS/Owner/Name") == ("hfds", "Owner/Name") and parse_kind("ImageFolder") == ("", "")
@@ -67,9 +67,7 @@ def cifar(root: Path, monkeypatch: pytest.MonkeyPatch, reader: Any) -> Path:
 @pytest.mark.parametrize(
     ("name", "split", "backend"), [("cifar10", "train", PilBackend), ("cifar100", "validation", TorchvisionBackend)]
 )
-def test_cifar_is_torchvisions(
-    name: str, split: str, backend: type[PilBackend], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_cifar_is_torchvisions(name, split, backend, tmp_path, monkeypatch):
     reader = getattr(torch_datasets, name.upper())
     root = cifar(tmp_path, monkeypatch, reader)
     theirs = reader(root, train=split == "train")
@@ -82,7 +80,7 @@ def test_cifar_is_torchvisions(
     assert (pixels(taken, 0) == pixels(ours, 4)).all() and taken.paths == [ours.paths[4], ours.paths[1]]
 
 
-def test_damaged_or_missing_cifar_is_never_unpickled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_damaged_or_missing_cifar_is_never_unpickled(tmp_path, monkeypatch):
     root = cifar(tmp_path, monkeypatch, torch_datasets.CIFAR10)
     file = root / "cifar-10-batches-py" / "data_batch_3"
     file.write_bytes(b"cbuiltins\nexit\n(tR.")  # which would end this process
@@ -112,7 +110,7 @@ def hub(tmp_path: Path) -> Path:
     return folder
 
 
-def test_hub_data_sets_are_timms(hub: Path, tmp_path: Path) -> None:
+def test_hub_data_sets_are_timms(hub, tmp_path):
     create_reader = pytest.importorskip("timm.data.readers.reader_factory").create_reader
     cache = str(tmp_path / "cache")
     theirs = create_reader(f"hfds/{hub}", cache, "train", input_key="img")
@@ -129,7 +127,7 @@ def test_hub_data_sets_are_timms(hub: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("labels", [["owl", "b/ox", "owl"], [3, 0, 3]])
 @pytest.mark.parametrize("beside", [True, False])
-def test_hub_data_sets_of_plain_columns(tmp_path: Path, labels: list[Any], beside: bool) -> None:
+def test_hub_data_sets_of_plain_columns(tmp_path, labels, beside):
     datasets = pytest.importorskip("datasets")
     images = [{"bytes": jpeg(mark), "path": None} if beside else jpeg(mark) for mark in range(3)]
     table = datasets.Dataset.from_dict({"image": images, "label": labels, "size": [1, 2, 3]})
@@ -142,7 +140,7 @@ def test_hub_data_sets_of_plain_columns(tmp_path: Path, labels: list[Any], besid
     assert [bytes(ours.read(row)) for row in range(3)] == [jpeg(mark) for mark in range(3)]
 
 
-def test_hub_faults_are_one_line(hub: Path, tmp_path: Path) -> None:
+def test_hub_faults_are_one_line(hub, tmp_path):
     datasets = pytest.importorskip("datasets")
     cache = str(tmp_path / "cache")
     with pytest.raises(UserError, match=r'split nowhere, can.t be loaded: Unknown split "nowhere".*--split'):
@@ -163,7 +161,7 @@ def test_hub_faults_are_one_line(hub: Path, tmp_path: Path) -> None:
         pixels(open_images(cache, "train", f"hfds/{hub}"), 2)
 
 
-def test_missing_package_is_named_with_its_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_package_is_named_with_its_extra(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(UserError, match=r"pip install '.*\[hf\]'"):
         open_images(None, "train", "hfds/x")

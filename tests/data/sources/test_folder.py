@@ -36,7 +36,7 @@ def tree(tmp_path: Path) -> Path:
     return tmp_path / "train"
 
 
-def test_search_reports_after_3_seconds_and_every_10(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_search_reports_after_3_seconds_and_every_10(monkeypatch):
     now, reported, alive = [0.0], list[str](), list[int]()
     monkeypatch.setattr("tlt.io.jobs.time.monotonic", lambda: now[0])
     progress = SearchProgress(reported.append, lambda: alive.append(1))
@@ -47,7 +47,7 @@ def test_search_reports_after_3_seconds_and_every_10(monkeypatch: pytest.MonkeyP
     assert len(alive) == 30
 
 
-def test_progress_has_the_time_of_the_rest(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_progress_has_the_time_of_the_rest(monkeypatch, capsys):
     now = [0.0]
     monkeypatch.setattr("tlt.io.jobs.time.monotonic", lambda: now[0])
     progress = Progress("labelling", 100)
@@ -62,7 +62,7 @@ def test_progress_has_the_time_of_the_rest(monkeypatch: pytest.MonkeyPatch, caps
 
 
 @pytest.mark.parametrize("imposed", [None, ["n10", "deep", "absent", "n2"]])
-def test_scan_agrees_with_timm(tree: Path, imposed: list[str] | None) -> None:
+def test_scan_agrees_with_timm(tree, imposed):
     for digits in (9, 46, 47, 48):  # the code of a slash is 47
         image(tree / "n2" / f"{'1' * digits}.png")
     ours = scan_folder(tree)
@@ -75,7 +75,7 @@ def test_scan_agrees_with_timm(tree: Path, imposed: list[str] | None) -> None:
     assert ours.class_names == (imposed or ["deep", "n2", "n10"])
 
 
-def test_any_names_are_in_timms_order(tmp_path: Path) -> None:
+def test_any_names_are_in_timms_order(tmp_path):
     """Folders inside of folders that hold images too, and names that are not of ASCII."""
     rng = random.Random(0)
     small = ["n1", "N02", "n12", "a b", "a", "a-b", "a/b", "a/B2", "a/b10", "é", "x/y/z", "x"]
@@ -96,7 +96,7 @@ def test_any_names_are_in_timms_order(tmp_path: Path) -> None:
             assert [listing.leaves[leaf] for leaf in listing.leaf] == [os.path.dirname(path) for path in listing.names]
 
 
-def test_fault_29_30_empty_and_missing_class_folders(tree: Path) -> None:
+def test_fault_29_30_empty_and_missing_class_folders(tree):
     (tree / "n5").mkdir()
     train = scan_folder(tree)
     assert train.class_names == ["deep", "n2", "n5", "n10"] and train.classes.tolist() == [1, 0, 0, 0, 3, 3]
@@ -125,7 +125,7 @@ def test_fault_29_30_empty_and_missing_class_folders(tree: Path) -> None:
         class_folders.compare_classes(train, scan_folder(val))
 
 
-def test_fault_23_31_36_38_what_is_left_out_is_reported(tree: Path) -> None:
+def test_fault_23_31_36_38_what_is_left_out_is_reported(tree):
     """Unknown suffixes, pipes, dangling links, hidden folders, loops, links to what is read elsewhere."""
     image(tree / "a" / "1.webp")
     before = scan_folder(tree)
@@ -151,7 +151,7 @@ def test_fault_23_31_36_38_what_is_left_out_is_reported(tree: Path) -> None:
 
 
 @pytest.mark.parametrize("classes", [True, False])
-def test_no_image_is_read_twice_through_links(tree: Path, tmp_path: Path, classes: bool) -> None:
+def test_no_image_is_read_twice_through_links(tree, tmp_path, classes):
     """Links to what holds the split, or the link, to parts of what is read through another link, to hidden folders."""
     pool = tmp_path / "pool"
     image(pool / "n7" / "part" / "1.jpg")
@@ -170,7 +170,7 @@ def test_no_image_is_read_twice_through_links(tree: Path, tmp_path: Path, classe
     assert not classes or scan_folder(tree).class_names == ["deep", "n1", "n2", "n3", "n10", "part"]
 
 
-def test_fault_33_missing_validation_folder(tree: Path) -> None:
+def test_fault_33_missing_validation_folder(tree):
     with pytest.raises(UserError, match=r"no 'validation' folder in .*searched validation, val, valid, eval, eval"):
         find_split(tree.parent, "validation", allow_root=True)
     with pytest.raises(UserError, match="it holds deep"):
@@ -192,7 +192,7 @@ def test_fault_33_missing_validation_folder(tree: Path) -> None:
 
 @pytest.mark.parametrize("program", ["train", "validate"])
 @pytest.mark.parametrize("name", ["train.zip", "labels.csv", "train/a.tar.gz", "a.parquet", "train-00000-of-00002", ""])
-def test_files_of_other_kinds_are_told_the_flag_that_reads_them(tmp_path: Path, program: str, name: str) -> None:
+def test_files_of_other_kinds_are_told_the_flag_that_reads_them(tmp_path, program, name):
     file = tmp_path / "data" / (name or "train/notes")
     file.parent.mkdir(parents=True)
     file.touch() if name else file.mkdir()
@@ -203,7 +203,7 @@ def test_files_of_other_kinds_are_told_the_flag_that_reads_them(tmp_path: Path, 
         assert hint_given == (name != "")
 
 
-def test_fault_34_35_class_map_and_numbers_of_classes(tree: Path, tmp_path: Path) -> None:
+def test_fault_34_35_class_map_and_numbers_of_classes(tree, tmp_path):
     path = tmp_path / "map.txt"
     path.write_text("b\na\n\n")
     assert read_class_map(path) == ["b", "a"]
@@ -218,7 +218,7 @@ def test_fault_34_35_class_map_and_numbers_of_classes(tree: Path, tmp_path: Path
     assert "--num-classes 4" in warning
 
 
-def test_fault_28_37_bad_trees_are_one_line(tree: Path) -> None:
+def test_fault_28_37_bad_trees_are_one_line(tree):
     (tree / "n4").symlink_to(tree / "gone")
     with refuses(r"n4 can't be read \(No such file"):
         scan_folder(tree)
@@ -238,7 +238,7 @@ def test_fault_28_37_bad_trees_are_one_line(tree: Path) -> None:
         scan_folder(tree)
 
 
-def test_fault_32_unreadable_class_folder(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fault_32_unreadable_class_folder(tree, monkeypatch):
     """As for a user who is not root, to whom permissions do not apply."""
     scandir = os.scandir
 
@@ -267,7 +267,7 @@ def opened(listed: Path, text: str, split: str = "train") -> list[tuple[str, str
     return [(path, images.class_names[number]) for path, number in zip(images.paths, images.classes, strict=True)]
 
 
-def test_paths_take_their_usual_form_and_rows_their_split(listed: Path) -> None:
+def test_paths_take_their_usual_form_and_rows_their_split(listed):
     text = "path,class\n./a.png,x\ndeep/../b.png,y\ndeep//c.png,x\n"
     assert opened(listed, text) == [("a.png", "x"), ("b.png", "y"), ("deep/c.png", "x")]
     text = "path,split,class\na.png,train,x\nb.png,val,y\n"
@@ -296,6 +296,6 @@ ROW = "a row needs a path and a class, and a field for each column"
         ("path,class,split\na.png,x,test\n", r"no row whose column 'split' says train: it has test \(--split\)"),
     ],
 )
-def test_what_a_table_may_not_say_is_one_line(listed: Path, text: str, reported: str) -> None:
+def test_what_a_table_may_not_say_is_one_line(listed, text, reported):
     with refuses(rf"table\.csv.* ?{reported}"):
         opened(listed, text)

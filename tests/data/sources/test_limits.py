@@ -46,7 +46,7 @@ def refused(backend: Backend, image: Encoded) -> str:
 
 
 @pytest.mark.parametrize("kind", LARGE)
-def test_the_header_of_what_is_decoded_decides(backend: Backend, kind: str) -> None:
+def test_the_header_of_what_is_decoded_decides(backend, kind):
     large, small = (red(kind, side, **LARGE[kind]) for side in (2000, 90))
     for stated in ((100, 100), (2000, 2000)):
         assert "2000 x 2000 pixels are more than --max-pixels 1000000" in refused(backend, Encoded("x", large, *stated))
@@ -55,7 +55,7 @@ def test_the_header_of_what_is_decoded_decides(backend: Backend, kind: str) -> N
     assert not decoded.bad and decoded.images[0, 0].min() > 200
 
 
-def test_what_holds_an_image_of_another_format_is_not_opened() -> None:
+def test_what_holds_an_image_of_another_format_is_not_opened():
     """An icon that says that it is of 16 x 16 pixels."""
     data = red("PNG", 2000)
     icon = struct.pack("<HHHBBBBHHII", 0, 1, 1, 16, 16, 0, 0, 1, 32, len(data), 22) + data
@@ -81,7 +81,7 @@ def sparse(path: Path, size: int = SPARSE, head: bytes | bytearray = b"") -> Pat
 
 
 @pytest.mark.usefixtures("little_memory")
-def test_a_vast_file_is_not_read(backend: Backend, tmp_path: Path) -> None:
+def test_a_vast_file_is_not_read(backend, tmp_path):
     sparse(tmp_path / "train" / "c" / "0.jpg")
     sparse(tmp_path / "train" / "c" / "1.jpg", head=red("JPEG", 50))
     sparse(tmp_path / "train" / "c" / "2.webp", 100_000_000, head=red("WEBP", 50))
@@ -94,7 +94,7 @@ def test_a_vast_file_is_not_read(backend: Backend, tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("little_memory")
-def test_a_vast_member_of_a_shard_is_not_read(tmp_path: Path) -> None:
+def test_a_vast_member_of_a_shard_is_not_read(tmp_path):
     """Neither for the table, but in parts, nor for training."""
     folder = tmp_path / "train"
     folder.mkdir()
@@ -116,7 +116,7 @@ def test_a_vast_member_of_a_shard_is_not_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("little_memory")
-def test_a_vast_record_is_not_read(tmp_path: Path) -> None:
+def test_a_vast_record_is_not_read(tmp_path):
     crc32c = pytest.importorskip("google_crc32c").value
     length = SPARSE.to_bytes(8, "little")
     masked = ((crc32c(length) >> 15 | crc32c(length) << 17) + 0xA282EAD8) & 0xFFFFFFFF
@@ -125,7 +125,7 @@ def test_a_vast_record_is_not_read(tmp_path: Path) -> None:
         open_images(str(tmp_path), "train", "tfrecord")
 
 
-def test_no_honest_image_is_refused(tmp_path: Path) -> None:
+def test_no_honest_image_is_refused(tmp_path):
     """The largest that their formats make of so many pixels, and small ones with much beside."""
     noise = np.random.default_rng(0).integers(0, 256, (300, 300, 4), np.uint8)
     Image.fromarray(noise).save(tmp_path / "a.bmp")

@@ -62,13 +62,13 @@ def data(tmp_path: Path) -> Path:
     return tmp_path / "data"
 
 
-def test_classes_without_names_are_numbers(tmp_path: Path) -> None:
+def test_classes_without_names_are_numbers(tmp_path):
     files = {"7.jpg": jpeg(1), "7.json": b'{"label": 2}', "8.JPG": jpeg(2), "8.json": b'{"label": 0}'}
     source = opened(tar(tmp_path / "x.tar", files).parent)
     assert list(source.paths) == ["0/8.jpg", "2/7.jpg"] and source.class_names == ["0", "1", "2"]
 
 
-def test_non_samples_are_reported_and_names_may_be_anything(tmp_path: Path) -> None:
+def test_non_samples_are_reported_and_names_may_be_anything(tmp_path):
     def device(info: tarfile.TarInfo) -> None:
         if info.name == "d.jpg":
             info.type, info.size = tarfile.CHRTYPE, 0
@@ -109,7 +109,7 @@ BAD_MEMBERS = {
 
 
 @pytest.mark.parametrize("case", BAD_MEMBERS)
-def test_fault_42_bad_members_are_one_line(tmp_path: Path, case: str) -> None:
+def test_fault_42_bad_members_are_one_line(tmp_path, case):
     files, message = BAD_MEMBERS[case]
     tar(tmp_path / "x.tar", files, link)
     with refuses(message):
@@ -119,14 +119,14 @@ def test_fault_42_bad_members_are_one_line(tmp_path: Path, case: str) -> None:
 
 @pytest.mark.parametrize("name", ["1.jpg", "1.png"])
 @pytest.mark.parametrize("number", [b"0", b"1"])
-def test_a_key_is_in_one_shard_whatever_its_class(tmp_path: Path, name: str, number: bytes) -> None:
+def test_a_key_is_in_one_shard_whatever_its_class(tmp_path, name, number):
     tar(tmp_path / "a.tar", {"1.jpg": jpeg(0), "1.cls": b"0"})
     tar(tmp_path / "b.tar", {name: jpeg(1), "1.cls": number})
     with refuses("1 keys are in several shards of .*shards, such as 1: a key names one image"):
         opened(tmp_path)
 
 
-def test_a_tar_cut_anywhere_is_refused(tmp_path: Path) -> None:
+def test_a_tar_cut_anywhere_is_refused(tmp_path):
     """At a member's border too, where Python's tarfile says nothing."""
     whole = tar(tmp_path / "whole.tar", samples(0, 2)).read_bytes()
     with tarfile.open(tmp_path / "whole.tar") as archive:
@@ -151,7 +151,7 @@ def test_a_tar_cut_anywhere_is_refused(tmp_path: Path) -> None:
         scan_tar(str(cut))
 
 
-def test_damaged_headers_are_refused_whatever_they_lead_to(tmp_path: Path) -> None:
+def test_damaged_headers_are_refused_whatever_they_lead_to(tmp_path):
     """With right checksums, so that they are believed: a size beyond 64 bits, one below zero, extensions of them."""
     whole = tar(tmp_path / "x.tar", samples(0, 2)).read_bytes()
     for kind in b"0xgLKS5":
@@ -164,7 +164,7 @@ def test_damaged_headers_are_refused_whatever_they_lead_to(tmp_path: Path) -> No
                 scan_tar(str(tmp_path / "x.tar"))
 
 
-def test_headers_of_any_length_take_no_memory(tmp_path: Path) -> None:
+def test_headers_of_any_length_take_no_memory(tmp_path):
     """A name of 3 GB, of which the file has but holes."""
     info = tarfile.TarInfo("././@LongLink")
     info.type, info.size = tarfile.GNUTYPE_LONGNAME, 3 * 10**9
@@ -204,14 +204,14 @@ BAD_FOLDERS: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 @pytest.mark.parametrize("case", BAD_FOLDERS)
-def test_fault_43_shards_that_do_not_fit_their_table(data: Path, case: str) -> None:
+def test_fault_43_shards_that_do_not_fit_their_table(data, case):
     damage, message = BAD_FOLDERS[case]
     damage(data / "train")
     with refuses(message):
         open_images(str(data), "train")
 
 
-def test_a_copy_with_other_times_is_compared_once(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_copy_with_other_times_is_compared_once(data, monkeypatch):
     for name in ("a-00.tar", "a-01.tar"):
         os.utime(data / "train" / name, (1, 1))
     assert [*opened(data / "train").paths] == [*opened(data / "val").paths]
@@ -219,7 +219,7 @@ def test_a_copy_with_other_times_is_compared_once(data: Path, monkeypatch: pytes
     assert len(opened(data / "train")) == 12
 
 
-def test_fault_26_a_flipped_bit_is_noticed(data: Path) -> None:
+def test_fault_26_a_flipped_bit_is_noticed(data):
     source = opened(data / "train")
     flip(Path(source.files[0]), int(source.rows["offset"][1]) + 300)
     with pytest.raises(BadImage, match="a-00.tar .crc32 is wrong."):
@@ -234,7 +234,7 @@ def test_fault_26_a_flipped_bit_is_noticed(data: Path) -> None:
     assert len(opened(data / "val")) == 12
 
 
-def test_a_table_is_made_once_by_whoever_comes_first(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_table_is_made_once_by_whoever_comes_first(data, monkeypatch):
     """Three processes open shards without a table at once; one that was killed before left a part of it."""
     for path in (data / "train").glob("shards.*"):
         path.unlink()
@@ -261,7 +261,7 @@ def test_a_table_is_made_once_by_whoever_comes_first(data: Path, monkeypatch: py
     assert [process.exitcode for process in running] == [0, 0, 0]
 
 
-def test_a_table_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_table_that_cannot_be_written(tmp_path, monkeypatch):
     def refused(*_: object) -> None:
         raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
@@ -296,7 +296,7 @@ def named(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("name", ["train", "validation", "alternative", "set-{00..01}.tar|8", "set-0{0,2}.tar|8"])
-def test_images_and_classes_are_timms(name: str, named: Path) -> None:
+def test_images_and_classes_are_timms(name, named):
     create_reader = pytest.importorskip("timm.data.readers.reader_factory").create_reader
     theirs = [(np.array(image), number) for image, number in create_reader("wds/set", str(named), name)]
     ours = open_images(str(named), name, "wds/set")
@@ -306,14 +306,14 @@ def test_images_and_classes_are_timms(name: str, named: Path) -> None:
         assert ours.classes[index] == number
 
 
-def test_a_table_is_of_the_classes_that_were_asked_for(named: Path) -> None:
+def test_a_table_is_of_the_classes_that_were_asked_for(named):
     for key, classes in (("label_12k", [0, 1, 2, 3, 4, 5, 6, 7]), ("", [0, 0, 0, 1, 1, 1, 2, 2])):
         edit(named, alt_label=key)
         assert sorted(open_images(str(named), "train", "wds/set").classes.tolist()) == classes
 
 
 @pytest.mark.parametrize("pattern", ["a-{000..011}.tar", "{b,c}-{8..11}.tar", "x.tar", "{00..02}/{9..9}.tar"])
-def test_patterns_are_webdatasets(pattern: str) -> None:
+def test_patterns_are_webdatasets(pattern):
     wds = pytest.importorskip("webdataset")
     assert expand_braces(pattern) == wds.shardlists.expand_urls(pattern)
 
@@ -340,7 +340,7 @@ BAD_LISTS: dict[str, tuple[str, Callable[[Path], object], str]] = {
 
 
 @pytest.mark.parametrize("case", BAD_LISTS)
-def test_fault_44_bad_list_is_one_line(case: str, named: Path) -> None:
+def test_fault_44_bad_list_is_one_line(case, named):
     name, damage, text = BAD_LISTS[case]
     damage(named)
     with refuses(text):

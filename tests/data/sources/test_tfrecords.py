@@ -88,7 +88,7 @@ def dali_reads(files: list[Path], label: str) -> list[tuple[bytes, int]]:
     return [(images.at(0).tobytes(), int(labels.at(0)[0])) for images, labels in batches]
 
 
-def test_images_are_those_that_dali_reads(data: Path) -> None:
+def test_images_are_those_that_dali_reads(data):
     files = sorted(path for path in (data / "train").iterdir() if "-of-" in path.name)
     expected = dali_reads(files, "image/class/label")
     ours = open_images(str(data), "train", "tfrecord")
@@ -98,7 +98,7 @@ def test_images_are_those_that_dali_reads(data: Path) -> None:
     assert class_of == {image: number[label] for image, label in expected} and len(class_of) == len(expected) == 9
 
 
-def test_split_may_be_in_file_names_and_classes_be_numbers(tmp_path: Path) -> None:
+def test_split_may_be_in_file_names_and_classes_be_numbers(tmp_path):
     records: list[Features] = [{"image": jpeg(mark), "label": [mark % 2 * 2], "other": -5} for mark in range(4)]
     write(tmp_path / "training.tfrecord", records)
     write(tmp_path / "val.tfrecord-00000-of-00001", records[:3])
@@ -134,7 +134,7 @@ BAD_FILES: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 @pytest.mark.parametrize("case", BAD_FILES)
-def test_bad_file_is_one_line(case: str, data: Path) -> None:
+def test_bad_file_is_one_line(case, data):
     damage, text = BAD_FILES[case]
     damage(data)
     with refuses(text):
@@ -154,7 +154,7 @@ def prepared(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_prepared_data_set_has_its_own_class_list(prepared: Path) -> None:
+def test_prepared_data_set_has_its_own_class_list(prepared):
     ours = open_images(str(prepared), "train", "tfds/flowers")
     assert "1.10.0" in ours.path(0) and ours.class_names == ["rose", "tulip", "lily"]
     rows = {ours.paths[i]: (int(ours.classes[i]), bytes(ours.read(i))) for i in range(len(ours))}
@@ -177,7 +177,7 @@ BAD_PREPARED: dict[str, tuple[str, str, str]] = {
 
 
 @pytest.mark.parametrize("case", BAD_PREPARED)
-def test_bad_prepared_data_set_is_one_line(case: str, prepared: Path) -> None:
+def test_bad_prepared_data_set_is_one_line(case, prepared):
     dataset, split, text = BAD_PREPARED[case]
     (prepared / "flowers" / "1.10.0" / "flowers-test.tfrecord-00000-of-00002").touch()
     (prepared / "flowers" / "1.9.0" / "label.labels.txt").write_text("rose\n")
