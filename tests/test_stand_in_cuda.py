@@ -48,13 +48,8 @@ def test_devices_do_not_mix(stand_in, mistake):
     ("does", "waits"),
     [
         (lambda x: x.sum().item(), True),
-        (lambda x: bool(x.sum() > 0), True),
-        (lambda x: x.tolist(), True),
         (lambda x: x[x > 0], True),
-        (lambda x: x[torch.tensor([0, 1])], True),
-        (lambda x: x.nonzero(), True),
         (lambda x: x.cpu(), True),
-        (lambda x: torch.ones(2).to("cuda"), True),
         (lambda x: torch.ones(2).to("cuda", non_blocking=True), True),  # from memory that can be swapped out
         (lambda x: torch.ones(2).copy_(x, non_blocking=True), True),  # to such memory
         (lambda x: torch.tensor([1.0], device="cuda"), True),
@@ -134,11 +129,9 @@ def test_graph_repeats_numbers_and_reads_tensors_and_seed_anew(stand_in):
     "refused",
     [
         lambda x: x.sum().item(),
-        lambda x: x[x > 0],
         lambda x: x.to("cpu", non_blocking=True),
         lambda x: torch.ones(2).pin_memory().to("cuda", non_blocking=True),
         lambda x: torch.manual_seed(1),
-        lambda x: torch.cuda.get_rng_state(),
         lambda x: torch.rand(2, device="cuda", generator=torch.Generator("cuda")),
         lambda x: torch.cuda.synchronize(),
         lambda x: torch.optim.AdamW([nn.Parameter(x)], fused=True).step(),  # not capturable

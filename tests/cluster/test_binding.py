@@ -132,9 +132,7 @@ def added(root: Path, local_rank: int = 0, ranks: int = 8, **env: str) -> dict[s
 @pytest.mark.parametrize("machine", [DGX_A100, AMD_NPS4])
 def test_tables_of_known_machines(machine, tmp_path):
     rows = [row.split() for row in machine.splitlines() if row.startswith("gpu")]
-    expected = [
-        f"0000:{place[-2:]}:00.0 {node} {cpus} preferred {card} {far}" for _, node, place, _, cpus, card, far in rows
-    ]
+    expected = [f"0000:{at[-2:]}:00.0 {node} {cpus} preferred {card} {far}" for _, node, at, _, cpus, card, far in rows]
     assert table(build(tmp_path, machine)) == expected
 
 

@@ -99,12 +99,10 @@ def test_ranks_of_hosts_that_differ_end_with_one_code(tmp_path):
     meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "3"}
     flags = f"--device cpu --shm-gb 0.001 --data {tmp_path}/none --min-bandwidth 9999".split()
     command = [sys.executable, "-c", PRETENDING, *flags]
-    started = [
-        Running(command, RANK=str(rank), PRETENDED=host, **meeting) for rank, host in enumerate(("n1", "n1", "n2"))
-    ]
-    assert [run.end() for run in started] == [6, 6, 6], started[0].output
-    assert not any("fit" in run.output for run in started[1:])
-    *_, one, two, _, gpus, data, slow, verdict = started[0].output.splitlines()
+    runs = [Running(command, RANK=str(rank), PRETENDED=host, **meeting) for rank, host in enumerate(["n1", "n1", "n2"])]
+    assert [run.end() for run in runs] == [6, 6, 6], runs[0].output
+    assert not any("fit" in run.output for run in runs[1:])
+    *_, one, two, _, gpus, data, slow, verdict = runs[0].output.splitlines()
     assert one.split()[:2] == ["n1", "2"] and float(one.split()[-1]) > 0
     assert two.split()[:2] == ["n2", "1"] and two.split()[-1] == "-"  # a rank alone has nothing to reduce
     assert gpus.startswith("GPUs: 1 x H100 on n1; 2 x H100 on n2: look for a failed GPU")

@@ -136,7 +136,5 @@ def test_maps_belong_to_the_query_and_heads_to_the_model():
     seen.maps[0][0].values[:] = np.linspace(0.99, 1.01, seen.maps[0][0].values.size).reshape(
         seen.maps[0][0].values.shape
     )
-    titles = [
-        axes.get_title("left") for axes in draw_attention(np.zeros((64, 96, 3), np.uint8), seen, query, [], "").axes
-    ]
+    titles = [a.get_title("left") for a in draw_attention(np.zeros((64, 96, 3), np.uint8), seen, query, [], "").axes]
     assert [title for title in titles if title.endswith(": 0.99 to 1.01 x even, nearly even")]

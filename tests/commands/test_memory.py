@@ -32,9 +32,7 @@ def test_a_dry_run_says_what_fits(call, flags, more):
     sizes = [tuple(map(int, row)) for row in re.findall(r"largest batch on a card of (\d+) GB: (\d+)", ended.out)]
     assert [row[0] for row in sizes] == [24, 40, 80, 141]
     kept = float(re.search(r"= ([\d.]+) GiB a rank", ended.out)[1])
-    image, batch = map(
-        float, re.search(r"kernels of cpu\): ([\d.]+) MiB an image, ([\d.]+) GiB for", ended.out).groups()
-    )
+    image, batch = map(float, re.search(r"kernels of cpu\): ([\d.]+) MiB an image, ([\d.]+) GiB", ended.out).groups())
     for (_, most), card in zip(sizes, (23.6, 39.4, 79.2, 139.8), strict=True):  # GiB; 1 is CUDA's, 5 % a margin
         room = 1024 * (0.95 * (card - 1) - kept - batch) + 8 * image
         assert most == pytest.approx(room / image, rel=0.005 + 0.05 / image)  # which is printed with one digit

@@ -1,6 +1,5 @@
 """A user's own images: class folders without splits, a table, `--dataset` and shards; the defaults fit them."""
 
-import csv
 import os
 import shutil
 from pathlib import Path
@@ -95,42 +94,6 @@ def test_defaults_are_told_for_the_images_that_are_trained_on(call, tmp_path):
     ended = call("train", f"{root} {OWN} --val-fraction 0.95 --output {tmp_path} --dry-run").ok()
     assert "data: 5 training images (1 left out per epoch, other ones each time), 23 validation" in ended.out
     assert "defaults for 5 images of 5 classes" in ended.out
-
-
-def test_numbered_folders_are_classes_of_the_map(call, make_dataset, tmp_path):
-    """Renaming the folders changes no number and no answer."""
-    data, named = {"words": make_dataset(train=12, validation=6, classes=3)}, {}
-    data["numbers"] = shutil.copytree(data["words"], tmp_path / "numbers")
-    numbers = {"blue": "0", "green": "1", "grey": "2"}
-    words = {number: word for word, number in numbers.items()}
-    for folder in [*data["numbers"].glob("*/*")]:
-        folder.rename(folder.with_name(numbers[folder.name]))
-    imposed, found = ["grey", "blue", "green"], {}
-    for kind, root in data.items():
-        renamed = [numbers[word] for word in imposed] if kind == "numbers" else imposed
-        (tmp_path / f"{kind}.txt").write_text("\n".join(renamed))
-        flags = (
-            f"-b 6 --epochs 1 --lr 1e-3 --class-map {tmp_path}/{kind}.txt --output {tmp_path} --experiment run_{kind}"
-        )
-        assert call("train", f"{root} {OWN} {flags}").code == 0
-        last = tmp_path / f"run_{kind}" / "last.pth.tar"
-        checkpoint = torch.load(last, weights_only=True)
-        assert checkpoint["model_config"]["class_names"] == renamed
-        flags = f"--checkpoint {last} -j 0"
-        row = call("validate", f"{root} {flags}").ok().row
-        knn = call("validate", f"{root} --checkpoint {last} -j 0 --knn {root}").row
-        asked = f"{root}/validation --checkpoint {last} -j 0 -o {tmp_path}/{kind}.csv"
-        assert call("predict", asked).code == 0
-        answers = list(csv.DictReader((tmp_path / f"{kind}.csv").open()))
-        answers.sort(key=lambda row: (row["path"], row["rank"]))
-        named[kind] = [words.get(row["class_name"], row["class_name"]) for row in answers]
-        found[kind] = [row["loss"], row["top1"], knn["knn10"], *checkpoint["state_dict"]["head.bias"].tolist()]
-    assert found["numbers"] == found["words"] and named["numbers"] == named["words"]
-    # A number that the training set has no class of is refused, and counts as nothing.
-    (data["numbers"] / "validation" / "2").rename(data["numbers"] / "validation" / "3")
-    for program in (f"train {data['numbers']} {OWN} --output {tmp_path}", f"validate {data['numbers']} {flags}"):
-        assert call(*program.split(" ", 1)).refused("has 1 classes that are not in the class list")
-    assert call("validate", f"{data['numbers']} --checkpoint {last} -j 0 --knn {data['words']}").refused("classes that")
 
 
 def test_checkpoint_classes_go_by_name_everywhere(call, trained_run, tmp_path):

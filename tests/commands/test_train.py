@@ -83,9 +83,7 @@ def test_accumulation_equals_a_large_batch(call, make_dataset, make_labels, tmp_
     flags += f" --log-interval 2 --output {tmp_path}"
     labels = make_labels(data)
     large = call("train", flags, "--token-label-data", labels, "--experiment", "large")
-    small = call(
-        "train", flags, "--token-label-data", labels, "-b", "2", "--grad-accum-steps", "4", "--experiment", "small"
-    )
+    small = call("train", f"{flags} -b 2 --grad-accum-steps 4 --experiment small --token-label-data {labels}")
     assert (large.code, small.code) == (0, 0), large.err + small.err
     one, two = (metrics(tmp_path / name) for name in ("large", "small"))
     assert [r["images"] for r in one] == [r["images"] for r in two] == [16, 5] * 2

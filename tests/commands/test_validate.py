@@ -66,20 +66,6 @@ def test_the_weights_by_which_training_selected_are_the_default(tmp_path):
         assert choose_weights(flags, {**checkpoint, "state_dict_ema": None}) == (None, [])
 
 
-def test_class_without_validation_keeps_its_number(call, trained_run, tmp_path):
-    data, run = shutil.copytree(trained_run.data, tmp_path / "data"), trained_run.run
-    checkpoint = run / "last.pth.tar"
-    rows = [_row(call, data, checkpoint)]
-    (data / "validation" / "blue").rename(tmp_path / "blue")
-    rows.append(_row(call, data, checkpoint))
-    shutil.rmtree(data / "validation")
-    shutil.copytree(tmp_path / "blue", data / "validation" / "blue")
-    rows.append(_row(call, data, checkpoint))
-    assert [row["images"] for row in rows] == [8, 6, 2]
-    whole, part, rest = (row["loss"] * row["images"] for row in rows)
-    assert whole == pytest.approx(part + rest, rel=1e-4)
-
-
 def test_real_labels_and_valid_labels(call, trained_run, tmp_path):
     data, run = trained_run
     folder = tmp_path / "imagenet" / "validation" / "green"

@@ -54,9 +54,7 @@ CASES += [("tf_mobilenetv3_small_100", 838)]
 FAMILIES = ["resnetv2_18", "regnetx_002", "mnasnet_050", "mobilenetv2_050", "lcnet_050"]
 
 
-@pytest.mark.parametrize(
-    ("name", "size"), [*CASES, *(pytest.param(name, 1510, marks=pytest.mark.slow) for name in FAMILIES)]
-)
+@pytest.mark.parametrize("name, size", [*CASES, *(pytest.param(n, 1510, marks=pytest.mark.slow) for n in FAMILIES)])
 def test_a_token_lies_in_the_middle_of_what_it_sees(name, size):
     torch.manual_seed(0)
     narrow = {"channels": (16, 16, 16, 16)} if name == "resnet18" else {}

@@ -162,9 +162,7 @@ def test_sample_depends_neither_on_batch_nor_on_chunk(monkeypatch, remode):
     assert torch.equal(run(config, images), together)
 
 
-@pytest.mark.parametrize(
-    ("text", "size"), [("rand-m9-mstd0.5-inc1-p0.9", (32, 32)), ("rand-m7-mstd101-p0.9", (28, 44))]
-)
+@pytest.mark.parametrize("text, size", [("rand-m9-mstd0.5-inc1-p0.9", (32, 32)), ("rand-m7-mstd101-p0.9", (28, 44))])
 def test_whole_sequences_equal_pil_step_by_step(text, size):
     """Flip, then two layers, of which at most one is geometric: two are interpolated once, not twice."""
     config = AugmentConfig(size, auto_augment=text, color_jitter=None, vflip=0.3, reprob=0.0)
