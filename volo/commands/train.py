@@ -189,54 +189,57 @@ def start(args: TrainArgs, world: World, logger: Logger, guard: StopGuard) -> Tr
 
 
 def build(run: Run, folders: Folders, labels: LabelReader | None, model: TimmModel, batch: dict[str, int]) -> Training:
-    """Build what trains the model, in this order: model, teachers, criterion, data, optimizer, schedule.
+    """Build what trains the model, in the order of the numbers. Each change of the model is what a call returns.
 
     Args:
+        model: From `build_named_model`, on the CPU.
         batch: The description of the global batch, for checkpoints.
     """
     args, world = run.args, run.world
     settings = eval_settings(args, model)
-    input_size, dtype = settings["input_size"], compute_dtype(args, world.device)
+    input_size = settings["input_size"]
+    dtype = compute_dtype(args, world.device)
+    # 1. The model gets what token labels need, and its first weights.
     model = add_dense_head(model, args, input_size[1:])
-    load_start(model, args, run.logger, [] if args.kd_only else folders.train.class_names)
-    online, distillation = load_teachers(run, folders.train, model, settings)
+    model = load_start(model, args, run.logger, [] if args.kd_only else folders.train.class_names)
+    # 2. Teachers. A student of features gets a projector to each of them.
+    online = load_annotator(run, folders.train, model, settings)
+    model, distillation = load_teachers(run, folders.train, model, settings)
+    # 3. The loss. It switches off a dense head whose loss has the weight 0.
     criterion = make_criterion(args, model, input_size[1:], online)
-
+    # 4. Data.
     loader = train_loader(args, folders.train, labels, settings, world)
     stream = loader.index_stream
     check_smallest_batch(args, model, input_size, stream)
     validation, dense_score = build_validation(run, folders.validation, model, settings)
-    arithmetic = step_arithmetic(run, model, criterion, input_size)  # before SyncBatchNorm, which refuses meta tensors
-
+    # 5. The model goes to its device. Its operations are counted before, because SyncBatchNorm refuses meta tensors.
+    arithmetic = step_arithmetic(run, model, criterion, input_size)
     model = prepare_model(model, args, world)
     for network in (model,) if online is None else (model, online.annotator.model):
         for size in (input_size[1:], *other_sizes(args)):
             for line in check_convolutions(network, (input_size[0], *size), dtype, world.device):
                 run.logger.line(line)
+    # 6. What the loop calls: the model or its copy, compiled and distributed. `--shard` divides the model in place.
     ema = create_ema(model, args)
     working_copy, forward_model, average = wrap_models(args, model, ema, world)
+    # 7. The step: precision, optimizer, learning rate.
     clip = None if args.clip_grad is None else Clipping(args.clip_grad, args.clip_mode, heads_of(model))
     norm_of = TensorParallelParams(model).total_norm
     precision = Precision(world.device, dtype, clip, args.max_nonfinite, working_copy, norm_of)
     optimizer = create_optimizer(args, model, world.device)
-    names = distillation.class_names if distillation and args.kd_only else folders.train.class_names
-    config = model_config(model, args, settings, names)
-    data = fingerprint(folders.train, labels, None if distillation is None else distillation.checksum)
-    metadata = {"arch": config["name"], "args": settings_of(args), "model_config": config}
-    order = repr(replace(stream, world_size=1, rank=0, micro_batches=1))
-    metadata |= {DATA_KEY: data, BATCH_KEY: batch, ORDER_KEY: order}
     lr, lr_formula = resolve_lr(args, stream.global_batch)
+    metadata = metadata_of(args, model, settings, folders.train, labels, distillation)  # 8. What checkpoints tell
+    metadata |= {BATCH_KEY: batch, ORDER_KEY: repr(replace(stream, world_size=1, rank=0, micro_batches=1))}
+    per_epoch = stream.updates_per_epoch
     return Training(
-        state=TrainState(
-            model, optimizer, precision.scaler, ema, metadata=metadata, updates_per_epoch=stream.updates_per_epoch
-        ),
+        state=TrainState(model, optimizer, precision.scaler, ema, metadata=metadata, updates_per_epoch=per_epoch),
         forward_model=forward_model,
         average=average,
         loader=loader,
         validation=validation,
         criterion=criterion,
         precision=precision,
-        schedule=LrSchedule(args, lr, stream.updates_per_epoch),
+        schedule=LrSchedule(args, lr, per_epoch),
         lr_formula=lr_formula,
         arithmetic=arithmetic,
         distillation=distillation,
@@ -244,23 +247,43 @@ def build(run: Run, folders: Folders, labels: LabelReader | None, model: TimmMod
     )
 
 
+def metadata_of(
+    args: Namespace,
+    model: TimmModel,
+    settings: dict[str, Any],
+    images: ImageSource,
+    labels: LabelReader | None,
+    distillation: Distillation | None,
+) -> dict[str, Any]:
+    """Return what checkpoints tell about the model, the arguments and the data."""
+    names = distillation.class_names if distillation and args.kd_only else images.class_names
+    config = model_config(model, args, settings, names)
+    data = fingerprint(images, labels, distillation and distillation.checksum)
+    return {"arch": config["name"], "args": settings_of(args), "model_config": config, DATA_KEY: data}
+
+
+def load_annotator(run: Run, images: ImageSource, model: TimmModel, settings: dict[str, Any]) -> OnlineAnnotator | None:
+    """Return the annotator of `--token-label-teacher`; None without the flag."""
+    if not run.args.token_label_teacher:
+        return None
+    from volo.train.online_annotator import load_online_annotator
+
+    online = load_online_annotator(run.args, model, settings, images.class_names, run.world)
+    size = sum(p.numel() for p in online.annotator.model.parameters())
+    for line in (f"{size / 1e6:.2f} M parameters", *online.notes):
+        run.logger.line(f"annotator {online.name}: {line}")
+    return online
+
+
 def load_teachers(
     run: Run, images: ImageSource, model: TimmModel, settings: dict[str, Any]
-) -> tuple[OnlineAnnotator | None, Distillation | None]:
-    """Return the annotator of `--token-label-teacher` and the teachers of `--kd-model-name`; None without the flag."""
-    online = distillation = None
-    if run.args.token_label_teacher:
-        from volo.train.online_annotator import load_online_annotator
+) -> tuple[TimmModel, Distillation | None]:
+    """Return the model, with projectors if it learns features, and its teachers of `--kd-model-name`; None without."""
+    if not run.args.kd_model_name:
+        return model, None
+    from volo.train.distillation import load_distillation
 
-        online = load_online_annotator(run.args, model, settings, images.class_names, run.world)
-        size = sum(p.numel() for p in online.annotator.model.parameters())
-        for line in (f"{size / 1e6:.2f} M parameters", *online.notes):
-            run.logger.line(f"annotator {online.name}: {line}")
-    if run.args.kd_model_name:
-        from volo.train.distillation import load_distillation
-
-        distillation = load_distillation(run.args, model, settings, images, run.world, run.logger)
-    return online, distillation
+    return model, load_distillation(run.args, model, settings, images, run.world, run.logger)
 
 
 def build_validation(
@@ -294,8 +317,9 @@ def wrap_models(
     return working_copy, forward_model, wrap_model(ema.module, args, world, meshes)
 
 
-def load_start(model: TimmModel, args: Namespace, logger: Logger, class_names: list[str]) -> None:
-    """Load `--initial-checkpoint` or `--finetune`, initialise the heads, and freeze the backbone, as the flags say."""
+def load_start(model: TimmModel, args: Namespace, logger: Logger, class_names: list[str]) -> TimmModel:
+    """Return the model with the weights of `--initial-checkpoint` or `--finetune`, heads initialised and the backbone
+    frozen, as the flags say."""
     if args.initial_checkpoint:
         logger.line(str(load_weights(model, args.initial_checkpoint, class_names=class_names)))
     if args.finetune:
@@ -304,6 +328,7 @@ def load_start(model: TimmModel, args: Namespace, logger: Logger, class_names: l
         init_heads(model, args.head_init_scale, args.head_init_bias)
     if args.freeze:
         freeze_backbone(model)
+    return model
 
 
 def create_ema(model: nn.Module, args: Namespace) -> ModelEmaV3 | None:
