@@ -48,7 +48,8 @@ def test_a_trunk_has_two_branches_that_end_as_runs_of_their_lengths(
     branch = f"{flags} --epochs 4 --experiment short --branch {trunk}/milestone-2.pth.tar --resume auto"
     (tmp_path / "short").mkdir()
     begins = f"a branch of {trunk}/milestone-2.pth.tar: epochs 3 to 4 of 4 go to {tmp_path}/short"
-    assert begins in call("train", f"{branch} --dry-run").out
+    looked = call("train", f"{branch} --dry-run").out
+    assert begins in looked and f"start: a branch in {tmp_path}/short from {trunk}/milestone-2.pth.tar: --b" in looked
     for update in (5, 8):
         stop_at({update})
         ended = call("train", branch)
@@ -94,28 +95,43 @@ def milestone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root / "run" / "milestone-2.pth.tar"
 
 
+RESUME, BRANCH = "--resume {}", "--branch {} --resume auto"  # tests/checkpoint/test_start.py: both begin the same
+
+
 @pytest.mark.parametrize(
-    ("flags", "told"),
+    ("begin", "flags", "told"),
     [
-        ("--epochs 1", "--epochs 1: {} is of 2 epochs, the run has 1: nothing is left to train"),
-        ("--epochs 2", "--epochs 2: {} is of 2 epochs, the run has 2: nothing is left to train"),
-        ("--epochs 4 --model lvvit_t", "checkpoint is volo_test, --model is lvvit_t: {}"),
-        ("--epochs 4 --sched wsd --decay-epochs 5", "--decay-epochs 5: the decay takes at least one epoch"),
-        ("--epochs 4 --warmup-epochs 4 --sched wsd", "--warmup-epochs 4, --decay-epochs 0.2: the decay takes"),
-        ("--epochs 2 --sched wsd", "--sched wsd with --epochs 2, --warmup-epochs 0, --decay-epochs 0.2: the decay"),
-        ("--epochs 4 --sched rsqrt --decay-epochs 1", "--decay-epochs 1: --lr-stable-timescale is missing"),
-        ("--epochs 4 --stop-epoch 5", "--stop-epoch 5: the run has 4 epochs"),
-        ("--epochs 4 --stop-epoch 2", "--stop-epoch 2: {} is of 2 epochs, the run has 2: nothing is left to train"),
-        ("--epochs 4 --stop-epoch 1", "--stop-epoch 1: {} is of 2 epochs, the run has 1: nothing is left to train"),
+        (BRANCH, "--epochs 1", "--epochs 1: {} is of 2 epochs, the run has 1: nothing is left to train"),
+        (RESUME, "--epochs 2", "--epochs 2: {} is of 2 epochs, the run has 2: nothing is left to train"),
+        (BRANCH, "--epochs 4 --model lvvit_t", "checkpoint is volo_test, --model is lvvit_t: {}"),
+        (RESUME, "--epochs 4 --sched wsd --decay-epochs 5", "--decay-epochs 5: the decay takes at least one epoch"),
+        (BRANCH, "--epochs 4 --warmup-epochs 4 --sched wsd", "--warmup-epochs 4, --decay-epochs 0.2: the decay takes"),
+        (
+            RESUME,
+            "--epochs 2 --sched wsd",
+            "--sched wsd with --epochs 2, --warmup-epochs 0, --decay-epochs 0.2: the decay",
+        ),
+        (BRANCH, "--epochs 4 --sched rsqrt --decay-epochs 1", "--decay-epochs 1: --lr-stable-timescale is missing"),
+        (RESUME, "--epochs 4 --stop-epoch 5", "--stop-epoch 5: the run has 4 epochs"),
+        (
+            BRANCH,
+            "--epochs 4 --stop-epoch 2",
+            "--stop-epoch 2: {} is of 2 epochs, the run has 2: nothing is left to train",
+        ),
+        (
+            RESUME,
+            "--epochs 4 --stop-epoch 1",
+            "--stop-epoch 1: {} is of 2 epochs, the run has 1: nothing is left to train",
+        ),
     ],
 )
 def test_what_no_branch_can_be_is_told_in_one_line_and_leaves_nothing(
-    call: Call, milestone: Path, tmp_path: Path, flags: str, told: str
+    call: Call, milestone: Path, tmp_path: Path, begin: str, flags: str, told: str
 ) -> None:
-    for begin in (f"--resume {milestone}", f"--branch {milestone} --resume auto"):
-        ended = call("train", f"{milestone.parents[1]}/data {QUICK} {flags} --output {tmp_path} {begin}")
-        assert ended.refused(told.format(milestone)), ended
-        assert not [*tmp_path.iterdir()]
+    begin = begin.format(milestone)
+    ended = call("train", f"{milestone.parents[1]}/data {QUICK} {flags} --output {tmp_path} {begin}")
+    assert ended.refused(told.format(milestone)), ended
+    assert not [*tmp_path.iterdir()]
 
 
 def test_a_run_that_begins_after_its_end_leaves_nothing(call: Call, milestone: Path, tmp_path: Path) -> None:

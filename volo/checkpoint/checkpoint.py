@@ -233,14 +233,12 @@ class CheckpointDir:
                 self._keep_best(save.payload["scores"], save.payload["epoch"])
 
     def restore(self, state: TrainState, path: Path) -> list[str]:
-        """Make the directory agree with a state that was loaded from `path`; return lines for the user.
+        """Make the directory agree with a state that was loaded from its file `path`; return lines for the user.
 
         Call this after every rank has read `path`. It completes a `write` that was killed half-way. If `path` is an
         older checkpoint, files of later epochs are renamed, so that `auto` ignores them, and `path` becomes `last`, so
         that a run that is killed before its next save continues from there as well.
         """
-        if path.parent.resolve() != self.directory.resolve():
-            return []  # `path` is of another run, from which this one branches
         messages = self._set_aside(state, path)
         duplicate(path, self.directory / LAST)
         at_end = state.update == state.epoch * state.updates_per_epoch

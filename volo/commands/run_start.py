@@ -202,7 +202,7 @@ def open_run(run: Run, training: Training) -> Saver:
             logger.track(trackers_of(args), args.tracker_project, args.wandb_tags or [])
             checkpoints = CheckpointDir(run.directory, args.checkpoint_hist, ranked_by(vars(args)), args.save_epochs)
     logger.open_events(run.directory)
-    if checkpoints is not None and run.start.file is not None:
+    if checkpoints is not None and run.start.file is not None and run.start.kind is not Kind.BRANCH:
         for message in checkpoints.restore(state, run.start.file):
             logger.line(message)
     logger.line(f"run directory: {run.directory}")

@@ -150,9 +150,6 @@ class RunRecords:
         self, args: Namespace, world_size: int, device: str, files: Mapping[str, bytes] | None = None
     ) -> None:
         """Write args.yaml and the files in `files`, and add a record of this start to run.json."""
-        starts: Any = []
-        with suppress(OSError, ValueError):  # missing or damaged; events.jsonl also has the starts
-            starts = json.loads((self.path / "run.json").read_bytes())
         start = {
             "time": datetime.now().astimezone().isoformat(timespec="seconds"),
             "command": sys.argv,
@@ -166,7 +163,7 @@ class RunRecords:
             "device": device,
             "fitted": list(getattr(args, "defaulted", ())),  # settings determined by the data or a checkpoint
         }
-        starts = [*starts, start] if isinstance(starts, list) else [start]
+        starts = [*filter(None, starts_of(self.path)), start]  # events.jsonl also has those of a damaged file
         self._settings = settings_of(args)
         settings, log = yaml.safe_dump(self._settings, sort_keys=True), json.dumps(starts, indent=1) + "\n"
         self._started = {"args.yaml": settings.encode(), "run.json": log.encode(), **(files or {})}
@@ -263,6 +260,14 @@ class RunRecords:
 def epochs_of(folder: Path) -> list[dict[str, Any]]:
     """Return the records of the finished epochs of a run."""
     return [record for record in read_json_lines(folder / METRICS)[0] if record.get("event") == "epoch"]
+
+
+def starts_of(run: Path) -> list[dict[str, Any]]:
+    """Return the records of a run's starts from run.json; one empty record if it is missing or damaged."""
+    content: Any = None
+    with suppress(OSError, ValueError, RecursionError):
+        content = json.loads((run / "run.json").read_bytes())
+    return [start for start in content if isinstance(start, dict)] or [{}] if isinstance(content, list) else [{}]
 
 
 def versions() -> dict[str, str]:

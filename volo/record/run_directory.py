@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import os
 import re
 import reprlib
@@ -20,7 +19,7 @@ from filelock import FileLock, Timeout
 from tlt.errors import UserError
 from tlt.io.files import os_errors_as
 from volo.cluster.distributed import restarts
-from volo.record.records import launch_record, plain
+from volo.record.records import launch_record, plain, starts_of
 
 _LOCK = "run.lock"
 _TIME = "%Y%m%d-%H%M%S"  # the time in the names of runs
@@ -54,7 +53,7 @@ def run_of_launch(root: Path, experiment: str, resumed: Path | None) -> Path | N
     records = [root / experiment / "run.json"] if experiment else [*root.glob("*/run.json")]
     if resumed is not None:
         records.append(resumed / "run.json")
-    matches = [file for file in records if _starts(file.parent)[-1].get("launch") == launch]
+    matches = [file for file in records if starts_of(file.parent)[-1].get("launch") == launch]
     return max(matches, key=lambda file: file.stat().st_mtime).parent if matches else None
 
 
@@ -67,7 +66,7 @@ def newest_alike(
     """
     alike, passed_over = None, ""
     for run in sorted((file.parent for file in root.glob(f"*{name_end}/args.yaml")), key=_begun, reverse=True):
-        fitted = _starts(run)[-1].get("fitted", list(defaulted))  # earlier versions don't record it
+        fitted = starts_of(run)[-1].get("fitted", list(defaulted))  # earlier versions don't record it
         asked = {k: v for k, v in settings.items() if k not in defaulted or k not in fitted}
         changes: list[str] = []
         with suppress(OSError, yaml.YAMLError):  # if the file is damaged, the run's checkpoints are compared later
@@ -84,14 +83,6 @@ def newest_alike(
     return alike
 
 
-def _starts(run: Path) -> list[dict[str, Any]]:
-    """Return the records of a run's starts from run.json; one empty record if it is missing or damaged."""
-    content: Any = None
-    with suppress(OSError, ValueError, RecursionError):
-        content = json.loads((run / "run.json").read_bytes())
-    return [start for start in content if isinstance(start, dict)] or [{}] if isinstance(content, list) else [{}]
-
-
 def _begun(run: Path) -> tuple[float, int, str]:
     """Return a key that sorts runs by their beginning: the time, then the number among runs of the same second.
 
@@ -100,7 +91,7 @@ def _begun(run: Path) -> tuple[float, int, str]:
     numbered = re.match(r"\d{8}-\d{6}-(\d+)-", run.name)
     place = int(numbered[1]) if numbered else 1, run.name
     with suppress(LookupError, TypeError, ValueError, OverflowError):
-        return datetime.fromisoformat(_starts(run)[0]["time"]).timestamp(), *place
+        return datetime.fromisoformat(starts_of(run)[0]["time"]).timestamp(), *place
     with suppress(ValueError, OverflowError):
         return datetime.strptime(run.name[:15], _TIME).timestamp(), *place
     return 0.0, *place
@@ -203,7 +194,7 @@ class RunLock:
 
 def _holder(directory: Path) -> str:
     """Return a description of the job that holds the lock, from the newest start in run.json."""
-    start = _starts(directory)[-1]
+    start = starts_of(directory)[-1]
     try:
         return f"process {start['pid']} on {start['host']} (since {start['time']})"
     except LookupError:  # the job has not written it yet, or the file is damaged

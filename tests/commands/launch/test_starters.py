@@ -133,6 +133,7 @@ def test_a_restart_goes_on_with_the_run_of_its_launch_alone(call, data, tmp_path
             "train", f"{data} {QUICK} --lr 1e-3 --output {tmp_path / 'out'} {named} --epochs {restarts + 1}"
         ).ok()
     assert "1 epochs, 2 updates done" in ended.out
+    assert "start: a run that its launcher has started again in " in ended.out
     (record,) = (tmp_path / "out").rglob("run.json")
     assert not named or record.parent == tmp_path / "out" / "sweep/a"
     if not named:
