@@ -125,9 +125,7 @@ RESUME, BRANCH = "--resume {}", "--branch {} --resume auto"  # tests/checkpoint/
         ),
     ],
 )
-def test_what_no_branch_can_be_is_told_in_one_line_and_leaves_nothing(
-    call: Call, milestone: Path, tmp_path: Path, begin: str, flags: str, told: str
-) -> None:
+def test_what_no_branch_can_be(call: Call, milestone: Path, tmp_path: Path, begin: str, flags: str, told: str) -> None:
     begin = begin.format(milestone)
     ended = call("train", f"{milestone.parents[1]}/data {QUICK} {flags} --output {tmp_path} {begin}")
     assert ended.refused(told.format(milestone)), ended

@@ -51,7 +51,7 @@ def test_the_newest_run_of_the_same_experiment(tmp_path: Path) -> None:
     assert "lr: 0.2 before, 0.1 now; seed: 1 before, 3 now" in reported[1]
 
 
-def test_the_newest_run_is_the_one_that_began_last_wherever_that_was(tmp_path: Path) -> None:
+def test_the_newest_run_began_last_wherever_that_was(tmp_path: Path) -> None:
     for name, time in (
         ("20261025-120000", "2026-10-25T12:00:00+05:30"),
         ("20261025-023000", "2026-10-25T02:30:00+02:00"),  # an hour that comes twice
