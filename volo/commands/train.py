@@ -258,7 +258,7 @@ def metadata_of(
     """Return what checkpoints tell about the model, the arguments and the data."""
     names = distillation.class_names if distillation and args.kd_only else images.class_names
     config = model_config(model, args, settings, names)
-    data = fingerprint(images, labels, distillation and distillation.checksum)
+    data = fingerprint(images, labels, None if distillation is None else distillation.checksum)
     return {"arch": config["name"], "args": settings_of(args), "model_config": config, DATA_KEY: data}
 
 
