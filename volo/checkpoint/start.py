@@ -126,10 +126,11 @@ def decide_start(asked: Asked, report: Callable[[str], None], hold: Callable[[Pa
         UserError: The directory holds checkpoints that no flag asks for, is in use, or can't be made; or the checkpoint
             that a flag names can't be read.
     """
-    launched = run_of_launch(asked.root, asked.experiment, asked.resumed)
+    launched = run_of_launch(asked.root, asked.experiment, asked.resumed)  # 1
     directory, reason = (launched, "an earlier start began there") if launched else _directory(asked, report)
     looks = asked.resume == "auto" or (launched is not None and any(launched.glob("*.pth.tar")))
-    file, messages = asked.file, list[str]()
+    file = asked.file
+    messages: list[str] = []
     if directory is not None and directory.is_dir():
         if hold is not None and (looks or file):
             hold(directory)
@@ -153,12 +154,12 @@ def decide_start(asked: Asked, report: Callable[[str], None], hold: Callable[[Pa
 def _directory(asked: Asked, report: Callable[[str], None]) -> tuple[Path | None, str]:
     """Return the directory by the rules 2 to 5, None for a new one, and why it is this one."""
     if asked.resumed is not None and (asked.resumed / "args.yaml").is_file() and asked.names(asked.resumed):
-        return asked.resumed, "--resume names a file of it"
-    if not asked.experiment:
+        return asked.resumed, "--resume names the file"  # 2
+    if not asked.experiment:  # 4 and 5
         auto = asked.resume == "auto"
         newest = newest_alike(asked.root, asked.name_end, asked.settings, asked.defaulted, report) if auto else None
         return newest, "it is the newest run of this experiment"
-    directory = asked.root / asked.experiment
+    directory = asked.root / asked.experiment  # 3
     if asked.branch and Path(asked.branch).resolve().parent == directory.resolve():
         raise UserError(f"--branch {asked.branch} is of {directory} itself: name another --experiment for the branch")
     if asked.resume != "auto" and any(directory.glob("*.pth.tar")):
