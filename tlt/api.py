@@ -42,16 +42,11 @@ _MIX_BOX_STREAM = 0x57EA
 
 @dataclass(frozen=True)
 class StepKey:
-    """Identifies one forward pass of a run. These four numbers determine every random number drawn in it.
-
-    Attributes:
-        update: Number of optimizer steps before this one.
-        micro_batch: Number of forward passes before this one in the same update.
-    """
+    """Identifies one forward pass of a run. These four numbers determine every random number drawn in it."""
 
     seed: int
-    update: int
-    micro_batch: int = 0
+    update: int  # number of optimizer steps before this one
+    micro_batch: int = 0  # number of forward passes before this one in the same update
     rank: int = 0
 
     def __post_init__(self) -> None:
@@ -82,7 +77,9 @@ class Loader(DeviceLoader):
     """Yields augmented training batches with token labels, the same as `volo train`. Each pass is the next epoch.
 
     The loader itself divides the images among the ranks: frameworks must not shard it again. To resume, call
-    `epoch(number, start_update)`, which yields the batches of an epoch from a given update on.
+    `epoch(number, start_update)`, which yields the batches of an epoch from a given update on. Raises UserError if the
+    images do not fill one global batch, the labels are of other images or classes, a number is out of range, or the
+    backend is unknown.
 
     Args:
         images: The images, from `open_images`.
@@ -105,10 +102,6 @@ class Loader(DeviceLoader):
         sizes: A schedule of image sizes and batch sizes. It replaces the one size and `batch_size`.
         label_view: See `TrainDataset`.
         loading: `pin_memory`, `prefetch`, `persistent_workers` and `timeout` of `DeviceLoader`.
-
-    Raises:
-        UserError: The images do not fill one global batch, the labels are of other images or classes, a number is out
-            of range, or the backend is unknown.
     """
 
     def __init__(

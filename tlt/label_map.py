@@ -98,7 +98,8 @@ def on_host(values: Any) -> bool:
 
 @dataclass(frozen=True)
 class LabelBatch:
-    """The labels of B images as tensors on one device.
+    """The labels of B images as tensors on one device. Raises UserError if the shapes do not fit each other, or an id
+    is negative.
 
     Attributes:
         values: (B, k, h, w) float16 (or wider) logits.
@@ -107,9 +108,6 @@ class LabelBatch:
         largest_id: The largest class id of the batch and the `source` of its map, in host memory, so that
             `make_targets` can check it without waiting for the device. None is replaced by the largest of ids in host
             memory; for ids on a device it means that they are below the number of classes.
-
-    Raises:
-        UserError: The shapes do not fit each other, or an id is negative.
     """
 
     values: torch.Tensor

@@ -95,16 +95,14 @@ class TokenLabelLoss(TokenPlaces):
 
     @classmethod
     def of(cls, model: Any, img_size: tuple[int, int], sizes: Sequence[tuple[int, int]] = (), **settings: Any) -> Self:
-        """Return the loss for a model and images of (H, W) pixels, or of other `sizes`.
+        """Return the loss for a model and images of (H, W) pixels, or of other `sizes`. Raise UserError if the model
+        has no dense head, or does not take this size.
 
         Args:
             model: VOLO, LV-ViT, or a model from `with_dense_head`, before DistributedDataParallel or compilation. If
                 `dense_weight` is 0, its dense head is frozen, because DistributedDataParallel would wait for its
                 gradients, and adds nothing to `model(x)`.
             settings: Other arguments of the class.
-
-        Raises:
-            UserError: The model has no dense head, or does not take this size.
         """
         trained = bool(settings.get("dense_weight", cls.dense_weight))
         model = bare(model, "" if trained else "TokenLabelLoss.of with dense_weight=0, which freezes the dense head")

@@ -46,17 +46,12 @@ class IndexStream:
     other without end, and an epoch has as many updates as one permutation takes on average. All images are equally
     frequent, but one epoch may have an image twice. So that both have their own augmentation, the second one has
     another number: an epoch of 3 images may read 2 (left from the epoch before), then 1 + 3, 0 + 3, 2 + 3. In general
-    `k * repeats * length` is added to the numbers of the k-th permutation that an epoch reads, counted from 0.
-
-    Args:
-        global_batch: Images per update; with `sizes`, the mean over the updates.
-
-    Raises:
-        UserError: The images do not fill a global batch, or it is no multiple of the ranks times the micro-batches.
+    `k * repeats * length` is added to the numbers of the k-th permutation that an epoch reads, counted from 0. Raises
+    UserError if the images do not fill a global batch, or it is no multiple of the ranks times the micro-batches.
     """
 
     length: int
-    global_batch: int
+    global_batch: int  # images per update; with `sizes`, the mean over the updates
     seed: int
     world_size: int = 1
     rank: int = 0

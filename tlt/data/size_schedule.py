@@ -22,7 +22,7 @@ class SizeSchedule:
 
     Each size gets the share of updates that its weight says, to within one update, in random order. The weights are
     timm's (`--train-size-schedule`), except that the epochs in the last tenth of a progressive schedule, and those
-    after it, have the last size only.
+    after it, have the last size only. Raises UserError if the numbers do not fit each other, or are out of range.
 
     Args:
         sizes: (H, W) in pixels.
@@ -32,9 +32,6 @@ class SizeSchedule:
         spread: Weights that move are a bell curve over the list of sizes: its standard deviation, in sizes; 0 takes the
             nearest size only.
         random_mix: Share of a moving schedule that is drawn equally from all sizes.
-
-    Raises:
-        UserError: The numbers do not fit each other, or are out of range.
     """
 
     sizes: Sequence[tuple[int, int]]

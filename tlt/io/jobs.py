@@ -221,14 +221,11 @@ def in_processes(
     function: Callable[[Job, Item], Result], job: Job, items: Sequence[Item], workers: int, what: str, unit: str = ""
 ) -> Iterator[Result]:
     """Yield `function(job, item)` for every item, in order, from `workers` processes, or with 1 from this one. Each
-    gets the `job` once, on Linux without a copy. With a `unit`, show a progress bar titled `what`.
+    gets the `job` once, on Linux without a copy. With a `unit`, show a progress bar titled `what`. Raise WorkerDied if
+    a process was killed, or hung at its start, and the UserError of a function.
 
     The processes are killed at the end: CPython up to 3.11 can hang in a fork beside threads of C++ libraries, and we
     would wait for such a process for ever.
-
-    Raises:
-        WorkerDied: A process was killed, or hung at its start.
-        UserError: `function` raised it.
     """
     progress = Progress(what, len(items), unit) if unit else None
     processes = set[BaseProcess]()

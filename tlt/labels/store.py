@@ -61,7 +61,8 @@ def open_labels(
     on_progress: Callable[[str, int], None] | None = None,
 ) -> LabelStore:
     """Open the labels of a list of images: an archive (`volo label`), shards (`tlt pack-images`), or a tree of
-    published files.
+    published files. Raise UserError if the labels were made for other classes, all are missing, or `"exact"` needs a
+    log-sum-exp that they lack; with `"stop"` also if one is missing.
 
     Args:
         path: The folder of the maps.
@@ -74,10 +75,6 @@ def open_labels(
         label_tail: The logit of the classes that a cell does not list. `"zero"`: 0, as published. `"exact"`: the logit
             that gives them the probability that the annotator gave them (`relative_to_tail`).
         on_progress: As in `tlt.data.sources.folder.FolderListing`.
-
-    Raises:
-        UserError: The labels were made for other classes, all are missing, or `"exact"` needs a log-sum-exp that they
-            lack; with `"stop"` also if one is missing.
     """
     one_of("--bad-label", bad_label, BAD_LABEL_POLICIES)
     one_of("--token-label-area", area, (None, *AREAS))
@@ -135,12 +132,8 @@ class LabelStore:
 
     def read(self, index: int, width: int | None = None, height: int | None = None) -> LabelMap:
         """Return the map of image `index`, of shape `self.shape`. The size of the image is needed if the maps cover its
-        centred square.
-
-        Raises:
-            UserError: The map is unusable and `bad_label` is `"stop"`.
-            MachineFault: The map can't be read because of the machine; `bad_label` does not matter.
-        """
+        centred square. Raise UserError if the map is unusable and `bad_label` is `"stop"`, and MachineFault, whatever
+        it is, if the map can't be read because of the machine."""
         try:
             if index not in self.reader.missing:
                 label_map = self.load(index, width, height)

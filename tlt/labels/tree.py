@@ -16,6 +16,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Sequence, Set
 from contextlib import suppress
+from dataclasses import InitVar, dataclass
 from pathlib import Path
 
 import numpy as np
@@ -100,13 +101,9 @@ def write_map(path: str | Path, label_map: LabelMap, num_classes: int) -> None:
 
 def read_map(path: str | Path, num_classes: int | None = None) -> LabelMap:
     """Read one label file, [2, k, H, W] or [1, 2, k, H, W], without running code from it. `LabelMap.validate` checks
-    the values. The file's number format must be able to represent `num_classes`.
-
-    Raises:
-        UserError: The file is missing or damaged, holds no such tensor, or has class ids that its number format can't
-            represent. The message starts with the file.
-        MachineFault: The file can't be read because of the machine.
-    """
+    the values. Raise UserError, which starts with the file, if it is missing or damaged, holds no such tensor, or has
+    class ids that its number format can't represent, which must suffice for `num_classes`; MachineFault if the machine
+    is at fault."""
     name = f"label {printable(str(path))}"
     with os_errors_as(lambda error: f"{name} can't be read: {error.strerror}"):
         tensor = load_plain(io.BytesIO(read_bytes(path)), name)
@@ -129,30 +126,27 @@ def read_map(path: str | Path, num_classes: int | None = None) -> LabelMap:
     return LabelMap(tensor[0].half().numpy(), ids, source=name)
 
 
+@dataclass
 class TreeReader:
     """Reads the label files of a list of images, given their paths relative to the image folder; class ids must be
     below `num_classes`. A `tlt.labels.store.Reader`. Raises UserError if there is no such folder, or one label file
     fits two images."""
 
-    def __init__(
-        self,
-        root: str,
-        names: Names,
-        num_classes: int | None = None,
-        on_progress: Callable[[str, int], None] | None = None,
-    ) -> None:
-        self.root = root
-        self.num_classes = num_classes
-        self._names = names
-        if not os.path.isdir(root):
-            raise UserError(f"token labels {printable(root)}: this does not exist or is not a folder")
-        self.info = LabelInfo.read(os.path.join(root, INFO_NAME))
-        self._files = find_labels(names, label_files_below(root, on_progress), root)
+    root: str
+    names: Names
+    num_classes: int | None = None
+    on_progress: InitVar[Callable[[str, int], None] | None] = None
+
+    def __post_init__(self, on_progress: Callable[[str, int], None] | None) -> None:
+        if not os.path.isdir(self.root):
+            raise UserError(f"token labels {printable(self.root)}: this does not exist or is not a folder")
+        self.info = LabelInfo.read(os.path.join(self.root, INFO_NAME))
+        self._files = find_labels(self.names, label_files_below(self.root, on_progress), self.root)
         self.missing = set(np.flatnonzero(np.diff(self._files.ends, prepend=0) == 0).tolist())
 
     def path(self, index: int) -> str:
         """Return the label file of image `index`, or the usual path of one if there is none."""
-        return os.path.join(self.root, self._files[index] or usual_label_name(self._names[index]))
+        return os.path.join(self.root, self._files[index] or usual_label_name(self.names[index]))
 
     def source(self, index: int) -> str:
         return f"label {printable(self.path(index))}"
@@ -163,8 +157,8 @@ class TreeReader:
     def identity(self) -> bytes:
         file = Path(self.root) / INFO_NAME
         digest = hashlib.sha256()
-        count = min(len(self._names), _SAMPLED)
-        for index in (number * len(self._names) // count for number in range(count)):
+        count = min(len(self.names), _SAMPLED)
+        for index in (number * len(self.names) // count for number in range(count)):
             path = self.path(index)
             digest.update(os.fsencode(os.path.relpath(path, self.root)))
             with suppress(OSError):  # the file may be missing

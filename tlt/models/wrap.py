@@ -138,7 +138,8 @@ TOKEN_LABEL_MODELS = (TokenLabelModel, WithDenseHead)
 
 
 def with_dense_head(model: Any, img_size: tuple[int, int] | None = None) -> Any:
-    """Add a dense head and MixToken to a timm model in place. A model that has them is returned unchanged.
+    """Add a dense head and MixToken to a timm model in place. A model that has them is returned unchanged. Raise
+    UserError if the model has no classes, weights or spatial features, or does not take this size.
 
     Args:
         model: Any timm model, on any device that holds its weights.
@@ -147,9 +148,6 @@ def with_dense_head(model: Any, img_size: tuple[int, int] | None = None) -> Any:
     Returns:
         `model`, which is now also a WithDenseHead. If images can't be mixed after its embedding, `check_mix_token` and
         `mix_box` raise UserError.
-
-    Raises:
-        UserError: The model has no classes, weights or spatial features, or does not take this size.
     """
     if isinstance(bare(model), TOKEN_LABEL_MODELS):
         return model

@@ -134,10 +134,9 @@ def init_world(
     `timeout_s` seconds; the other ranks must come within `join_s`, by default as many (ranks of `volo launch` within 60
     s).
 
-    Raises:
-        UserError: The launcher's variables contradict each other, MASTER_ADDR is not set on several nodes, two ranks
-            would share a GPU, or `local_rank` was given without a launcher.
-        RankLost: Ranks did not come in time, or can't reach each other.
+    Raise UserError if the launcher's variables contradict each other, MASTER_ADDR is not set on several nodes, two
+    ranks would share a GPU, or `local_rank` was given without a launcher; RankLost if ranks did not come in time, or
+    can't reach each other.
     """
     launch = launch_of(os.environ, local_rank)
     group_exists = dist.is_initialized()

@@ -54,11 +54,8 @@ class Stream(IntEnum):
 
 @dataclass(frozen=True)
 class AugmentConfig:
-    """Holds the settings of training augmentation, with the names of timm's flags.
-
-    Raises:
-        UserError: This loader can't do what a value says; names its flag.
-    """
+    """Holds the settings of training augmentation, with the names of timm's flags. Raises UserError if this loader
+    can't do what a value says; the message names the flag."""
 
     size: tuple[int, int]  # (H, W) of the output in pixels
     scale: tuple[float, float] = (0.08, 1.0)  # share of the image's area that a crop keeps

@@ -43,7 +43,8 @@ def open_images(
     classes: bool = True,
 ) -> ImageSource:
     """Find the images of a split. If records in large files have no table yet, they are read once, every byte, and a
-    table is written beside them (`tlt.data.sources.records`).
+    table is written beside them (`tlt.data.sources.records`). Raise UserError if the data set does not exist, its kind
+    is unknown, or it is unusable; the message names the flag or file.
 
     Args:
         data: Folder of the data set; may be None only if `needs_folder` is false.
@@ -55,9 +56,6 @@ def open_images(
         on_progress: Called often with a message and the number of images or files so far; None prints lines.
         split_flag: The program's flag for the split, for messages.
         classes: False allows images of folders anywhere; all get one class.
-
-    Raises:
-        UserError: The data set does not exist, its kind is unknown, or it is unusable; names the flag or file.
     """
     from tlt.data.sources.folder import TRAIN_SPLITS, find_split, holds_shards, other_kinds, scan_folder
     from tlt.data.sources.source import check_classes

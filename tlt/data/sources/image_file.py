@@ -59,13 +59,9 @@ def image_extensions() -> frozenset[str]:
 
 
 def read_file(path: str, max_pixels: int = DEFAULT_MAX_PIXELS) -> bytearray:
-    """Return all bytes of a regular file.
-
-    Raises:
-        BadImage: The file is missing, unreadable, empty, not regular, or larger than an image of `max_pixels`. A pipe
-            is refused at once.
-        MachineFault: Reading failed several times in a row because of the machine.
-    """
+    """Return all bytes of a regular file. Raise BadImage if the file is missing, unreadable, empty, not regular (a pipe
+    is refused at once), or larger than an image of `max_pixels`, and MachineFault if reading failed several times in a
+    row because of the machine."""
 
     def read() -> bytearray:
         with open(path, "rb", buffering=0, opener=regular_only) as file:
