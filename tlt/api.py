@@ -171,12 +171,8 @@ class Loader(DeviceLoader):
 
     def epoch(self, epoch: int, start_update: int = 0) -> Iterator[Batch]:
         """Yield the batches of an epoch from an update on. `batch.key.last` marks the last micro-batch of an update.
-
-        Raises:
-            WorkerDied: A data worker was killed or ran out of memory.
-            UserError: There are too many unreadable images, a label map is bad, or reading a file takes too long; or
-                an epoch has no such update.
-        """
+        Raise WorkerDied if a data worker was killed or ran out of memory, and UserError if there are too many
+        unreadable images, a label map is bad, reading a file takes too long, or an epoch has no such update."""
         in_range_all(0, epoch=epoch)
         in_range("start_update", start_update, 0, self.index_stream.updates_per_epoch, whole=True)
         return self._load(self._keys(epoch, start_update))

@@ -23,17 +23,14 @@ _SHOWN = 60  # characters of a setting in a message
 
 
 class OutputFolder:
-    """The output folder of a command, locked until `close`; it is created if it does not exist.
+    """The output folder of a command, locked until `close`; it is created if it does not exist. Raises UserError if it
+    holds something else, or another command is writing into it, and OSError if writing failed.
 
     Args:
         marker: Name of the JSON file.
         settings: `format`, and the settings that must be equal for continuing an interrupted command.
         files: Names of the other files that the command writes.
         overwrite: First remove the marker and `files` of an earlier command, and nothing else.
-
-    Raises:
-        UserError: The folder holds something else, or another command is writing into it.
-        OSError: Writing failed.
     """
 
     def __init__(

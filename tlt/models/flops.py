@@ -13,15 +13,12 @@ from torch.utils.flop_counter import FlopCounterMode
 def flops_per_image(
     model: nn.Module, input_size: tuple[int, int, int], backward: bool = False, images: int = 2, **options: Any
 ) -> float:
-    """Return the floating-point operations per image, two per multiply-add, of matrix products and convolutions.
+    """Return the floating-point operations per image, two per multiply-add, of matrix products and convolutions, for
+    images of `input_size` (channels, H, W). The model has no wrappers; it is counted in its present mode, with
+    `backward` also in the backward pass of the trained parameters.
 
-    Args:
-        model: A model without wrappers; it is counted in its present mode.
-        input_size: (channels, H, W).
-        backward: Whether to add the backward pass of the trained parameters.
-        images: Batch size, at least 2 for BatchNorm. `--drop-path-mode subset` makes the work per image depend on it.
-
-    Raises what the model's layers raise on meta tensors, which may be of any type.
+    BatchNorm needs at least 2 `images`; `--drop-path-mode subset` makes the work per image depend on them. Raises what
+    the model's layers raise on meta tensors, which may be of any type.
     """
     with FlopCounterMode(display=False) as counter:
         run_on_meta(model, input_size, backward, images, **options)

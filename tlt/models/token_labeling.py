@@ -137,17 +137,14 @@ class TokenLabelModel(Constants):
     # Forward -------------------------------------------------------------------------------------------------------
 
     def forward(self, x: Tensor, dense: bool = False, mix_box: Box | None = None) -> Tensor | tuple[Tensor, Tensor]:
-        """Classify images. Raise UserError if `dense` is set, but the dense head is switched off or there is no
-        pooling.
+        """Classify images. Return (B, K); with `dense` (B, K) and (B, N, K). If `num_classes` is 0, these are features
+        instead of logits. Raise UserError if `dense` is set, but the dense head is switched off or there is no pooling.
 
         Args:
             x: (B, in_chans, H, W) of any size that gives at least one token.
             dense: Whether to return the logits of the two heads separately.
             mix_box: A box of `tlt.mixtoken` in tokens of the final grid. The images are mixed after the embedding.
                 Without `dense` the result belongs to the mixed image.
-
-        Returns:
-            (B, K); with `dense` (B, K) and (B, N, K). If `num_classes` is 0, features instead of logits.
         """
         if isinstance(x, torch.fx.Proxy):  # torch.fx traces `model(x)`
             return self.forward_head(self.forward_features(x))
@@ -212,20 +209,16 @@ class TokenLabelModel(Constants):
         intermediates_only: bool = False,
         return_prefix_tokens: bool = False,
     ) -> list[Any] | tuple[Tensor, list[Any]]:
-        """Return feature maps after chosen stages. The arguments are timm's.
+        """Return feature maps after chosen stages; unless `intermediates_only`, the final features (B, 1 + N, C) come
+        first, or the raw output of the last stage that ran if `stop_early` skipped some. The arguments are timm's.
 
         Args:
-            x: Images.
             indices: n for the last n stages, a list of stages, or None for all.
             norm: Whether to apply the final norm to the maps that have its number of channels.
             stop_early: Whether to skip the stages after the last requested one.
             output_fmt: "NCHW", "NHWC" or "NLC" (B, H * W, C).
             intermediates_only: Whether to return only the maps.
             return_prefix_tokens: Whether to pair each map with the class token (B, 1, C), if its stage has one.
-
-        Returns:
-            The maps; unless `intermediates_only`, the final features (B, 1 + N, C) come first, or the raw output of the
-            last stage that ran if `stop_early` skipped some.
         """
         if output_fmt not in ("NCHW", "NHWC", "NLC"):
             raise ValueError(f"output_fmt is NCHW, NHWC or NLC, not {output_fmt}")

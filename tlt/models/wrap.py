@@ -138,16 +138,14 @@ TOKEN_LABEL_MODELS = (TokenLabelModel, WithDenseHead)
 
 
 def with_dense_head(model: Any, img_size: tuple[int, int] | None = None) -> Any:
-    """Add a dense head and MixToken to a timm model in place. A model that has them is returned unchanged. Raise
-    UserError if the model has no classes, weights or spatial features, or does not take this size.
+    """Add a dense head and MixToken to a timm model in place, and return it: it is now also a WithDenseHead. A model
+    that has them is returned unchanged. Raise UserError if the model has no classes, weights or spatial features, or
+    does not take this size. If images can't be mixed after its embedding, `check_mix_token` and `mix_box` raise
+    UserError.
 
     Args:
         model: Any timm model, on any device that holds its weights.
         img_size: (H, W) in pixels of the training images (default: the model's own size).
-
-    Returns:
-        `model`, which is now also a WithDenseHead. If images can't be mixed after its embedding, `check_mix_token` and
-        `mix_box` raise UserError.
     """
     if isinstance(bare(model), TOKEN_LABEL_MODELS):
         return model

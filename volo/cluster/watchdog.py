@@ -120,13 +120,9 @@ class StopGuard:
     waited: float = 0.0  # seconds spent waiting for batches
 
     def iterate_until_stopped(self, batches: Iterable[Batch]) -> Iterator[Batch]:
-        """Yield training batches. An update begins after all ranks have received its first batch.
-
-        Raises:
-            Stopped: Between two updates, on all ranks, if a rank received a signal or its data failed. On the rank
-                whose data failed, its UserError is the cause.
-            UserError: Data failed within an update.
-        """
+        """Yield training batches. An update begins after all ranks have received its first batch. Raise Stopped between
+        two updates, on all ranks, if a rank received a signal or its data failed; on the rank whose data failed, its
+        UserError is the cause. Raise UserError if data failed within an update."""
         iterator = iter(batches)
         at_boundary = True
         while True:

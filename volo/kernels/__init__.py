@@ -72,8 +72,8 @@ KERNELS = {
 def outlook_attention(
     v: Tensor, logits: Tensor, scale: float = 1.0, dropout: float = 0.0, kernel: str = "auto"
 ) -> Tensor:
-    """Mix the values in each window, and sum the results of all windows at each pixel. Raise UserError if `kernel` does
-    not support this.
+    """Mix the values in each window, and sum the results of all windows at each pixel. Return (B, H, W, C), in the
+    dtype of `v` or of autocast. Raise UserError if `kernel` does not support this.
 
     Args:
         v: Values (B, H, W, C), C = heads * D.
@@ -82,9 +82,6 @@ def outlook_attention(
         scale: Factor of the logits before their softmax.
         dropout: Dropout rate of the weights; 0 outside training.
         kernel: Name in `KERNELS`, or "auto" for the fastest that fits.
-
-    Returns:
-        (B, H, W, C), in the dtype of `v` or of autocast.
     """
     return choose_kernel(kernel, v, logits, dropout).compute(_as_in_products(v), logits, scale, dropout)
 

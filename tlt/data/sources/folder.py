@@ -178,10 +178,9 @@ def open_csv(name: str, data: str, split: str, _on_progress: object) -> ImageFol
     names the columns. `path` is an image file's path relative to `data`. `split` selects the rows whose column `split`,
     if there is one, has this name or a synonym.
 
-    Raises:
-        UserError: The file can't be read, has other columns, a row with other fields, an image twice, or an image that
-            is missing or outside `data`.
-        MissingSplit: No row is in the split, or a table without splits is asked for the validation images.
+    Raise UserError if the file can't be read, has other columns, a row with other fields, an image twice, or an image
+    that is missing or outside `data`; MissingSplit if no row is in the split, or a table without splits is asked for
+    the validation images.
     """
     file = os.path.join(data, name)
     searched = split_names(split)
