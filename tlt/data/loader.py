@@ -213,7 +213,7 @@ class Workers:
         while (batch := self._next(batches, processes)) is not None:
             if isinstance(batch, UserError):
                 raise batch
-            is_last = batches._send_idx == batches._rcvd_idx if self.persistent else False
+            is_last = self.persistent and batches._send_idx == batches._rcvd_idx
             if is_last:  # keep the workers already now: the consumer may not ask for the end, as `zip` does not
                 self._loader = loader
             yield batch
@@ -368,8 +368,8 @@ def _timeout_error(dataset: BatchDataset, timeout: float) -> UserError:
     longest = dataset.worker_status.longest()
     if longest is None:  # CPython up to 3.11 can hang when it forks beside threads of C++ libraries
         return WorkerDied(f"{limit}, though no file is being read: a worker hangs, or the machine does; start again")
-    path = printable(dataset.path(longest[0]))
-    seconds = longest[1]
+    index, seconds = longest
+    path = printable(dataset.path(index))
     return UserError(f"{limit}: reading {path} has taken {seconds:.0f} s; check the storage, or raise the limit")
 
 

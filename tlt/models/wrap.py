@@ -219,8 +219,7 @@ def find_tokens(model: Any, size: Size, mix_point: MixPoint | None = None) -> To
 
 def _last_map(model: Any, images: Tensor) -> Tensor:
     """Return the last features (B, h, w, C) in evaluation mode. Raise UserError if the model does not take the size."""
-    size = images.shape[-2], images.shape[-1]
-    return evaluated(model, images, lambda images: feature_map(model, model.forward_features(images), size))
+    return evaluated(model, images, lambda x: feature_map(model, model.forward_features(x), (x.shape[-2], x.shape[-1])))
 
 
 @torch.no_grad()

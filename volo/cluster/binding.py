@@ -25,7 +25,6 @@ from tlt.io.text import table
 from volo.cluster.launch import launch_of
 from volo.cluster.topology import Gpu, Machine, Port, interface_to, listed, read, read_machine, visible_gpus
 
-_COLUMNS = ("rank", "GPU", "NUMA node", "CPUs", "memory", "card", "distance")
 _MEMORY = {"auto": "preferred", "cpu": "off", "cpu+mem": "bind"}
 # Distances from near to far, as `nvidia-smi topo -m` names them: same PCIe switch, several switches, same host bridge,
 # same NUMA node, anywhere.
@@ -251,7 +250,7 @@ def describe(plan: BindingPlan, title: str, rank: int, added: Mapping[str, str],
     env = [f"set on every rank here: {' '.join(shared)}"] if shared else []
     if not any(share.gpu or share.cpus for share in plan.shares):
         return [f"binding: nothing is bound: {reasons}", *env]
-    rows = [list(_COLUMNS)]
+    rows = [["rank", "GPU", "NUMA node", "CPUs", "memory", "card", "distance"]]
     for i, share in enumerate(plan.shares[:1] if plan.own_gpu else plan.shares):
         gpu = share.gpu
         port = share.port
