@@ -33,15 +33,15 @@ LIMIT = 600.0  # seconds for what takes a few: reached where it never comes, not
 def wait_until(happened: Callable[[], T], what: Callable[[], str] = str) -> T:
     """Return what `happened()` returns as soon as that is true. `what` says what did not come within LIMIT."""
     until, pause = time.monotonic() + LIMIT, 0.01
-    while not (found := happened()):
+    while not (result := happened()):
         if time.monotonic() > until:
-            told = what()
-            told = told if len(told) < 5000 else f"{told[:4000]}\n[...]\n{told[-1000:]}"
+            missing = what()
+            missing = missing if len(missing) < 5000 else f"{missing[:4000]}\n[...]\n{missing[-1000:]}"
             # The last line, which the end of a long log still shows.
-            pytest.fail(f"{told}\nnot within {LIMIT:g} s in {os.environ['PYTEST_CURRENT_TEST']}")
+            pytest.fail(f"{missing}\nnot within {LIMIT:g} s in {os.environ['PYTEST_CURRENT_TEST']}")
         time.sleep(pause)
         pause = min(1.2 * pause, 0.3)
-    return found
+    return result
 
 
 @pytest.fixture(autouse=True)

@@ -90,8 +90,8 @@ class Day:
         command = [sys.executable, "-m", "pytest", "-m", "gpu", "-v", *several, *words]
         ended = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         (self.output / f"{self.check}.txt").write_text(ended.stdout)
-        found = (ended.stdout.splitlines() or ["nothing"])[-1].strip("= ")
-        return " ".join(words), ended.returncode == 0 and (self.rehearsed or "passed" in found), found
+        result = (ended.stdout.splitlines() or ["nothing"])[-1].strip("= ")
+        return " ".join(words), ended.returncode == 0 and (self.rehearsed or "passed" in result), result
 
 
 def tests(day: Day) -> Iterator[Line]:
@@ -106,14 +106,14 @@ def launched(day: Day) -> Iterator[Line]:
     yield "norms as launched", norms < 0.1, f"{100 * norms:.3f} % apart at most in two epochs"
     most = 1.25 * plain.reserved + 1
     yield "memory as launched", graph.reserved < most, f"{graph.reserved:.1f} GiB, launched {plain.reserved:.1f}"
-    found = re.search(r"weights that change by (\S+) are (\S+) apart", graph.log)
-    off, change = (float(found[2]), float(found[1])) if found else (float("nan"), 1.0)
+    result = re.search(r"weights that change by (\S+) are (\S+) apart", graph.log)
+    off, change = (float(result[2]), float(result[1])) if result else (float("nan"), 1.0)
     yield "the rehearsal has a margin", off < 0.01 * change, f"{off:.3g} off by {change:.3g}; the limit is 5 %"
 
 
 def memory(day: Day) -> Iterator[Line]:
     """Where a launched run has enough memory, one whose capture fails goes on. Shares are those of 80 GiB."""
-    data.SYNTHETIC_UPDATES, backward, told, lost = min(12, data.SYNTHETIC_UPDATES), Precision.backward, [], 0
+    data.SYNTHETIC_UPDATES, backward, lines, lost = min(12, data.SYNTHETIC_UPDATES), Precision.backward, [], 0
 
     def too_little(precision: Precision, loss: torch.Tensor, reduced: bool = False) -> None:
         if torch.cuda.is_current_stream_capturing():
@@ -130,9 +130,9 @@ def memory(day: Day) -> Iterator[Line]:
         graph = day.train(f"graph-{share}", flags)
         lost += plain.code == 0 and graph.code != 0
         how = "ends" if graph.code else "given up" if LAUNCHED in graph.log else "runs"
-        told.append(f"{share:.2f} launched {'ends' if plain.code else 'runs'}, graph {how}")
-    held = not lost and any("given up" in line for line in told)
-    yield "with too little memory for a graph, a run goes on", held, "; ".join(told)
+        lines.append(f"{share:.2f} launched {'ends' if plain.code else 'runs'}, graph {how}")
+    held = not lost and any("given up" in line for line in lines)
+    yield "with too little memory for a graph, a run goes on", held, "; ".join(lines)
 
 
 def anew(day: Day) -> Iterator[Line]:
@@ -175,10 +175,10 @@ def replays(day: Day) -> Iterator[Line]:
 
 def profiled(day: Day) -> Iterator[Line]:
     ran = day.train("profile", f"--profile {1 if day.rehearsed else 2} --epochs 1 --warmup-epochs 0 --log-interval 100")
-    found = re.search(r"profile of .*: ([\d.]+) ms an update, cuda ([\d.]+) ms.*", ran.log)
-    busy = float(found[2]) / float(found[1]) if found else 0.0
-    held = ran.code == 0 and found is not None and (busy > 0.9 or day.rehearsed)
-    yield "a graph leaves the GPU no pause", held, found[0] if found else f"no profile, exit code {ran.code}"
+    result = re.search(r"profile of .*: ([\d.]+) ms an update, cuda ([\d.]+) ms.*", ran.log)
+    busy = float(result[2]) / float(result[1]) if result else 0.0
+    held = ran.code == 0 and result is not None and (busy > 0.9 or day.rehearsed)
+    yield "a graph leaves the GPU no pause", held, result[0] if result else f"no profile, exit code {ran.code}"
 
 
 # Each check, and the seconds it may take on a GPU: the most important first. An H100 is expected to need half of them.
@@ -188,14 +188,12 @@ CHECKS: dict[Callable[[Day], Iterator[Line]], int] = {
 
 
 def check(day: Day, function: Callable[[Day], Iterator[Line]]) -> None:
-    """Print what a check finds."""
     with stand_in_cuda() if day.rehearsed else nullcontext():
         for promise, holds, number in function(day):
             print(f"{'PASS' if holds else 'FAIL'} {day.check}: {promise}: {number}", flush=True)
 
 
 def in_a_process(name: str, words: list[str], limit: float) -> list[str]:
-    """Do a check, and return its lines; where it ends otherwise, the last says so."""
     began = time.monotonic()
     command = ["timeout", "--signal=KILL", f"{limit:.0f}", sys.executable, "-m", "tests.gpu_day", *words]
     ended = subprocess.run(command, capture_output=True, text=True)
@@ -207,7 +205,6 @@ def in_a_process(name: str, words: list[str], limit: float) -> list[str]:
 
 
 def main() -> int:
-    """Do the checks, and return 1 if one fails."""
     names = {function.__name__: function for function in CHECKS}
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="cpu: on a stand-in")

@@ -26,7 +26,6 @@ def without_times(file: Path) -> list[str]:
 
 
 def main(run: Path, other: Path) -> int:
-    """Compare the records of two runs."""
     for name in ("metrics.jsonl", "summary.csv"):
         pairs = zip_longest(without_times(run / name), without_times(other / name), fillvalue="nothing")
         for line, (one, two) in enumerate(pairs, start=1):

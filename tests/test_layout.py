@@ -30,14 +30,14 @@ def room_of(module: str) -> int:
 
 def imported_by(module: str) -> set[str]:
     """The modules of this project that a module imports, wherever in its file."""
-    found = set()
+    result = set()
     for node in ast.walk(ast.parse(MODULES[module].read_text())):
         if isinstance(node, ast.ImportFrom) and node.module:
             full = [f"{node.module}.{alias.name}" for alias in node.names]
-            found |= {name if name in MODULES else node.module for name in full}
+            result |= {name if name in MODULES else node.module for name in full}
         elif isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-    return (found & MODULES.keys()) - {module}
+            result |= {alias.name for alias in node.names}
+    return (result & MODULES.keys()) - {module}
 
 
 def circles(imports: dict[str, set[str]]) -> Iterator[str]:

@@ -103,24 +103,24 @@ def test_streams_that_race_are_seen(forgotten):
 def captured(work: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        found = work()
-    return graph, found
+        result = work()
+    return graph, result
 
 
 def test_graph_repeats_numbers_and_reads_tensors_and_seed_anew(stand_in):
     weight, scale, number = ones(4), torch.full((), 2.0, device="cuda"), torch.tensor(5.0)
-    graph, found = captured(lambda: (weight.mul_(scale).add_(number), torch.rand(4, device="cuda")))
-    assert weight.eq(1).all() and found[1].isnan().all()  # nothing was computed
+    graph, result = captured(lambda: (weight.mul_(scale).add_(number), torch.rand(4, device="cuda")))
+    assert weight.eq(1).all() and result[1].isnan().all()  # nothing was computed
     scale.fill_(3)
     number.fill_(7)
     stand_in.launches.clear()
     torch.manual_seed(1)
     graph.replay()
     assert stand_in.launches.total() == 1
-    drawn = found[1].cpu()
+    drawn = result[1].cpu()
     assert weight.eq(1 * 3 + 5).all()
     graph.replay()
-    assert weight.eq(8 * 3 + 5).all() and not torch.equal(found[1].cpu(), drawn)
+    assert weight.eq(8 * 3 + 5).all() and not torch.equal(result[1].cpu(), drawn)
     torch.manual_seed(1)
     torch.testing.assert_close(torch.rand(4, device="cuda").cpu(), drawn)
 
@@ -180,11 +180,11 @@ def test_first_batch_is_compared_with_the_cpu(stand_in, monkeypatch, make_datase
     images = tlt.open_images(make_dataset(train=8), "train")
     loader = tlt.Loader(images, None, config, batch_size=4, workers=0, device="cuda")
     batches = loader.epoch(0)
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as caught:
         next(batches)
         stand_in.waits.clear()
         next(batches)
-    assert ["% of the values of the first batch differ" in str(line.message) for line in told] == [True] * wrong
+    assert ["% of the values of the first batch differ" in str(line.message) for line in caught] == [True] * wrong
     assert not stand_in.waits
     # Memory that is freed on a stream is used again on that stream only: all passes have the same.
     assert len({batch.images.block.owner for epoch in range(2) for batch in loader.epoch(epoch)}) == 1

@@ -70,10 +70,10 @@ def test_the_loop_of_the_page_runs(device, taught, make_dataset, make_labels, mo
     make_labels(data)
     monkeypatch.chdir(data.parent)
     data.rename("pictures")
-    found: dict[str, Any] = {}
-    exec(compile(loop, "python_api.md", "exec"), found)
-    assert found["update"] == 5 and found["loss"].total.isfinite() and found["loss"].dense > 0
-    assert found["outputs"][1].shape == (4, found["criterion"].grid[0] * found["criterion"].grid[1], 4)
+    result: dict[str, Any] = {}
+    exec(compile(loop, "python_api.md", "exec"), result)
+    assert result["update"] == 5 and result["loss"].total.isfinite() and result["loss"].dense > 0
+    assert result["outputs"][1].shape == (4, result["criterion"].grid[0] * result["criterion"].grid[1], 4)
 
 
 def test_loader_continues_within_and_across_epochs(images):

@@ -207,10 +207,10 @@ def test_torchs_defaults_change_no_batch_and_no_target(images, workers):
     for change, default in ((torch.set_default_dtype, torch.bfloat16), (torch.set_default_device, "meta")):
         try:
             change(default)
-            found = values()
+            actual = values()
             assert TeacherScale(3).mean.dtype == torch.float32
         finally:
             torch.set_default_dtype(torch.float32)
             torch.set_default_device(None)
-        for one, other in zip(expected, found, strict=True):
+        for one, other in zip(expected, actual, strict=True):
             assert one.dtype == other.dtype and torch.equal(one, other), default

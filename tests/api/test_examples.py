@@ -132,8 +132,8 @@ def test_its_cells_run(monkeypatch, capsys):
         exec(compile(text, FILE.name, "exec"), names)
     matplotlib.pyplot.close("all")
     matplotlib.use(backend)
-    told = capsys.readouterr().out
-    assert f"wrote {IMAGES} scans" in told and f"of {IMAGES * 4 // 5} images" in told
+    printed = capsys.readouterr().out
+    assert f"wrote {IMAGES} scans" in printed and f"of {IMAGES * 4 // 5} images" in printed
     losses = torch.tensor(names["losses"])
     assert losses.shape == (math.ceil(IMAGES * 4 / 5 / 32), 2) and losses.isfinite().all() and (losses > 0).all()
     assert names["tokens"].shape == (6, 4, 4, 10)

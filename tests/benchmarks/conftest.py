@@ -17,7 +17,6 @@ Measure = Callable[..., list[dict[str, Any]]]
 
 
 def benchmark(line: str) -> int:
-    """Run a command and return the exit code."""
     return run_program(parse_benchmark, "benchmarks.program", line.split())
 
 

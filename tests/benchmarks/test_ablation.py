@@ -56,15 +56,15 @@ def test_arms_differ_in_their_labels_alone(data, monkeypatch):
 
     monkeypatch.setattr(ablation.tlt.TokenLabelLoss, "targets", recorded)
     monkeypatch.setattr(ablation, "BATCH", 20)
-    found = {}
+    result = {}
     for arm in (each for each, how in ARMS.items() if how.labels != "annotator"):
-        found[arm] = ablation.train(data, arm, 3, 1)
+        result[arm] = ablation.train(data, arm, 3, 1)
     same = seen["true"]
     assert all(torch.equal(batch.images, same.images) for batch in seen.values())
     assert torch.equal(seen["other"].affine, same.affine.roll(1, 0))
     assert not torch.allclose(seen["published"].affine, same.affine)
-    assert seen["class"].labels is None and not found["class"]["tokens"]
-    assert found["true"] == ablation.train(data, arm := "true", 3, 1)
+    assert seen["class"].labels is None and not result["class"]["tokens"]
+    assert result["true"] == ablation.train(data, arm := "true", 3, 1)
 
 
 def test_runs_go_on_where_they_stopped_and_are_compared_by_seed(tmp_path, monkeypatch, measure, capsys):

@@ -37,10 +37,10 @@ def test_rounds_rotate_their_order_and_skip_the_first(monkeypatch):
         return 10
 
     works = {"a": lambda: work("a", [9, 1, 2]), "b": lambda: work("b", [9, 4, 3])}
-    found = rounds.in_turns(works, 2)
+    result = rounds.in_turns(works, 2)
     assert "".join(done) == "ab" + "ba" + "ab"
-    assert found["a"].wall == pytest.approx([0.1, 0.2]) and found["b"].wall == pytest.approx([0.4, 0.3])
-    assert rounds.speedup(found["a"].wall, found["b"].wall) == pytest.approx((2.75, 1.5, 4.0))
+    assert result["a"].wall == pytest.approx([0.1, 0.2]) and result["b"].wall == pytest.approx([0.4, 0.3])
+    assert rounds.speedup(result["a"].wall, result["b"].wall) == pytest.approx((2.75, 1.5, 4.0))
     assert str(Range.of([1, 3, 2], 10)) == "20 (10-30)"
 
 
@@ -61,12 +61,12 @@ def test_make_measures_a_gpu_in_calls_of_ten_minutes(device):
     """Each line is parsed, and its arms and programs are made up as the benchmark does first."""
     line = ["make", "-n", "benchmark-gpu", "PYTHON=python3", "OUT=there", "TIMM=there", f"DEVICE={device}"]
     printed = subprocess.check_output(line, cwd=ROOT, text=True).replace("\\\n", "")
-    found = re.findall(r"^timeout --signal=INT (\d+) python3 (.*)", printed, re.MULTILINE)
-    assert found[0][1].startswith("-m pytest -m gpu ")
-    limits = [int(limit) for limit, _ in found]
+    result = re.findall(r"^timeout --signal=INT (\d+) python3 (.*)", printed, re.MULTILINE)
+    assert result[0][1].startswith("-m pytest -m gpu ")
+    limits = [int(limit) for limit, _ in result]
     per_call = [limits[0], sum(limits[1:4]), limits[4], sum(limits[5:])]
     assert per_call == pytest.approx([590] * 4, abs=5) if device == "cuda" else limits == 7 * [590]
-    for _, words in found[1:]:
+    for _, words in result[1:]:
         args = parse_benchmark(words.removeprefix("benchmark.py ").split())
         assert (args.device, args.output) == (device, f"there/{args.command}.jsonl")
         if args.command == "step":
@@ -111,8 +111,8 @@ def test_all_loaders_make_the_same_images(tmp_path, part):
     made = {name: torch.cat(list(loading.ours(part, name)())) for name in ("torchvision", "pil")}
     made["timm"] = torch.cat(list(loading.timm(part)()))
     assert made["pil"].dtype == made["timm"].dtype == (torch.uint8 if part == CROPS else torch.float32)
-    for name, found in made.items():
-        apart = (found[:, None].double() - made["torchvision"][None].double()).abs().amax((2, 3, 4))
+    for name, result in made.items():
+        apart = (result[:, None].double() - made["torchvision"][None].double()).abs().amax((2, 3, 4))
         nearest, which = apart.min(1)
         assert nearest.max() <= (2 if part == CROPS else 2 / 255 / 0.22), name
         assert sorted(which.tolist()) == list(range(6)), name

@@ -39,9 +39,9 @@ def test_step_times_all_arms_from_one_start(measure):
     rows = measure(f"step {SMALL} --peer timm reference amp")
     alone, turns = rows[:4], rows[4:]
     assert [row["rounds"] for row in rows] == ["1, alone"] * 4 + [2] * 4  # written as soon as measured
-    for found in (alone, turns):
-        assert [row["arm"] for row in found] == ["ours", "timm", "reference", "amp"]
-        assert [row["type"] for row in found] == ["float32"] * 3 + ["bfloat16"]
+    for result in (alone, turns):
+        assert [row["arm"] for row in result] == ["ours", "timm", "reference", "amp"]
+        assert [row["type"] for row in result] == ["float32"] * 3 + ["bfloat16"]
     median, low, high = turns[1]["ours is, times"]
     assert 0 < low <= median <= high and turns[0]["ours is, times"] is None
     assert all(row["images/s"] == pytest.approx(2e3 / row["ms a batch"][0]) for row in rows)

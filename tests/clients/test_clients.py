@@ -17,7 +17,6 @@ pytestmark = [pytest.mark.parametrize("name", ["volo_test", "lvvit_test"]), pyte
 
 @pytest.fixture(autouse=True)
 def operators_of_our_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Wherever they may be."""
     monkeypatch.setattr(fast_ops, "MKL_IS_SLOW", True)
 
 
@@ -63,8 +62,8 @@ def test_onnx_by_tracing(name, tmp_path):
         model, (images(),), path, dynamo=False, input_names=["x"], dynamic_axes={"x": {0: "batch"}}, opset_version=17
     )
     session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
-    found = torch.from_numpy(session.run(None, {"x": images(3).numpy()})[0])
-    torch.testing.assert_close(found, model(images(3)), rtol=1e-4, atol=1e-5)
+    result = torch.from_numpy(session.run(None, {"x": images(3).numpy()})[0])
+    torch.testing.assert_close(result, model(images(3)), rtol=1e-4, atol=1e-5)
 
 
 def test_quantize_dynamic(name):

@@ -187,7 +187,7 @@ def test_modes(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("machine", "bind", "device", "ranks", "told"),
+    ("machine", "bind", "device", "ranks", "message"),
     [
         (LAPTOP, "auto", "cpu", 1, ""),  # nothing to divide
         (DGX_A100, "auto", "cpu", 1, ""),
@@ -197,12 +197,12 @@ def test_modes(tmp_path):
         (LAPTOP, "cpu", "cpu", 1, "binding on "),
     ],
 )
-def test_one_process_on_a_cpu_says_nothing_of_binding(machine, bind, device, ranks, told, tmp_path, monkeypatch):
+def test_one_process_on_a_cpu_says_nothing_of_binding(machine, bind, device, ranks, message, tmp_path, monkeypatch):
     monkeypatch.setattr(binding, "read_machine", lambda: read_machine(build(tmp_path, machine)))
     monkeypatch.setattr(binding, "apply", lambda share: [])
     monkeypatch.setattr(os, "environ", {"WORLD_SIZE": str(ranks), "RANK": "0", "LOCAL_RANK": "0"})
     lines = bind_process(Namespace(bind=bind, device=device))
-    assert lines[0].startswith(told) if told else lines == []
+    assert lines[0].startswith(message) if message else lines == []
 
 
 def test_without_gpus_the_cpus_are_divided_only_if_asked_for(tmp_path):

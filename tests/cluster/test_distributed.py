@@ -195,17 +195,17 @@ def test_a_rank_that_is_told_to_end_while_it_connects_ends(peer, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("does", "told"),
+    ("does", "message"),
     [
         (lambda *_: time.sleep(0.3), r"have met, but can't connect: .* \(not within 0.1 s\)"),
         (lambda *_: torch.ones(2) @ torch.ones(3), r"have met, but can't connect: .* \(inconsistent tensor size"),
     ],
 )
-def test_connecting_takes_no_longer_than_it_may(peer, monkeypatch, does, told):
+def test_connecting_takes_no_longer_than_it_may(peer, monkeypatch, does, message):
     monkeypatch.setattr(distributed, "_MESH_S", 0.1)
     monkeypatch.setattr(distributed, "_own_group", False)  # as it was, afterwards
     monkeypatch.setattr(distributed, "_connect_all", does)
-    with ThreadPoolExecutor() as pool, pytest.raises(RankLost, match=told):
+    with ThreadPoolExecutor() as pool, pytest.raises(RankLost, match=message):
         pool.submit(peer)
         init_world("cpu")
 

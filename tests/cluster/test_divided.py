@@ -132,7 +132,6 @@ def build(case: Case) -> Any:
 
 
 def loss_of(model: Any, case: Case, data_rank: int, step: int, micro_batch: int) -> Tensor:
-    """The loss of the images of a data rank, with its random numbers."""
     torch.manual_seed(1000 * step + 10 * micro_batch + data_rank)
     images, classes = torch.randn(4, 3, 32, 32, dtype=torch.float64), torch.randint(10, (4,))
     outputs = model(images, **({} if case.model == "test_vit" else {"dense": True, "mix_box": (0, 1, 2, 3)}))

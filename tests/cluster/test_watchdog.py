@@ -23,17 +23,17 @@ def watchdog(timeout: float = 3.0, loader_timeout: float = 50.0) -> Watchdog:
 
 @pytest.mark.parametrize("slow", ["start", "validation", "saving", "capture"])
 def test_fault_21_phase_limit_covers_what_it_waits_for(slow):
-    dog = watchdog()
+    watch = watchdog()
     for phase in ("data", "others", "step", "data", "others", "step", slow):
-        dog.enter_phase(phase) if slow != "start" else None
+        watch.enter_phase(phase) if slow != "start" else None
     # Rank 0 may still be saving, another one compiling (at the start) or validating: until all ranks have met.
     for phase in ("data", "others", "step", "data", "others")[3 if slow in ("saving", "capture") else 0 :]:
-        dog.enter_phase(phase)
-        assert dog.allowed() == Watchdog.START_S
+        watch.enter_phase(phase)
+        assert watch.allowed() == Watchdog.START_S
     allowed = []
     for phase in ("step", "data", "others"):
-        dog.enter_phase(phase)
-        allowed.append(dog.allowed())
+        watch.enter_phase(phase)
+        allowed.append(watch.allowed())
     assert allowed == [3.0, 80.0, 80.0]
     patient = watchdog(loader_timeout=0)
     patient.enter_phase("data")
@@ -47,21 +47,21 @@ def batch_at(last: bool, size: int = 0) -> Batch:
 
 def test_fault_21_first_step_of_each_size_may_compile():
     """Updates of one micro-batch, then of two: a size that is new takes long wherever it comes."""
-    dog, long = watchdog(loader_timeout=0), Watchdog.START_S
+    watch, long = watchdog(loader_timeout=0), Watchdog.START_S
     sizes = [(4, True), (4, True), (4, True), (3, True), (3, True), (3, True), (4, False), (1, True), (4, False)]
     sizes += [(3, True), (1, True)]
-    batches = StopGuard(StopSignal(), dog, int).iterate_until_stopped(batch_at(last, size) for size, last in sizes)
-    assert [dog.allowed() for _ in batches] == [long, 3, 3, long, 3, 3, 3, long, 3, 3, 3]
+    batches = StopGuard(StopSignal(), watch, int).iterate_until_stopped(batch_at(last, size) for size, last in sizes)
+    assert [watch.allowed() for _ in batches] == [long, 3, 3, long, 3, 3, 3, long, 3, 3, 3]
 
 
 def test_fault_21_hang_after_validation_or_save_is_seen_as_soon():
-    dog, allowed = watchdog(), []
-    guard = StopGuard(StopSignal(), dog, int)
+    watch, allowed = watchdog(), []
+    guard = StopGuard(StopSignal(), watch, int)
     for _ in range(2):
         for _ in guard.iterate_until_stopped(batch_at(True, 4) for _ in range(3)):
-            allowed.append(dog.allowed())
+            allowed.append(watch.allowed())
         list(guard.iterate_validation([0]))
-        dog.enter_phase("saving")
+        watch.enter_phase("saving")
     assert allowed == [Watchdog.START_S, *[3.0] * 5]
 
 
@@ -115,10 +115,10 @@ SUSPENDED = """
 import sys, time
 from volo.cluster.watchdog import Watchdog
 Watchdog.START_S = 2.0
-dog = Watchdog(0, 2.0, 50.0, note=lambda **fields: print("noted"))
-dog.start()
+watch = Watchdog(0, 2.0, 50.0, note=lambda **fields: print("noted"))
+watch.start()
 for _ in range(3):
-    dog.enter_phase("step")
+    watch.enter_phase("step")
     print("step", flush=True)
     time.sleep(0.4)
 time.sleep(600)

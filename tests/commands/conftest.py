@@ -79,8 +79,6 @@ def trained_run(tmp_path_factory: pytest.TempPathFactory) -> TrainedRun:
 
 
 class Ended(NamedTuple):
-    """How a program ended."""
-
     code: int
     out: str
     err: str
@@ -113,7 +111,6 @@ def data(make_dataset: Make) -> Path:
 
 @pytest.fixture
 def labels(data: Path, make_labels: Make) -> Path:
-    """A label tree of `data`."""
     return make_labels(data)
 
 
@@ -191,7 +188,6 @@ def same_weights(*files: Path) -> dict[str, Any]:
 
 
 def launch(processes: int, flags: str, *more: str | Path, code: int = 0) -> str:
-    """Run `distributed_train.sh` and return its output."""
     command = [str(ROOT / "distributed_train.sh"), str(processes), *map(str, more), *flags.split()]
     env = {**os.environ, "PYTHON": sys.executable, "OMP_NUM_THREADS": "1"}
     ended = subprocess.run(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=LIMIT)
@@ -294,13 +290,13 @@ def nothing_left_running() -> Iterator[None]:
 
 def children(pid: int) -> list[int]:
     """The processes that `pid` has started, and that have not ended (Linux)."""
-    found = []
+    result = []
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):
             state, parent = stat.read_text().rpartition(")")[2].split()[:2]
             if int(parent) == pid and state != "Z":
-                found.append(int(stat.parent.name))
-    return found
+                result.append(int(stat.parent.name))
+    return result
 
 
 def ended(pid: int) -> bool:
@@ -312,7 +308,6 @@ def ended(pid: int) -> bool:
 
 
 def environment(pid: int) -> dict[str, str]:
-    """The environment of a process (Linux)."""
     entries = Path(f"/proc/{pid}/environ").read_text().split("\0")
     return dict(entry.split("=", 1) for entry in entries if "=" in entry)
 

@@ -60,18 +60,18 @@ def test_teacher_of_whole_images_equals_labels(call, train, weights, tmp_path):
     files = f"--token-label-data {tmp_path / 'labels'}"
     teacher = f"--token-label-teacher resnet10t --token-label-teacher-checkpoint {weights}"
     teacher += " --token-label-teacher-top-k 2"
-    found = {}
+    result = {}
     for name, flags in {
         "zero": f"{files} --label-tail zero", "online": f"{teacher} --label-tail zero",
         "exact": f"{files} --label-tail exact", "none": "",
         "online exact": f"{teacher.replace(str(weights), str(turned))} --label-tail exact",
     }.items():  # fmt: skip
         train(f"{same} {flags} --experiment {name.replace(' ', '-')}").ok()
-        found[name] = losses(tmp_path / name.replace(" ", "-"))
-    assert found["online"] == pytest.approx(found["zero"], rel=2e-4)
-    assert found["online exact"] == pytest.approx(found["exact"], rel=2e-4)
+        result[name] = losses(tmp_path / name.replace(" ", "-"))
+    assert result["online"] == pytest.approx(result["zero"], rel=2e-4)
+    assert result["online exact"] == pytest.approx(result["exact"], rel=2e-4)
     # These losses differ from each other and from that against the classes alone, so the agreement says something.
-    one, two, three = (found[name][0] for name in ("zero", "exact", "none"))
+    one, two, three = (result[name][0] for name in ("zero", "exact", "none"))
     assert min(abs(one - two), abs(two - three), abs(three - one)) > 5e-4 * one
 
 
@@ -176,5 +176,5 @@ def test_older_runs_go_on_unless_they_need_what_is_gone(call, trained_run, tmp_p
     line = f"{trained_run.data} {QUICK} --model-ema --epochs 3 --output {tmp_path} --resume {old} --dry-run"
     for compat, gone in (("label-crop uncovered", ""), ("label-crop half-ids", "half-ids"), ("aug-order", "aug-order")):
         torch.save(saved | {"args": saved["args"] | {"compat": compat.split()}}, old)
-        ended, told = call("train", line), f"--compat {gone}, which this version has no more (docs/parity.md)"
-        assert ended.refused(told) if gone else ended.code == 0, ended
+        ended, message = call("train", line), f"--compat {gone}, which this version has no more (docs/parity.md)"
+        assert ended.refused(message) if gone else ended.code == 0, ended

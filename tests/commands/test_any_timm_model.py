@@ -62,8 +62,6 @@ def test_trains_and_is_plain_timm_afterwards(call, data, labels, tmp_path, name)
 
 
 class OneBatch(list[Any]):
-    """A loader of validation images."""
-
     dataset, left_out = range(2), 0
 
 

@@ -39,13 +39,13 @@ def test_pictures_are_drawn_and_none_is_replaced(call, image, described, trained
     with Image.open(tmp_path / "page.png") as page:
         assert min(page.size) > 400
     before = image.read_bytes()
-    for words, told in (
+    for words, message in (
         ([image, "-o", image], f"-o {image} exists already: remove it, or choose another name"),
         ([image, "-o", "p.txt"], "end the name in .png"),
         (["nothing.jpg", "-o", "p.png"], "image nothing.jpg: No such file"),
         ([image, "-o", "p.png", "--checkpoint", described("test_resnet")[1]], "has none of the attention layers"),
     ):
-        assert call("attention", flags, *words).refused(told)
+        assert call("attention", flags, *words).refused(message)
     assert image.read_bytes() == before
 
 

@@ -51,10 +51,10 @@ def test_binary_cross_entropy_is_timms(flags):
 
 def test_one_mean_makes_pillows_grey():
     levels = torch.from_numpy(np.random.default_rng(0).integers(0, 256, (2, 3, 40, 50), np.uint8))
-    found = EvalStage((0.25,), (0.5,))(levels)
+    actual = EvalStage((0.25,), (0.5,))(levels)
     pillows = [np.asarray(Image.fromarray(each.permute(1, 2, 0).numpy()).convert("L")) for each in levels]
     expected = (torch.from_numpy(np.stack(pillows))[:, None] / 255 - 0.25) / 0.5
-    assert found.shape == (2, 1, 40, 50) and torch.allclose(found, expected, atol=1e-6)
+    assert actual.shape == (2, 1, 40, 50) and torch.allclose(actual, expected, atol=1e-6)
 
 
 @pytest.mark.usefixtures("pictures")

@@ -31,8 +31,8 @@ def test_without_a_command_all_are_listed():
 def test_unknown_command(word, hint, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["volo", word])
     assert cli.main() == 2
-    told = capsys.readouterr()
-    assert hint in told.err and told.err.count("\n") == 1 and not told.out
+    printed = capsys.readouterr()
+    assert hint in printed.err and printed.err.count("\n") == 1 and not printed.out
 
 
 @pytest.mark.parametrize("name", cli.COMMANDS)
@@ -84,10 +84,10 @@ ON_A_GPU = {
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n == "data")) for n in ON_A_GPU])
 def test_fault_60_programs_share_one_float32_on_a_gpu(name, trained_run, tmp_path, monkeypatch, stand_in):
     """By the settings at the moment when it first uses the GPU, which need not be there."""
-    found: list[tuple[str, bool]] = []
+    result: list[tuple[str, bool]] = []
 
     def begin(*_: Any) -> None:
-        found.append((torch.get_float32_matmul_precision(), torch.backends.cudnn.benchmark))
+        result.append((torch.get_float32_matmul_precision(), torch.backends.cudnn.benchmark))
         raise UserError("enough")
 
     before = torch.get_float32_matmul_precision()
@@ -102,7 +102,7 @@ def test_fault_60_programs_share_one_float32_on_a_gpu(name, trained_run, tmp_pat
     finally:
         torch.set_float32_matmul_precision(before)
     # The preflight of one process asks the GPU for nothing but its name.
-    assert code == (0 if name == "preflight" else 2) and [*found, at_the_end][0] == ("high", True)
+    assert code == (0 if name == "preflight" else 2) and [*result, at_the_end][0] == ("high", True)
 
 
 def test_every_program_with_a_device_is_among_those():

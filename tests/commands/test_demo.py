@@ -32,7 +32,6 @@ def digits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleTy
 
 
 def understood(command: str) -> object:
-    """The program's view of a command."""
     program, *words = shlex.split(command.removeprefix("python "))
     if program == "-m" and words[0] == "tlt":
         return tlt_cli.parser().parse_args(words[1:])
@@ -81,8 +80,8 @@ def test_the_sample_is_a_folder_of_scans(tmp_path, call, monkeypatch):
         ended = call("sample", f"{folder} --images 200")
         assert ended.code == code and len((ended.out + ended.err).splitlines()) == 1
     files = {split: sorted(folder.glob(f"{split}/*/*.jpg")) for split in ("train", "validation")}
-    assert {split: len(found) for split, found in files.items()} == {"train": 160, "validation": 40}
-    assert len({file.parent.name for found in files.values() for file in found}) == 10
+    assert {split: len(result) for split, result in files.items()} == {"train": 160, "validation": 40}
+    assert len({file.parent.name for result in files.values() for file in result}) == 10
     assert "is there already: name a new folder" in ended.err and (folder / "validation/0/0000.jpg").is_file()
     # Ink is dark: a nine has less of it in its lower left quarter than a six.
     six, nine = (

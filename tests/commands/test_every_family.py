@@ -36,15 +36,15 @@ def refused_by_the_page() -> dict[str, set[str]]:
 
 def smallest_of_each_kind(module: str) -> dict[tuple[str, str], tuple[str, float]]:
     """(Class, pooling) -> name and number of weights of the model of this module that has the fewest."""
-    found: dict[tuple[str, str], tuple[str, float]] = {}
+    result: dict[tuple[str, str], tuple[str, float]] = {}
     for name in timm.list_models(module=module):
         with torch.device("meta"):
             model = timm.create_model(name)
         weights, pool = sum(p.numel() for p in model.parameters()), getattr(model, "global_pool", "")
         kind = type(model).__name__, pool if isinstance(pool, str) else ""
-        if kind not in found or weights < found[kind][1]:
-            found[kind] = name, weights
-    return found
+        if kind not in result or weights < result[kind][1]:
+            result[kind] = name, weights
+    return result
 
 
 class Programs:
@@ -85,7 +85,6 @@ def masks(data: Path) -> Path:
 
 
 def try_all(programs: Programs, name: str, weights: float, data: Path, labels: Path, masks: Path, out: Path) -> None:
-    """Run every program with a model."""
     train = QUICK.replace("--model volo_test --img-size 32", f"--model {name}")
     train = f"{data} {train} -b 4 --epochs 1 --opt sgd --output {out}"
     if weights > MANY:

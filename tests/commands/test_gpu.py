@@ -51,7 +51,7 @@ def test_losses_are_the_cpus(call, data, labels, tmp_path, trained_run, amp, mor
 
 
 @pytest.mark.parametrize(
-    ("more", "told"),
+    ("more", "says"),
     [
         (
             "--model-dtype bfloat16 --drop-path-mode subset --model-ema --layer-decay 0.7 --warmup-epochs 1",
@@ -60,7 +60,7 @@ def test_losses_are_the_cpus(call, data, labels, tmp_path, trained_run, amp, mor
         ("--amp --kd-model-name {run} {run} --kd-distill-type token feature --kd-drop 0.5", "steps are launched"),
     ],
 )
-def test_between_two_reports_the_host_never_waits(call, data, labels, tmp_path, trained_run, monkeypatch, more, told):
+def test_the_host_never_waits_between_two_reports(call, data, labels, tmp_path, trained_run, monkeypatch, more, says):
     seed, pop, checked = loop.StepKey.seed_torch, SkippedSteps.pop, []
     seen = ACTIVE.device.waits if ACTIVE.device else []  # the stand-in sees waits for events, too
 
@@ -88,7 +88,7 @@ def test_between_two_reports_the_host_never_waits(call, data, labels, tmp_path, 
         ended = call("train", f"{flags} --token-label --token-label-data {labels} --output {tmp_path}")
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert ended.ok() and checked == [0, 2] and told in ended.out
+    assert ended.ok() and checked == [0, 2] and says in ended.out
 
 
 @pytest.mark.gpu(stand_in=False)  # on a CPU `tests/commands/test_exact_resume.py` shows it

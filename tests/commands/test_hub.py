@@ -48,8 +48,8 @@ def test_model_of_a_folder_trains_resumes_and_validates(call, make_dataset, tmp_
 
     assert call("export", f"--checkpoint {checkpoint} --to-hf {tmp_path / 'hub'}").code == 0
     image = next((data / "validation" / "blue").iterdir())
-    told = call("predict", f"--model local-dir:{tmp_path / 'hub'} --pretrained -j 0", image)
-    assert told.code == 0 and "blue" in told.out.split("probability")[1].replace(str(image), ""), told.err
+    ended = call("predict", f"--model local-dir:{tmp_path / 'hub'} --pretrained -j 0", image)
+    assert ended.code == 0 and "blue" in ended.out.split("probability")[1].replace(str(image), ""), ended.err
 
     (folder / "config.json").rename(tmp_path / "moved.json")  # a checkpoint stands for itself
     measured = call("validate", f"{data} --checkpoint {checkpoint} -j 0")
@@ -123,16 +123,16 @@ def test_card_has_settings_and_exported_accuracy(call, trained_run, tmp_path):
         return (folder / "README.md").read_text()
 
     average, plain = "Top-1 62.50 % of 8 validation images (averaged weights).", "Top-1 12.50 % of 8 validation images."
-    told = card("")
-    assert average in told and "12.50" not in told
-    assert "volo train DATA --model volo_test" in told and "--token-label --token-label-data LABELS" in told
-    assert "--smoothing 0.0" in told and "False" not in told
+    text = card("")
+    assert average in text and "12.50" not in text
+    assert "volo train DATA --model volo_test" in text and "--token-label --token-label-data LABELS" in text
+    assert "--smoothing 0.0" in text and "False" not in text
     # The command trains as the run did: its settings are all told, also those that the data decided.
-    words = shlex.split(told.split("```bash\n")[1].split("\n```")[0])
+    words = shlex.split(text.split("```bash\n")[1].split("\n```")[0])
     again = TRAIN.parse(words[2:])
     where = {"output", "experiment", "log_interval", "checkpoint_hist", "workers", "data_dir", "token_label_data"}
     assert {k for k, v in vars(again).items() if k in saved["args"] and v != saved["args"][k]} <= where
-    assert "--img-size 32" in told and "--warmup-epochs 0" in told and str(run) not in told
+    assert "--img-size 32" in text and "--warmup-epochs 0" in text and str(run) not in text
     assert average in card("--use-ema")
     assert plain in card("--no-use-ema") and "62.50" not in card("--no-use-ema")
     for more in ("--img-size 64", "--crop-pct 0.5", "--mean 0.5"):

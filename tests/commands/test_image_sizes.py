@@ -89,11 +89,11 @@ def test_tokens_get_labels_of_what_they_show_at_every_size(model):
             window, shown = trained.token_positions(size).window(grid, size), (batch.affine, batch.visible)
             assert batch.labels is not None
             expected = brute_force(batch.labels, *shown, batch.classes, grid, 5, window=window)
-            found, counted = criterion.targets(batch), expected.weight > 0
-            assert found.tokens is not None
-            assert torch.allclose(found.cls.double(), expected.cls, atol=1e-4)
-            assert torch.allclose(found.tokens.weight.double(), expected.weight, atol=1e-5)
-            assert torch.allclose(found.tokens.dense(5).double()[counted], expected.tokens[counted], atol=1e-4)
+            actual, counted = criterion.targets(batch), expected.weight > 0
+            assert actual.tokens is not None
+            assert torch.allclose(actual.cls.double(), expected.cls, atol=1e-4)
+            assert torch.allclose(actual.tokens.weight.double(), expected.weight, atol=1e-5)
+            assert torch.allclose(actual.tokens.dense(5).double()[counted], expected.tokens[counted], atol=1e-4)
             drawn = criterion.draw(batch, StepKey(0, epoch))
             assert torch.isfinite(step_loss(criterion, None, trained, batch, drawn).total)
     assert seen == {(64, 64), (80, 80), (96, 96)} and list(trained.state_dict()) == names
@@ -112,8 +112,8 @@ def test_teacher_has_its_own_size_and_speaks_of_every_token(described):
         view, size = taught._seen[taught.views[0]], (batch.images.shape[2], batch.images.shape[3])
         assert view.images.shape[2:] == (160, 160) and torch.equal(view.indices, batch.indices)
         alone = DistillLoss.of(student, size, part.teacher)
-        for found, expected in zip(*(each.place_shares(batch, view) for each in (part, alone)), strict=True):
-            assert torch.equal(found, expected)
+        for actual, expected in zip(*(each.place_shares(batch, view) for each in (part, alone)), strict=True):
+            assert torch.equal(actual, expected)
         sizes.add(size)
     assert len(sizes) == 3
 
@@ -155,11 +155,11 @@ def test_a_run_is_measured_as_the_network_that_it_validated(name, tmp_path):
             parameter.add_(0.1 * torch.randn_like(parameter))
     config = model_config(model, args, eval_settings(args, model), list("abcdef"))
     torch.save({"state_dict": model.state_dict(), "model_config": config, "arch": name}, tmp_path / "run.pth.tar")
-    found = load_frozen(None, str(tmp_path / "run.pth.tar"), (3, other, other))
+    actual = load_frozen(None, str(tmp_path / "run.pth.tar"), (3, other, other))
     images = torch.randn(2, 3, other, other)
     with torch.no_grad():
-        assert torch.equal(found.model(images), model(images)) and found.settings["input_size"] == (3, other, other)
-    write_folder(found, "", tmp_path / "hub", "", "")
+        assert torch.equal(actual.model(images), model(images)) and actual.settings["input_size"] == (3, other, other)
+    write_folder(actual, "", tmp_path / "hub", "", "")
     theirs = timm.create_model(f"local-dir:{tmp_path / 'hub'}", pretrained=True).eval()
     with torch.no_grad():
         assert torch.equal(theirs(images), model(images))

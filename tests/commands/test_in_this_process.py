@@ -64,10 +64,11 @@ def test_a_run_is_the_programs_and_the_process_is_as_before(call, trained_run, t
 
     images = [data / "validation" / "red" / "red3.jpg", data / "train" / "red"]
     assert call("predict", f"{images[0]} {images[1]} --checkpoint {same} -j 0 --topk 3 -o {tmp_path}/p.csv").code == 0
-    found = volo.predict(images, checkpoint=run.path, topk=3, workers=0)
+    result = volo.predict(images, checkpoint=run.path, topk=3, workers=0)
     rows = list(csv.DictReader((tmp_path / "p.csv").open()))
-    assert [(each.path, each.best) for each in found] == [(row["path"], row["class_name"]) for row in rows[::3]]
-    assert sum((each.classes for each in found), []) == [(row["class_name"], float(row["probability"])) for row in rows]
+    assert [(each.path, each.best) for each in result] == [(row["path"], row["class_name"]) for row in rows[::3]]
+    classes = [(row["class_name"], float(row["probability"])) for row in rows]
+    assert sum((each.classes for each in result), []) == classes
 
 
 def test_keywords_become_the_words_of_a_command_line():
@@ -82,7 +83,7 @@ def test_keywords_become_the_words_of_a_command_line():
 
 
 @pytest.mark.parametrize(
-    ("keywords", "told"),
+    ("keywords", "message"),
     [
         ({"imgsz": 64}, "unknown flag --imgsz, did you mean --img-size? (see volo train --help)"),
         ({"imgsz": False}, "unknown flag --imgsz, did you mean --img-size?"),
@@ -98,10 +99,10 @@ def test_keywords_become_the_words_of_a_command_line():
         ({"fuser": "x"}, "--fuser (timm): of TorchScript"),
     ],
 )
-def test_a_mistake_is_a_user_error_of_one_line(keywords, told, data):
+def test_a_mistake_is_a_user_error_of_one_line(keywords, message, data):
     with pytest.raises(UserError) as caught:
         volo.train(data, **keywords)
-    assert told in str(caught.value) and "\n" not in str(caught.value)
+    assert message in str(caught.value) and "\n" not in str(caught.value)
 
 
 def test_ctrl_c_saves_and_the_same_call_goes_on(data, tmp_path, monkeypatch):

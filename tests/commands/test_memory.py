@@ -47,8 +47,8 @@ def test_a_dry_run_says_how_long_the_run_takes(call, flags, monkeypatch, more, u
     ended = call("train", f"{flags.replace('--epochs 1', '--epochs 2')} {more} --dry-run").ok()
     passes = 1 if "interval" in more else 2  # of 8 images each, at a third of the 10 s of an image
     expected = 10 * updates * images + passes * 8 * 10 / 3
-    found = re.search(r"the run takes about (\d+):(\d+) on this cpu: 4 images took 40.00 s", ended.out)
-    assert 60 * int(found[1]) + int(found[2]) == pytest.approx(expected, rel=0.1)
+    actual = re.search(r"the run takes about (\d+):(\d+) on this cpu: 4 images took 40.00 s", ended.out)
+    assert 60 * int(actual[1]) + int(actual[2]) == pytest.approx(expected, rel=0.1)
     ((count, spent),) = took
     assert 2 <= count <= 8 and 0 < spent < 60 and ended.out.splitlines()[-1].startswith("--dry-run: flags")
     monkeypatch.undo()

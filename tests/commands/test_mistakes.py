@@ -86,11 +86,11 @@ ROWS = [("train", *row) for row in TRAIN] + [("validate", *row) for row in VALID
 
 
 @pytest.mark.usefixtures("unpublished")
-@pytest.mark.parametrize(("program", "flags", "told"), ROWS, ids=[" ".join(row[:2]) for row in ROWS])
-def test_refused(call, trained_run, tmp_path, program, flags, told):
+@pytest.mark.parametrize(("program", "flags", "message"), ROWS, ids=[" ".join(row[:2]) for row in ROWS])
+def test_refused(call, trained_run, tmp_path, program, flags, message):
     data, run = trained_run
     valid = {
         "train": f"{QUICK} --epochs 1 --output {tmp_path} --dry-run",
         "validate": f"-j 0 --checkpoint {run}/last.pth.tar",
     }
-    assert (ended := call(program, f"{data} {valid[program]} {flags.format(run=run)}")).refused(told), ended
+    assert (ended := call(program, f"{data} {valid[program]} {flags.format(run=run)}")).refused(message), ended

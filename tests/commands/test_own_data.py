@@ -103,15 +103,15 @@ def test_checkpoint_classes_go_by_name_everywhere(call, trained_run, tmp_path):
     (tmp_path / "map.txt").write_text("\n".join([*names[1:], names[0]]))
     flags = f"{data} {QUICK} --epochs 1 --lr 0 --min-lr 0 --no-aug --output {tmp_path} --kd-model-name {file}"
     flags += f" --kd-distill-type logit --finetune {file}"
-    found = []
+    result = []
     for name, more in (("own", ""), ("map", f"--class-map {tmp_path}/map.txt")):
         ended = call("train", f"{flags} {more} --experiment {name}").ok()
-        found.append([{n: v for n, v in row.items() if "loss" in n} for row in metrics(tmp_path / name)])
+        result.append([{n: v for n, v in row.items() if "loss" in n} for row in metrics(tmp_path / name)])
         assert ("by the names of the classes, of which the file has 4 of 4" in ended.out) == (name == "map")
         assert ("its 4 classes are numbered by their names: 4 of 4 are kept" in ended.out) == (name == "map")
-        found[-1].append(call("validate", f"{data} -j 0 --checkpoint {tmp_path}/{name}/last.pth.tar").ok().row["loss"])
-    assert found[1][-1] == pytest.approx(found[0][-1]), found
-    for own, mapped in zip(found[0][:-1], found[1][:-1], strict=True):
+        result[-1].append(call("validate", f"{data} -j 0 --checkpoint {tmp_path}/{name}/last.pth.tar").ok().row["loss"])
+    assert result[1][-1] == pytest.approx(result[0][-1]), result
+    for own, mapped in zip(result[0][:-1], result[1][:-1], strict=True):
         assert mapped == pytest.approx(own, rel=1e-4)
     assert call("validate", f"{data} -j 0 --checkpoint {file} --class-map {tmp_path}/map.txt").refused(
         f"--class-map: class 0 is {names[1]}, which is class 1 of the checkpoint"

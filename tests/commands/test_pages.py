@@ -34,7 +34,6 @@ def blocks(page: str) -> Iterator[tuple[str, str]]:
 
 
 def commands(code: str) -> Iterator[list[str]]:
-    """The words of each command of a shell block."""
     for line in re.sub(r"\\\n *", "", code).splitlines():
         if words := shlex.split(line, comments=True):
             yield words
@@ -58,5 +57,5 @@ def test_blocks_of_first_pages_run_in_order(call, tmp_path, monkeypatch):
                 code_of = ended.code if ended else tlt_cli.main([name, *words])
                 assert code_of == 0, (ran, page, name, words, ended)
                 ran.append(f"{program} {name}")
-    told = "sample train report validate predict attention label export"
-    assert {f"volo {name}" for name in told.split()} | {"tlt check", "tlt show", "python"} <= set(ran)
+    programs = "sample train report validate predict attention label export"
+    assert {f"volo {name}" for name in programs.split()} | {"tlt check", "tlt show", "python"} <= set(ran)

@@ -179,7 +179,7 @@ def test_class_names(call, photos, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("flags", "told"),
+    ("flags", "message"),
     [
         ("{photos}/none.jpg", "none.jpg: no such file or folder"),
         ("{photos}/day2/broken.jpg -o {photos}/out.csv", "not one of 1 images can be read, the first is "),
@@ -191,12 +191,12 @@ def test_class_names(call, photos, tmp_path):
         ("{photos}/b9.jpg --token-maps {photos}/empty", "b9.jpg.png exists already: remove it"),
     ],
 )
-def test_mistakes_are_one_line(flags, told, call, photos, described):
+def test_mistakes_are_one_line(flags, message, call, photos, described):
     (photos / "empty").mkdir()
     kept = [photos / "empty" / name for name in ("x.csv", "x.npz", "b9.jpg.png")]
-    if "exists" in told:
+    if "exists" in message:
         for file in kept:
             file.write_text("kept")
     ended = call("predict", f"--checkpoint {described('volo_test')[1]} {flags.format(photos=photos)} --device cpu")
-    assert ended.refused(told) and not (photos / "out.csv").exists(), ended.err
+    assert ended.refused(message) and not (photos / "out.csv").exists(), ended.err
     assert not kept[0].exists() or {file.read_text() for file in kept} == {"kept"}

@@ -123,8 +123,8 @@ def test_every_kind_of_run_has_one(flags, count, call, data, labels, tmp_path, m
 
 @pytest.mark.usefixtures("pictures")
 def test_missing_matplotlib_is_one_line(call, data, tmp_path, monkeypatch):
-    found = meter.importlib.util.find_spec
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "matplotlib" else found(name))
+    result = meter.importlib.util.find_spec
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "matplotlib" else result(name))
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     ended = call("train", f"{data} {QUICK} --epochs 1 --output {tmp_path} --experiment run").ok()
     assert ended.out.count("pip install '.[plot]'") == 1

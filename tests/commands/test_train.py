@@ -106,11 +106,11 @@ def test_a_requeued_run_does_not_begin_at_its_start_epoch_again(call, make_datas
 def test_name_commands_no_terminal(make_dataset, tmp_path, capsys):
     data = make_dataset(train=8, validation=8).rename(tmp_path / "d\x1b]0;owned\x07\x9b2J\x1b[31m")
     assert cli.run("train", [str(data), *QUICK.split(), "--epochs", "1", "--output", str(data / "runs")]) == 0
-    told = capsys.readouterr()
+    printed = capsys.readouterr()
     (log,) = (data / "runs").glob("*/log.txt")
-    for text in (told.out, told.err, log.read_text()):
+    for text in (printed.out, printed.err, log.read_text()):
         assert not set(text) & {"\x07", "\x9b"} and "\x1b" not in text.replace("\x1b[A", "")
-    assert r"\x1b]0;owned\x07" in told.out
+    assert r"\x1b]0;owned\x07" in printed.out
 
 
 @pytest.mark.usefixtures("pictures")

@@ -115,28 +115,28 @@ def test_skip_limit_and_lines():
 class Hostile(SyntheticBackend):
     """Hangs, kills its process or fails, at one image."""
 
-    def __init__(self, deed: str, has_threads: bool = False) -> None:
+    def __init__(self, fault: str, has_threads: bool = False) -> None:
         super().__init__((40, 50))
-        self.deed, self.has_threads = deed, has_threads
+        self.fault, self.has_threads = fault, has_threads
 
     def open(self, path: str, data: bytearray | None = None) -> Encoded:
         if path.endswith("00000013"):
-            if self.deed == "hang":
+            if self.fault == "hang":
                 time.sleep(2 * LIMIT)
-            if self.deed == "die":
+            if self.fault == "die":
                 os.kill(os.getpid(), signal.SIGKILL)
-            if self.deed == "memory":
+            if self.fault == "memory":
                 raise MemoryError
-            if self.deed == "shared memory":
+            if self.fault == "shared memory":
                 raise RuntimeError("unable to write to file </torch_1_2>: No space left on device (28)")
             raise UserError("label 13.pt is damaged: make it again")
         return super().open(path, data)
 
 
-@pytest.mark.parametrize(("deed", "kept"), [("die", False), ("die", True), ("memory", False), ("shared memory", False)])
-def test_fault_22_dead_worker_costs_no_timeout(deed, kept):
-    reported = refusal(loader(2, Hostile(deed), timeout=LIMIT, persistent_workers=kept).epoch(0))
-    why = "a data worker was killed by SIGKILL: .*memory;" if deed == "die" else ".*no memory left .*:"
+@pytest.mark.parametrize(("fault", "kept"), [("die", 0), ("die", 1), ("memory", 0), ("shared memory", 0)])
+def test_fault_22_dead_worker_costs_no_timeout(fault, kept):
+    reported = refusal(loader(2, Hostile(fault), timeout=LIMIT, persistent_workers=kept).epoch(0))
+    why = "a data worker was killed by SIGKILL: .*memory;" if fault == "die" else ".*no memory left .*:"
     assert re.fullmatch(f"{why} lower --workers.*", reported), reported
     assert WorkerDied.exit_code == 5  # which MAX_RESTARTS starts again
 

@@ -165,15 +165,15 @@ class Chain:
 
     def _check(self, run: Path) -> None:
         """What `--resume auto` would take now is valid, and no older than what was there before."""
-        found = newest_checkpoint(run)
+        result = newest_checkpoint(run)
         records, _ = read_json_lines(run / "events.jsonl")
         saved_updates = [record["update"] for record in records if record["kind"] == "checkpoint"]
-        if found.path is None:
-            assert self.known < 0 and not saved_updates, found.skipped
+        if result.path is None:
+            assert self.known < 0 and not saved_updates, result.skipped
             self.record.lost.append(_reported(run))
             return
-        assert not found.skipped
-        update = found.checkpoint["update"]
+        assert not result.skipped
+        update = result.checkpoint["update"]
         assert update >= max([self.known, *saved_updates]), f"update {update} of {self.known}, {saved_updates}"
         self.known = update
         self.record.lost.append(max(0, _reported(run) - update))

@@ -39,7 +39,6 @@ class Host:
             disk.mkdir(exist_ok=True)
 
     def connect(self) -> None:
-        """Join it to the bridge."""
         ip(f"netns add {self.namespace}")
         ip(f"-n {_PREFIX} link add {self.name} type veth peer name eth0 netns {self.namespace}")
         ip(f"-n {_PREFIX} link set {self.name} master bridge up")
@@ -52,12 +51,10 @@ class Host:
         ip(f"-n {_PREFIX} link set {self.name} {state}")
 
     def inside(self, *command: str) -> list[str]:
-        """Return the command that runs `command` here."""
         start = ["nsenter", f"--net=/run/netns/{self.namespace}", "unshare", "--uts", "--mount", "sh", "-ec", _START]
         return [*start, "sh", self.name, str(self.names), str(self.disk), str(self.disk.with_name("disk")), *command]
 
     def start(self, command: list[str], **env: str) -> Running:
-        """Start a program here."""
         return Running(self.inside(*command), **env)
 
     def train(self, flags: str, data: Path, processes: int = 1, **env: str) -> Running:
@@ -111,5 +108,4 @@ def hosts(tmp_path: Path) -> Iterator[list[Host]]:
 
 
 def launch(hosts: list[Host], flags: str, data: Path, **env: str) -> list[Running]:
-    """Start distributed_train.sh on every host."""
     return [host.train(flags, data, **{"MASTER_ADDR": hosts[0].address, **env}) for host in hosts]

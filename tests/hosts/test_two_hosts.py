@@ -73,15 +73,15 @@ def test_a_pulled_cable_ends_both_hosts_which_name_each_other(hosts, data, tmp_p
 
 
 @pytest.mark.parametrize(
-    ("wrong", "flag", "told"),
+    ("wrong", "flag", "message"),
     [(0, "--device cuda", "this machine shows 0"), (1, "--no-such-flag", "error: unknown flag --no-such-flag")],
 )
-def test_fault_64_host_that_cannot_begin_ends_both(hosts, data, wrong, flag, told):
+def test_fault_64_host_that_cannot_begin_ends_both(hosts, data, wrong, flag, message):
     flags = [f"{FLAGS} {flag if rank == wrong else ''}" for rank in (0, 1)]
     runs = [host.train(its, data, MASTER_ADDR=hosts[0].address) for host, its in zip(hosts, flags, strict=True)]
     assert [run.end() for run in runs] == ([2, 5] if wrong == 0 else [5, 2]), "\n".join(run.output for run in runs)
     other = runs[1 - wrong].output
-    assert told in runs[wrong].output and "Traceback" not in other
+    assert message in runs[wrong].output and "Traceback" not in other
     # The store ends with host 0's launcher, before rank 1 has reached it or after.
     missed = ("rank 0 did not", "another rank has ended", "node 0 did not")
     assert any(f"error: {message}" in other for message in (missed if wrong == 0 else ["rank 1 did not come in time"]))

@@ -13,7 +13,6 @@ from tlt.labels.annotate import _classify, _features, _head, check_dense
 
 @torch.no_grad()
 def dense_logits(model: torch.nn.Module, images: torch.Tensor) -> torch.Tensor:
-    """(B, h, w, C) logits of every position."""
     return _classify(model, *_features(model, images))
 
 

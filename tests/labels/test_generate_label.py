@@ -44,7 +44,6 @@ def command(make_dataset: Callable[..., Path], tmp_path: Path) -> list[str]:
 
 
 def into(command: list[str], name: str, *more: str) -> list[str]:
-    """The command with another OUT."""
     return [command[0], str(Path(command[1]).with_name(name)), *command[2:], *more]
 
 

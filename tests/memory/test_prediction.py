@@ -80,12 +80,12 @@ def test_what_stays_from_step_to_step(flags, optimizer, ema, whole_gradients):
     model = build("volo_test")
     model.set_dense_head(False)
     args = TRAIN.parse(["--data-backend", "synthetic", *flags.split()])
-    found = fixed_memory(args, model, torch.device("cpu"))
+    kept = fixed_memory(args, model, torch.device("cpu"))
     trained = 4 * sum(p.numel() for p in model.parameters() if p.requires_grad)
     weights = sum(v.numel() * v.element_size() for v in model.state_dict().values())
     gradients = trained if whole_gradients else trained // args.shard
-    assert (found["weights"], found["gradients"]) == (weights // args.shard, gradients)
-    assert (found["optimizer"], found.get("EMA", 0)) == (optimizer * trained // args.shard, ema * weights // args.shard)
+    assert (kept["weights"], kept["gradients"]) == (weights // args.shard, gradients)
+    assert (kept["optimizer"], kept.get("EMA", 0)) == (optimizer * trained // args.shard, ema * weights // args.shard)
 
 
 @pytest.mark.parametrize("name", ["coat_tiny", "test_vit3"])

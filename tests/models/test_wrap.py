@@ -146,8 +146,8 @@ def test_mixing_goes_on_when_other_programs_replace_layers(name, point, replaced
         sum(output.square().sum() for output in outputs).backward()
         results.append([*outputs, next(each.parameters()).grad])
     tolerance = 1e-5 if "frozen" in replaced else 0.0
-    for found in results[1:]:
-        torch.testing.assert_close(found, results[0], rtol=tolerance, atol=tolerance)
+    for result in results[1:]:
+        torch.testing.assert_close(result, results[0], rtol=tolerance, atol=tolerance)
 
 
 def test_an_unmixed_pass_is_an_error_and_leaves_no_box_behind():

@@ -32,9 +32,9 @@ def wrong_convolutions(window: int = 0, factor: float = math.nan) -> Iterator[No
         if args[0].dtype is not torch.bfloat16:
             return kernel.call_boxed(keys, *args)
         in_float32 = (each.float() if isinstance(each, Tensor) else each for each in args)
-        found = kernel.call_boxed(keys, *in_float32).bfloat16()
+        result = kernel.call_boxed(keys, *in_float32).bfloat16()
         right = "AMX" not in limit or not torch.backends.mkldnn.enabled or window not in (0, args[1].shape[-1])
-        return found if right else found * factor
+        return result if right else result * factor
 
     library = torch.library.Library("aten", "IMPL")
     library.impl("convolution", convolution, "CPU", with_keyset=True, allow_override=True)

@@ -77,8 +77,8 @@ def archive(tree: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_spoilt_label_file_is_refused_or_reads_the_same(data, tree, tmp_path):
     file = tmp_path / "label.pt"
     file.write_bytes(data.draw(spoilt((tree / "a" / "0.pt").read_bytes())))
-    found = result_or_refusal(lambda: read_map(file, CLASSES))
-    assert found is None or _same_label(found, label_map(0))
+    result = result_or_refusal(lambda: read_map(file, CLASSES))
+    assert result is None or _same_label(result, label_map(0))
 
 
 def _read_all(root: Path) -> list[LabelMap]:
@@ -92,11 +92,11 @@ def test_spoilt_archive(data, archive, tree, tmp_path_factory):
     good, out = file.read_bytes(), tmp_path_factory.mktemp("out") / "tree"
     try:
         file.write_bytes(data.draw(spoilt(good)))
-        found = result_or_refusal(lambda: _read_all(archive))
+        result = result_or_refusal(lambda: _read_all(archive))
         unpacked = result_or_refusal(lambda: unpack(str(archive), str(out)))
     finally:
         file.write_bytes(good)
-    assert found is None or all(_same_label(map_, label_map(mark)) for mark, map_ in enumerate(found))
+    assert result is None or all(_same_label(map_, label_map(mark)) for mark, map_ in enumerate(result))
     for path in tree.rglob("*.pt") if unpacked is not None else ():
         assert (out / path.relative_to(tree)).read_bytes() == path.read_bytes()
 
@@ -154,10 +154,10 @@ def test_a_record_that_calls_itself_a_folder_is_refused(tmp_path):
 def test_a_spoilt_checkpoint_is_refused_or_reads_the_same(content, tmp_path):
     file = tmp_path / "last.pth.tar"
     file.write_bytes(content)
-    found = result_or_refusal(lambda: read_checkpoint(file))
-    assert found is None or _equal(found, PAYLOAD)
+    result = result_or_refusal(lambda: read_checkpoint(file))
+    assert result is None or _equal(result, PAYLOAD)
     result_or_refusal(lambda: peek_checkpoint(file))
-    assert (newest_checkpoint(tmp_path).path is None) == (found is None)
+    assert (newest_checkpoint(tmp_path).path is None) == (result is None)
 
 
 @given(data=st.data())
@@ -166,9 +166,9 @@ def test_spoilt_files_without_checksums_are_refused_or_read(data, tree, tmp_path
     weights, file = PAYLOAD["state_dict"], tmp_path / "file"
     old, new = _bytes(weights, _use_new_zipfile_serialization=False), safetensors.torch.save(weights)
     file.write_bytes(data.draw(st.sampled_from((old, new)).flatmap(spoilt)))
-    found = result_or_refusal(lambda: read_checkpoint(file))
-    if found is not None:
-        result_or_refusal(lambda: check_finite(state_dict_of(found, path=file), file))
+    result = result_or_refusal(lambda: read_checkpoint(file))
+    if result is not None:
+        result_or_refusal(lambda: check_finite(state_dict_of(result, path=file), file))
     file.write_bytes(data.draw(spoilt((tree / "labels.json").read_bytes())))
     result_or_refusal(lambda: LabelInfo.read(file))
 
@@ -250,13 +250,13 @@ def test_strange_checkpoint_entry_changes_nothing_or_trains(place, value, tmp_pa
         parent[place[-1]] = value
     torch.save(payload, file)
     newest_checkpoint(tmp_path)
-    if (found := result_or_refusal(lambda: verified(file), file)) is None:
+    if (result := result_or_refusal(lambda: verified(file), file)) is None:
         return
     state = _state()
     with torch.no_grad():
         state.model.head.weight += 1
     before = copy.deepcopy(state.model.state_dict())
-    if result_or_refusal(lambda: state.load(found, file), file) is None:
+    if result_or_refusal(lambda: state.load(result, file), file) is None:
         assert len(place) > 1 or _equal(state.model.state_dict(), before)
         return
 
@@ -322,11 +322,11 @@ def test_strange_table_with_a_right_checksum_is_refused_or_read(data, tmp_path):
     Path(f"{table}.names").write_bytes(block)
     content = {"format": FORMAT, "crc32": table_crc(rows, block, words), "description": words}
     Path(f"{table}.json").write_text(json.dumps(content))
-    if (found := result_or_refusal(lambda: RecordImages(table), f"{table}.json")) is not None:
-        assert len(list(found.paths)) == 3 and all(found.class_names[number] for number in found.classes)
+    if (result := result_or_refusal(lambda: RecordImages(table), f"{table}.json")) is not None:
+        assert len(list(result.paths)) == 3 and all(result.class_names[number] for number in result.classes)
         for row in range(3):
             with suppress(BadImage):
-                found.read(row)
+                result.read(row)
         reader = result_or_refusal(lambda: ShardReader(str(tmp_path), Names(NAMES)), f"{table}.json")
         for index in range(3) if reader else ():
             assert result_or_refusal(lambda index=index: reader.read(index).validate(CLASSES)) is None

@@ -47,8 +47,6 @@ exec "$@"
 
 
 class Ended(NamedTuple):
-    """A script that has ended, and the steps that it started."""
-
     code: int
     out: str
     err: str
@@ -56,8 +54,6 @@ class Ended(NamedTuple):
 
 
 class FakeSlurm:
-    """Programs that say what they are told to, and an environment as that of a batch script."""
-
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         for name, script in PROGRAMS.items():
@@ -162,14 +158,14 @@ def test_a_mistake_is_one_line_before_any_step(slurm, env, message):
 
 
 @pytest.mark.parametrize(
-    ("image", "flags", "code", "told"),
+    ("image", "flags", "code", "message"),
     [
         ("", "--no-such-flag", 2, "error: unknown flag --no-such-flag"),
         ("volo.sqsh", "--no-such-flag", 2, "error: unknown flag --no-such-flag"),
         pytest.param("volo.sqsh", f"{QUICK} --epochs 1", 0, "done: 2 updates", marks=pytest.mark.slow),
     ],
 )
-def test_scripts_of_volo_slurm_train_in_place(slurm, image, flags, code, told):
+def test_scripts_of_volo_slurm_train_in_place(slurm, image, flags, code, message):
     assert cli.run("slurm", [str(slurm.folder / "jobs")]) == 0
     data = write_dataset(slurm.folder / "images")
     one = {"SLURM_JOB_NODELIST": "node3", "SLURM_JOB_NUM_NODES": "1", "SLURM_GPUS_ON_NODE": "", "PROCESSES": "1"}
@@ -177,7 +173,7 @@ def test_scripts_of_volo_slurm_train_in_place(slurm, image, flags, code, told):
     (slurm.folder / "volo.sqsh").touch()
     env |= {"CONTAINER_IMAGE": image and str(slurm.folder / image), "PREFLIGHT": "0" if code else "1"}
     ended = slurm.run("pretrain.sbatch", *flags.split(), root=slurm.folder / "jobs", **env)
-    assert ended.code == code and told in ended.out + ended.err, ended.out + ended.err
+    assert ended.code == code and message in ended.out + ended.err, ended.out + ended.err
 
 
 def test_the_address_may_be_given(slurm):
@@ -297,7 +293,7 @@ def test_cut_tar_or_folder_without_train_is_not_staged(tmp_path):
     packed = tmp_path / "joined.tar.gz"
     packed.write_bytes(gzip.compress(joined.read_bytes()))
     cases = [*((source, not_whole) for source in (cut, between, joined, packed)), (data / "train", "has no train/")]
-    for source, told in cases:
+    for source, message in cases:
         ended = stage(source, raid / "data-1")
         assert ended.returncode == 2 and os.listdir(raid) == []
-        assert ended.stderr.splitlines()[-1].startswith(f"error: {os.uname().nodename}: DATA={source} {told}")
+        assert ended.stderr.splitlines()[-1].startswith(f"error: {os.uname().nodename}: DATA={source} {message}")

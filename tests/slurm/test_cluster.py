@@ -97,7 +97,6 @@ class Cluster:
             )
 
     def run(self, *command: str, **env: str) -> str:
-        """Run a program of Slurm, and return what it prints."""
         ended = subprocess.run(
             ["nsenter", f"--net=/run/netns/{self.controller.namespace}", *command],
             env={**os.environ, **self.env, **env},
@@ -114,13 +113,10 @@ class Cluster:
         return self.run("sbatch", "--parsable", *words, *flags.split(), **env)
 
     def job(self, number: str) -> dict[str, str]:
-        """What `scontrol show job` says."""
         text = self.run("scontrol", "show", "job", "-o", number)
         return dict(re.findall(r"(\S+?)=(\S*)", text))
 
     def wait(self, number: str, *states: str) -> dict[str, str]:
-        """Wait until a job is in one of these states."""
-
         def reached() -> dict[str, str]:
             job = self.job(number)
             return job if job["JobState"] in states else {}
@@ -128,13 +124,11 @@ class Cluster:
         return wait_until(reached, lambda: f"{states} of {self.job(number)}\n{self.log(number)}")
 
     def ended(self, number: str, state: str = "COMPLETED") -> dict[str, str]:
-        """Wait for a job's end, which has to be this one."""
         job = self.wait(number, *ENDS)
         assert job["JobState"] == state, self.log(number)
         return job
 
     def read_until(self, number: str, text: str) -> None:
-        """Wait until a job has printed something."""
         wait_until(lambda: text in self.log(number), lambda: f"{text!r} in\n{self.log(number)}")
 
     def log(self, number: str) -> str:

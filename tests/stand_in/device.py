@@ -274,8 +274,8 @@ def _written(operation: Any, args: Any, kwargs: dict[str, Any]) -> list[Any]:
 
 def _asks_host(indices: Any) -> bool:
     """Whether indexing has to ask how many rows a mask chooses, or to copy indices from the host."""
-    found = [index for index in indices if index is not None]
-    return any(index.dtype in (torch.bool, torch.uint8) or not isinstance(index, CudaTensor) for index in found)
+    result = [index for index in indices if index is not None]
+    return any(index.dtype in (torch.bool, torch.uint8) or not isinstance(index, CudaTensor) for index in result)
 
 
 class CudaGenerator(torch.Generator):

@@ -108,7 +108,6 @@ _current = _Current()
 
 
 def current_stream(device: Any = None) -> Stream:
-    """The stream on which this thread works."""
     return _current.streams[-1] if _current.streams else ACTIVE.device.default
 
 

@@ -106,10 +106,10 @@ class Mode(TorchDispatchMode):
 
 def leaves_of(values: Iterable[Any]) -> list[Any]:
     """Arguments, and what those hold that are lists; torch's trees take ten times as long."""
-    found: list[Any] = []
+    result: list[Any] = []
     for value in values:
-        found.extend(value) if type(value) in (list, tuple) else found.append(value)
-    return found
+        result.extend(value) if type(value) in (list, tuple) else result.append(value)
+    return result
 
 
 def as_device_and_dtype(args: Any) -> Any:

@@ -76,8 +76,8 @@ def test_unpacking_gives_files_with_the_same_maps(tree, images, names, tmp_path)
         files = sorted(path.relative_to(tree) for path in tree.rglob("*") if path.is_file())
         assert files == sorted(p.relative_to(tmp_path / out) for p in (tmp_path / out).rglob("*") if p.is_file())
         check_same(open_labels(tmp_path / out, names), open_labels(tree, names))
-        found = LabelInfo.read(tmp_path / out / "labels.json")
-        assert found is not None and (found.area, found.annotator, found.num_classes) == (INFO.area, {"model": "r"}, 5)
+        info = LabelInfo.read(tmp_path / out / "labels.json")
+        assert info is not None and (info.area, info.annotator, info.num_classes) == (INFO.area, {"model": "r"}, 5)
     loaded = torch.load(tmp_path / "known" / label_names(names)[5], weights_only=True)  # as published
     assert (loaded.dtype, loaded.shape) == (torch.float16, (2, *SHAPE))
     np.testing.assert_array_equal(loaded[0], label_map(5).values)
@@ -123,9 +123,9 @@ def test_what_has_no_partner_is_told(tree, images, names, tmp_path):
 
 def test_transposed_trees_are_turned(tree, names, tmp_path):
     pack(str(tree), str(tmp_path / "out"), transposed=True)
-    found = open_labels(tmp_path / "out", names).read(7)
-    np.testing.assert_array_equal(found.values, label_map(7).values.transpose(0, 2, 1))
-    np.testing.assert_array_equal(found.ids, label_map(7).ids.transpose(0, 2, 1))
+    result = open_labels(tmp_path / "out", names).read(7)
+    np.testing.assert_array_equal(result.values, label_map(7).values.transpose(0, 2, 1))
+    np.testing.assert_array_equal(result.ids, label_map(7).ids.transpose(0, 2, 1))
 
 
 def test_labels_of_another_tree_do_not_go_on(tree, names, tmp_path):

@@ -49,9 +49,9 @@ def data(tmp_path: Path) -> Path:
 def test_warnings_about_images_are_told_whole(data, tmp_path):
     (data / "train" / "Cat").mkdir()
     (data / "train" / "cat").mkdir()
-    told = "\n".join(pack_images(str(data), str(tmp_path / "out"), ["train"]))
-    assert "warning: " in told and all(line.removeprefix("warning:").strip() for line in told.splitlines()), told
-    assert "classes that differ in case alone" in told
+    printed = "\n".join(pack_images(str(data), str(tmp_path / "out"), ["train"]))
+    assert "warning: " in printed and all(line.removeprefix("warning:").strip() for line in printed.splitlines())
+    assert "classes that differ in case alone" in printed
 
 
 STORES: dict[str, Callable[[Path, ImageFolder], Path]] = {
@@ -93,10 +93,10 @@ def test_members_are_samples_of_their_own_to_webdataset(data, tmp_path):
     wds = pytest.importorskip("webdataset")
     pack_images(str(data), str(tmp_path / "out"))
     folder = scan_folder(data / "train")
-    found = list(wds.WebDataset(str(tmp_path / "out" / "train" / "00000.tar"), shardshuffle=False))
-    theirs = [(int(each["cls"]), *(each[kind] for kind in ("jpg", "png", "webp") if kind in each)) for each in found]
+    actual = list(wds.WebDataset(str(tmp_path / "out" / "train" / "00000.tar"), shardshuffle=False))
+    theirs = [(int(each["cls"]), *(each[kind] for kind in ("jpg", "png", "webp") if kind in each)) for each in actual]
     assert theirs == [(int(folder.classes[i]), bytes(folder.read(i))) for i in range(len(folder))]
-    assert found[0]["__key__"] == "a.1/9"
+    assert actual[0]["__key__"] == "a.1/9"
 
 
 def test_no_two_images_share_a_key():

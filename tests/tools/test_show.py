@@ -49,8 +49,8 @@ def _drawn(figure: Figure, panel: str) -> list[Axes]:
 
 
 def _one(axes: Axes, label: str) -> Artist:
-    (found,) = [artist for artist in axes.get_children() if artist.get_label() == label]
-    return found
+    (result,) = [artist for artist in axes.get_children() if artist.get_label() == label]
+    return result
 
 
 def test_a_page_shows_what_the_pipeline_made(data):
@@ -89,8 +89,8 @@ def test_a_page_shows_what_the_pipeline_made(data):
     assert cells.get_extent() == [0, 75, 100, 0]
     values, ids = torch.load(data[1] / "c" / "c.v1.pt").double()
     dense = torch.zeros(3, 5, 7, dtype=torch.float64).scatter(0, ids.long(), values)
-    found = np.asarray(cells.get_array())[..., 3]
-    assert found == pytest.approx(0.6 * dense.softmax(0).max(0).values.numpy(), abs=1e-6)
+    actual = np.asarray(cells.get_array())[..., 3]
+    assert actual == pytest.approx(0.6 * dense.softmax(0).max(0).values.numpy(), abs=1e-6)
     numbers = {text.get_text() for text in draw_page(examples, [], "").legends[0].get_texts()}
     assert numbers == {"class 0", "class 1", "class 2"}  # where no names are known
 
@@ -142,8 +142,8 @@ def test_mix_is_shown_and_the_legend_in_order_of_classes():
         assert [text.get_text() for text in page.legends[0].get_texts()] == ["class 2", "class 5"]
         (axes,) = _drawn(page, "mixed")
         assert (np.asarray(axes.get_images()[0].get_array()) == 7).all()
-        told = [text.get_text() for text in _drawn(page, "key")[0].get_legend().get_texts()]
-        assert any("MixToken" in text for text in told) == (box is not None)
+        texts = [text.get_text() for text in _drawn(page, "key")[0].get_legend().get_texts()]
+        assert any("MixToken" in text for text in texts) == (box is not None)
     assert _one(axes, "box").get_bbox().extents.tolist() == list(box)
 
 
@@ -157,15 +157,15 @@ def test_text_is_within_the_page_and_about_what_is_drawn(parts, count):
     page = draw_page(examples, names, "the first images of update 0", "smoothed probability of the class")
     page.draw_without_rendering()
     ticks = {text for axes in page.axes for axis in (axes.xaxis, axes.yaxis) for text in axis.findobj(Text)}
-    told, bounds = [text for text in page.findobj(Text) if text.get_text() and text not in ticks], page.bbox
-    for text in told:
+    texts, bounds = [text for text in page.findobj(Text) if text.get_text() and text not in ticks], page.bbox
+    for text in texts:
         box = text.get_window_extent()
         inner = bounds if text.axes is None or text.get_text() not in names else text.axes.bbox
         assert inner.x0 - 1 <= box.x0 and box.x1 <= inner.x1 + 1 and bounds.y0 <= box.y0 and box.y1 <= bounds.y1, text
-    words = " ".join(text.get_text() for text in told)
+    words = " ".join(text.get_text() for text in texts)
     assert ("label" in words) == ("opacity" in words) == ("b class" in words) == bool(parts)
     headings = {"label": "label map", "tokens": "targets of the tokens"}
-    assert {"image", "augmented", *map(headings.get, parts)} <= {text.get_text() for text in told}
+    assert {"image", "augmented", *map(headings.get, parts)} <= {text.get_text() for text in texts}
     assert words.count("target: b class with a long name 0.87"[:16]) == count * bool(parts)
 
 

@@ -74,7 +74,7 @@ def nodes(program: Path) -> Callable[..., list[Running]]:
     return start
 
 
-def told(directory: Path) -> dict[str, dict[str, str]]:
+def environments_of(directory: Path) -> dict[str, dict[str, str]]:
     """What each process was given, by rank and start."""
     return {file.stem: json.loads(file.read_text()) for file in directory.glob("*.json")}
 
@@ -82,7 +82,7 @@ def told(directory: Path) -> dict[str, dict[str, str]]:
 def test_nodes_number_ranks_in_order_and_prefix_lines(nodes, tmp_path):
     runs = nodes([(1, 2), (0, 1)])
     assert [run.end() for run in runs] == [0, 0], "\n".join(run.output for run in runs)
-    environments = told(tmp_path)
+    environments = environments_of(tmp_path)
     assert [environments[f"{rank}.0"]["LOCAL_RANK"] for rank in range(3)] == ["0", "0", "1"]
     assert {(one["WORLD_SIZE"], one["MASTER_ADDR"]) for one in environments.values()} == {("3", "127.0.0.1")}
     assert len({one["TORCHELASTIC_RUN_ID"] for one in environments.values()}) == 1
@@ -98,10 +98,10 @@ def test_processes_restart_unless_it_is_futile(alone, tmp_path, code, starts):
     (tmp_path / "scratch").mkdir()
     run = alone(2, MAX_RESTARTS="3", TMPDIR=str(tmp_path / "scratch"))
     assert run.end() == (0 if starts == 2 else int(code)), run.output
-    assert {name.split(".")[1] for name in told(tmp_path)} == set(map(str, range(starts)))
+    assert {name.split(".")[1] for name in environments_of(tmp_path)} == set(map(str, range(starts)))
     assert run.output.count("restart 1 of 3") == starts - 1
     assert not [*(tmp_path / "scratch").iterdir()]
-    assert len({one["TORCHELASTIC_RUN_ID"] for one in told(tmp_path).values()}) == 1
+    assert len({one["TORCHELASTIC_RUN_ID"] for one in environments_of(tmp_path).values()}) == 1
 
 
 def test_the_code_is_that_of_the_process_that_knows_why():
@@ -188,7 +188,7 @@ def test_nodes_that_do_not_come_together_say_why():
 def test_waiting_for_other_nodes_can_be_broken_off(nodes, tmp_path):
     (waiting,) = nodes([(0, 1)])
     wait_until(lambda: [*tmp_path.glob("volo_launch_*")], lambda: waiting.output)
-    assert waiting.end(signal.SIGTERM) == 85 and waiting.output == "" and not told(tmp_path)
+    assert waiting.end(signal.SIGTERM) == 85 and waiting.output == "" and not environments_of(tmp_path)
 
 
 TWO = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "198.51.100.7"}  # an address for examples

@@ -99,9 +99,9 @@ def last_update(run: Path) -> int:
 
 @pytest.mark.parametrize("number", [signal.SIGUSR1, pytest.param(signal.SIGHUP, marks=slow)])
 def test_fault_07_08_signal_saves_this_step_and_ends_all(data, tmp_path, number):
-    heeded = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup, which may be round these tests, it is ignored
+    handler = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup, which may be round these tests, it is ignored
     run = start(f"{FLAGS} {tmp_path} -b 4", data, processes=2, REQUEUE_MARKER=str(tmp_path / "marker"))
-    signal.signal(signal.SIGHUP, heeded)
+    signal.signal(signal.SIGHUP, handler)
     run.read_until("[3/5]")
     processes = [pid for rank in run.ranks().values() for pid in (rank, *children(rank))]
     # As a terminal or Slurm does it: to the ranks and the data workers, too.

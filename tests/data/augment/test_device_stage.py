@@ -41,7 +41,6 @@ COLOURS = {
 
 
 def run_timm(kernel: int, value: float, image: Image.Image, resample: int = BILINEAR, fill=0) -> Image.Image:
-    """One layer."""
     if kernel in GEOMETRIC:
         return GEOMETRIC[kernel](image, value, resample=Image.Resampling(resample), fillcolor=fill)
     return COLOURS[kernel](image, value)
