@@ -1,6 +1,7 @@
 """Which folder may import which, and how large folders and functions get. Read from the syntax trees."""
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -65,6 +66,8 @@ def broken() -> Iterator[str]:
                 lines = (node.end_lineno or 0) - node.lineno + 1
                 if lines > LINES:
                     yield f"function: {module}.{node.name} has {lines} lines"
+    for path in (ROOT / "tests").rglob("test_*.py"):
+        yield from map("name above 60 letters: {}".format, re.findall(r"^def (test_\w{56,})", path.read_text(), re.M))
 
 
 def test_the_rules_hold():

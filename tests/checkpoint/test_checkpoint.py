@@ -71,7 +71,7 @@ def test_weights_with_nan_are_not_saved(tmp_path: Path) -> None:
     assert (tmp_path / "last.pth.tar").read_bytes() == kept
 
 
-def test_names_of_one_epoch_share_a_file_and_saves_within_one_leave_the_others_alone(tmp_path: Path) -> None:
+def test_names_of_an_epoch_share_a_file_that_later_saves_spare(tmp_path: Path) -> None:
     state, files = build(), CheckpointDir(tmp_path)
     train(state)
     save(files, state, 1.0)
@@ -138,7 +138,7 @@ def test_fault_02_order_of_syncs_and_renames(tmp_path: Path, monkeypatch: pytest
 
 
 @pytest.mark.parametrize("number", [errno.EINVAL, errno.EOPNOTSUPP, errno.EIO])
-def test_a_folder_that_can_not_be_synced(
+def test_unsyncable_folder(
     number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Shared folders of virtual machines and mounts by CIFS and sshfs refuse it. A disk's error is a failure."""

@@ -95,7 +95,7 @@ SWIN = {"window_size": 4, "embed_dim": 16, "depths": (1, 1, 1, 1), "num_heads": 
         ("tnt_s_patch16_224", {"depth": 1}, ["patch_pos"]),
     ],
 )
-def test_models_of_timm_are_resized_as_timm_resizes_them(
+def test_timm_models_resize_as_timm_does(
     tmp_path: Path, name: str, kwargs: dict[str, Any], resized: list[str], load: Any
 ) -> None:
     kwargs, size = {**kwargs, "num_classes": 10}, (64, 160)
@@ -118,9 +118,7 @@ def test_models_of_timm_are_resized_as_timm_resizes_them(
         ("levit_128s", {}, "stages.0.blocks.0.attn.attention_biases"),
     ],
 )
-def test_what_timm_has_no_rule_to_resize_is_not_left_random(
-    tmp_path: Path, name: str, kwargs: dict[str, Any], misfit: str
-) -> None:
+def test_weights_timm_cannot_resize_are_copied(tmp_path: Path, name: str, kwargs: dict[str, Any], misfit: str) -> None:
     torch.save(build(name, img_size=128, **kwargs).state_dict(), tmp_path / "x")
     model = build(name, img_size=96, num_classes=3, **kwargs)
     before = states(model)
@@ -140,7 +138,7 @@ def test_weights_of_an_oblong_grid(tmp_path: Path, name: str, kwargs: dict[str, 
     assert torch.equal(model.pos_embed, source.pos_embed)  # 2 x 8 tokens, not the square 4 x 4
 
 
-def test_channels_are_adapted_as_timm_does_or_dropped_and_reported(file: Path, tmp_path: Path) -> None:
+def test_channels_are_adapted_as_by_timm_or_dropped(file: Path, tmp_path: Path) -> None:
     name = "patch_embed.conv.0.weight"
     model = build(in_chans=1)
     report = load_finetune(model, file)
@@ -301,7 +299,7 @@ def test_rows_of_heads_go_by_the_names_of_the_classes(tmp_path: Path, name: str,
         (["a", "b", "c"], ["c", "a"], (2, 2), None),  # more names than classes
     ],
 )
-def test_names_decide_where_both_sides_have_them(
+def test_class_names_decide(
     theirs: list[str], ours: list[str], counts: tuple[int, int], rows: list[int] | None
 ) -> None:
     assert rows_by_name(theirs, ours, counts) == rows

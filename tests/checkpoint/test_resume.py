@@ -96,9 +96,7 @@ FOUND = [{"top1": 90.0, "loss": 0.2, "top1_ema": 10.0}, {"top1": 70.0, "loss": 0
 @pytest.mark.parametrize(("before", "after", "best"), [
     ("loss", "top1", 0), ("top1", "loss", 1), ("top1", "top1_ema", 1), ("top1", "top5", None),
 ])  # fmt: skip
-def test_fault_12_a_run_that_is_ranked_by_something_else_compares_like_with_like(
-    tmp_path: Path, before: str, after: str, best: int | None
-) -> None:
+def test_fault_12_other_ranking_compares_alike(tmp_path: Path, before: str, after: str, best: int | None) -> None:
     state, files = build(), CheckpointDir(tmp_path, ranked_by=before)
     for scores in FOUND:
         train(state)

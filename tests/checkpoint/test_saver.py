@@ -111,9 +111,7 @@ def test_the_copy_keeps_strides_and_types() -> None:
     assert copied["a"].stride() == weight.stride() and copied["empty"].shape == (0,)
 
 
-def test_nothing_is_written_before_the_copy_is_complete(
-    tmp_path: Path, world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_writing_waits_for_the_whole_copy(tmp_path: Path, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     writes_before = list[int]()
     complete = SimpleNamespace(synchronize=lambda: writes_before.append(world.writes))
     monkeypatch.setattr(module, "host_copy", lambda payload: (payload, complete))
@@ -124,7 +122,7 @@ def test_nothing_is_written_before_the_copy_is_complete(
         assert writes_before[epoch:] == [epoch]
 
 
-def test_intervals_by_updates_and_minutes_and_a_save_that_is_still_under_way(tmp_path: Path, world: World) -> None:
+def test_intervals_count_updates_minutes_and_unfinished_saves(tmp_path: Path, world: World) -> None:
     state = build(updates_per_epoch=100)
     saver, logger = saver_of(state, tmp_path, every_updates=3, every_minutes=2.0, check_interval=2)
     for update, now in ((1, 0), (3, 0), (4, 119), (5, 190), (6, 190), (7, 308), (8, 309), (10, 311)):
@@ -148,9 +146,7 @@ def test_intervals_by_updates_and_minutes_and_a_save_that_is_still_under_way(tmp
 
 
 @pytest.mark.parametrize(("code", "synchronous"), [(errno.ENOSPC, False), (errno.ESTALE, True)])
-def test_fault_14_a_failed_save_is_told_borne_and_tried_again(
-    tmp_path: Path, world: World, code: int, synchronous: bool
-) -> None:
+def test_fault_14_failed_save_is_tried_again(tmp_path: Path, world: World, code: int, synchronous: bool) -> None:
     state = build()
     saver, logger = saver_of(state, tmp_path, synchronous=synchronous)
     an_epoch(saver, 50.0)
@@ -177,7 +173,7 @@ def test_fault_14_a_failed_save_is_told_borne_and_tried_again(
     assert read_checkpoint(tmp_path / "model_best.pth.tar")["epoch"] == 1
 
 
-def test_fault_14_a_save_that_failed_gives_way_to_the_next_and_is_not_ranked(tmp_path: Path, world: World) -> None:
+def test_fault_14_failed_save_gives_way_and_is_not_ranked(tmp_path: Path, world: World) -> None:
     state = build()
     saver, logger = saver_of(state, tmp_path)
     for metric, world.error in ((50.0, None), (99.0, errno.ENOSPC), (60.0, None)):
@@ -189,7 +185,7 @@ def test_fault_14_a_save_that_failed_gives_way_to_the_next_and_is_not_ranked(tmp
     assert same(again, state) and messages == []
 
 
-def test_a_save_that_has_failed_leaves_no_copy_of_the_weights_behind(tmp_path: Path, world: World) -> None:
+def test_failed_save_leaves_no_copy_of_weights(tmp_path: Path, world: World) -> None:
     """The loop has switched the garbage collector off, and a copy is as large as the model."""
     saver, _ = saver_of(build(), tmp_path)
     gc.disable()
@@ -206,7 +202,7 @@ def test_a_save_that_has_failed_leaves_no_copy_of_the_weights_behind(tmp_path: P
         gc.enable()
 
 
-def test_fault_14_too_many_failed_saves_end_the_run_with_exit_code_4(tmp_path: Path, world: World) -> None:
+def test_fault_14_too_many_failed_saves_are_exit_code_4(tmp_path: Path, world: World) -> None:
     saver, _ = saver_of(build(), tmp_path, max_failed=2)
     for world.error in (errno.ENOSPC, None, errno.ENOSPC, errno.ENOSPC):  # those before one that went well don't count
         an_epoch(saver, 1.0)
@@ -217,7 +213,7 @@ def test_fault_14_too_many_failed_saves_end_the_run_with_exit_code_4(tmp_path: P
     assert caught.value.exit_code == 4
 
 
-def test_fault_14_the_last_save_is_tried_again_and_then_fails_the_run(tmp_path: Path, world: World) -> None:
+def test_fault_14_last_save_is_retried_then_fails_the_run(tmp_path: Path, world: World) -> None:
     saver, logger = saver_of(build(), tmp_path)
 
     def sleep(seconds: float) -> None:
@@ -235,9 +231,7 @@ def test_fault_14_the_last_save_is_tried_again_and_then_fails_the_run(tmp_path: 
 
 
 @pytest.mark.parametrize("most", [0, 10])
-def test_fault_14_what_a_signal_saves_is_tried_again_for_as_long_and_says_nothing_of_training(
-    tmp_path: Path, world: World, most: int
-) -> None:
+def test_fault_14_save_of_a_signal_is_retried_as_long(tmp_path: Path, world: World, most: int) -> None:
     saver, logger = saver_of(build(), tmp_path, max_failed=most)
     assert an_epoch(saver, 1.0) is not None
     train(saver.state)
@@ -252,7 +246,7 @@ def test_fault_14_what_a_signal_saves_is_tried_again_for_as_long_and_says_nothin
     assert world.slept == [1.0, 5.0, 30.0] and saver.saved_at[1] == 8
 
 
-def test_other_ranks_only_take_part_and_not_where_rank_0_has_it_on_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_ranks_take_part_unless_it_is_on_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     """A signal right after an epoch: rank 0 saves nothing more, and others that began to would wait for it for ever."""
     state, logger, collected = build(), RememberingLogger(), list[int]()
     state.current_progress = lambda: {"calls": collected.append(1)}  # type: ignore[func-returns-value]

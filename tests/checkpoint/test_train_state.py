@@ -119,7 +119,7 @@ def states_of(state: TrainState) -> list[list[Tensor]]:
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "lookahead_adamw", "momentum"])
-def test_the_state_of_an_optimizer_is_that_of_its_parameters_in_whatever_groups(optimizer: str) -> None:
+def test_optimizer_state_follows_parameters_across_groups(optimizer: str) -> None:
     runs = {flags: stepped(grouped(flags, optimizer)) for flags in GROUPS}
     for before, now in itertools.pairwise([*GROUPS, GROUPS[1], GROUPS[0], GROUPS[2]]):
         first, second, payload = runs[before], grouped(now, optimizer, seed=1), payload_of(runs[before])
@@ -189,7 +189,7 @@ def test_fault_15_resume_into_another_model(other: Any, message: str) -> None:
     assert all(map(torch.equal, before, tensors(state.model.state_dict())))
 
 
-def test_a_file_of_timms_first_format_counts_epochs_from_the_next_one() -> None:
+def test_timms_first_format_counts_from_the_next_epoch() -> None:
     payload = payload_of(build(epoch=3, update=12))
     for changes, epoch in (({}, 3), ({"version": 1}, 2)):
         (state := build()).load(payload | changes | {"updates_per_epoch": 5}, "file.pth")  # of other lengths

@@ -56,7 +56,7 @@ def test_logits_are_those_of_transformers(settings: dict[str, Any], tmp_path: Pa
 
 
 @pytest.mark.parametrize("of_file", [True, False], ids=["names of files", "names of modules"])
-def test_fine_tuning_takes_the_backbone_without_the_heads_for_pretraining(of_file: bool, tmp_path: Path) -> None:
+def test_fine_tuning_takes_the_backbone_alone(of_file: bool, tmp_path: Path) -> None:
     theirs = _saved("ViTModel", tmp_path)
     path = tmp_path / "model.safetensors"
     if not of_file:
@@ -76,7 +76,7 @@ def test_fine_tuning_takes_the_backbone_without_the_heads_for_pretraining(of_fil
 
 
 @pytest.mark.parametrize("kind", ["git-lfs", "cut", "NaN", "none", "another model's"])
-def test_weights_in_a_folder_are_read_and_refused_as_every_checkpoint(kind: str, tmp_path: Path) -> None:
+def test_weights_of_a_folder_are_checked_like_any(kind: str, tmp_path: Path) -> None:
     _saved("ViTForImageClassification", tmp_path)
     file, named = tmp_path / "model.safetensors", "model.safetensors"
     weights = safetensors.torch.load_file(file)

@@ -22,7 +22,7 @@ def files(run: Path) -> set[str]:
     return {path.name.removesuffix(".pth.tar") for path in run.glob("*.pth.tar")}
 
 
-def test_a_trunk_has_two_branches_that_end_as_runs_of_their_lengths(
+def test_two_branches_end_as_runs_of_their_lengths(
     call: Call, make_dataset: Make, tmp_path: Path, stop_at: Callable[[set[int]], None]
 ) -> None:
     flags = f"{make_dataset()} {FLAGS} --model-ema --model-ema-decay 0.9 --output {tmp_path}"

@@ -196,7 +196,7 @@ TOKENS = "--kd-distill-type token"
         f"{TOKENS} --model test_vit --kd-dense-loss gram --channels-last --distill-loss-weight 3",
     ],
 )
-def test_a_run_that_was_stopped_goes_on_to_the_same_weights(
+def test_stopped_run_goes_on_to_the_same_weights(
     call: Call, trained_run: TrainedRun, tmp_path: Path, flags: str
 ) -> None:
     ended, run = learn(call, trained_run, tmp_path, "a", flags)

@@ -41,7 +41,7 @@ def assert_same(whole: Path, cut: Path) -> None:
         assert (cut / name).read_text() == (whole / name).read_text(), name
 
 
-def test_fault_11_interrupted_at_several_updates_and_gone_on_with_other_workers_and_from_shards(
+def test_fault_11_resumes_with_other_workers_and_shards(
     call: Call, make_dataset: Make, make_labels: Make, tmp_path: Path, stop_at: Callable[[set[int]], None]
 ) -> None:
     data, packed = make_dataset(train=21), tmp_path / "packed"
@@ -92,9 +92,7 @@ def test_fault_11_interrupted_on_two_ranks(make_dataset: Make, make_labels: Make
 
 
 @pytest.mark.slow
-def test_fault_13_resumed_on_two_ranks_with_the_global_batch_of_one(
-    call: Call, make_dataset: Make, tmp_path: Path
-) -> None:
+def test_fault_13_two_ranks_keep_the_global_batch_of_one(call: Call, make_dataset: Make, tmp_path: Path) -> None:
     data = make_dataset(train=24)
     flags = f"{QUICK} --lr-base 0.1 --freeze-bn --output {tmp_path} --resume auto -b 4 --experiment"
     assert call("train", f"{data} --grad-accum-steps 2 {flags} whole --epochs 2").code == 0
@@ -108,7 +106,7 @@ def test_fault_13_resumed_on_two_ranks_with_the_global_batch_of_one(
     assert [run[update] for update in (4, 5, 6)] == [whole[update] for update in (4, 5, 6)]
 
 
-def test_ranks_that_read_different_checkpoints_do_not_wait_for_each_other(
+def test_ranks_with_different_checkpoints_do_not_wait(
     call: Call, trained_run: TrainedRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real = run_start.from_all

@@ -50,9 +50,7 @@ ALL = f"--kd-distill-type token feature token --kd-loss-weight 1 0.5 2 --kd-dens
 
 
 @pytest.mark.parametrize(("kind", "loss"), [("token", "cosine"), ("token", "smooth-l1"), ("feature", "cosine")])
-def test_a_loss_is_normalised_by_all_that_its_teacher_has_said(
-    kind: str, loss: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_loss_is_normalised_by_all_its_teacher_said(kind: str, loss: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the size of its features; batches that are not finite are as if they had not been."""
     monkeypatch.setattr(DistillLoss, "place_shares", lambda *_: (torch.eye(5).expand(3, -1, -1), torch.ones(3, 5)))
     rng, shape, seen = np.random.default_rng(0), (3, 5, 7) if kind == "token" else (3, 7), list[np.ndarray]()
@@ -169,7 +167,7 @@ def train(call: Call, root: Path, name: str, flags: str) -> tuple[Ended, Path]:
         pytest.param("--model-dtype bfloat16 --kd-view whole crop crop", marks=pytest.mark.slow),
     ],
 )
-def test_a_run_with_three_teachers_goes_on_amid_an_epoch_to_the_same_bits(
+def test_run_with_three_teachers_resumes_to_the_same_bits(
     call: Call, root: Path, tmp_path: Path, stop_at: Callable[[set[int]], None], more: str
 ) -> None:
     flags = flags_of(root, more=f"{ALL} {more} --kd-drop 0.4 --resume auto --drop-path 0.2")
@@ -191,7 +189,7 @@ def test_a_run_with_three_teachers_goes_on_amid_an_epoch_to_the_same_bits(
     assert recorded[0] == recorded[1] and "kd_loss_resnet10t.pth.tar" in recorded[0][0]
 
 
-def test_one_model_twice_has_two_names_and_the_dry_run_tells_of_each(call: Call, root: Path) -> None:
+def test_one_teacher_twice_has_two_names(call: Call, root: Path) -> None:
     more = "--kd-distill-type token logit --kd-loss-weight 3"
     ended, run = train(call, root, "twice", flags_of(root, "resnet10t", "resnet10t", more=more))
     assert ended.code == 0, ended.err

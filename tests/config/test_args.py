@@ -21,6 +21,8 @@ from volo.config.value_types import Place
 ROOT = Path(__file__).parents[2]
 LABELS = "--token-label --token-label-data l"
 
+# PROGRAM | its words | a part of the one line that refuses them. /data stands before the words, unless PROGRAM ends in
+# "!"; LABELS stands for the flags above.
 REFUSED = """
 train | --epocs 3 | unknown flag --epocs, did you mean --epochs
 train | --ema-decay 0.9 | unknown flag --ema-decay, did you mean --model-ema-decay?
@@ -106,7 +108,7 @@ export! | -o m.pt2 --checkpoint c --opset 20 | --opset 20 has no effect without 
 export! | -o m.onnx --checkpoint c --model-dtype bfloat16 | no ONNX runtime has a bfloat16 convolution
 export! | -o m.onnx --checkpoint c --licence mit | --licence mit has no effect without --to-hf
 preflight! | --free-gb 3 | --free-gb 3.0 has no effect without --output
-"""  # the first word of a line is /data, without it where the program has a "!"
+"""
 
 
 @pytest.mark.parametrize("row", REFUSED.strip().splitlines())
@@ -231,7 +233,7 @@ def test_every_switch_of_a_recipe_can_be_turned_off(tmp_path: Path) -> None:
             assert getattr(args, row.dest) is False, opposite
 
 
-def test_a_runs_directory_is_its_best_checkpoint_in_every_program(tmp_path: Path) -> None:
+def test_run_directory_is_its_best_checkpoint_in_every_program(tmp_path: Path) -> None:
     lines = {"train": "/data --token-label --token-label-teacher t", "predict": "i.jpg", "attention": "i.jpg -o a.png",
              "export": "-o m.onnx", "label": "/data out", "validate": "/data"}  # fmt: skip
     run, foreign, checked = tmp_path / "run", tmp_path / "foreign", list[str]()
@@ -312,9 +314,7 @@ def test_help_is_grouped_and_imports_nothing_heavy() -> None:
 
 
 @pytest.mark.parametrize("name", ["wandb", "tensorboard", "mlflow", "trackio"])
-def test_a_tracker_that_is_not_installed_is_named_with_its_extra(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_missing_tracker_is_named_with_its_extra(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
     monkeypatch.delitem(sys.modules, name, raising=False)
     (tmp_path / name).mkdir()  # such as the ./wandb that W&B writes: no package

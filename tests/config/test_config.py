@@ -44,9 +44,7 @@ def read(path: str | Path) -> dict[str, object]:
         ),
     ],
 )
-def test_values_have_the_type_they_have_on_the_command_line(
-    tmp_path: Path, text: str, expected: dict[str, object]
-) -> None:
+def test_values_have_their_type_of_the_command_line(tmp_path: Path, text: str, expected: dict[str, object]) -> None:
     values = read(recipe(tmp_path, text))
     assert values == expected
     assert [type(value) for value in values.values()] == [type(value) for value in expected.values()]
@@ -74,7 +72,7 @@ def test_values_have_the_type_they_have_on_the_command_line(
         ("model_kwargs: &a {x: 1}\ndata_dir: *a", "line 2, column 11"),
     ],
 )
-def test_fault_54_55_56_57_refused_in_one_line_that_names_the_file(
+def test_fault_54_55_56_57_one_line_names_the_file(
     tmp_path: Path, text: str, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -136,9 +134,7 @@ def test_command_line_voids_the_recipes_alternative(
     assert {name: getattr(args, name) for name in expected} == expected
 
 
-def test_every_path_knows_the_home_folder_and_what_no_file_is_called(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_paths_know_the_home_folder_and_impossible_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/me")
     places = {"PATH", "FILE", "DIR", "DATA", "DATA_DIR", "OUT", "IMAGE", "RUN"}
     models = ("--model", "--kd-model-name", "--token-label-teacher")

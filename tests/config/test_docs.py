@@ -58,7 +58,7 @@ def rows() -> Iterator[Flag]:
         yield from parser.flags.values()
 
 
-def test_the_page_of_flags_names_no_flag_that_is_not_there_and_tells_every_refused_one() -> None:
+def test_page_of_flags_names_every_flag_there_is_and_is_not() -> None:
     page = (ROOT / "docs" / "flags.md").read_text()
     known = names_of(rows()) | {"--help", "--no-X"}
     quoted = re.findall(r"`((?:\w+\.py )?--[a-z][^`]*)`", page)
@@ -108,7 +108,7 @@ def test_the_site_has_every_page_as_markdown_and_llms_txt(tmp_path: Path) -> Non
     assert (tmp_path / "llms.txt").read_text() == index.replace("](", "](https://example.org/docs/")
 
 
-def test_flags_that_timm_has_alone_are_told_of_on_the_page_and_where_they_are_given(tmp_path: Path) -> None:
+def test_flags_of_timm_alone_are_on_the_page_and_refused(tmp_path: Path) -> None:
     page, known = (ROOT / "docs" / "parity.md").read_text(), names_of(TRAIN.parser().flags.values())
     assert not TIMM_FLAGS.keys() & known, "what is here now is no longer told of as missing"
     for flags, reason in ROWS.items():
@@ -174,7 +174,7 @@ def test_commands_name_programs_and_flags_that_exist() -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_lines_of_code_blocks_fit_a_page_and_comments_stand_above(page: Path) -> None:
+def test_code_blocks_fit_a_page_with_comments_above(page: Path) -> None:
     for block in re.finditer(
         r"^( *)```(\w*)\n(.*?)^\1```|(?:^ {4,}\S[^\n]*\n)+", page.read_text(), re.MULTILINE | re.DOTALL
     ):

@@ -163,7 +163,7 @@ def test_the_headers_command_gives_the_published_run(name: str) -> None:
         assert args.aa == ("rand-n3-m9-mstd0.5-inc1" if name == "lvvit_l_224" else "rand-m9-mstd0.5-inc1")
 
 
-def test_a_trunk_and_its_branches_have_one_rate_until_the_first_decay() -> None:
+def test_trunk_and_branches_share_a_rate_until_the_decay() -> None:
     _, args, header = header_command("volo_d1_224_wsd")
     branches = [shlex.split(line) for line in re.findall(r"^--experiment .*", header, re.MULTILINE)]
     trunk, *others = (LrSchedule(header_command("volo_d1_224_wsd", *more)[1], 1.0, 2) for more in [[], *branches])

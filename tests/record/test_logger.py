@@ -25,7 +25,7 @@ def _logger(rank: int = 0) -> Logger:
     return Logger(World(rank, rank, 2, torch.device("cpu")))
 
 
-def test_events_of_all_ranks_from_before_and_after_the_directory_is_known(tmp_path: Path) -> None:
+def test_events_of_all_ranks_come_before_and_after_the_directory(tmp_path: Path) -> None:
     (tmp_path / EVENTS).write_text('{"kind": "start", "rank": 0}\n{"kind": "chec')  # torn by a power cut
     for logger in (_logger(0), _logger(1)):
         logger.event("start", lr=float("nan"))
@@ -147,7 +147,7 @@ def test_lines_wait_while_the_disk_is_full(tmp_path: Path, monkeypatch: pytest.M
     assert (tmp_path / "x").read_text().splitlines() == ["one", "tw", "two", "three", "four"]
 
 
-def test_the_log_begins_with_what_was_said_before_there_was_a_directory(tmp_path: Path) -> None:
+def test_log_begins_with_lines_from_before_its_directory(tmp_path: Path) -> None:
     for rank in (0, 1):
         logger = _logger(rank)
         logger.line("learning rate 0.1")
@@ -193,7 +193,7 @@ def evaluation(top1: float, loss: float) -> Evaluation:
         (9999, -1e-9, {"model": (1, -1e30)}, 0, "loss -1e-09 (validation -1e+30), top-1 1.00 %, best"),
     ],
 )
-def test_an_epochs_line_has_at_most_79_columns_and_marks_the_best(
+def test_epoch_line_has_79_columns_and_marks_the_best(
     epochs: int, loss: float, scores: dict[str, tuple[float, float]], since: int, line: str, tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
@@ -205,7 +205,7 @@ def test_an_epochs_line_has_at_most_79_columns_and_marks_the_best(
     assert printed == f"epoch {epochs}/{epochs}: {line}" and len(printed) <= 79
 
 
-def test_a_terminal_gets_whole_words_and_the_log_whole_lines(
+def test_terminal_wraps_words(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     logger = Logger(World(0, 0, 1, torch.device("cpu")))

@@ -92,7 +92,7 @@ def test_runs_that_start_in_the_same_second_keep_apart(tmp_path: Path, monkeypat
     assert sorted(path.name for path in chosen) == sorted(names) == sorted(path.name for path in root.iterdir())
 
 
-def test_fault_12_records_of_what_a_resumed_run_does_again_are_removed(tmp_path: Path) -> None:
+def test_fault_12_records_of_repeated_steps_are_removed(tmp_path: Path) -> None:
     directory, metrics, summary = RunRecords(tmp_path), tmp_path / "metrics.jsonl", tmp_path / "summary.csv"
     for epoch in range(2):
         for update in (2, 4):
@@ -160,9 +160,7 @@ def is_free(directory: Path) -> bool:
     return True
 
 
-def test_fault_19_a_second_job_is_kept_out_until_the_first_ends_or_is_killed_though_its_data_worker_lives(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_fault_19_second_job_waits_for_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     command, environment = [sys.executable, "-c", HOLD, str(tmp_path)], {**os.environ, "PYTHONPATH": python_path(ROOT)}
     with subprocess.Popen(command, stdin=-1, stdout=-1, text=True, bufsize=1, env=environment) as holder:
         assert holder.stdin is not None and holder.stdout is not None
@@ -184,9 +182,7 @@ def test_fault_19_a_second_job_is_kept_out_until_the_first_ends_or_is_killed_tho
         assert is_free(tmp_path)
 
 
-def test_fault_62_a_directory_that_was_removed_is_made_anew_and_held_unless_it_has_another_owner(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_fault_62_removed_directory_is_made_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run_directory, "_WAIT", 0.1)
     (directory := tmp_path / "run").mkdir()
     warnings: list[str] = []

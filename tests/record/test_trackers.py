@@ -87,7 +87,7 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Fake:
     return Fake(folder)
 
 
-def test_what_a_run_records_is_what_is_sent(fake: Fake, call: Call, data: Path, tmp_path: Path) -> None:  # noqa: F811
+def test_records_are_what_is_sent(fake: Fake, call: Call, data: Path, tmp_path: Path) -> None:  # noqa: F811
     run = tmp_path / "run"
     flags = f"{data} {QUICK} --log-wandb --wandb-project mine --wandb-tags a b --output {tmp_path}"
     assert call("train", f"{flags} --experiment run --epochs 1").code == 0
@@ -112,7 +112,7 @@ def test_what_a_run_records_is_what_is_sent(fake: Fake, call: Call, data: Path, 
         ({"log": "os._exit(7)"}, "off: it ended with 7 ("),
     ],
 )
-def test_a_tracker_that_fails_is_one_warning_and_catches_up_at_the_next_start(
+def test_failing_tracker_warns_once_and_catches_up(
     does: dict[str, str], reason: str, fake: Fake, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     fake.does(**does)
@@ -131,7 +131,7 @@ def test_a_tracker_that_fails_is_one_warning_and_catches_up_at_the_next_start(
     assert fake.curve() == EVERY_UPDATE and "warning" not in capsys.readouterr().out
 
 
-def test_a_run_that_is_done_waits_so_long_for_a_tracker_and_no_longer_and_that_ends_by_itself(
+def test_finished_run_waits_for_a_tracker_within_limits(
     fake: Fake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     fake.does(init="time.sleep(10000)")
@@ -147,7 +147,7 @@ def test_a_run_that_is_done_waits_so_long_for_a_tracker_and_no_longer_and_that_e
     assert logger.trackers._running["wandb"].wait(LIMIT) == -signal.SIGALRM
 
 
-def test_signals_are_for_the_run_alone_and_a_killed_run_is_sent_to_its_end(fake: Fake, tmp_path: Path) -> None:
+def test_signals_spare_the_tracker_which_sends_a_killed_run(fake: Fake, tmp_path: Path) -> None:
     fake.does(log="time.sleep(0.1)")
     program = """
 __file__ = "volo"  # a program, which imports no more than it needs

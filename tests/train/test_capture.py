@@ -84,7 +84,7 @@ def too_little_memory(where: str, monkeypatch: pytest.MonkeyPatch) -> dict[str, 
 
 
 @pytest.mark.parametrize(("where", "told"), [("capture", "out of memory"), ("send", "MemoryError: can't allocate")])
-def test_an_attempt_without_memory_leaves_none_behind(
+def test_attempt_without_memory_leaves_none(
     where: str, told: str, done: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The step that is launched instead needs all of it, while the garbage collector is off."""
@@ -104,7 +104,7 @@ def test_an_attempt_without_memory_leaves_none_behind(
 
 
 @pytest.mark.parametrize(("flags", "images"), [("", 28), ("--grad-accum-steps 2", 32)])
-def test_the_host_is_two_replays_ahead_at_most(
+def test_host_is_two_replays_ahead_at_most(
     flags: str, images: int, done: list[str], stand_in: StandIn, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     repeat, ends, queued = StepGraph._repeat, list[int](), list[int]()
@@ -178,9 +178,7 @@ def _different(monkeypatch: pytest.MonkeyPatch) -> None:
         _not_finite,
     ],
 )
-def test_a_rank_that_fails_and_others_ask_as_often(
-    plant: Callable[[Any], Any], done: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ranks_ask_equally_often(plant: Callable[[Any], Any], done: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Else one would wait for the others until a time limit ends the run."""
     asked: list[list[bool]] = []
 

@@ -64,7 +64,7 @@ def graphs() -> int:
 
 
 @pytest.mark.parametrize("name", SMALL)
-def test_the_stem_is_one_graph_for_all_batches_and_computes_what_eager_mode_does(name: str) -> None:
+def test_stem_is_one_graph_that_equals_eager_mode(name: str) -> None:
     eager, model = small(name), small(name)
     compile_modules([model.patch_embed], flags(backend="aot_eager"))
     for step, batch in enumerate((4, 3)):
@@ -74,7 +74,7 @@ def test_the_stem_is_one_graph_for_all_batches_and_computes_what_eager_mode_does
 
 
 @pytest.mark.gpu
-def test_stems_are_compiled_on_a_gpu_but_for_statistics_of_several() -> None:
+def test_stems_are_compiled_unless_statistics_are_shared() -> None:
     model = small("volo_test").cuda()
     assert stems(nn.Sequential(model)) == [model.patch_embed]
     model.patch_embed = nn.SyncBatchNorm.convert_sync_batchnorm(model.patch_embed)
@@ -84,9 +84,7 @@ def test_stems_are_compiled_on_a_gpu_but_for_statistics_of_several() -> None:
 @pytest.mark.parametrize(
     ("name", "drop_path_mode", "checkpointing"), [("volo_test", "mask", False), ("lvvit_test", "subset", True)]
 )
-def test_a_kind_of_block_is_one_graph_and_computes_what_eager_mode_does(
-    name: str, drop_path_mode: str, checkpointing: bool
-) -> None:
+def test_kind_of_block_is_one_graph_as_eager(name: str, drop_path_mode: str, checkpointing: bool) -> None:
     eager, model = small(name, drop_path_mode), small(name, drop_path_mode)
     for each in (eager, model):
         each.set_grad_checkpointing(checkpointing)
@@ -125,7 +123,7 @@ def test_distributed_data_parallel_takes_both_scopes(process_group: None, scope:
         torch.testing.assert_close(found, gradients(eager, 4, step))
 
 
-def test_the_whole_model_where_asked_for_or_where_cuda_graphs_or_no_blocks_need_it() -> None:
+def test_whole_model_is_compiled_where_asked_or_needed() -> None:
     alone = World(0, 0, 1, torch.device("cpu"))
     cases = [("volo_test", {"torchcompile_scope": "model"}), ("test_vit", {})]
     cases += [("volo_test", {"backend": "inductor", "torchcompile_mode": "reduce-overhead"})]

@@ -84,7 +84,7 @@ def test_targets_that_mixup_has_smoothed_are_not_smoothed_again() -> None:
     torch.testing.assert_close(found.total, -(targets * logits.log_softmax(-1)).sum(-1).mean())
 
 
-def test_a_flag_sets_what_the_loss_is_told_of_by_name_and_no_more() -> None:
+def test_flag_sets_the_loss_setting_of_its_name() -> None:
     args = arguments("--token-label --token-label-data l --smoothing 0.2 --cls-weight 0.7 --uncovered uniform")
     args.grid, args.window, args.dense, args.mix = "flags", "of", "other", "things"
     model = timm.create_model("volo_test", num_classes=3, img_size=64)
@@ -96,7 +96,7 @@ def test_a_flag_sets_what_the_loss_is_told_of_by_name_and_no_more() -> None:
         make_criterion(args, model, (64, 64))
 
 
-def test_what_the_first_batch_shows_as_mixed_is_what_the_step_mixes() -> None:
+def test_first_batch_shows_what_the_step_mixes() -> None:
     batch = replace(labelled_batch(5), images=torch.randn(3, 3, 32, 48))
     boxes = set()
     for update in range(9):

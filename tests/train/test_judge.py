@@ -103,9 +103,7 @@ def test_a_run_ends_with_its_best_epoch_and_a_verdict(
         ("--epochs 8 --warmup-epochs 9", 1, []),
     ],
 )
-def test_a_run_at_chance_is_told_after_the_warm_up_and_each_tenth(
-    flags: str, interval: int, warned: list[int], tmp_path: Path
-) -> None:
+def test_run_at_chance_is_reported_each_tenth(flags: str, interval: int, warned: list[int], tmp_path: Path) -> None:
     scores: Scores = {}
     run, training = judged(tmp_path, flags, scores, [6] * 10)
     for epoch in range(training.schedule.last_epoch):
@@ -151,7 +149,7 @@ def test_a_run_at_chance_is_told_after_the_warm_up_and_each_tenth(
         ("--model volo_d1 --bce-loss", 900, 0.5, ["-c scratch_small", "--pretrained", "more --epochs than 10"]),
     ],
 )
-def test_only_what_the_settings_leave_open_is_recommended(
+def test_advice_spares_given_flags(
     flags: str, train: int, loss: float | None, expected: list[str], tmp_path: Path
 ) -> None:
     (file := tmp_path / "scratch_small.yaml").write_text("epochs: 10\n")

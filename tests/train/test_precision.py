@@ -79,7 +79,7 @@ def unwritten_is_nan() -> Iterator[None]:
         ("adagrad", [], ["fused=True"], "cpu"),  # before 2.12 torch has it for CPUs alone
     ],
 )
-def test_fault_53_a_skipped_first_step_leaves_nothing_behind(
+def test_fault_53_skipped_first_step_leaves_nothing_behind(
     opt: str, settings: list[str], fused: list[str], scaled: bool, device: str
 ) -> None:
     def train(kind: str, options: list[str], gradients: list[torch.Tensor]) -> tuple[torch.Tensor, Precision]:
@@ -156,7 +156,7 @@ def test_fault_59_amp_on_a_cpu_is_bfloat16(flags: str, device: str, dtype: torch
         assert nn.Linear(2, 2)(torch.ones(1, 2)).dtype is (dtype or torch.float32)
 
 
-def test_gives_up_after_too_many_skipped_steps_in_a_row_also_of_before_a_resume() -> None:
+def test_skipped_steps_in_a_row_end_the_run_across_a_resume() -> None:
     model, optimizer = _linear()
     precision = Precision(CPU, max_nonfinite=2)
     precision.skipped.restore_counts(1, 5)
@@ -247,7 +247,7 @@ def test_sixteen_micro_batches_add_up_in_float32() -> None:
     assert (found - exact).norm() < 1e-6 * exact.norm()  # added in bfloat16: 4e-3
 
 
-def test_steps_that_are_not_finite_change_nothing_and_leave_no_gradient() -> None:
+def test_step_that_is_not_finite_changes_nothing() -> None:
     master = build()
     working = WorkingCopy(master)
     precision = Precision(CPU, torch.bfloat16, working_copy=working)
@@ -266,7 +266,7 @@ def test_steps_that_are_not_finite_change_nothing_and_leave_no_gradient() -> Non
 
 @pytest.mark.parametrize("scale", [math.nan, 1e38, 1e20])  # gradients of the last are finite, its variance is not
 @pytest.mark.parametrize("name", ["volo_test", "test_resnet", "others"])
-def test_fault_53_a_batch_that_is_not_finite_leaves_nothing_in_running_statistics(name: str, scale: float) -> None:
+def test_fault_53_broken_batch_spares_running_statistics(name: str, scale: float) -> None:
     others = [EvoNorm2dB0(3, apply_act=False), nn.InstanceNorm2d(3, track_running_stats=True), nn.Flatten()]
     model = nn.Sequential(*others, nn.Linear(3 * 32 * 32, 4)) if name == "others" else build(name)
     average, precision = ModelEmaV3(model.train()), Precision(CPU)
@@ -286,7 +286,7 @@ def test_fault_53_a_batch_that_is_not_finite_leaves_nothing_in_running_statistic
 
 
 @pytest.mark.parametrize("model", [nn.Linear(4, 2), nn.BatchNorm1d(4)])  # without running statistics, and with
-def test_a_skipped_step_leaves_the_statistics_with_which_the_epoch_began(model: nn.Module) -> None:
+def test_skipped_step_keeps_the_statistics_of_its_begin(model: nn.Module) -> None:
     precision, optimizer = Precision(CPU), torch.optim.SGD(model.parameters())
     precision.begin(model)
     for buffer in model.buffers():
@@ -320,7 +320,7 @@ def test_a_wrong_convolution_is_named_and_computed_in_float32(name: str, window:
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
 
 
-def test_float32_is_part_of_one_compiled_graph_and_reaches_the_weights() -> None:
+def test_float32_is_in_the_compiled_graph_and_reaches_weights() -> None:
     layer = nn.Conv1d(3, 4, 2)
     with wrong_convolutions(2):
         assert check_convolutions(layer, (3, 8), torch.bfloat16, CPU)  # type: ignore[arg-type]
@@ -333,15 +333,13 @@ def test_float32_is_part_of_one_compiled_graph_and_reaches_the_weights() -> None
     assert all(p.grad.dtype is torch.bfloat16 for p in copied.module.parameters())
 
 
-def test_layers_that_call_torchs_functions_themselves_are_told_with_a_remedy() -> None:
+def test_layers_calling_torch_themselves_are_named_with_a_remedy() -> None:
     with wrong_convolutions(2):
         (line,) = check_convolutions(nn.ConvTranspose2d(3, 3, 2), (3, 8, 8), torch.bfloat16, CPU)
     assert line.endswith("use float32 (without --amp and --model-dtype), or another version of torch")
 
 
-def test_programs_tell_of_it_and_go_on_right(
-    make_dataset: Make, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_programs_name_it_and_go_on(make_dataset: Make, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     data, run = make_dataset(train=8), tmp_path / "run"
     train = f"{data} {QUICK} --model-dtype bfloat16 --epochs 1 --output {tmp_path}"
     shown = [  # program, flags, how many models

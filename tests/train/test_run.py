@@ -58,9 +58,7 @@ def test_a_command_without_a_model_takes_the_recipe_from_nothing(flags: str, ima
         ("--epochs 7 -b 8", 90, 1, (7, 1, 8)),
     ],
 )
-def test_the_recipe_from_nothing_fits_the_images(
-    flags: str, images: int, world_size: int, fitted: tuple[int, int, int]
-) -> None:
+def test_recipe_from_nothing_fits(flags: str, images: int, world_size: int, fitted: tuple[int, int, int]) -> None:
     args = recipe_from_nothing(TRAIN.parse(["data", *flags.split()]), images, world_size)
     assert (args.epochs, args.val_interval, args.batch_size) == fitted
 
@@ -119,7 +117,7 @@ def test_defaults_fit_the_data_and_what_is_given_stays(flags: str, images: int, 
 
 
 @pytest.mark.parametrize(("flags", "images"), [("-b 8 --epochs 3", 64), ("-b 2 --epochs 1", 5), ("--epochs 50", 900)])
-def test_an_average_forgets_the_initial_weights_within_the_run_or_is_told_not_to(flags: str, images: int) -> None:
+def test_average_forgets_initial_weights_or_a_warning_says_so(flags: str, images: int) -> None:
     """Of n updates the first ones' share is decay ** n. timm's warm-up forgets them in any case."""
     args, batch, told = resolve_args(arguments(f"{flags} --model-ema"), {}, images, 1000, 2)
     updates = args.epochs * -(-images // batch["global"])
@@ -156,9 +154,7 @@ def test_an_average_forgets_the_initial_weights_within_the_run_or_is_told_not_to
         ("--epochs 10 --sched poly --decay-rate 9", 100, 3, ["the fitted --warmup-epochs 2 is long for --epochs 10"]),
     ],
 )
-def test_a_run_that_learns_less_than_it_seems_to_is_told(
-    flags: str, images: int, classes: int, told: list[str]
-) -> None:
+def test_run_that_learns_little_is_warned(flags: str, images: int, classes: int, told: list[str]) -> None:
     args = arguments(f"{flags} --cooldown-epochs 0")
     args.warmup_epochs = 2 if "warmup_epochs" in args.defaulted else args.warmup_epochs
     peak = 1e-3 if args.lr is None else args.lr
@@ -167,9 +163,7 @@ def test_a_run_that_learns_less_than_it_seems_to_is_told(
 
 
 @pytest.mark.parametrize("dist_bn", ["reduce", "broadcast"])
-def test_ranks_agree_on_batch_norms_statistics_before_they_validate(
-    dist_bn: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ranks_share_statistics_before_they_validate(dist_bn: str, monkeypatch: pytest.MonkeyPatch) -> None:
     done: list[tuple[Any, ...]] = []
     monkeypatch.setattr(loop, "distribute_bn", lambda model, ranks, reduce: done.append((model, ranks, reduce)))
     state = Mock(ema=None)
@@ -178,7 +172,7 @@ def test_ranks_agree_on_batch_norms_statistics_before_they_validate(
     assert done == [(state.model, 2, dist_bn == "reduce")]
 
 
-def test_an_interval_that_a_resumed_run_goes_on_in_has_the_times_of_both(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interval_across_a_resume_has_the_times_of_both(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
     monkeypatch.setattr(meter.time, "perf_counter", lambda: now)
     run = Mock(world=World(0, 0, 1, torch.device("cpu")), guard=Mock(waited=0.0))
@@ -201,7 +195,7 @@ def test_an_interval_that_a_resumed_run_goes_on_in_has_the_times_of_both(monkeyp
     ("log_interval", "updates", "told"),
     [(50, 9, (7, 6, 6.0)), (50, 3, (3, 2, 2.0)), (3, 9, (3, 2, 2.0)), (50, 1, (1, 1, 100.0))],
 )
-def test_the_updates_after_the_first_say_how_long_the_run_takes(
+def test_updates_after_the_first_say_how_long_it_takes(
     log_interval: int, updates: int, told: tuple[float, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first one compiles for 100 s, 4 of which it waits for workers to start; any other takes 1 s."""
@@ -271,7 +265,7 @@ def test_what_is_fitted_to_a_length_is_fitted_again(trunk: str, branch: str, mor
 
 
 @pytest.mark.parametrize("flags", ["--epochs 300 --model-ema", "--epochs 10"])
-def test_a_short_branch_forgets_what_a_long_trunk_has_left_in_its_average(flags: str) -> None:
+def test_short_branch_forgets_its_trunks_average(flags: str) -> None:
     trunk, batch, _ = resolve_args(arguments(f"{flags} -b 8"), {}, 400, 1000, 1)
     checkpoint = {"args": vars(trunk), "batch": batch, "epoch": 7}
     branch = resolve_args(arguments("--epochs 10 --model-ema -b 8"), checkpoint, 400, 1000, 1)[0]
@@ -279,7 +273,7 @@ def test_a_short_branch_forgets_what_a_long_trunk_has_left_in_its_average(flags:
     assert left * branch.model_ema_decay ** (2 * 50) == pytest.approx(0.1, rel=0.1)
 
 
-def test_what_subsets_drop_is_judged_by_the_batch_that_the_checkpoint_decides() -> None:
+def test_subsets_are_judged_by_the_checkpoints_batch() -> None:
     args = arguments("--epochs 4 --num-classes 3 --drop-path 0.1 --drop-path-mode subset")
     with pytest.raises(UserError, match="--drop-path-mode subset"):  # of batches of two images
         resolve_args(args, {}, 10, 3, 1)
@@ -294,7 +288,7 @@ def test_what_subsets_drop_is_judged_by_the_batch_that_the_checkpoint_decides() 
     assert resolve_args(arguments(flags), {}, 500, 3, 1)[0].batch_size == 2
 
 
-def test_fault_61_what_a_checkpoint_decides_is_checked_as_its_flag_is() -> None:
+def test_fault_61_checkpoint_values_are_checked_as_flags() -> None:
     bad: dict[str, list[Any]] = {
         "batch_size": [0, 10**5000, torch.ones(2), "many"],
         "checkpoint_hist": [-1, True, {}],
@@ -325,9 +319,7 @@ def test_fault_61_what_a_checkpoint_decides_is_checked_as_its_flag_is() -> None:
         ((8, 1, 8), (4, 1, 8), 1, "was 64, it is 32 now"),
     ],
 )
-def test_fault_13_the_global_batch_is_kept_or_the_change_is_told(
-    before: Any, now: Any, steps: int, told: str | None
-) -> None:
+def test_fault_13_global_batch_is_kept_or_reported(before: Any, now: Any, steps: int, told: str | None) -> None:
     kept, message = steps_to_keep({"batch": batch_record(*before, before[1])}, *now)
     assert kept == steps
     assert message is None if told is None else told in str(message)

@@ -102,7 +102,7 @@ def test_graphs_compute_what_launched_steps_do(flags: str, resumed: bool, monkey
     check_same((told, found), expected[:2])
 
 
-def test_sizes_that_take_turns_keep_their_graphs_where_memory_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sizes_in_turns_keep_their_graphs_in_short_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: torch.cuda.mem_get_info()[1])
     capture, captures, replays = StepGraph._capture, count(), count()
     repeat = StepGraph._repeat
@@ -200,7 +200,7 @@ def _asks(monkeypatch: pytest.MonkeyPatch) -> None:
         (_asks, "stream is capturing"),
     ],
 )
-def test_a_number_that_a_graph_keeps_and_a_wait_are_seen_before_it_trains(
+def test_graph_that_keeps_a_number_is_seen_before_it_trains(
     plant: Callable[[Any], None], told: str, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
     flags, images = (ACCUMULATING, 20) if plant is _asks else (LABELLED, 12)
