@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -195,6 +196,24 @@ def test_versions_agree_and_both_packages_are_typed():
 def test_every_program_has_a_version(program):
     ended = subprocess.run([sys.executable, *program.split(), "--version"], cwd=ROOT, capture_output=True, text=True)
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, f"volo-tlt {tlt.__version__}\n", "")
+
+
+def started(monkeypatch: pytest.MonkeyPatch, *command: str) -> bool:
+    """Whether a Python that was started with `command` runs a program of ours, which registers the models late."""
+    main = ModuleType("__main__")
+    if not command[0].startswith("-"):
+        main.__file__ = command[0]
+    monkeypatch.setitem(sys.modules, "__main__", main)
+    monkeypatch.setattr(sys, "orig_argv", ["python", *command])
+    return tlt._starts_program()
+
+
+def test_only_programs_of_this_project_register_the_models_late(monkeypatch):
+    for program in (ROOT / "train.py", ROOT / "volo/commands/launch.py", "/usr/bin/volo"):
+        assert started(monkeypatch, str(program)), program
+    assert started(monkeypatch, "-m", "volo") and started(monkeypatch, "-m", "tlt")
+    for others in (["/home/me/train.py"], ["-m", "mine.train"], ["-c"], [str(ROOT / "demo/digits.py")]):
+        assert not started(monkeypatch, *others), others  # gets the models by importing volo, as ever
 
 
 def test_import_registers_models_and_loads_the_rest_on_demand():
