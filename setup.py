@@ -8,7 +8,7 @@ from setuptools.command.build_py import build_py
 
 
 class BuildWithFiles(build_py):
-    """Copy `configs` and `slurm` into the installed package, where `volo.config.args` finds them."""
+    """Copy `configs` and `slurm` into the installed package, where `volo.config.recipes` finds them."""
 
     def run(self) -> None:
         super().run()

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.program import COMMANDS as BENCHMARKS
-from benchmarks.program import benchmark_parser
+from benchmarks.program import program_of
 from tlt.tools.cli import parser as tlt_parser
 from volo.cli import COMMANDS
 
@@ -25,7 +25,7 @@ def all_flags() -> Iterator[str]:
     """The page of all flags, by paragraph. Each flag is a heading with its program: that is what a search shows."""
     yield "# All flags\n\nWhat `--help` says in every program; in brackets are defaults."
     ours, tlt = [command.program.parser() for command in COMMANDS.values()], tlt_parser()._subparsers
-    for parser in [*ours, *tlt._group_actions[0].choices.values(), *map(benchmark_parser, BENCHMARKS)]:
+    for parser in [*ours, *tlt._group_actions[0].choices.values(), *(program_of(name).parser() for name in BENCHMARKS)]:
         yield f"## {parser.prog}\n\n{escape(parser.description, quote=False)}\n\n```\n{parser.usage}\n```"
         for group in parser._action_groups:
             rows = [row for row in group._group_actions if row.help != SUPPRESS and row.dest not in ("help", "version")]

@@ -13,10 +13,9 @@ import json
 import math
 import subprocess
 import sys
-from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,11 +28,12 @@ from torch import Tensor
 
 import tlt
 import volo.models  # noqa: F401  registers them
-from benchmarks.rounds import OUTPUT, Range, Rows
+from benchmarks.rounds import OUTPUT, BenchmarkSettings, Range, Rows
 from tlt.models.token_labeling import DENSE_SHARE
 from tlt.upstream.behaviour import label_view
-from volo.config.flag_table import Group, flag
-from volo.config.value_types import DIR, POSITIVE, Number
+from volo.config import value_types as t
+from volo.config.fields import setting
+from volo.config.settings_shared import DEBUG
 
 VALIDATION, BATCH, RATE, FEW = 1000, 20, 1e-3, 300
 CLASSES, LONG, SHORT = 10, 128, 96  # px, of scenes
@@ -67,39 +67,37 @@ ARMS = {
 }
 
 
-FLAGS = (
-    Group(
-        "Runs",
-        flag("--directory", DIR, "output/ablation", "finished runs, and the scenes"),
-        flag(
-            "--arms", tuple(ARMS), [arm for arm in ARMS if not ARMS[arm].few], ", ".join(ARMS), nargs="+", metavar="ARM"
-        ),
-        flag("--seeds", POSITIVE, 5, "seeds of each arm, from 0"),
-        flag("--epochs", POSITIVE, 10, "epochs of a run"),
-        flag("--images", Number(int, low=50), 3000, "training scenes"),
-        flag("--jobs", POSITIVE, 2, "runs at a time, one thread each"),
-        *OUTPUT,
-    ),
-)
+@dataclass(frozen=True, kw_only=True)
+class Flags(BenchmarkSettings):
+    """Runs"""
+
+    directory: str = setting("output/ablation", "finished runs, and the scenes", t.DIR)
+    arms: list[str] = setting([arm for arm in ARMS if not ARMS[arm].few], ", ".join(ARMS), tuple(ARMS), metavar="ARM")
+    seeds: int = setting(5, "seeds of each arm, from 0", t.POSITIVE)
+    epochs: int = setting(10, "epochs of a run", t.POSITIVE)
+    images: int = setting(3000, "training scenes", t.Number(int, low=50))
+    jobs: int = setting(2, "runs at a time, one thread each", t.POSITIVE)
+    output: str = OUTPUT()
+    debug: bool = DEBUG()
 
 
-def run(args: Namespace) -> None:
+def run(settings: Flags) -> None:
     """Train what is missing, then print the table."""
-    arms, runs = list(dict.fromkeys(args.arms)), Path(args.directory)
-    data, file = runs / f"scenes-{args.images}", runs / "runs.jsonl"
-    prepare(data, args.images, any(ARMS[arm].labels == "annotator" for arm in arms))
+    arms, runs = list(dict.fromkeys(settings.arms)), Path(settings.directory)
+    data, file = runs / f"scenes-{settings.images}", runs / "runs.jsonl"
+    prepare(data, settings.images, any(ARMS[arm].labels == "annotator" for arm in arms))
     done = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
-    settings = {"epochs": args.epochs, "images": args.images}
-    asked = [{"arm": arm, "seed": seed, **settings} for arm in arms for seed in range(args.seeds)]
+    same: dict[str, Any] = {"epochs": settings.epochs, "images": settings.images}
+    asked = [{"arm": arm, "seed": seed, **same} for arm in arms for seed in range(settings.seeds)]
     missing = [asked_run for asked_run in asked if not any(asked_run.items() <= row.items() for row in done)]
-    with ProcessPoolExecutor(args.jobs, get_context("spawn"), torch.set_num_threads, (1,)) as pool:
-        started = {pool.submit(train, data, row["arm"], row["seed"], args.epochs): row for row in missing}
+    with ProcessPoolExecutor(settings.jobs, get_context("spawn"), torch.set_num_threads, (1,)) as pool:
+        started = {pool.submit(train, data, row["arm"], row["seed"], settings.epochs): row for row in missing}
         for future in as_completed(started):
             done.append(started[future] | future.result())
             with file.open("a") as log:
                 log.write(json.dumps(done[-1]) + "\n")
             print(f"{done[-1]['arm']}, seed {done[-1]['seed']}: top-1 {done[-1]['top1'][-1]:.1f} %", flush=True)
-    table = Rows(args, ("arm", "figure", "seeds", "%", "against", "points (95 % interval)", "p"))
+    table = Rows(settings, ("arm", "figure", "seeds", "%", "against", "points (95 % interval)", "p"))
     for row in figures([row for asked_run in asked for row in done if asked_run.items() <= row.items()]):
         table.write(row)
 

@@ -1,17 +1,16 @@
 """The arms that `benchmark.py step` and `infer` time: ours as the flags say, timm's VOLO, and ours with other flags.
 
-An arm is a set of train.py's flags, and its model is built, placed and compiled by train.py's functions. All arms have
-the weights of the first. To add one, add a line to ARMS: what its flags have instead of ours.
+An arm is a run of train.py: its model is built, placed and compiled by train.py's functions. All arms have the weights
+of the first. To add one, add a line to ARMS: what its settings have instead of ours.
 """
 
 from __future__ import annotations
 
 import gc
 import time
-from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -19,18 +18,19 @@ import timm
 import torch
 from torch import Tensor, nn
 
-from benchmarks.rounds import DifferentResult, Range, Rows, Timing, in_turns, rounds_flag, speedup, synchronize
+from benchmarks import rounds as shared
+from benchmarks.rounds import BenchmarkSettings, DifferentResult, Range, Rows, Timing, in_turns, speedup, synchronize
 from tlt.errors import UserError
 from tlt.mixtoken import Box, mix_tokens, unmix_tokens
 from volo.cluster.distributed import World, choose_device
-from volo.config.args import TRAIN
-from volo.config.flag_rules import check_train
-from volo.config.flag_table import Flag, flag, switch
-from volo.config.flags_data import DEVICE
-from volo.config.flags_train import TRAIN_GROUPS
-from volo.config.value_types import NAME, POSITIVE
+from volo.config import value_types as t
+from volo.config.fields import changed, flags_of, group, setting
+from volo.config.rules import check_train
+from volo.config.settings_shared import DEBUG, DEVICE, Compilation, MixedPrecision, Pixels
+from volo.config.settings_train import Precision, TrainSettings
+from volo.train.architecture import requested_by
 from volo.train.compilation import compile_errors_told
-from volo.train.model import TimmModel, build_model, eval_settings, prepare_model
+from volo.train.model import TimmModel, build_model, data_config_of, prepare_model
 from volo.train.precision import check_convolutions, compute_dtype
 
 _LAUNCHED: dict[str, Any] = {"no_cuda_graph": True}
@@ -38,7 +38,7 @@ _EAGER: dict[str, Any] = {"torchcompile": None, "torchcompile_mode": None, "torc
 _COMPILED: dict[str, Any] = {"torchcompile": "inductor", "torchcompile_scope": None}
 _AUTOCAST: dict[str, Any] = {"model_dtype": "float32", "amp": True, "amp_dtype": "bfloat16"}
 _MASK: dict[str, Any] = {"drop_path_mode": "mask"}
-# In what the flags of an arm differ from ours. timm has the precision and the memory format of ours, but for "-amp":
+# In what the settings of an arm differ from ours. timm has the precision and the memory format of ours, but for "-amp":
 # autocast is all that its own train.py offers, where ours may compute with a bfloat16 copy (--model-dtype).
 ARMS: dict[str, dict[str, Any]] = {
     "timm": _EAGER | _MASK | _LAUNCHED,
@@ -48,12 +48,13 @@ ARMS: dict[str, dict[str, Any]] = {
     "graph": {"no_cuda_graph": False},
     "launched": _LAUNCHED,
     "eager": _EAGER,
-    "reference": _EAGER | {"outlook_kernel": "reference", "fold": False},
+    "reference": _EAGER | {"outlook_kernel": "reference"},
     "mask": _MASK,
     "subset": {"drop_path_mode": "subset"},
     "amp": _AUTOCAST,
-    "unfolded": {"fold": False},
+    "unfolded": {},
 }
+_UNFOLDED = ("reference", "unfolded")
 OURS, SEED = "ours", 0
 Work = Callable[[], object]  # a batch of an arm; the device may still be busy with it afterwards
 COLUMNS = (
@@ -62,36 +63,49 @@ COLUMNS = (
 )
 # Of logits, loss and norm of the gradient, relative to ours in float32 without anything that is fast.
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 5e-2}
-MEASURING = (
-    DEVICE,
-    rounds_flag(5),
-    flag("--steps", POSITIVE, 1, "batches of an arm in each round"),
-    flag("--warm-up", POSITIVE, 2, "batches of each arm before the first round"),
-    switch("--profile", "after the rounds, where the time of ours goes (torch.profiler)"),
-)
-MODELS = flag("--model", NAME, ["volo_d1"], "VOLO or LV-ViT, one after the other", nargs="+")
-PRECISION = (
-    *("amp", "amp_dtype", "model_dtype", "channels_last", "outlook_kernel"),
-    *("torchcompile", "torchcompile_scope", "torchcompile_mode"),
-)
+MODEL = partial(setting, ["volo_d1"], "VOLO or LV-ViT, one after the other", t.NAME)
+IMG_SIZE = partial(changed, Pixels, "img_size")
 
 
-def train_rows(*names: str) -> tuple[Flag, ...]:
-    """Return rows of train.py's flags; `flags_of` checks what they need."""
-    rows = {row.dest: row for group in TRAIN_GROUPS for row in group.flags}
-    return tuple(replace(rows[name], needs=(), excludes=()) for name in names)
+def peers(*names: str) -> Any:
+    """Return the field of `--peer`."""
+    return setting(["timm"], f"what ours is compared with: {', '.join(names)}", names, nargs="*", metavar="ARM")
 
 
-def peers(*names: str) -> Flag:
-    """Return the row of `--peer`."""
-    return flag("--peer", names, ["timm"], f"what ours is compared with: {', '.join(names)}", nargs="*", metavar="ARM")
+@dataclass(frozen=True, kw_only=True)
+class _Compilation(Compilation):
+    torchcompile_mode: str | None = changed(Compilation, "torchcompile_mode", after="torchcompile_scope")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Speed:
+    """Precision and speed"""
+
+    mixed: MixedPrecision = group(MixedPrecision)
+    channels_last: bool = changed(Precision, "channels_last")
+    outlook_kernel: str = changed(Precision, "outlook_kernel")
+    compilation: _Compilation = group(_Compilation)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measuring:
+    """Measuring"""
+
+    device: str | None = DEVICE()
+    rounds: int = shared.ROUNDS(5)
+    steps: int = setting(1, "batches of an arm in each round", t.POSITIVE)
+    warm_up: int = setting(2, "batches of each arm before the first round", t.POSITIVE)
+    profile: bool = setting(False, "after the rounds, where the time of ours goes (torch.profiler)")
+    output: str = shared.OUTPUT()
+    debug: bool = DEBUG()
 
 
 class Arm(NamedTuple):
-    """A name and the flags of train.py, with `fold`: inference without BatchNorm."""
+    """A name, and the settings of a run of train.py; `fold`: inference is without BatchNorm."""
 
     name: str
-    flags: Namespace
+    settings: TrainSettings
+    fold: bool = True
 
     @property
     def is_timm(self) -> bool:
@@ -99,45 +113,41 @@ class Arm(NamedTuple):
 
     def dtype(self, device: torch.device) -> torch.dtype:
         """Return the type of its matrix products."""
-        return compute_dtype(self.flags, device) or torch.float32
+        return compute_dtype(self.settings.precision.mixed, device) or torch.float32
 
 
-def arms_of(args: Namespace, model: str, **decided: Any) -> list[Arm]:
-    """Return ours and its peers for one of `--model`; `decided` are flags that depend on the model. Raises UserError:
-    flags contradict each other, or a peer is missing or the same as ours."""
-    ours = flags_of(args, model, **decided)
-    arms = [Arm(OURS, ours)]
-    for name in dict.fromkeys(args.peer):
+def train_settings(settings: BenchmarkSettings, model: str, **decided: Any) -> TrainSettings:
+    """Return the settings of a run of train.py with token labels that does the same; `decided` depends on the model.
+    Raises UserError: flags contradict each other, or one has no effect."""
+    same = flags_of(type(settings)).keys() & flags_of(TrainSettings).keys() - flags_of(Measuring).keys()
+    labels = {"token_label": True, "data_backend": "synthetic", "token_label_data": "synthetic"}
+    values = {name: settings[name] for name in same} | labels | decided | {"model": model}
+    return check_train(TrainSettings().decide("command line", **values))
+
+
+def arms_of(ours: TrainSettings, peers: Sequence[str]) -> list[Arm]:
+    """Return ours and its peers. Raises UserError: a peer is missing or the same as ours."""
+    arms, model, compiler = [Arm(OURS, ours)], ours.network.model, ours.precision.compilation.torchcompile
+    for name in dict.fromkeys(peers):
         changes = dict(ARMS[name])
         if name.startswith("timm") and not (model.startswith("volo") and timm.is_model(f"{model}_224")):
             raise UserError(f"--peer {name}: timm has VOLO D1 to D5, not {model}: its peers are reference and eager")
         if not model.startswith("volo"):
             changes.pop("outlook_kernel", None)
-        if changes.get("torchcompile") and ours.torchcompile:
-            changes |= {"torchcompile": ours.torchcompile}
-        flags = Namespace(**(vars(ours) | changes))
-        if flags == ours and not name.startswith("timm"):
+        if changes.get("torchcompile") and compiler:
+            changes |= {"torchcompile": compiler}
+        arm = Arm(name, ours.decide("other flags", **changes), fold=name not in _UNFOLDED)
+        if arm.fold and not arm.is_timm and arm.settings.values() == ours.values():
             raise UserError(f"--peer {name} does the same as ours with these flags: leave it out")
-        arms.append(Arm(name, flags))
+        arms.append(arm)
     return arms
-
-
-def flags_of(args: Namespace, model: str, **decided: Any) -> Namespace:
-    """Return the flags of a run of train.py with token labels that does the same. Raises UserError: a contradiction."""
-    parser = TRAIN.parser()
-    own_flags = {dest: value for dest, value in vars(args).items() if dest in parser.flags}
-    run = {"token_label": True, "data_backend": "synthetic", "token_label_data": "synthetic"}
-    flags = Namespace(**(parser.defaults() | run | own_flags | decided | {"model": model}))
-    check_train(flags, parser.flags)
-    flags.fold = True
-    return flags
 
 
 def exact(ours: Arm) -> Arm:
     """Return what all arms are compared with: ours in float32, eager, without stochastic depth, with little memory."""
     plain = _EAGER | {"model_dtype": "float32", "amp": False, "drop_path": 0.0, "grad_checkpointing": True}
     plain |= _MASK | {"channels_last": False}
-    return Arm("exact", Namespace(**(vars(ours.flags) | plain)))
+    return Arm("exact", ours.settings.decide("other flags", **plain))
 
 
 class TimmVolo(nn.Module):
@@ -172,7 +182,7 @@ class TimmVolo(nn.Module):
 def build_first(arm: Arm) -> TimmModel:
     """Return the model whose weights all arms get, on the CPU."""
     torch.manual_seed(SEED)
-    return build_model(arm.flags)
+    return build_model(requested_by(arm.settings))
 
 
 @contextmanager
@@ -189,18 +199,18 @@ def exact_float32() -> Iterator[None]:
 
 def build(arm: Arm, first: TimmModel, device: torch.device) -> TimmModel:
     """Return the arm's model with the weights of `first`, on the device, not compiled yet."""
-    flags = arm.flags
+    settings, request = arm.settings, requested_by(arm.settings)
     with torch.device("meta"):  # there is nothing to initialise
         if arm.is_timm:
             options = {"img_size": first.img_size, "num_classes": first.num_classes}
-            rate = flags.drop_path or 0.0
-            model: Any = TimmVolo(timm.create_model(f"{flags.model}_224", drop_path_rate=rate, **options))
+            rate = settings.regular.drop_path or 0.0
+            model: Any = TimmVolo(timm.create_model(f"{request.name}_224", drop_path_rate=rate, **options))
         else:
-            model = build_model(flags)
+            model = build_model(request)
     weights = {name: value.clone() for name, value in first.state_dict().items()}
     (model.net if arm.is_timm else model).load_state_dict(weights, assign=True)
-    model = prepare_model(model, flags, World(0, 0, 1, device))
-    for line in check_convolutions(model, eval_settings(flags, first)["input_size"], arm.dtype(device), device):
+    model = prepare_model(model, settings, World(0, 0, 1, device))
+    for line in check_convolutions(model, data_config_of(request, first)["input_size"], arm.dtype(device), device):
         print(line)
     return model
 
@@ -216,7 +226,7 @@ def check_same(name: str, results: Mapping[str, Tensor], expected: Mapping[str, 
     return max(off.values())
 
 
-def time_arms(args: Namespace, rows: Rows, arms: Sequence[Arm], images: int, make: Callable[[Arm], Work]) -> None:
+def time_arms(measuring: Measuring, rows: Rows, arms: Sequence[Arm], images: int, make: Callable[[Arm], Work]) -> None:
     """Build, check and warm up each arm and write its row as timed alone; then time all in turns and write their rows.
 
     Args:
@@ -227,32 +237,33 @@ def time_arms(args: Namespace, rows: Rows, arms: Sequence[Arm], images: int, mak
         UserError: Not one arm runs here, or an arm computes something else; after the others were measured.
     """
     gc.collect()  # what the model before has left
-    device, works = choose_device(args.device, 0), dict[str, Callable[[], int]]()
-    facts: dict[str, dict[str, Any]] = {}
+    device = choose_device(measuring.device, 0)
+    model, side = arms[0].settings.network.model, arms[0].settings.images.pixels.img_size
+    works, facts = dict[str, Callable[[], int]](), dict[str, dict[str, Any]]()
     for arm in arms:
-        flags, dtype = arm.flags, str(arm.dtype(device)).removeprefix("torch.")
-        facts[arm.name] = {"model": flags.model, "arm": arm.name, "type": dtype, "images": images, "px": flags.img_size}
+        dtype = str(arm.dtype(device)).removeprefix("torch.")
+        facts[arm.name] = {"model": model, "arm": arm.name, "type": dtype, "images": images, "px": side}
         with rows.measuring(facts[arm.name]):
             work = make(arm)
             gc.collect()  # what the check of this arm needed
             began = time.perf_counter()
-            with compile_errors_told(arm.flags):
-                _batches(work, args.warm_up + getattr(work, "launched_first", 0), images, device)
+            with compile_errors_told(arm.settings.precision.compilation.torchcompile):
+                _batches(work, measuring.warm_up + getattr(work, "launched_first", 0), images, device)
             facts[arm.name] |= {"start, s": time.perf_counter() - began, **_memory(work, images, device)}
             facts[arm.name] |= {"note": note} if (note := getattr(work, "note", "")) else {}
-            works[arm.name] = partial(_batches, work, args.steps, images, device)
+            works[arm.name] = partial(_batches, work, measuring.steps, images, device)
             alone = in_turns({arm.name: works[arm.name]}, 1)
             rows.write(facts[arm.name] | {"rounds": "1, alone"} | _speed(alone, arm.name, images))
         gc.collect()  # what an arm that failed has left
-    timings = in_turns(works, args.rounds)
+    timings = in_turns(works, measuring.rounds)
     for name in timings:
-        rows.write(facts[name] | {"rounds": args.rounds} | _speed(timings, name, images))
-    if args.profile and OURS in works:
+        rows.write(facts[name] | {"rounds": measuring.rounds} | _speed(timings, name, images))
+    if measuring.profile and OURS in works:
         with torch.profiler.profile() as profiler:
             works[OURS]()
         print(profiler.key_averages().table(sort_by=f"self_{device.type}_time_total", row_limit=60))
     if not works:
-        raise UserError(f"--model {arms[0].flags.model} can't be measured here: {rows.failure}")
+        raise UserError(f"--model {model} can't be measured here: {rows.failure}")
     rows.refuse_different()
 
 

@@ -16,8 +16,8 @@ import random
 import subprocess
 import sys
 import tempfile
-from argparse import Namespace
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,60 +30,74 @@ from timm.data.auto_augment import RandAugment
 from torch import Tensor
 
 import tlt
-from benchmarks.rounds import OUTPUT, Range, Rows, in_turns, rounds_flag, speedup, synchronize
+from benchmarks.rounds import OUTPUT, ROUNDS, BenchmarkSettings, Range, Rows, in_turns, speedup, synchronize
 from tlt.data.loader import DEFAULT_TIMEOUT
 from volo.cluster.distributed import choose_device
-from volo.config.flag_table import Group, flag
-from volo.config.flags_data import DEVICE
-from volo.config.value_types import COUNT, DIR, POSITIVE, TEXT
+from volo.config import value_types as t
+from volo.config.fields import group, setting
+from volo.config.settings_shared import DEBUG, DEVICE, FILE_BACKENDS
 
-BACKENDS = ("torchvision", "pil", "dali-cpu", "dali-gpu")
 CROPS, BATCHES, TIMM = "crops", "batches", "timm"
 STD = (0.229, 0.224, 0.225)
 CLASSES, TOP_K, CELLS = 1000, 5, 18  # of the label maps, as the published ones
 Epochs = Callable[[], Iterable[Tensor]]  # the images of the batches of an epoch
 _COLUMNS = ("augmentation", "workers", "part", "loader", "images/s", "CPU ms an image", "x timm", "note")
 
-IMAGE_SIZE = flag("--image-size", POSITIVE, [500, 375], "width and height if made", nargs=2)
-IMG_SIZE = flag("--img-size", POSITIVE, 224, "height and width of the crops")
-FLAGS = (
-    Group(
-        "Images",
-        flag("--data-dir", DIR, "", "image folders with a split train (else some are made)"),
-        flag("--images", POSITIVE, 256, "how many"),
-        IMAGE_SIZE,
-        IMG_SIZE,
-        flag("--aa", TEXT, "rand-m9-mstd0.5-inc1", "RandAugment in timm's grammar", metavar="POLICY"),
-        flag("-b --batch-size", POSITIVE, 32, "images per batch"),
-    ),
-    Group(
-        "Measuring",
-        flag("--backend", BACKENDS, ["torchvision"], ", ".join(BACKENDS), nargs="+", metavar="NAME"),
-        flag("--workers", COUNT, 2, "processes, measured after none; 0: none alone"),
-        DEVICE,
-        rounds_flag(5),
-        *OUTPUT,
-    ),
-)
+IMAGE_SIZE = partial(setting, [500, 375], "width and height if made", t.POSITIVE, nargs=2)
+IMG_SIZE = partial(setting, 224, "height and width of the crops", t.POSITIVE)
 
 
-def run(args: Namespace) -> None:
+@dataclass(frozen=True, kw_only=True)
+class Images:
+    """Images"""
+
+    data_dir: str = setting("", "image folders with a split train (else some are made)", t.DIR)
+    images: int = setting(256, "how many", t.POSITIVE)
+    image_size: list[int] = IMAGE_SIZE()
+    img_size: int = IMG_SIZE()
+    aa: str = setting("rand-m9-mstd0.5-inc1", "RandAugment in timm's grammar", t.TEXT, metavar="POLICY")
+    batch_size: int = setting(32, "images per batch", t.POSITIVE, names="-b --batch-size")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measuring:
+    """Measuring"""
+
+    backend: list[str] = setting(["torchvision"], ", ".join(FILE_BACKENDS), FILE_BACKENDS, metavar="NAME")
+    workers: int = setting(2, "processes, measured after none; 0: none alone", t.COUNT)
+    device: str | None = DEVICE()
+    rounds: int = ROUNDS(5)
+    output: str = OUTPUT()
+    debug: bool = DEBUG()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Flags(BenchmarkSettings):
+    """The settings of `benchmark.py data`."""
+
+    images: Images = group(Images)
+    measuring: Measuring = group(Measuring)
+
+
+def run(settings: Flags) -> None:
     """Measure both augmentations without and with workers."""
-    device = choose_device(args.device, 0)
+    asked, measuring = settings.images, settings.measuring
+    device = choose_device(measuring.device, 0)
     torch.set_num_threads(1)
-    rows = Rows(args, _COLUMNS)
+    rows = Rows(settings, _COLUMNS)
     with tempfile.TemporaryDirectory(prefix="benchmark-data-") as folder:
-        if args.data_dir:
-            link_images(Path(folder) / "train", args.images, tlt.open_images(args.data_dir, "train"))
+        if asked.data_dir:
+            link_images(Path(folder) / "train", asked.images, tlt.open_images(asked.data_dir, "train"))
         else:
-            make_images(Path(folder) / "train", args.images, tuple(args.image_size))
+            make_images(Path(folder) / "train", asked.images, asked.image_size)
         images = tlt.open_images(folder, "train")
         labels = make_labels(Path(folder), images.paths)
-        size, nothing = (args.img_size, args.img_size), {"auto_augment": None, "color_jitter": None, "reprob": 0.0}
-        recipes: dict[str, dict[str, Any]] = {"crop + flip": nothing, f"{args.aa}, erasing": {"auto_augment": args.aa}}
-        for (name, changes), workers in itertools.product(recipes.items(), dict.fromkeys((0, args.workers))):
-            loading = Loading(images, labels, tlt.AugmentConfig(size, **changes), args.batch_size, workers, device)
-            measure(args, rows, {"augmentation": name, "workers": workers}, loading)
+        size = (asked.img_size, asked.img_size)
+        nothing: dict[str, Any] = {"auto_augment": None, "color_jitter": None, "reprob": 0.0}
+        recipes = {"crop + flip": nothing, f"{asked.aa}, erasing": {"auto_augment": asked.aa}}
+        for (name, changes), workers in itertools.product(recipes.items(), dict.fromkeys((0, measuring.workers))):
+            loading = Loading(images, labels, tlt.AugmentConfig(size, **changes), asked.batch_size, workers, device)
+            measure(measuring, rows, {"augmentation": name, "workers": workers}, loading)
 
 
 def link_images(root: Path, count: int, images: Any) -> None:
@@ -94,7 +108,7 @@ def link_images(root: Path, count: int, images: Any) -> None:
         link.symlink_to(Path(images.root, images.paths[row]).resolve())
 
 
-def make_images(root: Path, count: int, size: tuple[int, int]) -> None:
+def make_images(root: Path, count: int, size: tuple[int, int] | list[int]) -> None:
     """Write JPEG files of `size` (width, height) with gradients, soft shapes and noise, as large as photographs: 110 kB
     at 500 x 375."""
     generator = np.random.default_rng(0)
@@ -123,13 +137,14 @@ def make_labels(root: Path, names: Sequence[str]) -> Any:
     return tlt.open_labels(str(root / "labels"), names, num_classes=CLASSES)
 
 
-def measure(args: Namespace, rows: Rows, facts: dict[str, Any], loading: Loading) -> None:
+def measure(measuring: Measuring, rows: Rows, facts: dict[str, Any], loading: Loading) -> None:
     """Time timm's loader and ours with each decoder in turns, and write their rows."""
     loaders: dict[tuple[str, str], Epochs] = {(part, TIMM): loading.timm(part) for part in (CROPS, BATCHES)}
-    for backend in dict.fromkeys(args.backend):
+    for backend in dict.fromkeys(measuring.backend):
         with rows.measuring(facts | {"loader": backend}):
             loaders |= {(part, backend): loading.ours(part, backend) for part in (CROPS, BATCHES)}
-    timings = in_turns({name: partial(_load, epochs, loading.device) for name, epochs in loaders.items()}, args.rounds)
+    works = {name: partial(_load, epochs, loading.device) for name, epochs in loaders.items()}
+    timings = in_turns(works, measuring.rounds)
     for (part, name), timing in sorted(timings.items()):
         times = {"images/s": 1 / Range.of(timing.wall).median, "CPU ms an image": Range.of(timing.cpu, 1e3)}
         if name != TIMM:

@@ -8,7 +8,7 @@ checked before: its logits against those of our model in float32 without any of 
 
 from __future__ import annotations
 
-from argparse import Namespace
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -16,50 +16,70 @@ from torch import Tensor
 
 from benchmarks import arms
 from benchmarks.arms import Arm
-from benchmarks.rounds import OUTPUT, Rows
+from benchmarks.rounds import BenchmarkSettings, Rows
 from tlt.models.folding import fold_batchnorm
 from volo.cluster.distributed import choose_device
-from volo.config.flag_table import Group, flag
-from volo.config.value_types import POSITIVE
-from volo.train.compilation import begin_step, compile_errors_told, compile_model
-from volo.train.model import TimmModel, eval_settings
+from volo.config import value_types as t
+from volo.config.fields import group, setting
+from volo.train.architecture import requested_by
+from volo.train.compilation import begin_step, compile_errors_told
+from volo.train.model import TimmModel, compiler_of, data_config_of
 from volo.train.precision import Precision, compute_dtype
 
-BATCH_SIZE = flag("-b --batch-size", POSITIVE, 8, "images")
-FLAGS = (
-    Group("Model", arms.MODELS, *arms.train_rows("img_size"), BATCH_SIZE),
-    Group("Precision and speed", *arms.train_rows(*(name for name in arms.PRECISION if name != "model_dtype"))),
-    Group(
-        "Peers",
-        arms.peers("timm", "timm-compile", "eager", "reference", "unfolded"),
-        note="timm: its VOLO in eager mode; timm-compile: compiled. Ours: eager: not compiled; reference: that, "
-        "without fused kernels; unfolded: with BatchNorm.",
-    ),
-    Group("Measuring", *arms.MEASURING, *OUTPUT),
-)
+
+@dataclass(frozen=True, kw_only=True)
+class Models:
+    """Model"""
+
+    model: list[str] = arms.MODEL()
+    img_size: int | None = arms.IMG_SIZE()
+    batch_size: int = setting(8, "images", t.POSITIVE, names="-b --batch-size")
 
 
-def run(args: Namespace) -> None:
+@dataclass(frozen=True, kw_only=True)
+class Peers:
+    """Peers
+
+    timm: its VOLO in eager mode; timm-compile: compiled. Ours: eager: not compiled; reference: that, without fused
+    kernels; unfolded: with BatchNorm.
+    """
+
+    peer: list[str] = arms.peers("timm", "timm-compile", "eager", "reference", "unfolded")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Flags(BenchmarkSettings):
+    """The settings of `benchmark.py infer`."""
+
+    models: Models = group(Models)
+    speed: arms.Speed = group(arms.Speed)
+    peers: Peers = group(Peers)
+    measuring: arms.Measuring = group(arms.Measuring)
+
+
+def run(settings: Flags) -> None:
     """Measure one model after the other."""
-    device = choose_device(args.device, 0)
-    rows = Rows(args, arms.COLUMNS)
-    for model in args.model:
-        all_arms = arms.arms_of(args, model)
+    measuring, batch_size = settings.measuring, settings.models.batch_size
+    device = choose_device(measuring.device, 0)
+    rows = Rows(settings, arms.COLUMNS)
+    for model in settings.models.model:
+        all_arms = arms.arms_of(arms.train_settings(settings, model), settings.peers.peer)
         first = arms.build_first(all_arms[0]).eval()
-        size = eval_settings(all_arms[0].flags, first)["input_size"]
-        images = torch.randn(args.batch_size, *size, generator=torch.Generator().manual_seed(0)).to(device)
+        size = data_config_of(requested_by(all_arms[0].settings), first)["input_size"]
+        images = torch.randn(batch_size, *size, generator=torch.Generator().manual_seed(0)).to(device)
         with torch.inference_mode(), arms.exact_float32():
             expected = arms.build(arms.exact(all_arms[0]), first, device).eval()(images)
-        arms.time_arms(args, rows, all_arms, args.batch_size, partial(inference, first, images, expected))
+        arms.time_arms(measuring, rows, all_arms, batch_size, partial(inference, first, images, expected))
 
 
 def inference(first: TimmModel, images: Tensor, expected: Tensor, arm: Arm) -> arms.Work:
     """Return the inference of an arm. Raises DifferentResult: its logits are not those expected."""
     model = arms.build(arm, first, images.device).eval()
-    if arm.flags.fold and not arm.is_timm:
+    if arm.fold and not arm.is_timm:
         fold_batchnorm(model)
-    called = compile_model(model, arm.flags)
-    precision = Precision(images.device, compute_dtype(arm.flags, images.device))
+    called = compiler_of(arm.settings).model(model)
+    flags = arm.settings.precision
+    precision = Precision(images.device, compute_dtype(flags.mixed, images.device))
 
     @torch.inference_mode()
     def work() -> Tensor:
@@ -68,6 +88,6 @@ def inference(first: TimmModel, images: Tensor, expected: Tensor, arm: Arm) -> a
             logits: Tensor = called(images)
         return logits
 
-    with arms.exact_float32(), compile_errors_told(arm.flags):
+    with arms.exact_float32(), compile_errors_told(flags.compilation.torchcompile):
         arms.check_same(arm.name, {"logits": work()}, {"logits": expected}, arms.TOLERANCE[arm.dtype(images.device)])
     return work

@@ -11,8 +11,8 @@ with those of the reference kernel in float64. bfloat16 and float16 are those of
 from __future__ import annotations
 
 import itertools
-from argparse import Namespace
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
@@ -21,30 +21,48 @@ from timm.models.volo import OutlookAttention as TimmOutlookAttention
 from torch import Tensor, nn
 
 from benchmarks.arms import check_same, exact_float32
-from benchmarks.rounds import OUTPUT, Range, Rows, in_turns, rounds_flag, speedup, synchronize
+from benchmarks.rounds import OUTPUT, ROUNDS, BenchmarkSettings, Range, Rows, in_turns, speedup, synchronize
 from volo.cluster.distributed import choose_device
-from volo.config.flag_table import Group, flag, switch
-from volo.config.flags_data import DEVICE
-from volo.config.value_types import POSITIVE
+from volo.config import value_types as t
+from volo.config.fields import group, setting
+from volo.config.settings_shared import DEBUG, DEVICE
 from volo.kernels import KERNELS, outlook_attention
 from volo.models.volo import VARIANTS
 
-DTYPES = ("float32", "bfloat16", "float16")
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 TIMM = "timm"
 _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}  # of norms
 _COLUMNS = ("model", "type", "arm", "ms", "x timm", "off by", "note")
 WIDTHS = {name: (row.dims[0], row.heads[0]) for name, row in VARIANTS.items()}
 
-FLAGS = (
-    Group(
-        "Sizes",
-        flag("-b --batch-size", POSITIVE, 8, "images"),
-        flag("--model", tuple(WIDTHS), ["volo_d1", "volo_d5"], ", ".join(WIDTHS), nargs="+", metavar="NAME"),
-        flag("--cells", POSITIVE, 28, "rows and columns; 28 at 224 px, 64 at 512"),
-        flag("--dtypes", DTYPES, ["float32", "bfloat16"], "of values and logits", nargs="+"),
-    ),
-    Group("Measuring", switch("--no-compile", "without the compiled arms"), DEVICE, rounds_flag(15), *OUTPUT),
-)
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """Sizes"""
+
+    batch_size: int = setting(8, "images", t.POSITIVE, names="-b --batch-size")
+    model: list[str] = setting(["volo_d1", "volo_d5"], ", ".join(WIDTHS), tuple(WIDTHS), metavar="NAME")
+    cells: int = setting(28, "rows and columns; 28 at 224 px, 64 at 512", t.POSITIVE)
+    dtypes: list[str] = setting(["float32", "bfloat16"], "of values and logits", tuple(DTYPES))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measuring:
+    """Measuring"""
+
+    no_compile: bool = setting(False, "without the compiled arms")
+    device: str | None = DEVICE()
+    rounds: int = ROUNDS(15)
+    output: str = OUTPUT()
+    debug: bool = DEBUG()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Flags(BenchmarkSettings):
+    """The settings of `benchmark.py outlook`."""
+
+    sizes: Sizes = group(Sizes)
+    measuring: Measuring = group(Measuring)
 
 
 class Case(NamedTuple):
@@ -129,17 +147,18 @@ class Call:
         return {"output": output} | {name: grad for name, grad in gradients.items() if grad is not None}
 
 
-def run(args: Namespace) -> None:
+def run(settings: Flags) -> None:
     """Check the arms of each case, then time all in turns. Raises UserError: an arm computes something else; after all
     were measured."""
-    device, rows = choose_device(args.device, 0), Rows(args, _COLUMNS)
-    for model, dtype in itertools.product(args.model, args.dtypes):
+    sizes, measuring = settings.sizes, settings.measuring
+    device, rows = choose_device(measuring.device, 0), Rows(settings, _COLUMNS)
+    for model, dtype in itertools.product(sizes.model, sizes.dtypes):
         torch.compiler.reset()  # else the shapes of earlier cases count among the compilations that are allowed
-        case = Case(args.batch_size, args.cells, *WIDTHS[model], getattr(torch, dtype), device)
+        case = Case(sizes.batch_size, sizes.cells, *WIDTHS[model], DTYPES[dtype], device)
         facts = {"model": model, "type": dtype, "images": case.images, "cells": case.cells}
         arms: dict[str, Callable[[], nn.Module]] = {TIMM: partial(timm_layer, case)}
         arms |= {name: partial(Ours, case, name) for name in KERNELS}
-        if not args.no_compile:
+        if not measuring.no_compile:
             arms |= {"timm, compiled": arms[TIMM], "ours, compiled": partial(Ours, case, "auto")}
         expected, calls, off = Call(case, Ours(case, "reference"), exact=True).results(), {}, {}
         for arm, build in arms.items():
@@ -150,7 +169,7 @@ def run(args: Namespace) -> None:
                 with exact_float32():
                     off[arm] = check_same(arm, call.results(), expected, _TOLERANCE[case.dtype])
                 calls[arm] = call.timed
-        times = in_turns(calls, args.rounds)
+        times = in_turns(calls, measuring.rounds)
         for arm, timing in times.items():
             ratio = speedup(timing.wall, times[TIMM].wall) if TIMM in times else None
             rows.write(facts | {"arm": arm, "ms": Range.of(timing.wall, 1e3), "x timm": ratio, "off by": off[arm]})

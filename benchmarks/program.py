@@ -7,7 +7,7 @@
     run        whole programs, from image files: ours and timm's train.py
     ablation   do labels at the right place make a better model? (hours on a CPU)
 
-A module's flags are its FLAGS, and its `run(args)` measures.
+A module's flags are the fields of its `Flags`, and its `run(settings)` measures.
 """
 
 from __future__ import annotations
@@ -15,43 +15,47 @@ from __future__ import annotations
 import importlib
 import shlex
 import sys
-from argparse import Namespace
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass, replace
 
-from volo.config.flag_table import FlagParser, Group, flag
+from benchmarks.rounds import BenchmarkSettings
+from volo.config.fields import Settings, setting
+from volo.config.parser import Program
 
 COMMANDS = ("step", "infer", "outlook", "data", "run", "ablation")
 
 
-def module_of(command: str) -> Any:
-    """Import and return the module of a command."""
-    return importlib.import_module(f"benchmarks.{command}")
+@dataclass(frozen=True, kw_only=True)
+class _Command(Settings):
+    """Command"""
+
+    command: str = setting(None, "what to measure", COMMANDS, positional=True)
 
 
-def benchmark_parser(command: str | None = None) -> FlagParser:
-    """The parser of one command, or of the program itself."""
-    if command is None:
-        row = flag("command", COMMANDS, None, "what to measure")
-        return FlagParser("python benchmark.py", "COMMAND [flags]", "Measure this machine.", (Group("Command", row),))
-    module = module_of(command)
-    description = module.__doc__.partition("\n")[0]
-    return FlagParser(f"python benchmark.py {command}", "[flags]", description, module.FLAGS)
+_BENCHMARK = Program("python benchmark.py", "COMMAND [flags]", "Measure this machine.", _Command)
 
 
-def parse_benchmark(argv: Sequence[str] | None = None) -> Namespace:
-    """Return one attribute per flag, `command`, and the `command_line` as typed.
+def program_of(command: str) -> Program[BenchmarkSettings]:
+    """Return the program of a command. What its flags need is not checked here: `arms.train_settings` checks it as
+    train.py does."""
+    module = importlib.import_module(f"benchmarks.{command}")
+    does = (module.__doc__ or "").partition("\n")[0]
+    return Program(f"python benchmark.py {command}", "[flags]", does, module.Flags, check=lambda settings: settings)
+
+
+def parse_benchmark(argv: Sequence[str] | None = None) -> BenchmarkSettings:
+    """Return the settings of the command that `argv` (None: sys.argv) names.
 
     Raises:
         UserError: An unknown command or flag, or a wrong value.
     """
     words = sys.argv[1:] if argv is None else list(argv)
-    command = words[0] if words and words[0] in COMMANDS else benchmark_parser().parse_args(words).command
-    args = benchmark_parser(command).parse_args(words[1:])
-    return Namespace(command=command, command_line=shlex.join(["benchmark.py", *words]), **vars(args))
+    command = words[0] if words and words[0] in COMMANDS else _BENCHMARK.parse(words).command
+    settings = program_of(command).parse(words[1:])
+    return replace(settings, command_line=shlex.join(["benchmark.py", *words]))
 
 
-def run(args: Namespace) -> int:
-    """Measure."""
-    module_of(args.command).run(args)
+def run(settings: BenchmarkSettings) -> int:
+    """Measure, by the module that has these flags."""
+    sys.modules[type(settings).__module__].run(settings)
     return 0

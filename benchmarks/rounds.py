@@ -15,10 +15,11 @@ import subprocess
 import sys
 import time
 import traceback
-from argparse import Namespace
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import datetime, timezone
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -28,17 +29,19 @@ import torch
 from tlt.errors import UserError
 from tlt.io.files import os_errors_as
 from tlt.io.jobs import available_cpus
-from volo.config.flag_table import Flag, flag
-from volo.config.flags_data import DEBUG
-from volo.config.value_types import FILE, POSITIVE
+from volo.config import value_types as t
+from volo.config.fields import Settings, setting
 
-OUTPUT = (flag("--output", FILE, "", "append each row to it as a line of JSON"), DEBUG)
+ROUNDS = partial(setting, help="rounds of all alternatives, which take turns", type=t.POSITIVE)
+OUTPUT = partial(setting, "", "append each row to it as a line of JSON", t.FILE)
 Name = TypeVar("Name", bound=Hashable)
 
 
-def rounds_flag(default: int) -> Flag:
-    """Return the row of `--rounds`."""
-    return flag("--rounds", POSITIVE, default, "rounds of all alternatives, which take turns")
+@dataclass(frozen=True, kw_only=True)
+class BenchmarkSettings(Settings):
+    """What was typed. Each command has a subclass with its flags, `--output` among them."""
+
+    command_line: str = ""
 
 
 class Range(NamedTuple):
@@ -132,19 +135,19 @@ class DifferentResult(UserError):
 class Rows:
     """A table that grows: each row is printed as Markdown when it is written, and appended to `--output` as JSON.
 
-
     Args:
-        args: `command_line`, which is printed with the conditions before the first row, and `output`.
+        settings: Its `command_line` is printed with the conditions before the first row.
         columns: Their names. A row may lack some, and what else it has goes to `--output` alone.
 
     Attributes:
         failure: Why the last arm that was not measured failed. It is text: an error keeps the tensors of its stack.
     """
 
-    def __init__(self, args: Namespace, columns: Sequence[str]) -> None:
-        self.columns, self.file = columns, args.output
+    def __init__(self, settings: BenchmarkSettings, columns: Sequence[str]) -> None:
+        self.columns = columns
+        self.file: str = settings["output"]
         self.failure, self._different = "", ""
-        facts = conditions(args.command_line)
+        facts = conditions(settings.command_line)
         self._append({"conditions": facts})
         print("; ".join(f"{name} {value}" for name, value in facts.items()), end="\n\n")
         print(f"| {' | '.join(columns)} |", f"{'|---' * len(columns)}|", sep="\n", flush=True)

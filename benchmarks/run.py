@@ -16,20 +16,20 @@ import re
 import subprocess
 import sys
 import tempfile
-from argparse import Namespace
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 
 import tlt
 from benchmarks.data import CLASSES, IMAGE_SIZE, IMG_SIZE, make_images, make_labels
-from benchmarks.rounds import OUTPUT, Rows, rounds_flag
+from benchmarks.rounds import OUTPUT, ROUNDS, BenchmarkSettings, Rows
 from tlt.errors import UserError
 from tlt.io.jobs import default_workers
 from volo.cluster.distributed import choose_device
-from volo.config.flag_table import Group, flag
-from volo.config.flags_data import DEVICE
-from volo.config.value_types import COUNT, DIR, NAME, PATH, POSITIVE
+from volo.config import value_types as t
+from volo.config.fields import group, setting
+from volo.config.settings_shared import DEBUG, DEVICE
 
 TIMM, OURS, LABELLED = "timm", "ours", "ours, token labels"
 _WITH_TOKENS = ("volo_", "lvvit_")
@@ -38,37 +38,61 @@ _RECIPE = "--opt adamw --drop-path 0.1 --reprob 0.25 --warmup-epochs 0 --cooldow
 _ON_GPU = "--channels-last --torchcompile inductor"
 _BFLOAT16, _BFLOAT16_OF_TIMM = "--model-dtype bfloat16", "--amp --amp-dtype bfloat16"
 
-FLAGS = (
-    Group(
-        "Programs",
-        flag("--timm", DIR, "", "checkout of timm whose train.py is timed, too"),
-        flag("--model", NAME, "volo_d1", "VOLO, LV-ViT or any of timm's, which get no token labels"),
-        IMG_SIZE,
-        flag("-b --batch-size", POSITIVE, 256, "images per batch"),
-        flag("--workers", COUNT, default_workers(), "processes that decode"),
-        flag("--epochs", POSITIVE, 2, "of each program; the last one counts"),
-    ),
-    Group(
-        "Images",
-        flag("--data-dir", DIR, "", "image folders with splits train and val (else some are made)"),
-        flag("--token-label-data", PATH, "", "label maps of --data-dir"),
-        flag("--images", POSITIVE, 1024, "how many are made"),
-        flag("--copies", POSITIVE, 32, "links to each, which are images of their own for the programs"),
-        IMAGE_SIZE,
-    ),
-    Group("Measuring", DEVICE, rounds_flag(1), *OUTPUT),
-)
+
+@dataclass(frozen=True, kw_only=True)
+class Programs:
+    """Programs"""
+
+    timm: str = setting("", "checkout of timm whose train.py is timed, too", t.DIR)
+    model: str = setting("volo_d1", "VOLO, LV-ViT or any of timm's, which get no token labels", t.NAME)
+    img_size: int = IMG_SIZE()
+    batch_size: int = setting(256, "images per batch", t.POSITIVE, names="-b --batch-size")
+    workers: int = setting(default_workers(), "processes that decode", t.COUNT)
+    epochs: int = setting(2, "of each program; the last one counts", t.POSITIVE)
 
 
-def run(args: Namespace) -> None:
+@dataclass(frozen=True, kw_only=True)
+class Images:
+    """Images"""
+
+    data_dir: str = setting("", "image folders with splits train and val (else some are made)", t.DIR)
+    token_label_data: str = setting("", "label maps of --data-dir", t.PATH)
+    images: int = setting(1024, "how many are made", t.POSITIVE)
+    copies: int = setting(32, "links to each, which are images of their own for the programs", t.POSITIVE)
+    image_size: list[int] = IMAGE_SIZE()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measuring:
+    """Measuring"""
+
+    device: str | None = DEVICE()
+    rounds: int = ROUNDS(1)
+    output: str = OUTPUT()
+    debug: bool = DEBUG()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Flags(BenchmarkSettings):
+    """The settings of `benchmark.py run`."""
+
+    programs: Programs = group(Programs)
+    images: Images = group(Images)
+    measuring: Measuring = group(Measuring)
+
+
+def run(settings: Flags) -> None:
     """Time the programs in turns, timm's first, and write a row of each."""
-    on_gpu = choose_device(args.device, 0).type == "cuda"
-    facts = {"model": args.model, "images": args.batch_size, "px": args.img_size}
-    rows = Rows(args, ("model", "round", "arm", "images/s", "x timm", "data wait, %", "note"))
+    asked, images, measuring = settings.programs, settings.images, settings.measuring
+    on_gpu = choose_device(measuring.device, 0).type == "cuda"
+    facts = {"model": asked.model, "images": asked.batch_size, "px": asked.img_size}
+    rows = Rows(settings, ("model", "round", "arm", "images/s", "x timm", "data wait, %", "note"))
     with tempfile.TemporaryDirectory(prefix="benchmark-run-") as folder:
-        data, labels = (args.data_dir, args.token_label_data) if args.data_dir else _made(args, Path(folder))
-        programs, timms_speed = commands(args, data, labels, on_gpu), dict[int, float]()  # by round
-        for number, name in product(range(args.rounds), programs):
+        data, labels = images.data_dir, images.token_label_data
+        if not data:
+            data, labels = _made(images, asked.model.startswith(_WITH_TOKENS), Path(folder))
+        programs, timms_speed = commands(asked, data, labels, on_gpu), dict[int, float]()  # by round
+        for number, name in product(range(measuring.rounds), programs):
             row, output = facts | {"round": number + 1, "arm": name}, Path(folder, f"{number}-{name}")
             with rows.measuring(row):
                 log = _log_of([*programs[name], "--output", str(output)])
@@ -79,33 +103,34 @@ def run(args: Namespace) -> None:
                 rows.write(row | {"images/s": speed, "data wait, %": 100 * wait} | ratio)
 
 
-def commands(args: Namespace, data: str, labels: str, on_gpu: bool) -> dict[str, list[str]]:
+def commands(asked: Programs, data: str, labels: str, on_gpu: bool) -> dict[str, list[str]]:
     """Return each program's command line, but for `--output`."""
-    same = f"-b {args.batch_size} --workers {args.workers} --epochs {args.epochs} --img-size {args.img_size}"
+    same = f"-b {asked.batch_size} --workers {asked.workers} --epochs {asked.epochs} --img-size {asked.img_size}"
     same += f" {_RECIPE} --num-classes {CLASSES} {_ON_GPU if on_gpu else '--device cpu'}"
-    programs = {OURS: f"--model {args.model}"}
-    if labels and args.model.startswith(_WITH_TOKENS):
-        programs[LABELLED] = f"--model {args.model} --token-label --token-label-data {labels}"
-    if args.timm:
-        size = f"_224 --model-kwargs img_size={args.img_size}" if args.model.startswith("volo_") else ""
-        programs = {TIMM: f"--model {args.model}{size}"} | programs
+    programs = {OURS: f"--model {asked.model}"}
+    if labels and asked.model.startswith(_WITH_TOKENS):
+        programs[LABELLED] = f"--model {asked.model} --token-label --token-label-data {labels}"
+    if asked.timm:
+        size = f"_224 --model-kwargs img_size={asked.img_size}" if asked.model.startswith("volo_") else ""
+        programs = {TIMM: f"--model {asked.model}{size}"} | programs
     command_lines = {}
     for name, model_flags in programs.items():
-        script = Path(args.timm) if name == TIMM else Path(__file__).resolve().parents[1]
+        script = Path(asked.timm) if name == TIMM else Path(__file__).resolve().parents[1]
         bfloat16 = _BFLOAT16_OF_TIMM if name == TIMM else _BFLOAT16
         flags = f"{model_flags} {same} {bfloat16 if on_gpu else ''}"
         command_lines[name] = [sys.executable, str(script / "train.py"), data, *flags.split()]
     return command_lines
 
 
-def _made(args: Namespace, folder: Path) -> tuple[str, str]:
-    """Make images and label maps; return the folder of the former, and the archive of the latter."""
-    for split, count in (("train", args.images), ("val", min(10, args.images))):
-        make_images(folder / split, count, tuple(args.image_size))
+def _made(asked: Images, labelled: bool, folder: Path) -> tuple[str, str]:
+    """Make images, and label maps if they are to be labelled; return the folder of the former, and the archive of the
+    latter."""
+    for split, count in (("train", asked.images), ("val", min(10, asked.images))):
+        make_images(folder / split, count, asked.image_size)
     for path in [*(folder / "train").rglob("*.jpg")]:
-        for number in range(1, args.copies):
+        for number in range(1, asked.copies):
             os.link(path, path.with_stem(f"{path.stem}-{number}"))
-    if args.model.startswith(_WITH_TOKENS):
+    if labelled:
         make_labels(folder, tlt.open_images(str(folder), "train").paths)
     return str(folder), str(folder / "labels")
 

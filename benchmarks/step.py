@@ -11,7 +11,6 @@ stochastic depth, which each arm draws in its own way, against those of our mode
 
 from __future__ import annotations
 
-from argparse import Namespace
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import count, cycle, islice
@@ -23,58 +22,90 @@ from torch import Tensor
 
 from benchmarks import arms
 from benchmarks.arms import Arm
-from benchmarks.rounds import OUTPUT, Rows, synchronize
+from benchmarks.rounds import BenchmarkSettings, Rows, synchronize
 from tlt import Batch, StepKey
 from tlt.errors import UserError
 from tlt.loss import LossTerms
 from tlt.targets import Targets
 from volo.cluster.distributed import World, choose_device
 from volo.cluster.watchdog import Watchdog
-from volo.config.flag_table import Group, flag
-from volo.config.value_types import POSITIVE
-from volo.train.compilation import compile_errors_told, compile_model
+from volo.config import value_types as t
+from volo.config.fields import changed, group, setting
+from volo.config.settings_train import Optimizer, Regularisation, TrainPrecision
+from volo.config.settings_train import Precision as PrecisionSettings
+from volo.train.architecture import requested_by
+from volo.train.compilation import compile_errors_told
 from volo.train.criterion import Criterion, Drawn, TokenLabelCriterion, make_criterion
 from volo.train.data import open_folders, open_labels, train_loader
-from volo.train.model import TimmModel, eval_settings
+from volo.train.model import TimmModel, compiler_of, data_config_of
 from volo.train.optim import create_optimizer, set_lr
 from volo.train.precision import Clipping, Precision, WorkingCopy, compute_dtype
 from volo.train.step_graph import WARM_UP, StepGraph, step_of, use_own_stream
 
 DROP_PATH = {"volo_d1": 0.1, "volo_d2": 0.2, "volo_d3": 0.5, "volo_d4": 0.5, "volo_d5": 0.75}  # of the recipes
 
-FLAGS = (
-    Group(
-        "Model",
-        arms.MODELS,
-        *arms.train_rows("img_size"),
-        flag("-b --batch-size", POSITIVE, None, "images (8; on a GPU 96)"),
-        *arms.train_rows("drop_path", "drop_path_mode", "grad_checkpointing", "clip_grad", "opt"),
-        note="Without --drop-path stochastic depth is that of the model's recipe.",
-    ),
-    Group("Precision and speed", *arms.train_rows(*arms.PRECISION, "no_cuda_graph")),
-    Group(
-        "Peers",
-        arms.peers(*(name for name in arms.ARMS if name != "unfolded")),
-        note="timm: its VOLO with both heads, in eager mode and otherwise in our precision; -compile: compiled; -amp: "
-        "with bfloat16 autocast. Ours: eager: not compiled; reference: that, without fused kernels; mask, "
-        "subset: --drop-path-mode; amp: with bfloat16 autocast; graph, launched: with and without a CUDA graph.",
-    ),
-    Group("Measuring", *arms.MEASURING, *OUTPUT),
-)
+
+@dataclass(frozen=True, kw_only=True)
+class Models:
+    """Model
+
+    Without --drop-path stochastic depth is that of the model's recipe.
+    """
+
+    model: list[str] = arms.MODEL()
+    img_size: int | None = arms.IMG_SIZE()
+    batch_size: int | None = setting(None, "images (8; on a GPU 96)", t.POSITIVE, names="-b --batch-size")
+    drop_path: float | None = changed(Regularisation, "drop_path")
+    drop_path_mode: str = changed(Regularisation, "drop_path_mode")
+    grad_checkpointing: bool = changed(PrecisionSettings, "grad_checkpointing")
+    clip_grad: float | None = changed(Optimizer, "clip_grad")
+    opt: str = changed(Optimizer, "opt")
 
 
-def run(args: Namespace) -> None:
+@dataclass(frozen=True, kw_only=True)
+class Speed(arms.Speed):
+    """Precision and speed"""
+
+    mixed: TrainPrecision = group(TrainPrecision)
+    no_cuda_graph: bool = changed(PrecisionSettings, "no_cuda_graph", after="")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Peers:
+    """Peers
+
+    timm: its VOLO with both heads, in eager mode and otherwise in our precision; -compile: compiled; -amp: with
+    bfloat16 autocast. Ours: eager: not compiled; reference: that, without fused kernels; mask, subset:
+    --drop-path-mode; amp: with bfloat16 autocast; graph, launched: with and without a CUDA graph.
+    """
+
+    peer: list[str] = arms.peers(*(name for name in arms.ARMS if name != "unfolded"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Flags(BenchmarkSettings):
+    """The settings of `benchmark.py step`."""
+
+    models: Models = group(Models)
+    speed: Speed = group(Speed)
+    peers: Peers = group(Peers)
+    measuring: arms.Measuring = group(arms.Measuring)
+
+
+def run(settings: Flags) -> None:
     """Measure one model after the other."""
-    device = choose_device(args.device, 0)
+    models, measuring, peers = settings.models, settings.measuring, settings.peers.peer
+    device = choose_device(measuring.device, 0)
     use_own_stream(device)
-    rows = Rows(args, arms.COLUMNS)
-    if device.type != "cuda" and {"graph", "launched"} & {*args.peer}:
+    rows = Rows(settings, arms.COLUMNS)
+    if device.type != "cuda" and {"graph", "launched"} & {*peers}:
         raise UserError("--peer graph and --peer launched differ on a GPU alone: leave them out")
-    for model in args.model:
-        batch_size = args.batch_size or (96 if device.type == "cuda" else 8)
-        drop_path = DROP_PATH.get(model) if args.drop_path is None else args.drop_path
-        all_arms = arms.arms_of(args, model, batch_size=batch_size, drop_path=drop_path)
-        arms.time_arms(args, rows, all_arms, batch_size, _Case(all_arms[0], device).step)
+    for model in models.model:
+        batch_size = models.batch_size or (96 if device.type == "cuda" else 8)
+        drop_path = DROP_PATH.get(model) if models.drop_path is None else models.drop_path
+        ours = arms.train_settings(settings, model, batch_size=batch_size, drop_path=drop_path)
+        all_arms = arms.arms_of(ours, peers)
+        arms.time_arms(measuring, rows, all_arms, batch_size, _Case(all_arms[0], device).step)
 
 
 class _Case:
@@ -83,25 +114,26 @@ class _Case:
     def __init__(self, ours: Arm, device: torch.device) -> None:
         self.ours, self.device = ours, device
         self.first: TimmModel = arms.build_first(ours)
-        self.settings = eval_settings(ours.flags, self.first)
-        self.criterion = make_criterion(ours.flags, self.first, self.settings["input_size"][1:])
-        folder = open_folders(ours.flags, 1).train
-        labels, _ = open_labels(ours.flags, folder, self.first.num_classes)
-        loader = train_loader(ours.flags, folder, labels, self.settings, World(0, 0, 1, device))
+        settings, images = ours.settings, data_config_of(requested_by(ours.settings), self.first)
+        self.criterion = make_criterion(settings, self.first, images["input_size"][1:])
+        folder = open_folders(settings, 1).train
+        path, maps = settings.labels.token_label_data, settings.labels.maps
+        labels, _ = open_labels(path, maps, folder, self.first.num_classes, synthetic=True)
+        loader = train_loader(settings, folder, labels, images, World(0, 0, 1, device))
         self.batches: list[Batch] = list(islice(loader.epoch(0), 2))
         synchronize(device)  # arms use them on other streams
 
     def step(self, arm: Arm) -> TrainStep:
         """Return the arm's step. Raises DifferentResult: it computes something else than ours in float32."""
-        still = Arm(arm.name, Namespace(**(vars(arm.flags) | {"drop_path": 0.0})))
-        with arms.exact_float32(), compile_errors_told(arm.flags):
+        still = Arm(arm.name, arm.settings.decide("other flags", drop_path=0.0))
+        with arms.exact_float32(), compile_errors_told(arm.settings.precision.compilation.torchcompile):
             found, exact = self._build(still)(), self._exact
             synchronize(self.device)
             arms.check_same(arm.name, found, exact, arms.TOLERANCE[arm.dtype(self.device)])
         return self._build(arm)
 
     def _build(self, arm: Arm) -> TrainStep:
-        if not arm.flags.no_cuda_graph:  # a graph that can't be captured makes others of its stream unusable
+        if not arm.settings.precision.no_cuda_graph:  # one that can't be captured makes others of its stream unusable
             use_own_stream(self.device)
         return TrainStep(arm, arms.build(arm, self.first, self.device), self.criterion, self.batches, self.device)
 
@@ -129,21 +161,22 @@ class TrainStep:
     ) -> None:
         self.batches, self.updates = cycle(batches), count()
         bare.train()
-        copy = WorkingCopy(bare) if arm.flags.model_dtype == "bfloat16" else None
+        settings, mixed = arm.settings, arm.settings.precision.mixed
+        copy = WorkingCopy(bare) if mixed.model_dtype == "bfloat16" else None
         computing = bare if copy is None else copy.module
-        dtype, clip = compute_dtype(arm.flags, device), arm.flags.clip_grad
-        precision = Precision(device, dtype, clip and Clipping(clip), working_copy=copy)
+        dtype, clip = compute_dtype(mixed, device), settings.optim.clip_grad
+        precision = Precision(device, dtype, Clipping(clip) if clip else None, working_copy=copy)
         if not arm.is_timm:
             precision.begin(computing)
-        optimizer = create_optimizer(arm.flags, bare, device)
+        optimizer = create_optimizer(bare, settings.optim, settings.distributed, device=device)
         set_lr(optimizer, 1e-5)
         state = SimpleNamespace(model=bare, optimizer=optimizer, ema=None, unproven=None)
         training: Any = SimpleNamespace(state=state, precision=precision, distillation=None)
-        training.forward_model = compile_model(computing, arm.flags)
+        training.forward_model = compiler_of(settings).model(computing)
         training.criterion = self._criterion = _KeptLogits(**vars(criterion))
-        run: Any = SimpleNamespace(args=arm.flags, world=World(0, 0, 1, device))
+        run: Any = SimpleNamespace(settings=settings, world=World(0, 0, 1, device))
         self._told: list[str] = []
-        self._launched = arm.flags.no_cuda_graph
+        self._launched = settings.precision.no_cuda_graph
         run.logger = SimpleNamespace(line=self._told.append)
         run.guard = SimpleNamespace(watchdog=Watchdog(0, 0, 0, lambda **_: None))  # never started
         self._stream = torch.cuda.current_stream() if device.type == "cuda" else None

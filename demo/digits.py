@@ -25,13 +25,13 @@ import time
 from pathlib import Path
 
 from volo.commands.sample import write_digits
+from volo.config.settings_shared import FILE_BACKENDS as BACKENDS
 from volo.record.metrics import wilson_interval
 
 ROOT = Path(__file__).resolve().parents[1]
 OUTPUT = "demo_output"
 SIZE = 32  # px
 GRID = SIZE // 8  # tokens of VOLO-D0 in a row
-BACKENDS = ("torchvision", "pil", "dali-cpu", "dali-gpu")
 
 # Digits keep their meaning under small shifts, shears and rotations, not under flips or large crops.
 AUGMENTATION = "--hflip 0 --scale 0.7 1.0 --reprob 0 --aa rand-m5-n2-mstd0.5-inc1-tweights"

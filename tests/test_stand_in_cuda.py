@@ -13,15 +13,15 @@ from torch import Tensor, nn
 import tlt
 import volo  # noqa: F401 (registers its models)
 from tests.stand_in_cuda import stand_in_cuda
+from tests.train.small_run import arguments, optimizer_of
 from tlt.data.augment import device_stage
 from tlt.data.augment.device_stage import DeviceStage
 from tlt.data.augment.plan import AugmentConfig, make_plan
 from tlt.data.backends import create_backend, dali
 from volo.cluster.distributed import World
-from volo.config.args import TRAIN
+from volo.config.train import TRAIN
 from volo.train.distillation import DeviceTimer
 from volo.train.model import prepare_model
-from volo.train.optim import create_optimizer
 from volo.train.precision import Clipping, Precision
 
 
@@ -226,7 +226,7 @@ def test_step_starts_no_more_kernels(stand_in, make_dataset, make_labels):
 @pytest.mark.parametrize("name", ["adamw", "adam", "momentum", "lamb", "lion", "adafactor", "muon", "lookahead_adamw"])
 def test_a_step_waits_at_most_to_learn_whether_to_skip(stand_in, name):
     model, device = nn.Linear(8, 4).cuda(), torch.device("cuda")
-    optimizer = create_optimizer(TRAIN.parse(["/data", "--opt", name, "--clip-grad", "1"]), model, device)
+    optimizer = optimizer_of(arguments(f"--opt {name} --clip-grad 1"), model, device)
     precision = Precision(device, clip=Clipping(1.0))
     for _ in range(2):
         precision.backward(model(ones(2, 8)).square().sum())

@@ -20,13 +20,13 @@ import numpy as np
 import torch
 
 from tlt.errors import UserError
-from volo.cluster.binding import bind_process
 from volo.cluster.stopping import INTERRUPTED, STOP, Stopped
+from volo.commands.console import bound
 from volo.commands.predict import Prediction, predict_all
 from volo.commands.train import TrainResult, train_on_ranks
-from volo.config.args import TRAIN
-from volo.config.flag_table import Program
-from volo.config.flags_programs import PREDICT
+from volo.config.parser import Program
+from volo.config.settings_evaluate import PREDICT
+from volo.config.train import TRAIN
 
 Result = TypeVar("Result")
 Path = str | os.PathLike[str]
@@ -61,12 +61,10 @@ def _run(program: Program, work: Callable[[Any], Result], paths: list[str], flag
     words = [*program.parser().words_of(flags), *["--"] * bool(paths), *paths]
     with _process_as_it_was():
         sys.argv = ["volo", program.name, *words]  # what the records tell
-        args = program.parse(words)
-        if "bind" in args:
-            args.notes += bind_process(args)
+        settings = bound(program.parse(words))
         try:
             with STOP.handled(ends_process=False) if program is TRAIN else nullcontext(), STOP.raising():
-                return work(args)
+                return work(settings)
         except Stopped as stop:
             if isinstance(stop.__cause__, UserError):
                 raise stop.__cause__ from None

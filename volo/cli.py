@@ -8,21 +8,22 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from tlt import __version__
 from tlt.errors import UserError
 from volo.cluster.stopping import STOP
 from volo.commands.console import run_program
-from volo.config import flags_programs as flags
-from volo.config.args import TRAIN
-from volo.config.flag_table import SCRIPTS, Program, nearest
+from volo.config import settings_evaluate as evaluate
+from volo.config import settings_tools as tools
+from volo.config.parser import SCRIPTS, Program, nearest
+from volo.config.train import TRAIN
 
 
 class Command(NamedTuple):
-    """A program's name, flags and checks, and its module with `run(args)`, which is imported only when it runs."""
+    """A program's name, flags and checks, and its module with `run(settings)`, which is imported only when it runs."""
 
-    program: Program
+    program: Program[Any]
     module: str
 
 
@@ -30,17 +31,17 @@ COMMANDS = {
     command.program.name: command
     for command in (
         Command(TRAIN, "volo.commands.train"),
-        Command(flags.VALIDATE, "volo.commands.validate"),
-        Command(flags.GENERATE_LABEL, "volo.commands.generate_label"),
-        Command(flags.PREDICT, "volo.commands.predict"),
-        Command(flags.EXPORT, "volo.commands.export"),
-        Command(flags.PUSH, "volo.commands.hub"),
-        Command(flags.REPORT, "volo.commands.report"),
-        Command(flags.ATTENTION, "volo.commands.attention"),
-        Command(flags.SAMPLE, "volo.commands.sample"),
-        Command(flags.LAUNCH, "volo.commands.launch"),
-        Command(flags.SLURM, "volo.commands.slurm"),
-        Command(flags.PREFLIGHT, "volo.cluster.preflight"),
+        Command(evaluate.VALIDATE, "volo.commands.validate"),
+        Command(evaluate.GENERATE_LABEL, "volo.commands.generate_label"),
+        Command(evaluate.PREDICT, "volo.commands.predict"),
+        Command(tools.EXPORT, "volo.commands.export"),
+        Command(tools.PUSH, "volo.commands.hub"),
+        Command(tools.REPORT, "volo.commands.report"),
+        Command(tools.ATTENTION, "volo.commands.attention"),
+        Command(tools.SAMPLE, "volo.commands.sample"),
+        Command(tools.LAUNCH, "volo.commands.launch"),
+        Command(tools.SLURM, "volo.commands.slurm"),
+        Command(tools.PREFLIGHT, "volo.cluster.preflight"),
     )
 }
 

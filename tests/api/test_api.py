@@ -24,7 +24,7 @@ import volo
 from tests.commands.conftest import ROOT
 from tests.conftest import LIMIT, python_path
 from tests.data.conftest import refuses
-from volo.config.args import TRAIN
+from volo.config.train import TRAIN
 from volo.train.data import augment_config
 
 PAGE = (ROOT / "docs" / "python_api.md").read_text()
@@ -113,7 +113,7 @@ def test_boxes_that_are_always_empty_are_told():
 def test_augmentation_is_that_of_volo_train_by_default():
     args = TRAIN.parse(["data", "--model", "lvvit_s"])
     settings = {"input_size": (3, 224, 224), "mean": (0.485, 0.456, 0.406)}
-    assert tlt.AugmentConfig((224, 224)) == augment_config(args, settings)
+    assert tlt.AugmentConfig((224, 224)) == augment_config(args.augment, settings)
 
 
 SQUARE = tlt.AugmentConfig((32, 32))
@@ -220,7 +220,7 @@ def test_import_registers_models_and_loads_the_rest_on_demand():
     code = (
         f"import sys; sys.argv = [{str(ROOT / 'train.py')!r}]; import volo, tlt, timm;"
         "assert all(map(timm.is_model, ('volo_d1', 'lvvit_s')));"
-        "late = {'tlt.api', 'tlt.data.loader', 'tlt.labels.store', 'volo.api', 'volo.config.args'};"
+        "late = {'tlt.api', 'tlt.data.loader', 'tlt.labels.store', 'volo.api', 'volo.config.train'};"
         "assert not late & set(sys.modules);"
         "tlt.open_labels; assert 'tlt.labels.store' in sys.modules; volo.predict; assert 'volo.api' in sys.modules"
     )

@@ -5,7 +5,6 @@ import json
 import re
 import subprocess
 import sys
-from argparse import Namespace
 from itertools import product
 from pathlib import Path
 
@@ -13,14 +12,13 @@ import pytest
 import torch
 
 import tlt
-from benchmarks import data, rounds, run
-from benchmarks.arms import arms_of
+from benchmarks import ablation, data, rounds, run, step
+from benchmarks.arms import arms_of, train_settings
 from benchmarks.data import BATCHES, CROPS
 from benchmarks.program import parse_benchmark
 from benchmarks.rounds import Range, Rows
-from benchmarks.step import DROP_PATH
 from volo import cli
-from volo.config.args import TRAIN
+from volo.config.train import TRAIN
 from volo.kernels import KERNELS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -46,7 +44,7 @@ def test_rounds_rotate_their_order_and_skip_the_first(monkeypatch):
 
 def test_a_row_is_printed_and_appended_at_once(tmp_path, capsys):
     file = tmp_path / "rows"
-    rows = Rows(Namespace(command_line="benchmark.py x", output=str(file)), ("arm", "ms"))
+    rows = Rows(ablation.Flags(command_line="benchmark.py x", output=str(file)), ("arm", "ms"))
     first, rule = capsys.readouterr().out.splitlines()[-2:]
     assert (first, rule) == ("| arm | ms |", "|---|---|")
     rows.write({"arm": "ours", "ms": Range(2.0, 1.0, 3.0), "more": 5})
@@ -67,16 +65,22 @@ def test_make_measures_a_gpu_in_calls_of_ten_minutes(device):
     per_call = [limits[0], sum(limits[1:4]), limits[4], sum(limits[5:])]
     assert per_call == pytest.approx([590] * 4, abs=5) if device == "cuda" else limits == 7 * [590]
     for _, words in result[1:]:
-        args = parse_benchmark(words.removeprefix("benchmark.py ").split())
-        assert (args.device, args.output) == (device, f"there/{args.command}.jsonl")
-        if args.command == "step":
-            (model,) = args.model
-            names = [a.name for a in arms_of(args, model, batch_size=args.batch_size, drop_path=DROP_PATH.get(model))]
+        settings = parse_benchmark(words.removeprefix("benchmark.py ").split())
+        command = type(settings).__module__.rpartition(".")[2]
+        assert (settings["device"], settings["output"]) == (device, f"there/{command}.jsonl")
+        model = settings["model"]
+        if isinstance(settings, step.Flags):
+            (model,) = model
+            drop_path = step.DROP_PATH.get(model)
+            ours = train_settings(settings, model, batch_size=settings.models.batch_size, drop_path=drop_path)
+            names = [arm.name for arm in arms_of(ours, settings.peers.peer)]
         else:
-            programs = run.commands(args, "images", "labels", device == "cuda")
+            assert isinstance(settings, run.Flags)
+            programs = run.commands(settings.programs, "images", "labels", device == "cuda")
             names = [*programs]
             for words in (own for name, own in programs.items() if name != run.TIMM):
-                assert TRAIN.parse(words[2:]).torchcompile == ("inductor" if device == "cuda" else None)
+                compiler = TRAIN.parse(words[2:]).precision.compilation.torchcompile
+                assert compiler == ("inductor" if device == "cuda" else None)
         assert device == "cpu" or names[0] == "timm" or "launched" in names
 
 

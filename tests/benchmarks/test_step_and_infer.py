@@ -1,7 +1,6 @@
 """benchmark.py step and infer: arms are peers, what computes something else is not timed, what fails is told."""
 
 import weakref
-from argparse import Namespace
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +13,7 @@ from benchmarks import arms, infer, step
 from benchmarks.arms import Arm, TimmVolo
 from tests.benchmarks.conftest import benchmark
 from volo.train import step_graph
+from volo.train.compilation import Compiler
 from volo.train.step_graph import StepGraph
 
 CPU = torch.device("cpu")
@@ -96,16 +96,15 @@ def test_infer_folds_ours_and_no_other_arm(measure, monkeypatch):
 )
 def test_what_is_timed_is_what_is_checked(command, wrong, factors, monkeypatch, measure, capsys):
     """An arm that computes something else once it is compiled is not timed; the others are."""
-    module: Any = {"step": step, "infer": infer}[command]
-    compiled, built = module.compile_model, arms.build
+    compiled, built = Compiler.model, arms.build
 
     def build(arm: Arm, *rest: Any) -> nn.Module:
         model = built(arm, *rest)
         model.arm = arm.name
         return model
 
-    def damaged(model: Any, flags: Namespace) -> Callable[..., Any]:
-        function = compiled(model, flags)
+    def damaged(compiler: Compiler, model: Any) -> Callable[..., Any]:
+        function: Callable[..., Any] = compiled(compiler, model)
 
         def changed(*args: Any, **options: Any) -> Any:
             outputs = function(*args, **options)
@@ -116,7 +115,7 @@ def test_what_is_timed_is_what_is_checked(command, wrong, factors, monkeypatch, 
         return changed if model.arm == wrong else function
 
     monkeypatch.setattr(arms, "build", build)
-    monkeypatch.setattr(module, "compile_model", damaged)
+    monkeypatch.setattr(Compiler, "model", damaged)
     rows = measure(f"{command} {SMALL} --peer reference", code=2)
     assert f"error: arm {wrong} computes something else from the same numbers" in capsys.readouterr().err
     timed = {row["arm"] for row in rows if "images/s" in row}

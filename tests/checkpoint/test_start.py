@@ -9,7 +9,8 @@ import torch
 
 from tlt.errors import UserError
 from volo.checkpoint.start import Asked, Start, asked_by, decide_start
-from volo.config.args import TRAIN, FrozenArgs, TrainArgs
+from volo.config.settings_train import FITTED, TrainSettings
+from volo.config.train import TRAIN
 from volo.record.records import RunRecords
 from volo.record.run_directory import newest_alike
 
@@ -142,14 +143,14 @@ LABELS = "--token-label --token-label-data l"
     ],
 )
 def test_an_experiment_is_what_was_asked_for(tmp_path: Path, before: str, now: str, same: bool) -> None:
-    def asked(flags: str) -> TrainArgs:
+    def asked(flags: str) -> TrainSettings:
         line = f"/data --model resnet10t --img-size 32 --output {tmp_path} --resume auto {flags}"
         return TRAIN.parse(line.split())
 
     begun, run = asked(before), tmp_path / "20260101-000000-resnet10t-32"
     decided = {"batch_size": 8, "num_classes": 2, "lr_base_scale": "sqrt", "warmup_epochs": 8, "cooldown_epochs": 0}
-    fitted = {name: value for name, value in decided.items() if name in begun.defaulted}
-    RunRecords(run).record_start(FrozenArgs(begun, **fitted, grad_accum_steps=4), 2, "cpu")
+    fitted = {name: value for name, value in decided.items() if name in FITTED and not begun.set_by_user(name)}
+    RunRecords(run).record_start(begun.decide("data", **fitted).decide("checkpoint", grad_accum_steps=4), 2, "cpu")
     reported: list[str] = []
     wanted = asked_by(asked(now), (32, 32))
     newest = newest_alike(wanted.root, wanted.name_end, wanted.settings, wanted.defaulted, reported.append)

@@ -12,12 +12,11 @@ from timm.models import load_checkpoint, resume_checkpoint
 from timm.utils import CheckpointSaver
 from torch import Tensor
 
-from tests.train.small_run import arguments, build, payload_of, resumed, same, save, tensors, train
+from tests.train.small_run import arguments, build, optimizer_of, payload_of, resumed, same, save, tensors, train
 from tlt.errors import UserError
 from volo.checkpoint.checkpoint import CheckpointDir
 from volo.checkpoint.state import TrainState
 from volo.record.run_directory import changed_settings
-from volo.train.optim import create_optimizer
 
 
 @pytest.mark.parametrize("opt", ["adamw", "sgd", "lookahead_lamb"])
@@ -100,7 +99,7 @@ def grouped(flags: str, optimizer: str, frozen: bool = False, seed: int = 0) -> 
     torch.manual_seed(seed)
     model = timm.create_model("lvvit_test", num_classes=3)
     model.blocks.requires_grad_(not frozen)
-    made = create_optimizer(arguments(f"--opt {optimizer} --lr 0.01 {flags}"), model)
+    made = optimizer_of(arguments(f"--opt {optimizer} --lr 0.01 {flags}"), model)
     return TrainState(model, made, metadata={"arch": "lvvit_test"}, updates_per_epoch=2)
 
 

@@ -1,7 +1,6 @@
 """Vision transformers of Hugging Face's Transformers: the logits are those of its own models."""
 
 import json
-from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +11,9 @@ import torch
 
 from tlt.errors import UserError
 from volo.checkpoint.finetune import load_finetune
-from volo.config.args import TRAIN
-from volo.train.model import build_model, eval_settings
+from volo.config.train import TRAIN
+from volo.train.architecture import ModelRequest, requested_by
+from volo.train.model import build_model, data_config_of
 
 transformers = pytest.importorskip("transformers")
 SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48, "image_size": 32}
@@ -31,8 +31,8 @@ def _saved(kind: str, folder: Path, **settings: Any) -> torch.nn.Module:
     return model
 
 
-def _args(*flags: str) -> Namespace:
-    return TRAIN.parse(["data", *flags])
+def _request(*flags: str) -> ModelRequest:
+    return requested_by(TRAIN.parse(["data", *flags]))
 
 
 @pytest.mark.parametrize(
@@ -45,12 +45,12 @@ def _args(*flags: str) -> Namespace:
 def test_logits_are_those_of_transformers(settings: dict[str, Any], tmp_path: Path) -> None:
     theirs = _saved("ViTForImageClassification", tmp_path, **settings)
     (tmp_path / "preprocessor_config.json").write_text(json.dumps({"image_mean": [0.4], "image_std": [0.3]}))
-    args = _args("--model", f"local-dir:{tmp_path}", "--pretrained")
-    ours = build_model(args).eval()
+    request = _request("--model", f"local-dir:{tmp_path}", "--pretrained")
+    ours = build_model(request).eval()
     images = torch.randn(3, settings.get("num_channels", 3), 32, 32)
     with torch.no_grad():
         torch.testing.assert_close(ours(images), theirs(images).logits, rtol=1e-5, atol=1e-5)
-    looks = eval_settings(args, ours)
+    looks = data_config_of(request, ours)
     assert looks["input_size"] == tuple(images.shape[1:]) and (looks["mean"][0], looks["std"][0]) == (0.4, 0.3)
     assert (looks["interpolation"], looks["crop_pct"]) == ("bilinear", 1.0)
 
@@ -94,11 +94,11 @@ def test_weights_of_a_folder_are_checked_like_any(kind: str, tmp_path: Path) -> 
         lfs = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 9\n"
         file.write_bytes(lfs if kind == "git-lfs" else file.read_bytes()[:-9])
     with pytest.raises(UserError, match=named) as caught:
-        build_model(_args("--model", f"local-dir:{tmp_path}", "--pretrained"))
+        build_model(_request("--model", f"local-dir:{tmp_path}", "--pretrained"))
     assert "\n" not in str(caught.value) and "fetched" not in str(caught.value)
 
 
 def test_what_timm_lacks_is_told(tmp_path: Path) -> None:
     _saved("ViTForImageClassification", tmp_path, hidden_act="relu")
     with pytest.raises(UserError, match="hidden_act relu, this ViT has gelu"):
-        build_model(_args("--model", f"local-dir:{tmp_path}"))
+        build_model(_request("--model", f"local-dir:{tmp_path}"))

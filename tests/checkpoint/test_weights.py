@@ -30,6 +30,7 @@ from tlt.io.weights import (
 from tlt.utils import load_pretrained_weights
 from volo.checkpoint.finetune import load_finetune, load_weights
 from volo.checkpoint.state import TrainState
+from volo.train.architecture import ModelRequest
 from volo.train.trained_model import load_model
 
 
@@ -274,14 +275,13 @@ def test_checkpoints_of_others(tmp_path: Path, whose: str, legacy: bool) -> None
     checkpoint = read_checkpoint(tmp_path / "x.pth")
     optimizer = torch.optim.SGD(model.parameters())
     told = TrainState(model, optimizer, updates_per_epoch=1).load(checkpoint, "x.pth", load_optimizer=False)
-    asked = dict.fromkeys(("gp", "img_size", "input_size", "model_kwargs", "pretrained"))
-    seen = argparse.Namespace(model="test_resnet", num_classes=3, use_ema=False, no_use_ema=True, **asked)
-    for lines in (told, load_model(seen, tmp_path / "x.pth").notes):
+    request = ModelRequest(name="test_resnet", num_classes=3)
+    for lines in (told, load_model(request, tmp_path / "x.pth", use_ema=False).notes):
         entry = {"DINO": "student", "DINOv2": "model"}.get(whose, report.entry or "the whole file")
         expected = f"weights: {entry}, names without their {plain}"
         assert [each for each in lines if "their" in each] == [expected] * bool(plain)
-    seen.no_use_ema, entry = False, {"DINO": "teacher", "torchvision": "model"}.get(whose, entry)
-    assert f"weights: {entry}" in load_model(seen, tmp_path / "x.pth").notes[-1]
+    entry = {"DINO": "teacher", "torchvision": "model"}.get(whose, entry)
+    assert f"weights: {entry}" in load_model(request, tmp_path / "x.pth").notes[-1]
 
 
 def test_what_few_names_share_is_no_prefix() -> None:

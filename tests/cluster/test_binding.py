@@ -10,7 +10,6 @@ import os
 import shutil
 import subprocess
 import sys
-from argparse import Namespace
 from pathlib import Path
 
 import pytest
@@ -183,7 +182,7 @@ def test_modes(tmp_path):
     # One node: nothing to gain, but done where it is asked for; second threads stay with their core.
     two = table(build(tmp_path / "laptop", LAPTOP), "cpu", "cuda:0", ranks=2)
     assert [row.split()[2] for row in two[:2]] == ["0-1,4-5", "2-3,6-7"]
-    assert bind_process(Namespace(bind="none", device=None)) == []
+    assert bind_process("none", None) == []
 
 
 @pytest.mark.parametrize(
@@ -201,7 +200,7 @@ def test_one_process_on_a_cpu_says_nothing_of_binding(machine, bind, device, ran
     monkeypatch.setattr(binding, "read_machine", lambda: read_machine(build(tmp_path, machine)))
     monkeypatch.setattr(binding, "apply", lambda share: [])
     monkeypatch.setattr(os, "environ", {"WORLD_SIZE": str(ranks), "RANK": "0", "LOCAL_RANK": "0"})
-    lines = bind_process(Namespace(bind=bind, device=device))
+    lines = bind_process(bind, device)
     assert lines[0].startswith(message) if message else lines == []
 
 

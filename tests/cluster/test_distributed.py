@@ -186,9 +186,9 @@ def test_a_rank_that_is_told_to_end_while_it_connects_ends(peer, tmp_path):
         "distributed._connect_all = connect\n"
         "run = lambda args: distributed.init_world('cpu')"
     )
-    starts = "import sys; from argparse import Namespace; from volo.cluster.stopping import STOP\n"
+    starts = "import sys; from volo.cluster.stopping import STOP; from volo.config.fields import Settings\n"
     starts += "from volo.commands.console import run_program\n"
-    starts += "with STOP.handled(): sys.exit(run_program(lambda argv: Namespace(), 'program'))"
+    starts += "with STOP.handled(): sys.exit(run_program(lambda argv: Settings(), 'program'))"
     rank = Running([sys.executable, "-c", starts], PYTHONPATH=python_path(ROOT, tmp_path))
     peer()
     assert rank.end() == 85, rank.output
@@ -305,5 +305,5 @@ def test_ranks_on_the_cpu_share_the_cores_whoever_started_them(
     # As many data workers at most; those that are asked for are started in any case.
     for program in ("train", "validate", "label", "predict"):
         row = COMMANDS[program].program.parser().flags["workers"]
-        assert workers_of(Namespace(workers=row.default)) == workers
-    assert workers_of(Namespace(workers=11)) == 11 and workers_of(Namespace(workers=0)) == 0
+        assert workers_of(row.default) == workers
+    assert workers_of(11) == 11 and workers_of(0) == 0

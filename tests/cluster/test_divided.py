@@ -19,14 +19,12 @@ from torch.multiprocessing import start_processes
 
 import volo  # noqa: F401  (registers the models)
 from tests.conftest import wait_until
-from tests.train.small_run import tensors
+from tests.train.small_run import arguments, optimizer_of, tensors
 from tlt.errors import UserError
 from volo.checkpoint.state import STATISTICS_KEY, TrainState
 from volo.cluster.distributed import World
 from volo.cluster.shard import ShardedEma, distribute, forget_backward, shard, shard_meshes, synchronised, whole_weights
 from volo.cluster.tensor_parallel import TensorParallelParams, divide_layers, in_groups
-from volo.config.args import TRAIN
-from volo.train.optim import create_optimizer
 from volo.train.precision import Clipping, Precision
 
 RANKS, STEPS, MICRO_BATCHES = 4, 2, 2
@@ -155,7 +153,7 @@ def train(case: Case, world: World | None) -> tuple[TrainState, list[Tensor]]:
             shard(module, meshes.data)
     clipping = Clipping(*case.clip)
     precision = Precision(CPU, None, clipping, norm_of=TensorParallelParams(model).total_norm)
-    optimizer = create_optimizer(TRAIN.parse(["/data", *f"--lr 1e-3 --opt {case.opt}".split()]), model)
+    optimizer = optimizer_of(arguments(f"--lr 1e-3 --opt {case.opt}"), model)
     state, seen = TrainState(model, optimizer, None, average, updates_per_epoch=STEPS), []
     for step in range(STEPS):
         losses = []
@@ -286,5 +284,4 @@ def test_ranks_and_optimizers_that_cannot_be_divided():
             shard_meshes(3, World(0, 0, size, CPU, tensor_parallel=parts))
     for opt, says in {"lamb": "needs the norm of each whole weight", "muon": "can't be divided among ranks"}.items():
         with pytest.raises(UserError, match=f"--opt {opt} {says}"):
-            args = TRAIN.parse(["/data", "--lr", "1e-3", "--tensor-parallel", "2", "--opt", opt])
-            create_optimizer(args, timm.create_model("volo_test"))
+            optimizer_of(arguments(f"--lr 1e-3 --tensor-parallel 2 --opt {opt}"), timm.create_model("volo_test"))

@@ -12,7 +12,7 @@ from tests.conftest import free_port
 from volo import cli
 from volo.cluster import preflight
 from volo.cluster.preflight import Node, examine_node, find_problems
-from volo.config.flags_programs import PREFLIGHT
+from volo.config.settings_tools import PREFLIGHT
 
 MODULE = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.95.05  Tue Sep 23\nGCC version: 12\n"
 OPEN_MODULE = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  575.57.08  Release Build  (dvs)\n"
@@ -35,7 +35,7 @@ def made_up(root: Path, flags: str = "", **files: str) -> Node:
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text(text)
     args = PREFLIGHT.parse(["--shm-gb", "0", *flags.replace("ROOT", str(root)).split()])
-    return examine_node(args, "n1", list(range(8)), None, root)
+    return examine_node(args.fitness, "n1", list(range(8)), None, root)
 
 
 def test_a_made_up_machine_is_read(tmp_path):

@@ -93,12 +93,12 @@ def test_fault_09_a_second_signal_ends_the_process_at_once(monkeypatch):
 TOLD_WHILE_LOADED = """
 __file__ = "volo"  # a program, which imports no more than it needs
 import os, signal, sys
-from argparse import Namespace
 from volo.cluster.stopping import STOP
 from volo.commands.console import run_program
+from volo.config.fields import Settings
 with STOP.handled():
-    code = run_program(lambda argv: Namespace(), "program")
-print(code, run_program(lambda argv: Namespace(), "another"))
+    code = run_program(lambda argv: Settings(), "program")
+print(code, run_program(lambda argv: Settings(), "another"))
 """
 
 

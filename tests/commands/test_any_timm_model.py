@@ -18,7 +18,7 @@ from tlt.labels.store import open_labels
 from tlt.mix import Mixup
 from volo.cluster.distributed import World
 from volo.commands.run_start import check_smallest_batch
-from volo.config.args import TRAIN, FrozenArgs
+from volo.config.train import TRAIN
 from volo.train.loop import evaluate
 from volo.train.precision import Precision
 
@@ -111,7 +111,7 @@ def test_fault_52_synchronised_ranks_may_have_one_image():
     args = TRAIN.parse(["data", "--model", "test_resnet", "--img-size", "32", "--sync-bn"])
     check_smallest_batch(args, model, (3, 32, 32), stream)
     with pytest.raises(UserError, match="BatchNorm"):
-        check_smallest_batch(FrozenArgs(args, sync_bn=False), model, (3, 32, 32), stream)
+        check_smallest_batch(args.decide("command line", sync_bn=False), model, (3, 32, 32), stream)
 
 
 def test_checkpoint_annotates_with_its_dense_head_only(call, data, labels, tmp_path):

@@ -16,7 +16,7 @@ from tlt.data.augment.device_stage import EvalStage
 from tlt.errors import UserError
 from volo.cluster.distributed import World
 from volo.commands.validate import validate
-from volo.config.flags_programs import VALIDATE
+from volo.config.settings_evaluate import VALIDATE
 from volo.train.criterion import make_criterion, step_loss
 from volo.train.loop import best_so_far
 

@@ -18,7 +18,7 @@ from tlt.errors import UserError
 from tlt.tools.cli import _COMMANDS
 from tlt.tools.cli import parser as tlt_parser
 from volo import cli
-from volo.config import flag_table
+from volo.config import parser
 
 
 def test_without_a_command_all_are_listed():
@@ -38,7 +38,7 @@ def test_unknown_command(word, hint, monkeypatch, capsys):
 @pytest.mark.parametrize("name", cli.COMMANDS)
 def test_every_command_names_itself_in_help_and_mistakes(name, monkeypatch, capsys):
     assert callable(import_module(cli.COMMANDS[name].module).run)
-    for script in ["volo", *([flag_table.SCRIPTS[name]] if name in flag_table.SCRIPTS else [])]:
+    for script in ["volo", *([parser.SCRIPTS[name]] if name in parser.SCRIPTS else [])]:
         typed = f"volo {name}" if script == "volo" else script
         monkeypatch.setattr(sys, "argv", [f"/somewhere/{script}"])
         with pytest.raises(SystemExit, match="0"):
@@ -60,7 +60,7 @@ def test_help_fits_80_columns_and_breaks_no_word(name, monkeypatch):
         parsers = next(action for action in top._actions if isinstance(action, argparse._SubParsersAction)).choices
         parser = parsers[command] if command else top
     else:
-        parser = benchmarks.benchmark_parser(command) if command else cli.COMMANDS[name].program.parser()
+        parser = benchmarks.program_of(command).parser() if command else cli.COMMANDS[name].program.parser()
     text, of_actions = parser.format_help(), [action.help for action in parser._actions]
     assert max(map(len, text.splitlines())) <= 79
     texts = [parser.description, *(h % {"prog": "tlt"} for h in of_actions if h and h != argparse.SUPPRESS)]
@@ -107,7 +107,7 @@ def test_fault_60_programs_share_one_float32_on_a_gpu(name, trained_run, tmp_pat
 
 def test_every_program_with_a_device_is_among_those():
     programs = {name for name, command in cli.COMMANDS.items() if "device" in command.program.parser().flags}
-    programs |= {name for name in benchmarks.COMMANDS if "device" in benchmarks.benchmark_parser(name).flags}
+    programs |= {name for name in benchmarks.COMMANDS if "device" in benchmarks.program_of(name).parser().flags}
     assert programs == {*ON_A_GPU, "run"}  # which starts the others, and computes nothing itself
 
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from email.message import Message
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,7 +18,9 @@ from tests.commands.conftest import ROOT
 from tlt.errors import install_command
 from tlt.tools import cli as tlt_cli
 from volo.cli import COMMANDS
-from volo.config.flag_table import SCRIPTS
+from volo.config.fields import Settings
+from volo.config.parser import SCRIPTS
+from volo.config.settings_train import TrainSettings
 
 
 @pytest.fixture
@@ -31,7 +34,7 @@ def digits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleTy
     yield module
 
 
-def understood(command: str) -> object:
+def understood(command: str) -> Any:
     program, *words = shlex.split(command.removeprefix("python "))
     if program == "-m" and words[0] == "tlt":
         return tlt_cli.parser().parse_args(words[1:])
@@ -64,14 +67,15 @@ def test_the_commands_are_understood(digits, tmp_path, monkeypatch, backend, sha
     monkeypatch.setattr(sys, "argv", ["digits.py", *flags])
     digits.main()
     args = [understood(command) for command in commands]
-    trained, validated = [a for a in args if hasattr(a, "experiment")], [a for a in args if hasattr(a, "split")]
-    assert [a.data_dir for a in trained] == [f"{output}/{name}" for name in ("digits", images)]
-    assert validated[-1].data == f"{output}/{images}"
-    assert args[-1].paths == [f"{output}/digits/validation/3/0003.jpg"]
-    assert {a.data_backend for a in args if hasattr(a, "data_backend")} == {backend or "torchvision"}
-    assert trained[1].token_label_data == (f"{output}/packed" if shards else f"{output}/labels.tlt")
+    trained = [each for each in args if isinstance(each, TrainSettings)]
+    values = [each.values() for each in args if isinstance(each, Settings)]
+    assert [each.images.data_dir for each in trained] == [f"{output}/{name}" for name in ("digits", images)]
+    assert [each["data"] for each in values if "split" in each][-1] == f"{output}/{images}"
+    assert args[-1].images.paths == [f"{output}/digits/validation/3/0003.jpg"]
+    assert {each["data_backend"] for each in values if "data_backend" in each} == {backend or "torchvision"}
+    assert trained[1].labels.token_label_data == (f"{output}/packed" if shards else f"{output}/labels.tlt")
     (processes,) = [int(command.split()[1]) for command in commands if command.startswith("./distributed_train.sh")]
-    assert processes == (1 if gpus == 1 else 2) and processes * trained[1].batch_size == 32
+    assert processes == (1 if gpus == 1 else 2) and processes * trained[1].images.batch_size == 32
 
 
 def test_the_sample_is_a_folder_of_scans(tmp_path, call, monkeypatch):

@@ -16,7 +16,7 @@ import yaml
 
 from tests.commands.conftest import QUICK
 from tests.conftest import LIMIT
-from volo.config.args import TRAIN
+from volo.config.train import TRAIN
 from volo.train.model import build_named_model
 
 # Folders are loaded where neither package is there.
@@ -131,7 +131,7 @@ def test_card_has_settings_and_exported_accuracy(call, trained_run, tmp_path):
     words = shlex.split(text.split("```bash\n")[1].split("\n```")[0])
     again = TRAIN.parse(words[2:])
     where = {"output", "experiment", "log_interval", "checkpoint_hist", "workers", "data_dir", "token_label_data"}
-    assert {k for k, v in vars(again).items() if k in saved["args"] and v != saved["args"][k]} <= where
+    assert {k for k, v in again.values().items() if k in saved["args"] and v != saved["args"][k]} <= where
     assert "--img-size 32" in text and "--warmup-epochs 0" in text and str(run) not in text
     assert average in card("--use-ema")
     assert plain in card("--no-use-ema") and "62.50" not in card("--no-use-ema")

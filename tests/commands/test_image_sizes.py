@@ -19,11 +19,12 @@ from tlt.errors import UserError
 from tlt.io.weights import peek_checkpoint
 from volo.cluster.distributed import World
 from volo.commands.hub import write_folder
-from volo.config.args import TRAIN
+from volo.config.train import TRAIN
+from volo.train.architecture import requested_by
 from volo.train.criterion import TokenLabelCriterion, make_criterion, step_loss
 from volo.train.data import train_loader
 from volo.train.distillation import load_distillation
-from volo.train.model import add_dense_head, build_model, eval_settings, model_config
+from volo.train.model import add_dense_head, build_model, data_config_of, model_config
 from volo.train.trained_model import load_frozen
 
 SIZES = "--img-size 96 --train-img-sizes 64 80 96"
@@ -70,9 +71,9 @@ def test_tokens_get_labels_of_what_they_show_at_every_size(model):
     flags += " --data-backend synthetic --token-label --token-label-data synthetic --num-classes 5 --ratio 0.4 2.5"
     args = TRAIN.parse(flags.split())
     images = synthetic_folder(9, 5)
-    trained = build_model(args)
-    settings = eval_settings(args, trained)
-    trained = add_dense_head(trained, args, settings["input_size"][1:])
+    trained = build_model(requested_by(args))
+    settings = data_config_of(requested_by(args), trained)
+    trained = add_dense_head(trained, args.labels, settings["input_size"][1:])
     names = list(trained.state_dict())
     criterion = make_criterion(args, trained, settings["input_size"][1:])
     labels, world = SyntheticLabels(images, (3, 6, 7)), World(0, 0, 1, torch.device("cpu"))
@@ -103,8 +104,9 @@ def test_teacher_has_its_own_size_and_speaks_of_every_token(described):
     _, path = described("test_vit", img_size=[160, 160])
     flags = f"--model volo_test {SIZES} --train-batch-sizes auto -j 0 -b 2 --data-backend synthetic --num-classes 6"
     args = TRAIN.parse(f"{flags} --kd-model-name {path} --kd-distill-type token --kd-size 160".split())
-    images, student, world = synthetic_folder(21, 6), build_model(args), World(0, 0, 1, torch.device("cpu"))
-    settings = eval_settings(args, student)
+    images, student = synthetic_folder(21, 6), build_model(requested_by(args))
+    world = World(0, 0, 1, torch.device("cpu"))
+    settings = data_config_of(requested_by(args), student)
     taught = load_distillation(args, student, settings, images, world, Mock())
     (part,) = taught.losses.parts
     batches, sizes = train_loader(args, images, None, settings, world).epoch(1), set()
@@ -146,19 +148,23 @@ def test_a_run_is_measured_as_the_network_that_it_validated(name, tmp_path):
     args = TRAIN.parse((flags + (f" --model-kwargs {settings}" if settings else "")).split())
     if settings is None:
         with pytest.raises(UserError, match=f"--model {name} does not run on images of 3 x {other} x {other}"):
-            build_model(args)
+            build_model(requested_by(args))
         return
     torch.manual_seed(0)
-    model = build_model(args).eval()
+    model = build_model(requested_by(args)).eval()
     with torch.no_grad():
         for parameter in model.parameters():  # tables of positions are 0 at first
             parameter.add_(0.1 * torch.randn_like(parameter))
-    config = model_config(model, args, eval_settings(args, model), list("abcdef"))
+    config = model_config(model, args, data_config_of(requested_by(args), model), list("abcdef"))
     torch.save({"state_dict": model.state_dict(), "model_config": config, "arch": name}, tmp_path / "run.pth.tar")
     actual = load_frozen(None, str(tmp_path / "run.pth.tar"), (3, other, other))
     images = torch.randn(2, 3, other, other)
     with torch.no_grad():
-        assert torch.equal(actual.model(images), model(images)) and actual.settings["input_size"] == (3, other, other)
+        assert torch.equal(actual.model(images), model(images)) and actual.data_config["input_size"] == (
+            3,
+            other,
+            other,
+        )
     write_folder(actual, "", tmp_path / "hub", "", "")
     theirs = timm.create_model(f"local-dir:{tmp_path / 'hub'}", pretrained=True).eval()
     with torch.no_grad():

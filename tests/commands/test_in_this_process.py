@@ -24,8 +24,8 @@ from tlt.io.jobs import progress_bar
 from tlt.io.weights import read_checkpoint
 from volo.checkpoint.saver import Saver
 from volo.cluster import stopping
-from volo.config.args import TRAIN
-from volo.config.flags_programs import PREDICT
+from volo.config.settings_evaluate import PREDICT
+from volo.config.train import TRAIN
 from volo.record.records import epochs_of
 
 SMALL: dict[str, Any] = {

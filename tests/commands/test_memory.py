@@ -50,6 +50,7 @@ def test_a_dry_run_says_how_long_the_run_takes(call, flags, monkeypatch, more, u
     actual = re.search(r"the run takes about (\d+):(\d+) on this cpu: 4 images took 40.00 s", ended.out)
     assert 60 * int(actual[1]) + int(actual[2]) == pytest.approx(expected, rel=0.1)
     ((count, spent),) = took
+    assert "set by data: " in ended.out and " --epochs 2 " in re.search("set by command line: .*", ended.out)[0]
     assert 2 <= count <= 8 and 0 < spent < 60 and ended.out.splitlines()[-1].startswith("--dry-run: flags")
     monkeypatch.undo()
     monkeypatch.setattr(prediction, "_OPERATIONS_OF_CPU", 1)

@@ -6,6 +6,7 @@ import shutil
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -15,7 +16,9 @@ from PIL import Image
 from tests.commands.conftest import QUICK, Call
 from tlt.io.weights import read_checkpoint
 from volo.cluster.distributed import World
+from volo.commands import inference
 from volo.commands.validate import RealLabels
+from volo.config.settings_evaluate import VALIDATE
 from volo.record.metrics import Sums
 from volo.train.trained_model import choose_weights
 
@@ -43,7 +46,7 @@ def test_all_checkpoints_of_a_folder(call, trained_run, tmp_path):
     assert [row["top1"] for row in measured] == [rows[number]["top1"] for number in (0, 2, 3)]
 
 
-def test_the_weights_by_which_training_selected_are_the_default(tmp_path):
+def test_the_weights_by_which_training_selected_are_the_default(tmp_path, monkeypatch):
     """Files of timm have a Namespace `args`; its train.py ranks by the average unless that is kept on the CPU."""
     entries = {"state_dict": {"a": torch.zeros(1)}, "state_dict_ema": {"a": torch.ones(1)}}
     cases = {
@@ -58,12 +61,13 @@ def test_the_weights_by_which_training_selected_are_the_default(tmp_path):
     for name, (more, ema, said) in cases.items():
         torch.save(entries | more, tmp_path / name)
         checkpoint = read_checkpoint(tmp_path / name)
-        flags = Namespace(use_ema=False, no_use_ema=False)
-        taken, (line,) = choose_weights(flags, checkpoint)
+        taken, (line,) = choose_weights(checkpoint)
         assert (taken, line[: len(said)]) == (ema, said), name
-        for use_ema in (True, False):
-            assert choose_weights(Namespace(use_ema=use_ema, no_use_ema=not use_ema), checkpoint) == (use_ema, [])
-        assert choose_weights(flags, {**checkpoint, "state_dict_ema": None}) == (None, [])
+        assert choose_weights({**checkpoint, "state_dict_ema": None}) == (None, [])
+    monkeypatch.setattr(inference, "load_model", lambda *given, use_ema: Mock(ema=use_ema, notes=[]))
+    for flags, use_ema in (("--use-ema", True), ("--no-use-ema", False), ("", None)):
+        asked = VALIDATE.parse(["/data", "--checkpoint", str(tmp_path / "ours"), *flags.split()])
+        assert inference.load(asked.network, asked.images.pixels).ema is use_ema
 
 
 def test_real_labels_and_valid_labels(call, trained_run, tmp_path):

@@ -42,7 +42,7 @@ def run(package: Path, tmp_path: Path) -> Callable[..., str]:
 
 
 def test_a_recipe_is_found_by_its_name(package, run):
-    code = "from volo.config.args import TRAIN; print(TRAIN.parse(['-c', 'volo_d1_224', '/data']).drop_path)"
+    code = "from volo.config.train import TRAIN; print(TRAIN.parse(['-c', 'volo_d1_224', '/data'])['drop_path'])"
     assert run(sys.executable, "-c", code) == "0.1\n"
     packed, here = (
         {file.stem for file in path.iterdir()} for path in (package / "volo/files/configs", ROOT / "configs")

@@ -14,8 +14,10 @@ from timm.scheduler import scheduler_kwargs
 from tests.config.test_docs import names_of
 from tlt.errors import UserError
 from volo.cli import COMMANDS
-from volo.config.args import TRAIN
+from volo.config.fields import flags_of, sections_of
 from volo.config.flags_elsewhere import ELSEWHERE
+from volo.config.settings_train import TrainSettings
+from volo.config.train import TRAIN
 from volo.config.value_types import Place
 
 ROOT = Path(__file__).parents[2]
@@ -141,7 +143,7 @@ def test_names_of_other_programs_stand_for_what_is_here() -> None:
     with pytest.raises(UserError, match="recipes are finetune_small, .*, volo_d5_512"):
         TRAIN.parse(["/data", "-c", "nosuch"])
     for text, device in {"0": "cuda:0", "cuda1": "cuda:1", "GPU": "cuda", "cuda:2": "cuda:2", "cpu": "cpu"}.items():
-        assert TRAIN.parse(["/data", "--device", text]).device == device
+        assert TRAIN.parse(["/data", "--device", text]).run.device == device
 
 
 # What some flags of train.py need | what lacks it | these flags.
@@ -230,7 +232,7 @@ def test_every_switch_of_a_recipe_can_be_turned_off(tmp_path: Path) -> None:
             opposite = f"--{name.removeprefix('--no-')}" if name.startswith("--no-") else f"--no-{name[2:]}"
             (tmp_path / "recipe.yaml").write_text(f"{row.dest}: true\n")
             args = TRAIN.parse(["-c", str(tmp_path / "recipe.yaml"), "/data", opposite])
-            assert getattr(args, row.dest) is False, opposite
+            assert args[row.dest] is False, opposite
 
 
 def test_run_directory_is_its_best_checkpoint_in_every_program(tmp_path: Path) -> None:
@@ -251,35 +253,35 @@ def test_run_directory_is_its_best_checkpoint_in_every_program(tmp_path: Path) -
             (run / "model_best.pth.tar").touch()
             args, checked = program.parse([*line.split(), row.label, str(run)]), [*checked, row.label]
             listed = list if row.nargs == "+" else lambda each: each[0]
-            assert getattr(args, row.dest) == listed([str(run / "model_best.pth.tar")]), (name, row.label)
+            assert args[row.dest] == listed([str(run / "model_best.pth.tar")]), (name, row.label)
             assert f"{row.label} {run}: model_best.pth.tar" in args.notes
             (run / "model_best.pth.tar").unlink()
             args = program.parse([*line.split(), row.label, str(run)])
-            assert getattr(args, row.dest) == listed([str(run / "last.pth.tar")])
+            assert args[row.dest] == listed([str(run / "last.pth.tar")])
             if name != "validate":
                 with pytest.raises(UserError, match="foreign holds 2 checkpoints: name one of them, such as b.pth.tar"):
                     program.parse([*line.split(), row.label, str(foreign)])
     assert len(checked) == 9
     validate = COMMANDS["validate"].program
     for flags, every in (([foreign], True), ([run, "--all"], True), ([run], False)):
-        assert validate.parse(["/data", "--checkpoint", *map(str, flags)]).all is every
+        assert validate.parse(["/data", "--checkpoint", *map(str, flags)])["all"] is every
     with pytest.raises(UserError, match="--all has no effect without a folder"):
         validate.parse(["/data", "--checkpoint", str(run / "last.pth.tar"), "--all"])
 
 
 def test_every_flag_is_read_by_name_outside_of_the_parser() -> None:
     files = [file for folder in ("volo", "tlt") for file in (ROOT / folder).rglob("*.py")]
-    ours = [file.read_text() for file in files if not file.name.startswith("flags_")]
+    ours = [file.read_text() for file in files if not file.name.startswith(("flags_", "settings_"))]
     code = "\n".join([*ours, *map(inspect.getsource, (scheduler_kwargs, optimizer_kwargs))])  # which timm reads
-    unread = vars(TRAIN.parse(["/data"])).keys() - set(re.findall(r"\w+", code))
+    unread = flags_of(TrainSettings).keys() - set(re.findall(r"\w+", code))
     refused = {"drop_block", "aug_splits", "jsd", "resplit", "split_bn", "torchscript", "tta"}
     assert unread == refused | {name for name in unread if name[:4] == "log_"}  # read by parts of their names
 
 
 def test_compat_is_resolved_to_the_rows_that_change_something() -> None:
     args = TRAIN.parse(["/data", *LABELS.split(), "--smoothing", "0", "--compat", "upstream"])
-    assert args.compat == ["label-crop", "label-scale", "label-area", "uncovered"] and args.uncovered == "uniform"
-    assert TRAIN.parse(["/data"]).compat is None
+    assert args.labels.compat == ["label-crop", "label-scale", "label-area", "uncovered"]
+    assert args.labels.uncovered == "uniform" and TRAIN.parse(["/data"]).labels.compat is None
 
 
 @pytest.mark.parametrize(
@@ -292,7 +294,7 @@ def test_compat_is_resolved_to_the_rows_that_change_something() -> None:
     ],
 )
 def test_what_is_honoured_but_may_surprise_is_noted(line: str, note: str) -> None:
-    assert TRAIN.parse(["/data"]).notes == []
+    assert TRAIN.parse(["/data"]).notes == ()
     notes = TRAIN.parse(["/data", *line.split()]).notes
     assert len(notes) == 1 and note in notes[0]
 
@@ -307,7 +309,7 @@ def test_help_is_grouped_and_imports_nothing_heavy() -> None:
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert "HEAVY []" in done.stdout
     assert all(len(line) <= 120 for line in done.stdout.splitlines())
-    titles = [group.title for group in TRAIN.groups]
+    titles = [section.title for section in sections_of(TrainSettings)]
     assert re.findall(r"^(\w[\w ]*):$", TRAIN.parser().format_help(), re.MULTILINE) == ["options", *titles]
     assert "[rand-m9-mstd0.5-inc1]" in done.stdout and "{torchvision,pil,dali-cpu,dali-gpu,synthetic}" in done.stdout
     assert all(len(row.help) > 3 for command in COMMANDS.values() for row in command.program.parser().flags.values())
@@ -323,5 +325,5 @@ def test_missing_tracker_is_named_with_its_extra(name: str, tmp_path: Path, monk
         TRAIN.parse(["/d", f"--log-{name}"])
     (tmp_path / name / "__init__.py").touch()
     importlib.invalidate_caches()
-    assert getattr(TRAIN.parse(["/d", f"--log-{name}"]), f"log_{name}") is True
+    assert TRAIN.parse(["/d", f"--log-{name}"])[f"log_{name}"] is True
     assert re.search(rf'^{name} = \["{name}>', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)

@@ -9,7 +9,8 @@ import yaml
 from tlt.errors import UserError
 from tlt.tools.cli import parser
 from volo.cli import COMMANDS
-from volo.config.args import TRAIN, load_yaml
+from volo.config.recipes import load_yaml
+from volo.config.train import TRAIN
 
 
 def recipe(tmp_path: Path, text: str = "", **values: object) -> str:
@@ -96,11 +97,11 @@ LABELLED: dict[str, object] = {"token_label": True, "token_label_data": "l"}
 def test_command_line_wins_over_recipe_and_recipe_over_defaults(tmp_path: Path) -> None:
     path = recipe(tmp_path, epochs=30, batch_size=64, amp=True, model_ema=True)
     args = TRAIN.parse(["-c", path, "/data", "--epochs", "3", "--no-amp"])
-    assert (args.epochs, args.batch_size, args.workers) == (3, 64, None)
-    assert args.amp is False and args.model_ema is True
-    assert "batch_size" not in args.defaulted and "warmup_epochs" in args.defaulted  # what the data may decide
+    assert (args.schedule.epochs, args.images.batch_size, args.images.loading.workers) == (3, 64, None)
+    assert args.precision.mixed.amp is False and args.ema.model_ema is True
+    assert args.set_by_user("batch_size") and not args.set_by_user("warmup_epochs")  # what the data may decide
     # A flag at its default value is a flag all the same.
-    assert TRAIN.parse(["-c", path, "/data", "--batch-size", "128"]).batch_size == 128
+    assert TRAIN.parse(["-c", path, "/data", "--batch-size", "128"]).images.batch_size == 128
 
 
 @pytest.mark.parametrize(
@@ -131,7 +132,7 @@ def test_command_line_voids_the_recipes_alternative(
     tmp_path: Path, in_recipe: dict[str, object], line: str, expected: dict[str, object]
 ) -> None:
     args = TRAIN.parse(["-c", recipe(tmp_path, **in_recipe), "/data", *line.split()])
-    assert {name: getattr(args, name) for name in expected} == expected
+    assert {name: args[name] for name in expected} == expected
 
 
 def test_paths_know_the_home_folder_and_impossible_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,6 +159,6 @@ def test_paths_know_the_home_folder_and_impossible_names(tmp_path: Path, monkeyp
 def test_resolved_arguments_are_a_recipe_that_repeats_them(tmp_path: Path) -> None:
     line = "/data --apex-amp --drop-connect 0.1 --torchcompile --model-kwargs depth=3 --min-lr 0 --bn-tf --mean 0.5"
     first = TRAIN.parse(line.split())
-    settings = {name: value for name, value in vars(first).items() if name not in ("config", "notes")}
+    settings = {name: value for name, value in first.values().items() if name not in ("config", "data_dir_option")}
     second = TRAIN.parse(["-c", recipe(tmp_path, **settings)])
-    assert {**vars(second), "config": ""} == vars(first)
+    assert {**second.values(), "config": ""} == first.values() and second.notes == first.notes

@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 import yaml
 
-from benchmarks.program import COMMANDS as BENCHMARKS
-from benchmarks.program import benchmark_parser
+from benchmarks import program as benchmark
 from tlt.errors import UserError
 from tlt.tools.cli import parser as tlt_parser
 from volo.cli import COMMANDS
-from volo.config.args import TRAIN
-from volo.config.flag_table import Flag
+from volo.config import fields
+from volo.config.fields import Flag
 from volo.config.flags_timm import ROWS, TIMM_FLAGS
+from volo.config.train import TRAIN
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md")] + sorted((ROOT / "docs").glob("*.md"))
@@ -49,13 +49,17 @@ def flags_of(program: str) -> set[str]:
         commands = next(each for each in tlt_parser()._actions if isinstance(each, _SubParsersAction)).choices
         return {flag for action in commands[name]._actions for flag in action.option_strings}
     program_row = TRAIN if kind == "launch" else COMMANDS[kind].program if kind in COMMANDS else None
-    return names_of((program_row.parser() if program_row else benchmark_parser(name)).flags.values())
+    kind = program_row.settings if program_row else benchmark.program_of(name).settings
+    return names_of(fields.flags_of(kind).values())
 
 
 def rows() -> Iterator[Flag]:
     """Of all programs."""
-    for parser in (*(command.program.parser() for command in COMMANDS.values()), *map(benchmark_parser, BENCHMARKS)):
-        yield from parser.flags.values()
+    for kind in (
+        *(command.program.settings for command in COMMANDS.values()),
+        *(benchmark.program_of(name).settings for name in benchmark.COMMANDS),
+    ):
+        yield from fields.flags_of(kind).values()
 
 
 def test_page_of_flags_names_every_flag_there_is_and_is_not() -> None:

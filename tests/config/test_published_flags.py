@@ -2,9 +2,9 @@
 
 import pytest
 
-from volo.config.args import TRAIN
-from volo.config.flag_table import Program
-from volo.config.flags_programs import GENERATE_LABEL, VALIDATE
+from volo.config.parser import Program
+from volo.config.settings_evaluate import GENERATE_LABEL, VALIDATE
+from volo.config.train import TRAIN
 
 # The published program, one flag a line: destination | default | on a command line | what that gives.
 # It was written down from the published program, not from ours.
@@ -161,27 +161,30 @@ def test_published_flags_keep_name_type_default_and_meaning(program: Program, ta
     rows = [[cell.strip() for cell in line.split(" | ")] for line in table.strip().splitlines()]
     assert len({line.split()[0] for _, _, line, _ in rows}) == flags
     parser = program.parser()
-    before = vars(parser.parse_args([]))
+    before = program.settings().values()
     for dest, default, line, value in rows:
         expected = CHANGED.get(dest if program is TRAIN else f"validate {dest}", eval(default))
         assert before[dest] == expected and type(before[dest]) is type(expected), dest
         words = line.split()
         for first in {words[0], LONG.get(words[0], words[0])}:
-            after = getattr(parser.parse_args([first, *words[1:]]), dest)
+            after = parser.explicit([first, *words[1:]])[dest]
             assert after == eval(value) and type(after) is type(eval(value)), line
 
 
 def test_published_commands_are_taken() -> None:
     line = "--local_rank=3 /imagenet --model volo_d1 --img-size 224 -b 128 --lr 1.6e-3 --drop-path 0.1 --apex-amp "
-    args = TRAIN.parse(f"{line} --token-label --token-label-size 14 --token-label-data /labels".split())
-    assert args.amp and args.token_label and (args.data_dir, args.local_rank) == ("/imagenet", 3)
+    train = TRAIN.parse(f"{line} --token-label --token-label-size 14 --token-label-data /labels".split())
+    assert train.precision.mixed.amp and train.labels.token_label
+    assert (train.images.data_dir, train.distributed.local_rank) == ("/imagenet", 3)
     line = "/i --model volo_d1 --checkpoint /c --no-test-pool --apex-amp --img-size 224 -b 128"
     args = VALIDATE.parse(line.split())
-    assert (args.data, args.model, args.checkpoint, args.amp, args.batch_size) == ("/i", "volo_d1", "/c", True, 128)
-    assert VALIDATE.parse(["--data-dir", "/d", "--checkpoint", "/c"]).data == "/d"
+    assert (args.images.data, args.images.batch_size, args.precision.mixed.amp) == ("/i", 128, True)
+    assert (args.network.model, args.network.checkpoint) == ("volo_d1", "/c")
+    assert VALIDATE.parse(["--data-dir", "/d", "--checkpoint", "/c"]).images.data == "/d"
     args = VALIDATE.parse(["/d", "--model", "volo_d1"])
-    assert args.pretrained and "published weights" in args.notes[0]
+    assert args.network.pretrained and "published weights" in args.notes[0]
     line = "/imagenet out --model dm_nfnet_f6 --pretrained --img-size 576 -b 32 --crop-pct 1.0 --transfer"
-    args = GENERATE_LABEL.parse(line.split())
-    assert (args.data, args.token_label_root, args.top_k, args.split) == ("/imagenet", "out", 5, "train")
-    assert args.transfer and args.crop_pct == 1.0 and args.batch_size == 32
+    label = GENERATE_LABEL.parse(line.split())
+    assert (label.images.data, label.images.token_label_root, label.images.split) == ("/imagenet", "out", "train")
+    assert label.written.transfer and label.written.top_k == 5
+    assert label.images.pixels.crop_pct == 1.0 and label.images.batch_size == 32

@@ -8,9 +8,11 @@ from typing import NamedTuple
 import pytest
 import timm
 
-from volo.config.args import TRAIN, TrainArgs
-from volo.config.flag_rules import teachers_of
-from volo.train.schedule import LrSchedule, resolve_lr
+from tests.train.small_run import schedule_of
+from volo.config.rules import teachers_of
+from volo.config.settings_train import TrainSettings
+from volo.config.train import TRAIN
+from volo.train.schedule import resolve_lr
 
 ROOT = Path(__file__).parents[2]
 
@@ -81,14 +83,14 @@ def in_a_checkout(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
 
 
-def header_command(name: str, *more: str) -> tuple[int, TrainArgs, str]:
+def header_command(name: str, *more: str) -> tuple[int, TrainSettings, str]:
     """GPUs, arguments of train.py (with `more` flags) and text of the header of configs/NAME.yaml."""
     lines = (ROOT / "configs" / f"{name}.yaml").read_text().splitlines()
     header = "\n".join(line[1:].strip() for line in lines if line.startswith("#"))
     match = re.search(r"\./distributed_train\.sh (\d+) ((?:.*\\\n)*.*)", header)
     assert match is not None and "Source:" in header
     args = TRAIN.parse([*shlex.split(match[2].replace("\\\n", " ")), *more])
-    assert args.notes == [] and args.config == f"configs/{name}.yaml"
+    assert args.notes == () and args.run.config == f"configs/{name}.yaml"
     return int(match[1]), args, header
 
 
@@ -102,24 +104,25 @@ def test_the_headers_command_gives_the_run_of_another_system(name: str) -> None:
     expected = OF_OTHERS[name]
     gpus, args, header = header_command(name)
     assert expected.told in header and "Top-1:" in header
-    global_batch = expected.nodes * gpus * args.batch_size * args.grad_accum_steps
-    lr, _ = resolve_lr(args, global_batch)
-    assert (global_batch, args.opt, lr) == (expected.batch, expected.opt, expected.rate)
-    assert bool(args.finetune) == (name in ("vit_b16_384", "vit_b16_cifar10"))
+    global_batch = expected.nodes * gpus * args.images.batch_size * args.optim.grad_accum_steps
+    lr, _ = resolve_lr(args.schedule, global_batch)
+    assert (global_batch, args.optim.opt, lr) == (expected.batch, expected.opt, expected.rate)
+    assert bool(args.network.finetune) == (name in ("vit_b16_384", "vit_b16_cifar10"))
     updates = -(-expected.images // global_batch)
-    schedule = LrSchedule(args, lr, updates)
+    schedule = schedule_of(args, lr, updates)
     rates = [schedule(update) for update in range(0, schedule.total_updates, updates)]
     assert len(rates) == expected.epochs and max(rates) == pytest.approx(lr, rel=0.02)
     # The rate falls from its peak, whatever the warm-up takes.
-    peak = args.warmup_epochs if args.warmup_prefix or not args.warmup_epochs else None
+    warm_up = args.schedule.warmup_epochs
+    peak = warm_up if args.schedule.warmup_prefix or not warm_up else None
     assert peak is None or rates[peak] == lr and sorted(rates[:peak]) == rates[:peak]
     assert sorted(rates[expected.epochs // 2 :], reverse=True) == rates[expected.epochs // 2 :]
 
 
 def test_the_recipe_from_nothing_names_its_model() -> None:
     gpus, args, header = header_command("scratch_small")
-    assert gpus == 1 and "Hardware:" in header and timm.is_model(args.model) and args.img_size
-    assert not (args.token_label or args.pretrained or args.finetune)
+    assert gpus == 1 and "Hardware:" in header and timm.is_model(args.network.model) and args.images.pixels.img_size
+    assert not (args.labels.token_label or args.network.pretrained or args.network.finetune)
 
 
 def test_the_recipe_for_fine_tuning_asks_for_weights() -> None:
@@ -131,9 +134,10 @@ def test_the_recipe_for_fine_tuning_asks_for_weights() -> None:
 def test_few_images_are_fine_tuned_by_the_headers_command() -> None:
     gpus, args, header = header_command("finetune_small")
     assert gpus == 1 and "Hardware:" in header
-    assert (args.batch_size, args.finetune, args.val_fraction, args.token_label) == (16, "/path/to/weights", 0.1, False)
-    assert resolve_lr(args, 16)[0] == 5e-4
-    schedule = LrSchedule(args, 5e-4, updates_per_epoch=4)
+    assert (args.images.batch_size, args.images.val_fraction) == (16, 0.1)
+    assert (args.network.finetune, args.labels.token_label) == ("/path/to/weights", False)
+    assert resolve_lr(args.schedule, 16)[0] == 5e-4
+    schedule = schedule_of(args, 5e-4, updates_per_epoch=4)
     assert schedule.total_epochs == 60 and 4.8e-4 < max(schedule(t) for t in range(240)) <= 5e-4
     assert schedule(1) != schedule(2), "the rate changes at every update"
 
@@ -142,32 +146,33 @@ def test_few_images_are_fine_tuned_by_the_headers_command() -> None:
 def test_the_headers_command_gives_the_published_run(name: str) -> None:
     expected = {**FROM_SCRATCH, **FINE_TUNED}[name]
     gpus, args, header = header_command(name)
-    assert (args.model, args.img_size, args.batch_size, args.drop_path) == expected[:3] + (expected.drop_path,)
-    assert args.token_label_size == expected.size // 16
-    assert args.token_label and args.token_label_data and args.amp and args.opt == "adamw"
+    names = ("model", "img_size", "batch_size", "drop_path", "token_label_size")
+    assert [args[each] for each in names] == [*expected[:3], expected.drop_path, expected.size // 16]
+    assert args.labels.token_label and args.labels.token_label_data
+    assert args.precision.mixed.amp and args.optim.opt == "adamw"
     assert f"Top-1:    {expected.top1}" in header and "Hardware:" in header
-    global_batch = gpus * args.batch_size
-    lr, _ = resolve_lr(args, global_batch)
+    global_batch = gpus * args.images.batch_size
+    lr, _ = resolve_lr(args.schedule, global_batch)
     scratch = name in FROM_SCRATCH
     assert lr == pytest.approx(expected.rate * (global_batch / expected.base_size if scratch else 1))
-    assert bool(args.finetune) is not scratch
-    assert args.weight_decay == (0.05 if scratch else 1e-8)
-    assert args.ground_truth is (name.startswith("volo") and not scratch)
-    schedule = LrSchedule(args, lr, updates_per_epoch=1)
+    assert bool(args.network.finetune) is not scratch
+    assert args.optim.weight_decay == (0.05 if scratch else 1e-8)
+    assert args.labels.ground_truth is (name.startswith("volo") and not scratch)
+    schedule = schedule_of(args, lr, updates_per_epoch=1)
     assert schedule.total_epochs == expected.epochs
-    assert max(schedule(t) for t in range(args.warmup_epochs, expected.epochs)) <= lr
+    assert max(schedule(t) for t in range(args.schedule.warmup_epochs, expected.epochs)) <= lr
     if scratch:
         lv_vit = name.startswith("lvvit")
-        settings = (args.model_ema, args.dense_weight, args.warmup_epochs)
+        settings = (args.ema.model_ema, args.labels.dense_weight, args.schedule.warmup_epochs)
         assert settings == ((True, 1.0, 5) if lv_vit else (False, 0.5, 20))
-        assert args.aa == ("rand-n3-m9-mstd0.5-inc1" if name == "lvvit_l_224" else "rand-m9-mstd0.5-inc1")
+        assert args.augment.aa == ("rand-n3-m9-mstd0.5-inc1" if name == "lvvit_l_224" else "rand-m9-mstd0.5-inc1")
 
 
 def test_trunk_and_branches_share_a_rate_until_the_decay() -> None:
     _, args, header = header_command("volo_d1_224_wsd")
     branches = [shlex.split(line) for line in re.findall(r"^--experiment .*", header, re.MULTILINE)]
-    trunk, *others = (LrSchedule(header_command("volo_d1_224_wsd", *more)[1], 1.0, 2) for more in [[], *branches])
-    for branch, epochs in zip(others, args.save_epochs, strict=True):
+    trunk, *others = (schedule_of(header_command("volo_d1_224_wsd", *more)[1], 1.0, 2) for more in [[], *branches])
+    for branch, epochs in zip(others, args.checkpoints.save_epochs, strict=True):
         assert branch.decay_begins == 2 * epochs and f"milestone-{epochs}.pth.tar" in header
         assert [branch(t) for t in range(2 * epochs)] == [trunk(t) for t in range(2 * epochs)]
         assert branch.total_epochs == epochs * 5 / 4 and branch(2 * branch.total_epochs - 1) < 0.03
@@ -175,8 +180,8 @@ def test_trunk_and_branches_share_a_rate_until_the_decay() -> None:
 
 def test_a_student_has_two_unlike_teachers() -> None:
     gpus, args, header = header_command("vit_s16_224_two_teachers")
-    assert gpus * args.batch_size == 1024 and resolve_lr(args, 1024)[0] == 1e-3
+    assert gpus * args.images.batch_size == 1024 and resolve_lr(args.schedule, 1024)[0] == 1e-3
     assert header.count("not run at this size") == 1
-    teachers = teachers_of(args)
-    assert all(timm.is_model(name) for name in teachers.kd_model_name)
-    assert list(zip(teachers.kd_distill_type, teachers.kd_loss_weight, strict=True)) == [("token", 1.0), ("logit", 0.5)]
+    teachers = teachers_of(args.teachers)
+    assert all(timm.is_model(teacher.model) for teacher in teachers)
+    assert [(teacher.kind, teacher.weight) for teacher in teachers] == [("token", 1.0), ("logit", 0.5)]

@@ -10,7 +10,7 @@ import pytest
 
 from tests.config.test_docs import flags_of
 from volo.cli import COMMANDS
-from volo.config.flag_table import SCRIPTS
+from volo.config.parser import SCRIPTS
 
 ROOT = Path(__file__).parents[2]
 TOOLS = {"show": "show", "check": "check", "pack": "pack", "unpack": "pack", "pack-images": "pack_images"}

@@ -4,7 +4,6 @@ knows no loader; pixels are also compared bit for bit with those of one rank wit
 image once, with timm's pixels, or says so."""
 
 import functools
-from argparse import Namespace
 from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
@@ -26,7 +25,8 @@ from tlt.data.sources.source import ImageSource
 from tlt.errors import UserError
 from tlt.tools import cli as tlt_cli
 from volo.cluster.distributed import World
-from volo.config.args import TRAIN
+from volo.config.settings_train import TrainSettings
+from volo.config.train import TRAIN
 from volo.record.metrics import Evaluation
 from volo.train import data as train_data
 from volo.train.loop import evaluate
@@ -66,18 +66,18 @@ def root(request: pytest.FixtureRequest, data: Path, backend: str, way: Way) -> 
 WAYS = {"ids": lambda part: "-".join(map(str, part)) if isinstance(part, Way) else str(part)}
 
 
-def parsed(data: Path, backend: str, way: Way) -> Namespace:
-    """The arguments of train.py for a way to the batches."""
+def parsed(data: Path, backend: str, way: Way) -> TrainSettings:
+    """The settings of train.py for a way to the batches."""
     flags = f"--model volo_test --num-classes 4 --seed {SEED} --token-label --data-backend {backend} -j {way.workers}"
     flags += f" -b {GLOBAL_BATCH // (way.ranks * way.micro_batches)} --grad-accum-steps {way.micro_batches}"
     labels = data / "labels" if way.kind == "folder" else data
     return TRAIN.parse([str(data), *flags.split(), "--token-label-data", str(labels)])
 
 
-def opened(args: Namespace) -> tuple[ImageSource, LabelReader | None]:
+def opened(args: TrainSettings) -> tuple[ImageSource, LabelReader | None]:
     """Training images and their labels."""
-    images = train_data.open_images(args.data_dir, "train", args.dataset)
-    return images, train_data.open_labels(args, images, 4)[0]
+    images = train_data.open_images(args.images.data_dir, "train", args.images.dataset)
+    return images, train_data.open_labels(args.labels.token_label_data, args.labels.maps, images, 4)[0]
 
 
 @pytest.fixture(scope="session")
@@ -141,7 +141,7 @@ CASES = [
 def expected(data: Path) -> Rows:
     """What the epoch is, found without a loader: all that doesn't depend on the backend, and Pillow's pixels."""
     args = parsed(data, "pil", Way())
-    images, config = opened(args)[0], train_data.augment_config(args, SETTINGS)
+    images, config = opened(args)[0], train_data.augment_config(args.augment, SETTINGS)
     dataset, indices = TrainDataset(images, config, SEED), list[int]()
     for updates in IndexStream(IMAGES, GLOBAL_BATCH, SEED).epoch(EPOCH):
         for first in updates[0].tolist():  # others are in the broken ones' places
@@ -171,7 +171,7 @@ def _plan_rows(plan: Plan) -> Rows:
     return {field.name: getattr(plan, field.name) for field in fields(Plan) if field.name != "size"}
 
 
-def updates_of_rank(args: Namespace, way: Way, rank: int) -> list[Rows]:
+def updates_of_rank(args: TrainSettings, way: Way, rank: int) -> list[Rows]:
     """What a rank trains on in each update of the epoch."""
     images, labels = opened(args)
     loader = train_data.train_loader(args, images, labels, SETTINGS, World(rank, rank, way.ranks, CPU))
@@ -249,10 +249,10 @@ def loaders(
 ) -> Iterator[tuple[EvalLoader, ImageSource]]:
     """The loader of each rank, with the images."""
     args = parsed(root, backend, way)
-    images = train_data.open_images(args.data_dir, "train", args.dataset)
+    images = train_data.open_images(args.images.data_dir, "train", args.images.dataset)
     for rank in range(way.ranks):
         world = World(rank, rank, way.ranks, CPU)
-        yield train_data.validation_loader(args, images, batch_size, settings(crop_pct), world), images
+        yield train_data.validation_loader(args.images.loading, images, batch_size, settings(crop_pct), world), images
 
 
 @functools.cache

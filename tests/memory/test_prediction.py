@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import volo  # noqa: F401  (registers the models)
 from tlt.models.flops import flops_per_image
-from volo.config.args import TRAIN
+from volo.config.train import TRAIN
 from volo.memory.prediction import StepShape, activations_of, fixed_memory
 
 
@@ -83,9 +83,10 @@ def test_what_stays_from_step_to_step(flags, optimizer, ema, whole_gradients):
     kept = fixed_memory(args, model, torch.device("cpu"))
     trained = 4 * sum(p.numel() for p in model.parameters() if p.requires_grad)
     weights = sum(v.numel() * v.element_size() for v in model.state_dict().values())
-    gradients = trained if whole_gradients else trained // args.shard
-    assert (kept["weights"], kept["gradients"]) == (weights // args.shard, gradients)
-    assert (kept["optimizer"], kept.get("EMA", 0)) == (optimizer * trained // args.shard, ema * weights // args.shard)
+    ranks = args.distributed.shard
+    gradients = trained if whole_gradients else trained // ranks
+    assert (kept["weights"], kept["gradients"]) == (weights // ranks, gradients)
+    assert (kept["optimizer"], kept.get("EMA", 0)) == (optimizer * trained // ranks, ema * weights // ranks)
 
 
 @pytest.mark.parametrize("name", ["coat_tiny", "test_vit3"])

@@ -25,8 +25,9 @@ from tlt.data.augment.plan import AugmentConfig
 from tlt.errors import UserError
 from tlt.models.layers import WHOLE, TransformerBlock, add_branch, draw_masks, draw_subsets, kept_images, kept_share
 from volo.commands.validate import ChosenClasses
-from volo.config.args import TRAIN
+from volo.config.train import TRAIN
 from volo.models.volo import Outlooker
+from volo.train.architecture import requested_by
 from volo.train.model import build_model
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -194,10 +195,10 @@ RECIPES = sorted(CONFIGS.glob("volo_d[345]_*.yaml"))
 )
 def test_recipes_say_how_much_arithmetic_is_left(recipe):
     args = TRAIN.parse(["/data", "-c", str(recipe), "--token-label-data", "l", "--drop-path-mode", "subset"])
-    args.finetune = ""
     with torch.device("meta"):
-        model = build_model(args).train()
-    images, flops = torch.empty(args.batch_size, 3, args.img_size, args.img_size, device="meta"), []
+        model = build_model(requested_by(args)).train()
+    side = args.images.pixels.img_size
+    images, flops = torch.empty(args.images.batch_size, 3, side, side, device="meta"), []
     for mode in ("mask", "subset"):
         model.set_drop_path_mode(mode)
         with torch.no_grad(), FlopCounterMode(display=False) as counter:
@@ -210,8 +211,8 @@ def test_recipes_say_how_much_arithmetic_is_left(recipe):
 def test_timm_models_are_refused_in_one_line():
     flags = ["/data", "--model", "test_vit", "--drop-path", "0.2", "--drop-path-mode", "subset"]
     with pytest.raises(UserError, match="--drop-path-mode subset needs --model volo_"):
-        build_model(TRAIN.parse(flags))
-    assert build_model(TRAIN.parse([*flags, "--model", "lvvit_test"])).drop_path_mode == "subset"
+        build_model(requested_by(TRAIN.parse(flags)))
+    assert build_model(requested_by(TRAIN.parse([*flags, "--model", "lvvit_test"]))).drop_path_mode == "subset"
 
 
 class Around(nn.Module):

@@ -3,7 +3,6 @@
 import contextlib
 import io
 import sys
-from argparse import Namespace
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from types import ModuleType
@@ -13,15 +12,17 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from benchmarks.program import COMMANDS as BENCHMARKS
-from benchmarks.program import benchmark_parser, parse_benchmark
+from benchmarks.program import parse_benchmark, program_of
 from tests.properties.outcomes import result_or_refusal
 from volo.cli import COMMANDS
 from volo.commands.console import run_program
-from volo.config.args import TRAIN, load_yaml
-from volo.config.flag_table import Flag, FlagParser
+from volo.config.fields import Flag, Settings
+from volo.config.parser import FlagParser
+from volo.config.recipes import load_yaml
+from volo.config.train import TRAIN
 
-BENCHMARK = (parse_benchmark, benchmark_parser(BENCHMARKS[0]), [*BENCHMARKS])
-PROGRAMS: dict[str, tuple[Callable[[Sequence[str] | None], Namespace], FlagParser, list[str]]] = {
+BENCHMARK = (parse_benchmark, program_of(BENCHMARKS[0]).parser(), [*BENCHMARKS])
+PROGRAMS: dict[str, tuple[Callable[[Sequence[str] | None], Settings], FlagParser, list[str]]] = {
     name: (COMMANDS[name].program.parse, COMMANDS[name].program.parser(), [])
     for name in ("train", "validate", "label", "export", "report", "preflight")
 } | {"benchmark": BENCHMARK}
@@ -51,7 +52,7 @@ def command_lines(draw: st.DrawFn, parser: FlagParser, commands: list[str]) -> l
     return words + draw(st.lists(st.sampled_from(ODD), max_size=2))
 
 
-def _code(parse: Callable[[Sequence[str] | None], Namespace], argv: list[str]) -> tuple[int, str]:
+def _code(parse: Callable[[Sequence[str] | None], Settings], argv: list[str]) -> tuple[int, str]:
     """Exit code and standard error of a program that does nothing."""
     nothing = ModuleType("does_nothing")
     nothing.run = lambda args: 0  # type: ignore[attr-defined]

@@ -45,8 +45,9 @@ from volo.cluster import preflight
 from volo.commands.predict import names_of_classes
 from volo.commands.report import run as report
 from volo.commands.validate import RealLabels, read_numbers
-from volo.config.args import TRAIN, load_yaml
-from volo.config.flags_programs import REPORT
+from volo.config.recipes import load_yaml
+from volo.config.settings_tools import REPORT
+from volo.config.train import TRAIN
 from volo.train.data import listed_images
 
 pytestmark = pytest.mark.filterwarnings("ignore:Detected pickle protocol")  # torch, of bytes that aren't one

@@ -14,7 +14,7 @@ from tests.record.tracked import report
 from tlt.data.batch import Skipped
 from tlt.errors import NonFiniteError
 from volo.cluster.distributed import World
-from volo.config.args import TRAIN
+from volo.config.train import TRAIN
 from volo.record import records
 from volo.record.logger import Logger
 from volo.record.metrics import EpochTotals, Evaluation

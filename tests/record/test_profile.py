@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch.autograd import DeviceType
 
+from tests.train.small_run import arguments
 from volo.cluster.distributed import World
 from volo.record.profile import WARM_UP, StepProfiler, table
 from volo.train import meter
@@ -55,7 +56,7 @@ def test_a_gpus_kernels_are_added_up_by_kind() -> None:
 @pytest.mark.parametrize(("late", "waited", "told"), [(30, 0.0, 1), (25, 0.0, 0), (50, 2.0, 0)])
 def test_a_gpu_that_waits_for_its_host_is_told_once(late: int, waited: float, told: int) -> None:
     logger = Mock()
-    run = Mock(logger=logger, args=Mock(profile=None), world=World(0, 0, 1, torch.device("cpu")))
+    run = Mock(logger=logger, settings=arguments(), world=World(0, 0, 1, torch.device("cpu")))
     counting = meter.Meter(run, Mock(distillation=None))
     for _ in range(2):
         counting._late = late

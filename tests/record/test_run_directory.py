@@ -7,7 +7,6 @@ import os
 import shutil
 import subprocess
 import sys
-from argparse import Namespace
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime, tzinfo
 from pathlib import Path
@@ -18,6 +17,7 @@ import yaml
 from tests.commands.conftest import ROOT
 from tests.conftest import python_path
 from tlt.errors import UserError
+from volo.config.settings_train import TrainSettings
 from volo.record import records, run_directory
 from volo.record.records import RunRecords, read_json_lines
 from volo.record.run_directory import RunLock, new_directory, newest_alike
@@ -116,8 +116,8 @@ def test_a_full_disk_and_damaged_records_stop_nothing(tmp_path: Path, monkeypatc
     (tmp_path / "run.json").write_text("[{")
     (tmp_path / "metrics.jsonl").write_bytes(b'{"event": "epoch", "epoch": 0}\n\x00\x00\xff,2\n')
     directory = RunRecords(tmp_path)
-    directory.record_start(Namespace(model="volo_d1", scale=(0.1, 1.0)), 2, "cpu")
-    directory.record_start(Namespace(model="volo_d1"), 1, "cpu")
+    directory.record_start(TrainSettings().decide("command line", scale=[0.1, 1.0]), 2, "cpu")
+    directory.record_start(TrainSettings(), 1, "cpu")
     assert yaml.safe_load((tmp_path / "args.yaml").read_text())["model"] == "volo_d1"
     assert [start["world_size"] for start in json.loads((tmp_path / "run.json").read_text())] == [2, 1]
     directory.rewind(1, 4)

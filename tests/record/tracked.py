@@ -3,7 +3,6 @@
 import json
 import os
 import sqlite3
-from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,12 +11,13 @@ import torch
 import yaml
 
 from volo.cluster.distributed import World
+from volo.config.train import TRAIN
 from volo.record.logger import Logger
 from volo.record.metrics import EpochTotals, Evaluation, Interval
 from volo.record.records import RunRecords
 
 UPDATES = 3  # of an epoch
-SETTINGS = {"lr": 0.25, "model": "volo_d1", "mean": None, "scale": [0.08, 1.0], "experiment": ""}
+SETTINGS = TRAIN.parse(["/data", "--lr", "0.25"])
 
 
 class Tracked(NamedTuple):
@@ -30,7 +30,7 @@ class Tracked(NamedTuple):
 def open_run(run: Path, update: int, *trackers: str, project: str = "", tags: tuple[str, ...] = ()) -> Logger:
     """Start a run, or resume it from a checkpoint of this update."""
     directory = RunRecords(run)
-    directory.record_start(Namespace(**SETTINGS), 1, "cpu")
+    directory.record_start(SETTINGS, 1, "cpu")
     directory.rewind(update // UPDATES, update)
     logger = Logger(World(0, 0, 1, torch.device("cpu")))
     logger.open(directory, range(7))

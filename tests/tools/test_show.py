@@ -216,9 +216,9 @@ def test_the_command_writes_a_page_and_nothing_else(data, tmp_path, capsys, recw
 
 
 def test_flags_mean_what_train_py_means():
-    from volo.config.args import TRAIN
+    from volo.config.settings_train import TrainSettings
 
-    shown, train = parser().parse_args(["show", "d", "l", "-o", "p.png"]), TRAIN.parser().defaults()
-    assert (list(shown.scale), shown.hflip, shown.reprob) == (train["scale"], train["hflip"], train["reprob"])
-    assert shown.aa == train["aa"]
-    assert shown.uncovered == train["uncovered"]
+    shown, train = parser().parse_args(["show", "d", "l", "-o", "p.png"]), TrainSettings()
+    for name in ("scale", "hflip", "reprob", "aa", "uncovered"):
+        value = getattr(shown, name)
+        assert (list(value) if name == "scale" else value) == train[name]

@@ -1,7 +1,6 @@
 """A run of a few milliseconds: model, data, directory."""
 
 import io
-from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
@@ -9,13 +8,17 @@ import torch
 from timm.optim import create_optimizer_v2
 from timm.utils import ModelEmaV3
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 import volo  # noqa: F401  (registers the models)
 from tlt.io.weights import read_checkpoint
 from volo.checkpoint.checkpoint import CheckpointDir, RankedCheckpoint, best_of
 from volo.checkpoint.resume import newest_checkpoint, verified
 from volo.checkpoint.state import TrainState
-from volo.config.args import TRAIN
+from volo.config.settings_train import TrainSettings
+from volo.config.train import TRAIN
+from volo.train.optim import create_optimizer
+from volo.train.schedule import LrSchedule
 
 METADATA = {
     "arch": "tiny",
@@ -24,9 +27,18 @@ METADATA = {
 }
 
 
-def arguments(line: str = "") -> Namespace:
+def arguments(line: str = "") -> TrainSettings:
     """What train.py makes of flags."""
     return TRAIN.parse(["/data", *line.split()])
+
+
+def schedule_of(args: TrainSettings, lr: float, updates_per_epoch: int) -> LrSchedule:
+    return LrSchedule(args.schedule, args.checkpoints, args.run.seed, lr, updates_per_epoch)
+
+
+def optimizer_of(args: TrainSettings, model: nn.Module, device: torch.device | None = None) -> Optimizer:
+    lr = args.schedule.lr_base if args.schedule.lr is None else args.schedule.lr
+    return create_optimizer(model, args.optim, args.distributed, lr, device)
 
 
 def build(seed: int = 0, optimizer: str = "adamw", ema: bool = True, scaler: bool = True, **kwargs: Any) -> TrainState:

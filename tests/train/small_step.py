@@ -13,7 +13,8 @@ from tlt.data.backends.synthetic import SyntheticLabels, synthetic_folder
 from tlt.data.batch import Batch
 from volo.cluster.distributed import World
 from volo.commands.train import build
-from volo.config.args import TRAIN
+from volo.config.train import TRAIN
+from volo.train.architecture import requested_by
 from volo.train.data import Folders
 from volo.train.loop import train_epoch
 from volo.train.model import build_model
@@ -37,10 +38,10 @@ def small_run(flags: str, images: int = 27, seen: int = 0) -> tuple[Any, Trainin
     logger.line = logger.lines.append
     guard = SimpleNamespace(iterate_until_stopped=partial(_spoilt, count(seen)), watchdog=Mock())
     run: Any = Run(args, World(0, 0, 1, device), logger, guard, Mock(), Mock())
-    torch.manual_seed(args.seed)
+    torch.manual_seed(args.run.seed)
     folder = synthetic_folder(images, 4)
-    labels = SyntheticLabels(folder, (3, 6, 6)) if args.token_label_data else None
-    return run, build(run, Folders(folder, folder, []), labels, build_model(args), batch)
+    labels = SyntheticLabels(folder, (3, 6, 6)) if args.labels.token_label_data else None
+    return run, build(run, Folders(folder, folder, []), labels, build_model(requested_by(args)), batch)
 
 
 def _spoilt(number: Iterator[int], batches: Iterator[Batch]) -> Iterator[Batch]:

@@ -249,7 +249,7 @@ def test_the_memory_of_the_host_for_a_rehearsal_is_predicted(monkeypatch: pytest
     held = sum(value.nbytes for value in (*step._changed(), *model.parameters(), *model.parameters()))
     monkeypatch.setattr(prediction, "GIB", 1.0)
     shape = prediction.StepShape((3, 64, 64), "cpu", dense=True)
-    lines = prediction.memory_report(run.args, model, model, shape, torch.device("cpu"), graph=True)
+    lines = prediction.memory_report(run.settings, model, model, shape, torch.device("cpu"), graph=True)
     assert float(lines[1].partition("tried: ")[2].split()[0]) == pytest.approx(held, rel=1e-3)
 
 

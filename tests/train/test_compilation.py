@@ -1,6 +1,5 @@
 """--torchcompile by blocks: as many graphs as there are kinds of blocks, which compute what eager mode does."""
 
-from argparse import Namespace
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import Any
@@ -13,11 +12,14 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 import volo  # noqa: F401  registers the models
+from tests.train.small_run import arguments
 from tlt.errors import UserError
 from tlt.models.layers import WHOLE, ResidualBlock, draw_masks
 from volo.cluster.distributed import World
 from volo.cluster.shard import distribute
-from volo.train.compilation import compile_errors_told, compile_model, compile_modules, feature_compiler, stems
+from volo.config.settings_shared import Compilation
+from volo.config.settings_train import TrainCompilation
+from volo.train.compilation import Compiler, compile_errors_told, stems
 from volo.train.model import wrap_model
 
 # Three transformer blocks, with stochastic depth of another rate each.
@@ -34,10 +36,8 @@ def from_the_beginning() -> Iterator[None]:
     torch.compiler.reset()
 
 
-def flags(model: str = "volo_test", backend: str = "eager", **more: Any) -> Namespace:
-    asked = {"torchcompile_mode": None, "torchcompile_scope": None, "grad_compression": "none"}
-    asked |= {"token_label": True, "cls_weight": 1.0, "dist_bn": None}
-    return Namespace(model=model, torchcompile=backend, **asked | more)
+def compiler(name: str = "volo_test", backend: str = "eager", **more: Any) -> Compiler:
+    return Compiler(Compilation(torchcompile=backend, **more), name)
 
 
 def small(name: str, mode: str = "mask") -> Any:
@@ -66,7 +66,7 @@ def graphs() -> int:
 @pytest.mark.parametrize("name", SMALL)
 def test_stem_is_one_graph_that_equals_eager_mode(name: str) -> None:
     eager, model = small(name), small(name)
-    compile_modules([model.patch_embed], flags(backend="aot_eager"))
+    compiler(backend="aot_eager").modules([model.patch_embed])
     for step, batch in enumerate((4, 3)):
         torch.testing.assert_close(gradients(model, batch, step), gradients(eager, batch, step))
     assert graphs() == 1 and stems(model) == []
@@ -89,7 +89,7 @@ def test_kind_of_block_is_one_graph_as_eager(name: str, drop_path_mode: str, che
     for each in (eager, model):
         each.set_grad_checkpointing(checkpointing)
     names = list(model.state_dict())
-    assert compile_model(model, flags(name)) is model and list(model.state_dict()) == names
+    assert compiler(name).model(model) is model and list(model.state_dict()) == names
     training, evaluation = KINDS[name]
     for step, batch in enumerate((8, 5, 7)):  # and, with the subset, as many numbers of samples as blocks
         torch.testing.assert_close(gradients(model, batch, step), gradients(eager, batch, step))
@@ -115,7 +115,7 @@ def process_group() -> Iterator[None]:
 def test_distributed_data_parallel_takes_both_scopes(process_group: None, scope: str) -> None:
     cpu = torch.device("cpu")
     eager, model = (distribute(small("lvvit_test"), cpu) for _ in range(2))
-    called = compile_model(model, flags(torchcompile_scope=scope))
+    called = compiler(torchcompile_scope=scope).model(model)
     for step in range(2):
         with called.no_sync() if step else nullcontext():
             found = gradients(called, 4, step)
@@ -125,20 +125,23 @@ def test_distributed_data_parallel_takes_both_scopes(process_group: None, scope:
 
 def test_whole_model_is_compiled_where_asked_or_needed() -> None:
     alone = World(0, 0, 1, torch.device("cpu"))
-    cases = [("volo_test", {"torchcompile_scope": "model"}), ("test_vit", {})]
-    cases += [("volo_test", {"backend": "inductor", "torchcompile_mode": "reduce-overhead"})]
-    for name, more in cases:
-        model = timm.create_model(name)
-        assert wrap_model(model, flags(name, **more), alone)._orig_mod is model
-    assert compile_model(model, flags(backend="")) is model
+    for flags in (
+        "volo_test --torchcompile eager --torchcompile-scope model",
+        "test_vit --torchcompile eager",
+        "volo_test --torchcompile --torchcompile-mode reduce-overhead",
+    ):
+        args = arguments(f"--model {flags}")
+        model = timm.create_model(args.network.model)
+        assert wrap_model(model, args, alone)._orig_mod is model
+    assert compiler(backend="").model(model) is model
 
 
 def test_what_cannot_be_done_is_told() -> None:
     vit = timm.create_model("test_vit")
     with pytest.raises(UserError, match="test_vit is compiled as a whole: --torchcompile-scope model"):
-        compile_model(vit, flags("test_vit", torchcompile_scope="blocks"))
+        compiler("test_vit", torchcompile_scope="blocks").model(vit)
     with pytest.raises(UserError, match="--torchcompile bogus: no such backend"):
-        compile_model(small("volo_test"), flags(backend="bogus"))
+        compiler(backend="bogus").model(small("volo_test"))
 
 
 def test_an_annotator_s_features_are_compiled_in_either_scope() -> None:
@@ -147,7 +150,7 @@ def test_an_annotator_s_features_are_compiled_in_either_scope() -> None:
         with torch.no_grad():
             x = torch.randn(2, 3, 32, 32)
             expected = model.forward_features(x)
-            compiled = feature_compiler(model, flags(torchcompile_scope=scope))
+            compiled = compiler(torchcompile_scope=scope).features(model)
             before = graphs()
             torch.testing.assert_close(compiled(lambda m, y: m.forward_features(y))(model, x), expected)
             assert graphs() > before
@@ -157,12 +160,11 @@ def test_errors_of_the_compiler_are_one_line() -> None:
     def broken(*_: Any) -> Callable[..., Any]:
         raise ValueError("two\nlines")
 
-    args = flags(backend="inductor")
     told = pytest.raises(UserError, match=r"can't compile this \(ValueError: two lines\): try another")
-    with told as caught, compile_errors_told(args):
+    with told as caught, compile_errors_told("inductor"):
         torch.compile(nn.ReLU(), backend=broken)(torch.ones(2))
     assert "\n" not in str(caught.value)
-    with pytest.raises(ZeroDivisionError), compile_errors_told(args):
+    with pytest.raises(ZeroDivisionError), compile_errors_told("inductor"):
         _ = 1 / 0
 
 
@@ -190,5 +192,7 @@ def test_compiled_draws_are_a_function_of_the_seed() -> None:
 
 def test_the_memory_budget_is_torchs() -> None:
     with torch._functorch.config.patch(activation_memory_budget=1.0):  # and put it back afterwards
-        compile_model(small("lvvit_test"), flags("lvvit_test", activation_memory_budget=0.3))
+        Compiler(TrainCompilation(torchcompile="eager", activation_memory_budget=0.3), "lvvit_test").model(
+            small("lvvit_test")
+        )
         assert torch._functorch.config.activation_memory_budget == 0.3

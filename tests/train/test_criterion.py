@@ -1,6 +1,7 @@
 """The token-label criterion: its loss is that of the dense definition, whatever the number of classes."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import timm
@@ -18,6 +19,7 @@ from tlt.loss import LossTerms, blend_truth
 from tlt.mix import Mixup
 from tlt.mixtoken import Box, mix_tokens, mixed_share
 from tlt.targets import one_hot
+from volo.config.train import TRAIN
 from volo.train.criterion import ClassCriterion, TokenLabelCriterion, make_criterion, step_loss
 from volo.train.meter import mixed_images
 
@@ -85,15 +87,14 @@ def test_targets_that_mixup_has_smoothed_are_not_smoothed_again() -> None:
 
 
 def test_flag_sets_the_loss_setting_of_its_name() -> None:
-    args = arguments("--token-label --token-label-data l --smoothing 0.2 --cls-weight 0.7 --uncovered uniform")
-    args.grid, args.window, args.dense, args.mix = "flags", "of", "other", "things"
     model = timm.create_model("volo_test", num_classes=3, img_size=64)
-    criterion = make_criterion(args, model, (64, 64))
-    expected = TokenLabelCriterion.of(model, (64, 64), smoothing=0.2, cls_weight=0.7, uncovered="uniform")
-    assert criterion == expected
-    del args.gt_weight_agree  # a flag that has another name now
-    with pytest.raises(AttributeError, match="gt_weight_agree"):
-        make_criterion(args, model, (64, 64))
+    given: dict[str, Any] = {"smoothing": 0.2, "cls_weight": 0.7, "dense_weight": 0.4, "uncovered": "uniform"}
+    given |= {"ground_truth": True, "gt_weight_agree": 0.3, "gt_weight_disagree": 0.05}
+    line = " ".join(TRAIN.parser().words_of(given))
+    args = arguments(f"--token-label --token-label-data l {line}")
+    assert make_criterion(args, model, (64, 64)) == TokenLabelCriterion.of(model, (64, 64), **given)
+    bare = make_criterion(arguments("--token-label --token-label-data l"), model, (64, 64))
+    assert bare == TokenLabelCriterion.of(model, (64, 64), smoothing=0.1)
 
 
 def test_first_batch_shows_what_the_step_mixes() -> None:

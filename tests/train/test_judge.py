@@ -2,35 +2,33 @@
 
 import json
 import re
-from argparse import Namespace
 from itertools import accumulate
 from math import comb
 from pathlib import Path
+from typing import Any
 from unittest.mock import Mock
 
 import numpy as np
 import pytest
 
-from tests.train.small_run import arguments
+from tests.train.small_run import arguments, schedule_of
 from volo.commands.run_start import outcome
 from volo.record.metrics import chance_interval
 from volo.train.judge import chance_line, judge_epoch, remedies
-from volo.train.run import Run, Training
-from volo.train.schedule import LrSchedule
 
 Scores = dict[int, dict[str, float]]
 
 
-def judged(tmp_path: Path, flags: str, scores: Scores, per_class: list[int], train: int = 900) -> tuple[Run, Training]:
+def judged(tmp_path: Path, flags: str, scores: Scores, per_class: list[int], train: int = 900) -> tuple[Any, Any]:
     """A run whose epochs have these scores, so many validation images of each class, and 8 updates an epoch."""
     short = " ".join(f"{flag} {n}" for flag, n in (("-b", 8), ("--warmup-epochs", 0)) if flag not in flags.split())
-    args = Namespace(**vars(arguments(f"{flags} {short} --cooldown-epochs 0")))
-    schedule = LrSchedule(args, 5e-4 if args.lr is None else args.lr, 8)
+    args = arguments(f"{flags} {short} --cooldown-epochs 0")
+    schedule = schedule_of(args, 5e-4 if args.schedule.lr is None else args.schedule.lr, 8)
     classes, state = np.repeat(np.arange(len(per_class)), per_class), Mock(scores=scores, epoch=len(scores))
     state.update = 8 * len(scores)
     loader, validation = Mock(dataset=Mock(classes=np.arange(train) % 10)), Mock(dataset=Mock(classes=classes))
     training = Mock(state=state, schedule=schedule, validation=validation, loader=loader)
-    return Mock(args=args, directory=tmp_path), training
+    return Mock(settings=args, directory=tmp_path), training
 
 
 @pytest.mark.parametrize(
@@ -84,7 +82,9 @@ def test_a_run_ends_with_its_best_epoch_and_a_verdict(
     rows = [dict(zip(names, row if isinstance(row, tuple) else (row,), strict=False)) for row in scores]
     given = flags.replace("synthetic", "") + " --epochs 10"
     run, training = judged(tmp_path, given, {0: {}} if not rows else dict(enumerate(rows)), per_class)
-    run.args.data_backend = "synthetic" if flags == "synthetic" else "torchvision"
+    run.settings = run.settings.decide(
+        "command line", data_backend="synthetic" if flags == "synthetic" else "torchvision"
+    )
     training.state.epoch = training.schedule.last_epoch
     line, told = outcome(run, training)
     assert re.search(best, line) and bool(verdict) == bool(told) and re.search(verdict, told), (line, told)

@@ -6,10 +6,10 @@ import torch
 from timm.optim import param_groups_layer_decay
 from torch import nn
 
-from tests.train.small_run import arguments
+from tests.train.small_run import arguments, optimizer_of
 from tlt.errors import UserError
 from volo.checkpoint.state import load_optimizer_state
-from volo.train.optim import create_optimizer, set_lr
+from volo.train.optim import set_lr
 
 
 class Small(nn.Module):
@@ -32,7 +32,7 @@ class Small(nn.Module):
 
 def test_weight_decay_spares_vectors_and_what_the_model_names() -> None:
     model = Small()
-    optimizer = create_optimizer(arguments(), model)
+    optimizer = optimizer_of(arguments(), model)
     decay = {id(p): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
     names = {name: decay.get(id(p)) for name, p in model.named_parameters()}
     spared, untrained = ["pos_embed", "body.bias", "norm.weight", "norm.bias"], ["unused.weight", "unused.bias"]
@@ -41,7 +41,7 @@ def test_weight_decay_spares_vectors_and_what_the_model_names() -> None:
 
 def test_layer_decay_is_timms_and_survives_set_lr() -> None:
     model = timm.create_model("vit_tiny_patch16_224", depth=3, img_size=32, num_classes=2)
-    optimizer = create_optimizer(arguments("--layer-decay 0.5"), model)
+    optimizer = optimizer_of(arguments("--layer-decay 0.5"), model)
     expected = param_groups_layer_decay(model, 0.05, model.no_weight_decay(), layer_decay=0.5)
     scales = {id(p): group["lr_scale"] for group in expected for p in group["params"]}
     set_lr(optimizer, 0.02)
@@ -54,10 +54,10 @@ def test_layer_decay_is_timms_and_survives_set_lr() -> None:
 
 def test_fused_where_torch_has_it() -> None:
     for device in ("cuda", "cpu"):
-        assert create_optimizer(arguments(), Small(), torch.device(device)).defaults["fused"] is True
-    assert not create_optimizer(arguments(), Small(), torch.device("mps")).defaults["fused"]
-    assert "fused" not in create_optimizer(arguments("--opt lamb"), Small()).defaults
-    assert not create_optimizer(arguments("--opt sgd"), Small()).defaults["fused"]  # its skipped first step does harm
+        assert optimizer_of(arguments(), Small(), torch.device(device)).defaults["fused"] is True
+    assert not optimizer_of(arguments(), Small(), torch.device("mps")).defaults["fused"]
+    assert "fused" not in optimizer_of(arguments("--opt lamb"), Small()).defaults
+    assert not optimizer_of(arguments("--opt sgd"), Small()).defaults["fused"]  # its skipped first step does harm
 
 
 @pytest.mark.parametrize(
@@ -75,7 +75,7 @@ def test_fused_where_torch_has_it() -> None:
 def test_refused_in_one_line(line: str, device: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(UserError) as caught:
-        create_optimizer(arguments(line), Small(), torch.device(device))
+        optimizer_of(arguments(line), Small(), torch.device(device))
     assert message in str(caught.value) and "\n" not in str(caught.value)
 
 
@@ -89,7 +89,7 @@ def test_moments_of_another_memory_format() -> None:
         for gradient, layout in zip(gradients, layouts, strict=True):
             model = nn.Conv2d(3, 4, 5, bias=False).to(memory_format=getattr(torch, layout))
             model.weight.data.copy_(weight)
-            optimizer = create_optimizer(arguments("--lr 0.1"), model)
+            optimizer = optimizer_of(arguments("--lr 0.1"), model)
             if saved is not None:
                 load_optimizer_state(optimizer, saved)
             model.weight.grad = torch.empty_like(model.weight).copy_(gradient)

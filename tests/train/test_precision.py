@@ -19,11 +19,10 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from tests.commands.conftest import QUICK, Make, few_pictures  # noqa: F401  (for all tests here)
 from tests.processor.wrong_bfloat16 import wrong_convolutions
+from tests.train.small_run import arguments, optimizer_of
 from tlt.errors import NonFiniteError
 from volo import cli
-from volo.config.args import TRAIN
 from volo.train.model import heads_of
-from volo.train.optim import create_optimizer
 from volo.train.precision import Clipping, Precision, WorkingCopy, check_convolutions, compute_dtype
 
 CPU = torch.device("cpu")
@@ -88,8 +87,8 @@ def test_fault_53_skipped_first_step_leaves_nothing_behind(
         if opt == "blind":
             optimizer: torch.optim.Optimizer = _Blind(model.parameters(), {})
         else:
-            args = TRAIN.parse(["/data", "--opt", opt, "--lr", "0.1", "--opt-kwargs", *options])
-            optimizer = create_optimizer(args, model, torch.device(kind))
+            args = arguments(f"--opt {opt} --lr 0.1 --opt-kwargs {' '.join(options)}")
+            optimizer = optimizer_of(args, model, torch.device(kind))
         precision = Precision(torch.device(device))
         precision.scaler = torch.amp.GradScaler(device, init_scale=4.0) if scaled else None
         for gradient in gradients:
@@ -151,7 +150,7 @@ def test_adaptive_clipping_leaves_the_heads_alone() -> None:
     ],
 )
 def test_fault_59_amp_on_a_cpu_is_bfloat16(flags: str, device: str, dtype: torch.dtype | None) -> None:
-    assert compute_dtype(TRAIN.parse(["/data", *flags.split()]), torch.device(device)) is dtype
+    assert compute_dtype(arguments(flags).precision.mixed, torch.device(device)) is dtype
     with Precision(CPU, dtype).autocast():
         assert nn.Linear(2, 2)(torch.ones(1, 2)).dtype is (dtype or torch.float32)
 

@@ -7,16 +7,15 @@ import numpy as np
 import pytest
 import torch
 
-from tests.train.small_run import arguments
+from tests.train.small_run import arguments, schedule_of
 from tlt.errors import UserError
 from volo.cluster.distributed import World
 from volo.commands.run_start import surprises
-from volo.config.args import TRAIN
-from volo.config.flags_train import FROM_NOTHING
+from volo.config.settings_train import FITTED, FROM_NOTHING
+from volo.config.train import TRAIN
 from volo.record.records import duration
 from volo.train import loop, meter
 from volo.train.run import batch_record, recipe_from_nothing, resolve_args, steps_to_keep
-from volo.train.schedule import LrSchedule
 
 
 @pytest.mark.parametrize(
@@ -34,15 +33,16 @@ from volo.train.schedule import LrSchedule
     ],
 )
 def test_a_command_without_a_model_takes_the_recipe_from_nothing(flags: str, images: int, taken: bool) -> None:
-    given = TRAIN.parse([*["data"] * ("synthetic" not in flags), *flags.split()])
-    given.notes.append("bound to CPU 0")
+    given = TRAIN.parse([*["data"] * ("synthetic" not in flags), *flags.split()]).noting("bound to CPU 0")
     args = recipe_from_nothing(given, images, 1)
     assert "bound to CPU 0" in args.notes
-    assert (args is not given) == taken == (args.model != "volo_d1")
+    assert (args is not given) == taken == (args.network.model != "volo_d1")
     if taken:
         length = "" if "--epochs" in flags else "--epochs 60"
         recipe = TRAIN.parse(["data", "-c", FROM_NOTHING, *length.split(), *flags.split()])
-        assert vars(args) == vars(recipe) | {"notes": args.notes} and args.defaulted == recipe.defaulted
+        assert args.values() == recipe.values() and all(
+            args.set_by_user(name) == recipe.set_by_user(name) for name in FITTED
+        )
         assert f"-c {FROM_NOTHING}" in args.notes[-1] and f"{images} images" in args.notes[-1]
 
 
@@ -60,7 +60,7 @@ def test_a_command_without_a_model_takes_the_recipe_from_nothing(flags: str, ima
 )
 def test_recipe_from_nothing_fits(flags: str, images: int, world_size: int, fitted: tuple[int, int, int]) -> None:
     args = recipe_from_nothing(TRAIN.parse(["data", *flags.split()]), images, world_size)
-    assert (args.epochs, args.val_interval, args.batch_size) == fitted
+    assert (args.schedule.epochs, args.checkpoints.val_interval, args.images.batch_size) == fitted
 
 
 @pytest.mark.parametrize(
@@ -112,7 +112,7 @@ def test_defaults_fit_the_data_and_what_is_given_stays(flags: str, images: int, 
     words = fitted.split()
     expected = {short.get(name, name): value for name, value in zip(words[::2], words[1::2], strict=True)}
     resolved, _, told = resolve_args(args, {}, images, classes, 1)
-    assert {k: str(v) for k, v in vars(resolved).items() if v != getattr(args, k)} == expected
+    assert {k: str(v) for k, v in resolved.values().items() if v != args[k]} == expected
     assert all(f"--{k.replace('_', '-')} {v}".replace(" True", "") in told[0] for k, v in expected.items())
 
 
@@ -120,9 +120,9 @@ def test_defaults_fit_the_data_and_what_is_given_stays(flags: str, images: int, 
 def test_average_forgets_initial_weights_or_a_warning_says_so(flags: str, images: int) -> None:
     """Of n updates the first ones' share is decay ** n. timm's warm-up forgets them in any case."""
     args, batch, told = resolve_args(arguments(f"{flags} --model-ema"), {}, images, 1000, 2)
-    updates = args.epochs * -(-images // batch["global"])
-    assert args.model_ema_decay**updates < 0.01 and (updates < 100 or args.model_ema_decay > 0.9)
-    assert f"--model-ema-decay {args.model_ema_decay}" in told[0] and len(told) == 1
+    updates, fitted = args.schedule.epochs * -(-images // batch["global"]), args.ema.model_ema_decay
+    assert fitted**updates < 0.01 and (updates < 100 or fitted > 0.9)
+    assert f"--model-ema-decay {fitted}" in told[0] and len(told) == 1
     for decay, share in (("0.99992", 100 * 0.99992**updates), ("0", 0)):
         told = resolve_args(arguments(f"{flags} --model-ema --model-ema-decay {decay}"), {}, images, 1000, 2)[2]
         warning = f"after the {updates} updates of this run {share:.0f} % of its moving average are still the initial"
@@ -156,9 +156,9 @@ def test_average_forgets_initial_weights_or_a_warning_says_so(flags: str, images
 )
 def test_run_that_learns_little_is_warned(flags: str, images: int, classes: int, told: list[str]) -> None:
     args = arguments(f"{flags} --cooldown-epochs 0")
-    args.warmup_epochs = 2 if "warmup_epochs" in args.defaulted else args.warmup_epochs
-    peak = 1e-3 if args.lr is None else args.lr
-    lines = surprises(args, LrSchedule(args, peak, images), np.arange(images) % classes)  # one image an update
+    args = args if args.set_by_user("warmup_epochs") else args.decide("data", warmup_epochs=2)
+    peak = 1e-3 if args.schedule.lr is None else args.schedule.lr
+    lines = surprises(args, schedule_of(args, peak, images), np.arange(images) % classes)  # one image an update
     assert len(lines) == len(told) and all(text in line for text, line in zip(told, lines, strict=True)), lines
 
 
@@ -167,7 +167,7 @@ def test_ranks_share_statistics_before_they_validate(dist_bn: str, monkeypatch: 
     done: list[tuple[Any, ...]] = []
     monkeypatch.setattr(loop, "distribute_bn", lambda model, ranks, reduce: done.append((model, ranks, reduce)))
     state = Mock(ema=None)
-    run = Mock(world=Mock(size=2), args=arguments(f"--dist-bn {dist_bn} --kd-only --kd-model-name x"))
+    run = Mock(world=Mock(size=2), settings=arguments(f"--dist-bn {dist_bn} --kd-only --kd-model-name x"))
     assert loop.validate_epoch(run, Mock(state=state), 0) == {}
     assert done == [(state.model, 2, dist_bn == "reduce")]
 
@@ -202,7 +202,7 @@ def test_updates_after_the_first_say_how_long_it_takes(
     now, state = 0.0, Mock(update=0, epoch=0, updates_per_epoch=updates, loaded_progress={})
     monkeypatch.setattr(meter.time, "perf_counter", lambda: now)
     args = arguments(f"--log-interval {log_interval} --val-interval 2")
-    run = Mock(world=World(0, 0, 1, torch.device("cpu")), guard=Mock(waited=0.0), args=args)
+    run = Mock(world=World(0, 0, 1, torch.device("cpu")), guard=Mock(waited=0.0), settings=args)
     run.logger.work, state.metadata = range(100 * updates + 1), {"model_config": {"img_size": (8, 8)}}
     loader = Mock(index_stream=Mock(global_batch=10, sizes=None))
     training = Mock(state=state, validation=Mock(dataset=range(60)), loader=loader, distillation=None)
@@ -224,17 +224,15 @@ def test_updates_after_the_first_say_how_long_it_takes(
 def test_a_resumed_run_keeps_what_its_checkpoint_was_fitted_to() -> None:
     args = arguments("--epochs 4")
     fresh, batch, _ = resolve_args(args, {}, 54, 3, 1)
-    assert (fresh.batch_size, fresh.num_classes, fresh.warmup_epochs) == (8, 3, 0)
-    checkpoint = {"args": vars(fresh), "model_config": {"num_classes": 3}, "batch": batch}
+    assert [fresh[name] for name in ("batch_size", "num_classes", "warmup_epochs")] == [8, 3, 0]
+    checkpoint = {"args": fresh.values(), "model_config": {"num_classes": 3}, "batch": batch}
     # More images and classes than before, on two processes: the same batch, classes and schedule.
     again, _, told = resolve_args(args, checkpoint, 5000, 4, 2)
     fitted = "--warmup-epochs 0 --cooldown-epochs 0 --checkpoint-hist 3 --num-classes 3 --batch-size 4 "
     assert told == [f"as the run has begun: {fitted}--lr-base-scale sqrt"]
-    assert str((again.batch_size, again.num_classes, again.warmup_epochs)) == "(4, 3, 0)"
-    with pytest.raises(AttributeError, match="--lr is decided before the run is built"):
-        again.lr = 1.0
+    assert str([again[name] for name in ("batch_size", "num_classes", "warmup_epochs")]) == "[4, 3, 0]"
     given = resolve_args(arguments("--epochs 4 -b 2 --num-classes 9"), checkpoint, 54, 9, 1)[0]
-    assert (given.batch_size, given.num_classes) == (2, 9)
+    assert (given.images.batch_size, given.network.num_classes) == (2, 9)
 
 
 @pytest.mark.parametrize(
@@ -251,33 +249,34 @@ def test_a_resumed_run_keeps_what_its_checkpoint_was_fitted_to() -> None:
 )
 def test_what_is_fitted_to_a_length_is_fitted_again(trunk: str, branch: str, more: dict[str, int]) -> None:
     fresh, batch, _ = resolve_args(arguments(f"-b 8 {trunk}"), {}, 5000, 1000, 1)
-    checkpoint = {"args": vars(fresh), "batch": batch, **more}
+    checkpoint = {"args": fresh.values(), "batch": batch, **more}
     sizes = trunk[trunk.find("--train-img") :] if "sizes" in trunk else ""
     args = arguments(f"-b 8 {branch} {sizes}")
-    expected = vars(resolve_args(args, {}, 5000, 1000, 1)[0])
+    expected = resolve_args(args, {}, 5000, 1000, 1)[0].values()
     resolved = resolve_args(args, checkpoint, 5000, 1000, 1)[0]
-    assert vars(resolved) == expected
+    assert resolved.values() == expected
     # What the trunk was given stays, on the same images and on others.
     given = {"warmup_epochs": 3, "cooldown_epochs": 3, "checkpoint_hist": 7}
-    checkpoint["args"] = vars(fresh) | given
-    again = vars(resolve_args(args, checkpoint, 900, 1000, 1)[0])
+    checkpoint["args"] = fresh.values() | given
+    again = resolve_args(args, checkpoint, 900, 1000, 1)[0]
     assert {name: again[name] for name in given} == given
 
 
 @pytest.mark.parametrize("flags", ["--epochs 300 --model-ema", "--epochs 10"])
 def test_short_branch_forgets_its_trunks_average(flags: str) -> None:
     trunk, batch, _ = resolve_args(arguments(f"{flags} -b 8"), {}, 400, 1000, 1)
-    checkpoint = {"args": vars(trunk), "batch": batch, "epoch": 7}
+    checkpoint = {"args": trunk.values(), "batch": batch, "epoch": 7}
     branch = resolve_args(arguments("--epochs 10 --model-ema -b 8"), checkpoint, 400, 1000, 1)[0]
-    left = trunk.model_ema_decay ** (8 * 50) if trunk.model_ema else 1  # without an average, it begins at the branch
-    assert left * branch.model_ema_decay ** (2 * 50) == pytest.approx(0.1, rel=0.1)
+    # Without an average, it begins at the branch.
+    left = trunk.ema.model_ema_decay ** (8 * 50) if trunk.ema.model_ema else 1
+    assert left * branch.ema.model_ema_decay ** (2 * 50) == pytest.approx(0.1, rel=0.1)
 
 
 def test_subsets_are_judged_by_the_checkpoints_batch() -> None:
     args = arguments("--epochs 4 --num-classes 3 --drop-path 0.1 --drop-path-mode subset")
     with pytest.raises(UserError, match="--drop-path-mode subset"):  # of batches of two images
         resolve_args(args, {}, 10, 3, 1)
-    assert resolve_args(args, {"args": {"batch_size": 16}}, 10, 3, 1)[0].batch_size == 16
+    assert resolve_args(args, {"args": {"batch_size": 16}}, 10, 3, 1)[0].images.batch_size == 16
     with pytest.raises(UserError, match="--drop-path-mode subset"):
         resolve_args(args, {"args": {"batch_size": 2}}, 500, 3, 1)
     for sizes in ("-b 16 --train-batch-sizes 16 2", "-b 4 --train-batch-sizes auto"):
@@ -285,7 +284,7 @@ def test_subsets_are_judged_by_the_checkpoints_batch() -> None:
             flags = "--num-classes 3 --drop-path 0.1 --drop-path-mode subset --train-img-sizes 64 224"
             resolve_args(arguments(f"{flags} {sizes}"), {}, 500, 3, 1)
     flags += " -b 2 --train-batch-sizes 16 8"  # what -b says is the batch of no update
-    assert resolve_args(arguments(flags), {}, 500, 3, 1)[0].batch_size == 2
+    assert resolve_args(arguments(flags), {}, 500, 3, 1)[0].images.batch_size == 2
 
 
 def test_fault_61_checkpoint_values_are_checked_as_flags() -> None:
@@ -303,7 +302,7 @@ def test_fault_61_checkpoint_values_are_checked_as_flags() -> None:
                 resolve_args(arguments("--epochs 4"), {"args": {name: value}}, 54, 3, 1)
             assert len(str(told.value)) < 300 and "\n" not in str(told.value)
             given = resolve_args(arguments(f"--epochs 4 {flag} {good}"), {"args": {name: value}}, 54, 3, 1)[0]
-            assert str(getattr(given, name)) == good
+            assert str(given[name]) == good
         for nothing in (None, ""):  # timm's --lr-base-scale
             resolve_args(arguments("--epochs 4"), {"args": {name: nothing}}, 54, 3, 1)
 

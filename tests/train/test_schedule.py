@@ -9,12 +9,12 @@ import pytest
 import torch
 from timm.scheduler import create_scheduler
 
-from tests.train.small_run import arguments
+from tests.train.small_run import arguments, schedule_of
 from tlt.errors import UserError
 from volo.commands.run_start import surprises
-from volo.config.flags_train import ENDING_SCHEDULES
+from volo.config.settings_train import ENDING_SCHEDULES, TrainSettings
 from volo.train.run import resolve_args
-from volo.train.schedule import LrSchedule, resolve_lr
+from volo.train.schedule import resolve_lr
 
 
 def published(epoch: int, peak: float = 1.6e-3) -> float:
@@ -27,7 +27,7 @@ def published(epoch: int, peak: float = 1.6e-3) -> float:
 
 
 def test_published_310_epochs() -> None:
-    schedule = LrSchedule(arguments(), 1.6e-3, updates_per_epoch=7)
+    schedule = schedule_of(arguments(), 1.6e-3, updates_per_epoch=7)
     assert schedule.total_epochs == 310 and schedule.total_updates == 2170
     for update in range(schedule.total_updates):
         assert schedule(update) == pytest.approx(published(update // 7), rel=1e-12), update
@@ -35,8 +35,9 @@ def test_published_310_epochs() -> None:
     assert schedule(10 * 7) == pytest.approx(8.005e-4) and schedule(150 * 7) == pytest.approx(8.05e-4)
 
 
-def timm_rates(args: Namespace, peak: float, steps: int) -> list[float]:
+def timm_rates(settings: TrainSettings, peak: float, steps: int) -> list[float]:
     """The same flags through timm's factory, stepped one after the other as timm's own loop does."""
+    args = Namespace(**settings.values())
     optimizer = torch.optim.SGD([torch.zeros(1)], lr=peak)
     args.lr_cycle_decay = args.decay_rate if args.sched == "cosine" else 1.0  # as published
     args.decay_milestones = sorted(args.decay_milestones)
@@ -64,9 +65,9 @@ def timm_rates(args: Namespace, peak: float, steps: int) -> list[float]:
     ],
 )
 def test_curves_are_timms(line: str, epochs: int) -> None:
-    schedule = LrSchedule(args := arguments(line), 3e-3, updates_per_epoch=2)
+    schedule = schedule_of(args := arguments(line), 3e-3, updates_per_epoch=2)
     assert schedule.total_epochs == epochs
-    on_updates = args.sched_on_updates
+    on_updates = args.schedule.sched_on_updates
     expected = timm_rates(args, 3e-3, schedule.total_updates if on_updates else epochs)
     updates = range(schedule.total_updates) if on_updates else [2 * epoch + epoch % 2 for epoch in range(epochs)]
     assert [schedule(update) for update in updates] == pytest.approx(expected, rel=1e-12)
@@ -94,7 +95,7 @@ def written_out(t: float, warmup: float, decay: float, end: float, timescale: fl
 @pytest.mark.parametrize("each", [1, 5])
 def test_a_stable_phase(line: str, epochs: int, curve: tuple[float, float, float, float, str], each: int) -> None:
     args = arguments(f"--epochs 12 --warmup-epochs 2 {line} {'--sched-on-updates' * (each == 5)}")
-    schedule = LrSchedule(args, 1.0, updates_per_epoch=5)
+    schedule = schedule_of(args, 1.0, updates_per_epoch=5)
     assert (schedule.total_epochs, schedule.decay_begins) == (epochs, 5 * (curve[2] - curve[1]))
     expected = [written_out(update // 5 if each == 1 else update / 5, *curve) for update in range(5 * epochs)]
     assert [schedule(update) for update in range(5 * epochs)] == pytest.approx(expected, rel=1e-9)
@@ -102,7 +103,7 @@ def test_a_stable_phase(line: str, epochs: int, curve: tuple[float, float, float
 
 
 def test_a_run_that_stops_has_the_same_schedule() -> None:
-    whole, part = (LrSchedule(arguments(f"--sched wsd {more}"), 1.0, 2) for more in ("", "--stop-epoch 200"))
+    whole, part = (schedule_of(arguments(f"--sched wsd {more}"), 1.0, 2) for more in ("", "--stop-epoch 200"))
     assert part.total_updates == 400 and all(part(update) == whole(update) for update in range(whole.total_updates))
 
 
@@ -113,21 +114,22 @@ CURVES += ["--sched step --decay-epochs 4", "--sched step --warmup-epochs 3", "-
 CURVES += ["--sched multistep --decay-milestones 2 9 --lr-noise 0.5", "--sched poly --warmup-epochs 1 --warmup-prefix"]
 
 
-@pytest.mark.parametrize("flags", CURVES)
-def test_a_curve_ends_where_it_says_or_a_line_tells_of_it(flags: str) -> None:
+@pytest.mark.parametrize("line", CURVES)
+def test_a_curve_ends_where_it_says_or_a_line_tells_of_it(line: str) -> None:
     told = set[bool]()
     for epochs, updates in itertools.product((1, 2, 3, 4, 5, 8, 13, 29, 30, 100), (1, 4, 30)):
-        args = resolve_args(arguments(f"--epochs {epochs} {flags}"), {}, 128 * updates, 1000, 1)[0]
+        args = resolve_args(arguments(f"--epochs {epochs} {line}"), {}, 128 * updates, 1000, 1)[0]
         try:
-            schedule = LrSchedule(args, 1e-3, updates)
+            schedule = schedule_of(args, 1e-3, updates)
         except UserError as refused:
             assert "--sched" in str(refused) and epochs < 5
             continue
-        last, steps = schedule(schedule.total_updates - 1), {"step": 1, "multistep": len(args.decay_milestones)}
-        says = args.min_lr if args.sched in ENDING_SCHEDULES else 1e-3 * args.decay_rate ** steps.get(args.sched, 0)
+        flags = args.schedule
+        last, steps = schedule(schedule.total_updates - 1), {"step": 1, "multistep": len(flags.decay_milestones)}
+        says = flags.min_lr if flags.sched in ENDING_SCHEDULES else 1e-3 * flags.decay_rate ** steps.get(flags.sched, 0)
         lines = [line for line in surprises(args, schedule, np.arange(9)) if line.startswith("the learning rate ")]
-        near = 1.7 if args.lr_noise else 1.01
-        if last > near * says + 1e-4 * (args.sched in ENDING_SCHEDULES):
+        near = 1.7 if flags.lr_noise else 1.01
+        if last > near * says + 1e-4 * (flags.sched in ENDING_SCHEDULES):
             assert lines, (epochs, updates, last)
         elif last <= near * says:
             assert not lines or "never gets beyond" in lines[0], (epochs, updates, lines)
@@ -145,5 +147,5 @@ def test_a_curve_ends_where_it_says_or_a_line_tells_of_it(flags: str) -> None:
     ],
 )
 def test_peak_rate(line: str, global_batch: int, lr: float, formula: str) -> None:
-    got, shown = resolve_lr(arguments(line), global_batch)
+    got, shown = resolve_lr(arguments(line).schedule, global_batch)
     assert got == pytest.approx(lr, rel=1e-12) and shown == formula

@@ -229,7 +229,7 @@ def of_two_updates(flags: str, device: StandIn) -> list[list[str]]:
     run, training = small_run(flags, 16)
     step, kept = step_of(run, training), []
     assert isinstance(step, StepGraph)
-    set_train_mode(training.forward_model, run.args.freeze_bn)
+    set_train_mode(training.forward_model, run.settings.norms.freeze_bn)
     training.precision.begin(training.forward_model)
     for update, batch in enumerate(training.loader.epoch(0)):
         key = StepKey(0, update)
@@ -247,7 +247,7 @@ def of_two_updates(flags: str, device: StandIn) -> list[list[str]]:
         device.launches.clear()
         graph.replay()
         step.done(found)
-        assert device.launches.total() == 1 or run.args.model_ema_warmup
+        assert device.launches.total() == 1 or run.settings.ema.model_ema_warmup
         kept.append([*map(str, graph.kept)])
     torch.cuda.synchronize()
     return kept[:2]

@@ -15,7 +15,6 @@ it is another run's. Without such a file, the run is NEW.
 from __future__ import annotations
 
 import re
-from argparse import Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -26,7 +25,7 @@ from tlt.errors import UserError
 from volo.checkpoint.resume import newest_checkpoint, verified
 from volo.cluster.distributed import from_primary
 from volo.config.checkpoint_files import MILESTONE
-from volo.config.flags_train import EXPERIMENT
+from volo.config.settings_train import EXPERIMENT, FITTED, TrainSettings
 from volo.record.records import settings_of
 from volo.record.run_directory import new_directory, newest_alike, run_of_launch
 
@@ -86,11 +85,17 @@ class Asked:
         return not self.output or self.root.resolve() == directory.resolve().parent
 
 
-def asked_by(args: Namespace, image_size: tuple[int, int]) -> Asked:
+def asked_by(settings: TrainSettings, image_size: tuple[int, int]) -> Asked:
     """Return what train.py's arguments say about the start of a run on images of this size (H, W)."""
-    name_end = f"-{re.sub(r'[^-.a-zA-Z0-9_]+', '_', args.model)}-{max(image_size)}"
-    settings = {name: value for name, value in settings_of(args).items() if name in EXPERIMENT}
-    return Asked(args.output, args.experiment, args.resume, args.branch, name_end, settings, args.defaulted)
+    return Asked(
+        settings.run.output,
+        settings.run.experiment,
+        settings.checkpoints.resume,
+        settings.checkpoints.branch,
+        name_end=f"-{re.sub(r'[^-.a-zA-Z0-9_]+', '_', settings.network.model)}-{max(image_size)}",
+        settings={name: value for name, value in settings_of(settings).items() if name in EXPERIMENT},
+        defaulted=[name for name in FITTED if not settings.set_by_user(name)],
+    )
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,6 @@ import ctypes
 import os
 import socket
 import sys
-from argparse import Namespace
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -61,29 +60,29 @@ class BindingPlan:
     own_gpu: bool = False  # whether each rank sees only its own GPU; then all shares are equal to this rank's
 
 
-def bind_process(args: Namespace) -> list[str]:
+def bind_process(bind: str, device: str | None, local_rank: int = 0) -> list[str]:
     """Bind this process as `--bind` says, and return the lines that rank 0 logs. They also say what can't be bound.
 
     There are no lines if a single process runs on the CPU and nothing can be shared. On the other machines, local rank
     0 prints its lines to stderr.
     """
-    if args.bind == "none":
+    if bind == "none":
         return []
-    launch = launch_of(os.environ, getattr(args, "local_rank", 0))
+    launch = launch_of(os.environ, local_rank)
     rank = launch.rank
     local_rank = launch.local_rank
     machine = read_machine()
-    plan = make_plan(machine, args.bind, args.device, max(launch.local_size or 1, local_rank + 1), os.environ)
+    plan = make_plan(machine, bind, device, max(launch.local_size or 1, local_rank + 1), os.environ)
     share = plan.shares[local_rank]
     if share.gpu is not None:  # CUDA's default order puts the fastest GPU first
         os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
     added, left_out = variables(plan, local_rank, os.environ)
     os.environ.update(added)
     failures = apply(share)
-    on_cpu = args.device == "cpu" or not any(gpu.usable for gpu in machine.gpus)
-    if args.bind == "auto" and launch.size == 1 and on_cpu and not (left_out or failures):
+    on_cpu = device == "cpu" or not any(gpu.usable for gpu in machine.gpus)
+    if bind == "auto" and launch.size == 1 and on_cpu and not (left_out or failures):
         return []
-    title = f"{socket.gethostname()} (--bind {args.bind})"
+    title = f"{socket.gethostname()} (--bind {bind})"
     lines = describe(plan, title, rank, added, [*left_out, *failures])
     if rank == 0:
         return lines

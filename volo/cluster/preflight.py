@@ -16,7 +16,6 @@ import shutil
 import socket
 import tempfile
 import time
-from argparse import Namespace
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -32,6 +31,7 @@ from tlt.io.files import regular_only
 from tlt.io.text import some_names, table
 from volo.cluster.distributed import World, from_all, from_primary, init_world, shut_down
 from volo.cluster.topology import read, read_machine
+from volo.config.settings_tools import Fitness, PreflightSettings
 
 GB = 1e9  # bytes
 _MEMLOCK_GB = 1.0  # training locks more than this; the usual default limits are far below
@@ -66,59 +66,62 @@ class Node:
     bandwidth: float | None = None  # of an all-reduce within this node, in GB/s per process; None if not measured
 
 
-def run(args: Namespace) -> int:
+def run(settings: PreflightSettings) -> int:
     """Check the machines; return the exit code, the same on all ranks. Raises Unfit if an all-reduce fails."""
-    world = init_world(args.device, timeout_s=args.timeout)
-    if args.min_bandwidth is not None and world.size == 1:
+    world = init_world(settings.ranks.device, timeout_s=settings.ranks.timeout)
+    if settings.fitness.min_bandwidth is not None and world.size == 1:
         raise UserError("--min-bandwidth has no effect with one process: volo launch N preflight ... starts N")
     try:
-        nodes, overall = examine(args, world)
+        nodes, overall = examine(settings, world)
     except RuntimeError as error:  # raised by NCCL or gloo
         reason = f"{socket.gethostname()}: the all-reduce fails ({str(error).splitlines()[0]})"
         raise Unfit(f"{reason}: NCCL_DEBUG=INFO tells more, unless a node's storage doesn't answer") from error
-    findings = list(find_problems(nodes, overall, args.min_bandwidth))
+    findings = list(find_problems(nodes, overall, settings.fitness.min_bandwidth))
     if world.is_primary:
-        print(*args.notes, *report(nodes, overall, findings), sep="\n", flush=True)
+        print(*settings.notes, *report(nodes, overall, findings), sep="\n", flush=True)
     shut_down()
     return Unfit.exit_code if findings else 0
 
 
-def examine(args: Namespace, world: World) -> tuple[list[Node], float | None]:
+def examine(settings: PreflightSettings, world: World) -> tuple[list[Node], float | None]:
     """Return the reports of all nodes, ordered by their first ranks, and the bandwidth of the all-reduce over all ranks
     in GB/s per process (None with one rank)."""
     places = from_all(socket.gethostname())
     ranks = [rank for rank, place in enumerate(places) if place == places[world.rank]]
     inside = None
     if 1 < len(ranks) < world.size:
-        group: Any = dist.new_group(ranks, timedelta(seconds=args.timeout), use_local_synchronization=True)
+        group: Any = dist.new_group(ranks, timedelta(seconds=settings.ranks.timeout), use_local_synchronization=True)
         inside = all_reduce_bandwidth(world.device, group)
-    nodes = from_all(asdict(examine_node(args, places[world.rank], ranks, inside)) if world.rank == ranks[0] else None)
+    nodes = from_all(
+        asdict(examine_node(settings.fitness, places[world.rank], ranks, inside)) if world.rank == ranks[0] else None
+    )
     overall = from_primary(all_reduce_bandwidth(world.device)) if world.size > 1 else None
     return [Node(**node) for node in nodes if node is not None], overall
 
 
-def examine_node(args: Namespace, name: str, ranks: list[int], bandwidth: float | None, root: Path = Path("/")) -> Node:
+def examine_node(wanted: Fitness, name: str, ranks: list[int], bandwidth: float | None, root: Path = Path("/")) -> Node:
     """Examine this node, on which `ranks` run; the kernel's files are read below `root`."""
     machine = read_machine(root)
     equal = _driver_and_gpus(root) | {f"card {port.name}": f"ACTIVE at {port.rate:g} Gb/s" for port in machine.ports}
     equal |= {f"card {card}": state for card, _, state in (idle.partition(" is ") for idle in machine.idle_ports)}
     problems = []
     free = None
-    for path in args.data:
+    for path in wanted.data:
         try:
             equal[f"size of {path}"] = str(_size(path))
         except OSError as error:
             problems.append(f"can't read {path} ({error.strerror}): {_MOUNT}")
     try:
-        free = _free_gb(args.output) if args.output else None
+        free = _free_gb(wanted.output) if wanted.output else None
     except OSError as error:
         problems.append(f"can't write to --output ({error.strerror}): {_MOUNT}")
-    if free is not None and free < args.free_gb:
-        problems.append(f"{free:.3g} GB free for checkpoints, --free-gb {args.free_gb:g}: make room, or lower that")
+    if free is not None and free < wanted.free_gb:
+        problems.append(f"{free:.3g} GB free for checkpoints, --free-gb {wanted.free_gb:g}: make room, or lower that")
     shm = shutil.disk_usage(root / "dev/shm").free / GB if (root / "dev/shm").exists() else 0.0
-    if shm < (wanted := args.shm_gb * len(ranks)):
+    needed = wanted.shm_gb * len(ranks)
+    if shm < needed:
         remedy = "enlarge it (docker run --ipc=host, mount -o remount,size=...), or use fewer data workers and --shm-gb"
-        problems.append(f"/dev/shm has {shm:.3g} GB free, {len(ranks)} ranks want {wanted:g}: {remedy}")
+        problems.append(f"/dev/shm has {shm:.3g} GB free, {len(ranks)} ranks want {needed:g}: {remedy}")
     locked = re.search(r"Max locked memory\s+(\d+)", read(root / "proc/self/limits"))  # no match if "unlimited"
     memlock = int(locked[1]) / GB if locked else None
     if machine.ports and memlock is not None and memlock < _MEMLOCK_GB:

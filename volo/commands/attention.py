@@ -11,7 +11,6 @@ In shapes: B images, H x W cells of the outlooker stage, h x w windows, K the ke
 
 from __future__ import annotations
 
-from argparse import Namespace
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -43,6 +42,7 @@ from tlt.tools.drawing import (
 from volo.checkpoint.model_config import class_names
 from volo.commands.console import say
 from volo.commands.inference import load, world_of_one
+from volo.config.settings_tools import AttentionSettings
 from volo.models.volo import ClassAttention, OutlookAttention
 from volo.train.data import eval_dataset
 
@@ -84,22 +84,33 @@ class View(NamedTuple):
     maps: list[list[Heat]]  # a row for each kind of layer in `_ROWS` that the model has
 
 
-def run(args: Namespace) -> int:
+def run(settings: AttentionSettings) -> int:
     """Draw the attention and write it to `--output`."""
-    say(args.notes)
-    check_format(args.output)
-    refuse_existing(args.output, "-o")
-    device, trained = world_of_one(args).device, load(args)
-    settings, model = trained.settings, trained.model.to(device)
-    batch = eval_dataset(ImageFolder("", [args.image], np.zeros(1, np.int64), []), settings).load(BatchKey(0, (0,)))
+    picture = settings.picture
+    say(settings.notes)
+    check_format(picture.output)
+    refuse_existing(picture.output, "-o")
+    device = world_of_one(settings.images.device).device
+    trained = load(settings.network, settings.images.pixels)
+    data_config, model = trained.data_config, trained.model.to(device)
+    batch = eval_dataset(ImageFolder("", [settings.picture.image], np.zeros(1, np.int64), []), data_config).load(
+        BatchKey(0, (0,))
+    )
     if batch.skipped:
-        raise UserError(f"image {printable(args.image)}: {batch.skipped[0][1]}")
+        raise UserError(f"image {printable(picture.image)}: {batch.skipped[0][1]}")
     image = batch.images[0]  # (3, H, W) uint8, as evaluation prepares it
-    content = view(model, EvalStage(settings["mean"], settings["std"]).to(device)(image[None].to(device)), args.query)
-    title = f"{args.image}: {trained.args.model}, {image.shape[1]} x {image.shape[2]} px"
+    content = view(
+        model,
+        EvalStage(data_config["mean"], data_config["std"]).to(device)(image[None].to(device)),
+        settings.picture.query,
+    )
+    title = f"{picture.image}: {trained.name}, {image.shape[1]} x {image.shape[2]} px"
     names = class_names(trained.config, model.num_classes)
-    save_figure(draw_attention(image.permute(1, 2, 0).numpy(), content, args.query, names, title), args.output)
-    print(f"wrote {printable(args.output)}", flush=True)
+    save_figure(
+        draw_attention(image.permute(1, 2, 0).numpy(), content, settings.picture.query, names, title),
+        settings.picture.output,
+    )
+    print(f"wrote {printable(picture.output)}", flush=True)
     return 0
 
 

@@ -15,7 +15,6 @@ import sys
 import tempfile
 import traceback
 import warnings
-from argparse import Namespace
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import redirect_stderr, redirect_stdout, suppress
 from io import TextIOWrapper
@@ -27,13 +26,14 @@ from tlt.io.text import open_streams, printable, safe_text
 from volo.cluster.binding import bind_process
 from volo.cluster.launch import Launch, launch_of
 from volo.cluster.stopping import STOP, Stopped, end_with_launcher
+from volo.config.fields import S, Settings, flags_of
 
-Parse = Callable[[Sequence[str] | None], Namespace]
+Parse = Callable[[Sequence[str] | None], Settings]
 
 
 def run_program(parse: Parse, module: str, argv: Sequence[str] | None = None) -> int:
     """Parse `argv` (None: sys.argv), bind the process if the program has `--bind`, import `module`, and return the exit
-    code of its `run(args)`.
+    code of its `run(settings)`.
 
     If a process group still exists, end the process here. Otherwise a thread of gloo could free a tensor while Python
     ends, which aborts the process ("terminate called without an active exception", exit code 134).
@@ -57,6 +57,13 @@ def run_program(parse: Parse, module: str, argv: Sequence[str] | None = None) ->
     if _joined():
         os._exit(code)
     return code
+
+
+def bound(settings: S) -> S:
+    """Bind the process as `--bind` says, in programs that have it. Return the settings with lines about it."""
+    if "bind" not in flags_of(type(settings)):
+        return settings
+    return settings.noting(*bind_process(settings["bind"], settings["device"], settings.values().get("local_rank", 0)))
 
 
 def say(lines: Iterable[str], on_this_rank: bool = True) -> None:
@@ -117,12 +124,10 @@ def _run(parse: Parse, module: str, argv: Sequence[str] | None) -> int:
     debug, launch = "--debug" in (sys.argv[1:] if argv is None else argv), Launch()
     try:
         launch = launch_of(os.environ)
-        args = parse(argv)
-        if "bind" in args:
-            args.notes += bind_process(args)
+        settings = bound(parse(argv))
         program = importlib.import_module(module)  # outside `raising`: an exception while torch's C++ loads would abort
         with STOP.raising():
-            return program.run(args)
+            return program.run(settings)
     except UserError as error:
         if debug:
             raise

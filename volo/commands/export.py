@@ -15,7 +15,6 @@ import json
 import logging
 import os
 import warnings
-from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -33,6 +32,7 @@ from volo.checkpoint.model_config import class_names
 from volo.commands.console import say
 from volo.commands.hub import write_folder
 from volo.commands.inference import load
+from volo.config.settings_tools import ExportSettings
 from volo.train.precision import check_convolutions
 from volo.train.trained_model import TrainedModel
 
@@ -134,52 +134,53 @@ def load_onnx(path: Path) -> Callable[[Tensor], tuple[Tensor, ...]]:
     return lambda images: tuple(map(torch.from_numpy, session.run(None, {INPUT: images.numpy()})))
 
 
-def run(args: Namespace) -> int:
+def run(settings: ExportSettings) -> int:
     """Export the model: write a file, or with `--to-hf` a folder for the Hugging Face Hub."""
-    say(args.notes)
-    if args.to_hf:
-        trained = load(args, dense=False)
-        say([write_folder(trained, args.checkpoint, Path(args.to_hf), args.licence, args.origin_url)])
+    file = settings.file
+    say(settings.notes)
+    if file.to_hf:
+        trained = load(settings.network, settings.pixels, dense=False)
+        say([write_folder(trained, settings.network.checkpoint, Path(file.to_hf), file.licence, file.origin_url)])
         return 0
-    path = Path(args.output)
+    path = Path(file.output)
     refuse_existing(path, "-o")
     if not path.parent.is_dir():
         raise UserError(f"-o {path}: there is no folder {path.parent}: make it first")
-    for package in ("onnx", "onnxscript", "onnxruntime") if args.format == "onnx" else ():
+    for package in ("onnx", "onnxscript", "onnxruntime") if file.format == "onnx" else ():
         require(package, extra="onnx")
-    trained = load(args, dense=args.dense)
-    if args.dense and not getattr(trained.model, "dense_head", False):
-        raise UserError(f"--dense: {trained.args.model} has no trained dense head here; leave the flag out")
+    trained = load(settings.network, settings.pixels, dense=file.dense)
+    if file.dense and not getattr(trained.model, "dense_head", False):
+        raise UserError(f"--dense: {trained.name} has no trained dense head here; leave the flag out")
 
-    shape = tuple(trained.settings["input_size"])  # channels, height, width
+    shape = tuple(trained.data_config["input_size"])  # channels, height, width
     generator = torch.Generator().manual_seed(0)
     images = [torch.randn(count, *shape, generator=generator) for count in BATCHES]  # noise
-    expected = run_all(ExportModule(trained.model, args.dense), images)
-    config = json.dumps(recorded_config(trained, args.dense))
+    expected = run_all(ExportModule(trained.model, file.dense), images)
+    config = json.dumps(recorded_config(trained, file.dense))
     fold_batchnorm(trained.model)
-    dtype = getattr(torch, args.model_dtype)
-    say(check_convolutions(trained.model, trained.settings["input_size"], dtype, torch.device("cpu")))
-    if args.format == "onnx":  # torch's exporter can't write some attention that is one operation; onnxruntime fuses it
+    dtype = getattr(torch, file.model_dtype)
+    say(check_convolutions(trained.model, trained.data_config["input_size"], dtype, torch.device("cpu")))
+    if file.format == "onnx":  # torch's exporter can't write some attention that is one operation; onnxruntime fuses it
         for layer in trained.model.modules():
             if hasattr(layer, "fused_attn"):
                 layer.fused_attn = False
-    module = ExportModule(trained.model.to(dtype), args.dense)
+    module = ExportModule(trained.model.to(dtype), file.dense)
     program = trace(module, torch.zeros(2, *shape))
 
     def fill(staged: Path) -> None:
-        if args.format == "onnx":
-            names = ["class_logits", "token_logits"] if args.dense else ["logits"]
-            write_onnx(program, names, config, staged, args.opset)
+        if file.format == "onnx":
+            names = ["class_logits", "token_logits"] if file.dense else ["logits"]
+            write_onnx(program, names, config, staged, file.opset)
         else:
             torch.export.save(program, staged, extra_files={f"{CONFIG}.json": config})
-        with staged.open("rb") as file:
-            os.fsync(file.fileno())
-        compute = load_onnx(staged) if args.format == "onnx" else torch.export.load(staged).module()
-        check_outputs(run_all(compute, images), expected, args.model_dtype)
+        with staged.open("rb") as written:
+            os.fsync(written.fileno())
+        compute = load_onnx(staged) if file.format == "onnx" else torch.export.load(staged).module()
+        check_outputs(run_all(compute, images), expected, file.model_dtype)
 
     with explained(path, lambda: tensor_bytes(program.state_dict)):
         install(path, fill)
-    description = f"{trained.args.model} in {args.model_dtype}, any number of images of {' x '.join(map(str, shape))}"
+    description = f"{trained.name} in {file.model_dtype}, any number of images of {' x '.join(map(str, shape))}"
     print(f"wrote {printable(str(path))}: {description}, {path.stat().st_size / 2**20:.1f} MiB")
     return 0
 
@@ -208,14 +209,14 @@ def check_outputs(got: list[Tensor], expected: list[Tensor], dtype: str) -> None
 
 def recorded_config(trained: TrainedModel, dense: bool) -> dict[str, Any]:
     """Return the `model_config` of the file, from the checkpoint, the model and the flags."""
-    model, settings = trained.model, trained.settings
-    size = settings["input_size"][1:]
+    model, data_config = trained.model, trained.data_config
+    size = data_config["input_size"][1:]
     return {
-        "name": trained.args.model,
+        "name": trained.name,
         "num_classes": model.num_classes,
         "img_size": list(size),
-        "in_chans": settings["input_size"][0],
+        "in_chans": data_config["input_size"][0],
         "token_grid": list(model.token_grid(size)) if dense else None,
-        **{name: settings[name] for name in ("crop_pct", "crop_mode", "mean", "std", "interpolation")},
+        **{name: data_config[name] for name in ("crop_pct", "crop_mode", "mean", "std", "interpolation")},
         "class_names": class_names(trained.config, model.num_classes),
     }

@@ -18,8 +18,8 @@ a whole; the labels are then the same as without an interruption.
 from __future__ import annotations
 
 import hashlib
-from argparse import Namespace
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,101 +41,112 @@ from volo.checkpoint.model_config import class_names
 from volo.cluster.distributed import JOIN_S, World, from_all, from_primary, primary_first, wait_for_hosts
 from volo.commands.console import say, warn
 from volo.commands.inference import load, place, run_on_ranks
-from volo.train.compilation import check_scope, feature_compiler
+from volo.config.settings_evaluate import LabelSettings
+from volo.train.compilation import Compiler
 from volo.train.data import validation_loader
 from volo.train.trained_model import TrainedModel, take_classes
 
 _RANK_TIMEOUT = 7 * 86400.0  # seconds for which the other ranks wait while rank 0 checks the existing labels
 
 
-def run(args: Namespace) -> int:
+def run(settings: LabelSettings) -> int:
     """Label the images on all ranks, and return the exit code."""
-    return run_on_ranks(args, label_folder, timeout_s=_RANK_TIMEOUT, join_s=JOIN_S)
+    precision = settings.precision
+    work = partial(label_folder, settings)
+    return run_on_ranks(work, precision.device, precision.compilation, timeout_s=_RANK_TIMEOUT, join_s=JOIN_S)
 
 
-def label_folder(args: Namespace, world: World) -> None:
+def label_folder(settings: LabelSettings, world: World) -> None:
     """Build everything, label the images and finish the archive."""
-    folder = open_images(args.data, args.split, args.dataset, allow_root=True)
-    say(args.notes, world.is_primary)
+    root = settings.images.token_label_root
+    folder = open_images(settings.images.data, settings.images.split, settings.images.dataset, allow_root=True)
+    say(settings.notes, world.is_primary)
     warn(folder.warnings, world.is_primary)
-    trained = load(args, on_this_rank=world.is_primary)
-    say(check(trained, folder), world.is_primary)
-    annotator = prepare_annotator(trained, world)
-    size = trained.settings["input_size"]
+    kernel = settings.precision.outlook_kernel
+    trained = load(settings.network, settings.images.pixels, outlook_kernel=kernel, on_this_rank=world.is_primary)
+    say(check(settings, trained, folder), world.is_primary)
+    annotator = prepare_annotator(settings, trained, world)
+    size = trained.data_config["input_size"]
     grid = annotator(torch.zeros(1, *size, device=world.device)).values.shape[2:]
-    info = describe(trained, folder, (grid[0], grid[1]))
+    info = describe(settings, trained, folder, (grid[0], grid[1]))
     with primary_first():
         first = world.is_primary
         # Not the batch size, which decides last bits alone: a job that ran out of memory goes on with a smaller one.
-        made_by: dict[str, Any] = {"--model-kwargs": args.model_kwargs}
+        made_by: dict[str, Any] = {"--model-kwargs": settings.network.model_kwargs}
         with suppress(BadImage):
             made_by["sha256 of the first image"] = hashlib.sha256(folder.read(0)).hexdigest()[:16]
-        writer = ArchiveWriter(args.token_label_root, info, folder.paths, args.overwrite and first, first, made_by)
+        writer = ArchiveWriter(
+            settings.images.token_label_root, info, folder.paths, settings.written.overwrite and first, first, made_by
+        )
     if from_primary(writer.complete):
         writer.close()
-        return say([f"{printable(args.token_label_root)} was complete already"], world.is_primary)
+        return say([f"{printable(root)} was complete already"], world.is_primary)
     pending = from_primary(writer.pending() if first else [])
     if len(pending) < len(folder):
         say([f"{len(folder) - len(pending)} of {len(folder)} images are labelled already"], first)
-    make_labels(trained, folder, writer, pending, annotator, world)
+    make_labels(settings, trained, folder, writer, pending, annotator, world)
 
 
-def check(trained: TrainedModel, folder: ImageSource) -> list[str]:
+def check(settings: LabelSettings, trained: TrainedModel, folder: ImageSource) -> list[str]:
     """Give the annotator's classes the numbers of the class folders, unless `--transfer` allows other classes. Return
     lines for the user.
 
     Raises:
         UserError: The classes differ, the annotator has no classes, or the flags ask for a crop.
     """
-    args, ours = trained.args, folder.class_names
-    if args.crop_pct not in (None, 1.0):
-        raise UserError(f"--crop-pct {args.crop_pct:g}: the whole image is labelled: leave it out, or give 1.0")
+    ours = folder.class_names
+    if settings.images.pixels.crop_pct not in (None, 1.0):
+        raise UserError(
+            f"--crop-pct {settings.images.pixels.crop_pct:g}: the whole image is labelled: leave it out, or give 1.0"
+        )
     if not trained.model.num_classes:
-        raise UserError(f"--model {args.model} has no classes: give --num-classes and weights with a head")
+        raise UserError(f"--model {trained.name} has no classes: give --num-classes and weights with a head")
     try:
         whose = f"{printable(folder.root)} has {len(ours)} class folders"
-        return [] if args.transfer else take_classes(trained, ours, len(ours), whose)
+        return [] if settings.written.transfer else take_classes(trained, ours, len(ours), whose)
     except UserError as error:
-        raise UserError(f"--model {args.model}: {error}, or --transfer to label with its own classes") from error
+        raise UserError(f"--model {trained.name}: {error}, or --transfer to label with its own classes") from error
 
 
-def prepare_annotator(trained: TrainedModel, world: World) -> Annotator:
+def prepare_annotator(settings: LabelSettings, trained: TrainedModel, world: World) -> Annotator:
     """Put the annotator on its device, with the precision of the flags.
 
     Raises:
         UserError: The model can't give exact dense logits.
     """
-    args, precision = trained.args, place(trained, world)
-    images = torch.randn(2, *trained.settings["input_size"], device=world.device)
-    check_dense(trained.model, images, f"--model {args.model}")
-    check_scope(args, trained.model)
-    return Annotator(trained.model, args.top_k, precision.amp_dtype, feature_compiler(trained.model, args))
+    precision = place(trained, world, settings.precision.mixed, settings.precision.channels_last)
+    images = torch.randn(2, *trained.data_config["input_size"], device=world.device)
+    check_dense(trained.model, images, f"--model {trained.name}")
+    compiler = Compiler(settings.precision.compilation, trained.name)
+    compiler.check_scope(trained.model)
+    return Annotator(trained.model, settings.written.top_k, precision.amp_dtype, compiler.features(trained.model))
 
 
-def describe(trained: TrainedModel, folder: ImageSource, grid: tuple[int, int]) -> LabelInfo:
+def describe(settings: LabelSettings, trained: TrainedModel, folder: ImageSource, grid: tuple[int, int]) -> LabelInfo:
     """Return what all label maps have in common: how they are made, and their classes."""
-    args, settings, count = trained.args, trained.settings, trained.model.num_classes
-    area = labelled_area(trained.model, settings["input_size"][1:])
+    data_config, count = trained.data_config, trained.model.num_classes
+    area = labelled_area(trained.model, data_config["input_size"][1:])
     weights = "published"
-    if args.checkpoint:
-        digest = hashlib.sha256(Path(args.checkpoint).read_bytes()).hexdigest()
-        weights = f"sha256 {digest}, EMA" if args.use_ema else f"sha256 {digest}"
-    annotator = {"model": args.model, "weights": weights, "input_size": settings["input_size"], "resize": "squash"}
-    annotator |= {key: settings[key] for key in ("interpolation", "mean", "std")}
-    annotator["amp_dtype"] = (args.amp_dtype or "default") if args.amp else None
+    if settings.network.checkpoint:
+        digest = hashlib.sha256(Path(settings.network.checkpoint).read_bytes()).hexdigest()
+        weights = f"sha256 {digest}, EMA" if trained.ema else f"sha256 {digest}"
+    annotator = {"model": trained.name, "weights": weights, "input_size": data_config["input_size"], "resize": "squash"}
+    annotator |= {key: data_config[key] for key in ("interpolation", "mean", "std")}
+    annotator["amp_dtype"] = (settings.precision.mixed.amp_dtype or "default") if settings.precision.mixed.amp else None
     return LabelInfo(
-        min(args.top_k, count),
+        min(settings.written.top_k, count),
         grid,
         count,
         "full" if area == FULL_AREA else area,
         annotator,
-        class_names(trained.config, count) or None if args.transfer else folder.class_names,
-        transfer=args.transfer,
-        log_sum_exp=not args.no_log_sum_exp,
+        class_names(trained.config, count) or None if settings.written.transfer else folder.class_names,
+        transfer=settings.written.transfer,
+        log_sum_exp=not settings.written.no_log_sum_exp,
     )
 
 
 def make_labels(
+    settings: LabelSettings,
     trained: TrainedModel,
     folder: ImageSource,
     writer: ArchiveWriter,
@@ -148,13 +159,13 @@ def make_labels(
     Raises:
         UserError: A logit is NaN or infinite, or the disk is full.
     """
-    args, size, wanted = trained.args, trained.args.batch_size, set(pending)
+    size, wanted = settings.images.batch_size, set(pending)
     starts = sorted({row // size * size for row in pending})[world.rank :: world.size]
     rows = [row for start in starts for row in range(start, min(start + size, len(folder)))]
     # Each rank loads its own rows, as whole images squashed to the annotator's input size. Indices count within `rows`.
-    whole = trained.settings | {"crop_pct": 1.0, "crop_mode": "squash"}
-    alone, skips = World(0, 0, 1, world.device), SkipCounter(len(folder), args.max_bad_images)
-    loader = validation_loader(args, folder.select(rows), size, whole, alone, skips=skips)
+    whole = trained.data_config | {"crop_pct": 1.0, "crop_mode": "squash"}
+    alone, skips = World(0, 0, 1, world.device), SkipCounter(len(folder), settings.images.loading.max_bad_images)
+    loader = validation_loader(settings.images.loading, folder.select(rows), size, whole, alone, skips=skips)
     progress = Progress("labelling", len(pending)) if world.is_primary else None
     for batch in loader:
         values, ids, log_sum_exp = (tensor.cpu().numpy() for tensor in annotator(batch.images))
@@ -176,11 +187,15 @@ def make_labels(
     if progress is not None:
         progress.step(len(pending) - progress.done)
         progress.close()
-        finish(args, folder, writer, wanted, skipped)
+        finish(settings, folder, writer, wanted, skipped)
 
 
 def finish(
-    args: Namespace, folder: ImageSource, writer: ArchiveWriter, pending: set[int], skipped: list[dict[str, str]]
+    settings: LabelSettings,
+    folder: ImageSource,
+    writer: ArchiveWriter,
+    pending: set[int],
+    skipped: list[dict[str, str]],
 ) -> None:
     """Finish the archive, and print what it contains and how well it agrees with the class folders.
 
@@ -190,7 +205,7 @@ def finish(
     Raises:
         UserError: More images are unreadable than `--max-bad-images` allows, or all are; or the disk is full.
     """
-    counter = SkipCounter(len(folder), args.max_bad_images)
+    counter = SkipCounter(len(folder), settings.images.loading.max_bad_images)
     counter.record(Skipped(*item) for of_rank in skipped for item in of_rank.items())
     if len(counter.reasons) == len(folder):
         raise UserError(f"not one of {len(folder)} images in {printable(folder.root)} can be read: check them")
@@ -198,11 +213,13 @@ def finish(
     absent = sorted(row for row in pending if folder.path(row) in counter.reasons)
     for row in absent:
         writer.write_absent(row)
-    agreement = writer.finish([folder.paths[row] for row in absent], None if args.transfer else folder.classes)
+    agreement = writer.finish(
+        [folder.paths[row] for row in absent], None if settings.written.transfer else folder.classes
+    )
     info = writer.info
     print(
         f"{len(pending) - len(absent)} label maps of {info.k} classes on {info.grid[0]} x {info.grid[1]} cells "
-        f"made in {args.token_label_root}, for {len(folder)} images",
+        f"made in {settings.images.token_label_root}, for {len(folder)} images",
         flush=True,
     )
     say([agreement_text(agreement)] if agreement else [])

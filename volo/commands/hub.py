@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shlex
-from argparse import Namespace
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -18,19 +17,20 @@ from tlt.io.files import blamed_on, os_errors_as
 from tlt.io.weights import peek_checkpoint
 from volo.checkpoint.model_config import class_names
 from volo.checkpoint.resume import table
-from volo.config.args import changed_flags
 from volo.config.checkpoint_files import ENDINGS
-from volo.config.flags_data import LOADING
-from volo.config.flags_train import CHECKPOINTS, DISTRIBUTED, RUN, TRACKING
+from volo.config.fields import flags_of
+from volo.config.settings_tools import PushSettings
+from volo.config.settings_train import Checkpoints, Distributed, RunSettings, Tracking
+from volo.config.train import changed_flags
 from volo.record.records import epochs_of
 from volo.train.architecture import architecture_of, is_ours
 from volo.train.trained_model import TrainedModel
 
 # Flags about where and on what data a run was trained. The model card must not contain its user's paths.
-_PLACES = {row.dest for group in (RUN, CHECKPOINTS, TRACKING, DISTRIBUTED) for row in group.flags}
+_PLACES = {name for group in (RunSettings, Checkpoints, Tracking, Distributed) for name in flags_of(group)}
 # Except those that decide what is learnt, and which of its epochs is the best.
 _PLACES -= {"seed", "stop_epoch", "patience", "eval_metric", "grad_compression"}
-_PLACES |= {"model", "workers", "loader_timeout", *(row.dest for row in LOADING)}
+_PLACES |= {"model", "workers", "loader_timeout", "pin_mem", "no_prefetcher"}
 _IMAGES = ("input_size", "mean", "std", "crop_pct", "crop_mode", "interpolation")
 # Entries in which timm describes its own weights; they don't apply to these weights.
 _OF_OTHERS = (
@@ -52,7 +52,7 @@ def write_folder(trained: TrainedModel, checkpoint: str, folder: Path, licence: 
     """
     name, classes = name_in_timm(trained), trained.model.num_classes
     names = class_names(trained.config, classes)
-    settings = {key: trained.settings[key] for key in _IMAGES}
+    shown = {key: trained.data_config[key] for key in _IMAGES}
     with blamed_on(checkpoint or None):
         text = card(trained, name, checkpoint, licence, origin_url)
     with os_errors_as(lambda error: f"--to-hf {folder} can't be written: {error.strerror}"):
@@ -64,10 +64,10 @@ def write_folder(trained: TrainedModel, checkpoint: str, folder: Path, licence: 
         config = json.loads((folder / "config.json").read_text())
         config["architecture"] = name
         theirs = {k: v for k, v in config["pretrained_cfg"].items() if k not in _OF_OTHERS}
-        config["pretrained_cfg"] = theirs | settings | ({"origin_url": origin_url} if origin_url else {})
-        if name != trained.args.model:  # timm's own model of that name has one fixed image size
-            config["model_args"] = {"img_size": trained.settings["input_size"][1:], "num_classes": classes}
-        elif get_model_traits(trained.model).get("img_size") not in (None, tuple(settings["input_size"][1:])):
+        config["pretrained_cfg"] = theirs | shown | ({"origin_url": origin_url} if origin_url else {})
+        if name != trained.name:  # timm's own model of that name has one fixed image size
+            config["model_args"] = {"img_size": trained.data_config["input_size"][1:], "num_classes": classes}
+        elif get_model_traits(trained.model).get("img_size") not in (None, tuple(shown["input_size"][1:])):
             config["pretrained_cfg"]["fixed_input_size"] = False  # timm would take the size of `model_args` for images
         (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
         (folder / "README.md").write_text(text, "utf-8")
@@ -77,9 +77,9 @@ def write_folder(trained: TrainedModel, checkpoint: str, folder: Path, licence: 
 def name_in_timm(trained: TrainedModel) -> str:
     """Return the architecture's name: timm's own if its model computes the same, so that timm alone can load it."""
     model = trained.model
-    theirs = f"{trained.args.model}_224"
-    kwargs = trained.config.get("kwargs") or trained.args.model_kwargs
-    same = trained.args.model in {f"volo_d{n}" for n in range(1, 6)} and model.dense_head and not kwargs
+    theirs = f"{trained.name}_224"
+    kwargs = trained.config.get("kwargs") or trained.request.kwargs
+    same = trained.name in {f"volo_d{n}" for n in range(1, 6)} and model.dense_head and not kwargs
     return theirs if same and timm.is_model(theirs) else str(model.pretrained_cfg["architecture"])
 
 
@@ -94,8 +94,8 @@ def card(trained: TrainedModel, name: str, checkpoint: str, licence: str, origin
     """Return the model card: a header that the Hub reads, then text for people."""
     head: dict[str, Any] = {"library_name": "timm", "tags": ["image-classification", "timm"]}
     head |= {"license": licence} if licence else {}
-    size = " x ".join(map(str, trained.settings["input_size"][1:]))
-    model = architecture_of(trained.args.model).name  # an architecture's name even if --model names a folder
+    size = " x ".join(map(str, trained.data_config["input_size"][1:]))
+    model = architecture_of(trained.name).name  # an architecture's name even if --model names a folder
     lines = [f"# {model}", ""]
     parameters = sum(p.numel() for p in trained.model.parameters())
     lines.append(f"{parameters / 1e6:.1f} M parameters, images of {size} px, {trained.model.num_classes} classes.")
@@ -126,12 +126,12 @@ def _accuracy(trained: TrainedModel, checkpoint: str) -> list[str]:
     of how many images. Return [] if the run did not measure exactly these weights on images prepared in this way."""
     if not checkpoint:
         return []
-    saved, config, suffix = peek_checkpoint(checkpoint), trained.config, "_ema" if trained.args.use_ema else ""
+    saved, config, suffix = peek_checkpoint(checkpoint), trained.config, "_ema" if trained.ema else ""
     recorded = {
         "input_size": [config.get("in_chans"), *(config.get("val_img_size") or config.get("img_size", ()))],
         **config,
     }
-    as_trained = all(json.dumps(recorded.get(key)) == json.dumps(trained.settings[key]) for key in _IMAGES)
+    as_trained = all(json.dumps(recorded.get(key)) == json.dumps(trained.data_config[key]) for key in _IMAGES)
     epoch = saved.get("epoch")
     is_whole = type(epoch) is int and saved.get("update") == (epoch + 1) * (saved.get("updates_per_epoch") or 0)
     # Records may be of another epoch of this number, which took the place of a file that was set aside.
@@ -143,32 +143,35 @@ def _accuracy(trained: TrainedModel, checkpoint: str) -> list[str]:
     return []
 
 
-def run(args: Namespace) -> int:
+def run(settings: PushSettings) -> int:
     """Upload the folder, or list what would be uploaded.
 
     Raises:
         UserError: The folder is not of that kind, or the Hub refuses it.
     """
-    folder = Path(args.folder)
+    folder = Path(settings.folder)
     missing = [name for name in ("config.json", "model.safetensors") if not (folder / name).is_file()]
     if missing:
         raise UserError(f"--from {folder} has no {missing[0]}: write the folder with volo export --to-hf {folder}")
     for file in sorted(path for path in folder.rglob("*") if path.is_file()):
         print(f"{file.stat().st_size / 1e6:9.1f} MB  {file.relative_to(folder)}")
-    if args.dry_run:
-        print(f"--dry-run: nothing was sent to {args.repository}")
+    if settings.dry_run:
+        print(f"--dry-run: nothing was sent to {settings.repository}")
         return 0
     from huggingface_hub import HfApi  # timm depends on it
 
     try:
         api = HfApi()
-        api.create_repo(args.repository, private=args.private or None, exist_ok=True)
+        api.create_repo(settings.repository, private=settings.private or None, exist_ok=True)
         done = api.upload_folder(
-            repo_id=args.repository, folder_path=folder, revision=args.revision or None, commit_message=args.message
+            repo_id=settings.repository,
+            folder_path=folder,
+            revision=settings.revision or None,
+            commit_message=settings.message,
         )
     except Exception as error:  # the errors of huggingface_hub, httpx and requests share no narrower class
         raise UserError(
-            f"{args.repository} was not uploaded: {reason_of(error)} (log in: `hf auth login`, HF_TOKEN)"
+            f"{settings.repository} was not uploaded: {reason_of(error)} (log in: `hf auth login`, HF_TOKEN)"
         ) from error
     print(f"uploaded: {done.commit_url}")
     return 0

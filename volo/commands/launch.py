@@ -11,7 +11,6 @@ import os
 import shlex
 import socket
 import sys
-from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -21,16 +20,17 @@ if __name__ == "__main__":  # as a script: find the packages from the root of th
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
 from tlt.errors import UserError  # noqa: E402
+from volo.config.settings_tools import LaunchSettings
 
 _LEAST = {"MAX_RESTARTS": 0, "SHUTDOWN_TIMEOUT": 0, "NNODES": 1, "NODE_RANK": 0, "MASTER_PORT": 1, "JOIN_TIMEOUT": 1}
 
 
-def run(args: Namespace) -> int:
+def run(settings: LaunchSettings) -> int:
     """Run `volo launch`, which does what `distributed_train.sh` does in a checkout."""
     # Prefer the `volo` script to a file of the package, whose folder would be put into sys.path.
     main_file, script = Path(__file__).resolve().parents[1] / "__main__.py", Path(sys.argv[0])
     program = script if script.name == "volo" and script.is_file() else main_file
-    return main([str(args.processes), str(program), args.command, *args.flags])
+    return main([str(settings.processes), str(program), settings.command, *settings.flags])
 
 
 def main(argv: Sequence[str]) -> int:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import csv
 import json
 import os
-from argparse import Namespace
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -40,6 +39,7 @@ from volo.checkpoint.model_config import check_numbers, class_names, own_names
 from volo.commands.attention import TOP, View, answers_page
 from volo.commands.console import say, warn
 from volo.commands.inference import load, place, world_of_one
+from volo.config.settings_evaluate import Predictions, PredictSettings
 from volo.record.run_directory import check_writable
 from volo.train.data import validation_loader
 from volo.train.model import TimmModel
@@ -74,31 +74,36 @@ class Prediction(NamedTuple):
     classes: list[tuple[str, float]]
 
 
-def run(args: Namespace) -> int:
+def run(settings: PredictSettings) -> int:
     """Predict all images, and write or print the results."""
-    predict_all(args)
+    predict_all(settings)
     return 0
 
 
-def predict_all(args: Namespace) -> list[Prediction]:
+def predict_all(settings: PredictSettings) -> list[Prediction]:
     """Predict all images, write or print the results, and return those of the images that can be read."""
-    say(args.notes)
-    inputs = find_images(args.paths)
+    say(settings.notes)
+    inputs = find_images(settings.images.paths)
     warn(inputs.warnings)
-    check_outputs(args, inputs)
-    world, trained = world_of_one(args), load(args, dense=bool(args.token_maps))
-    check_model(args, trained)
-    names = names_of_classes(args.class_names, trained)
+    check_outputs(settings.predictions, inputs)
+    world = world_of_one(settings.precision.device)
+    kernel = settings.precision.outlook_kernel
+    dense = bool(settings.predictions.token_maps)
+    trained = load(settings.network, settings.images.pixels, dense=dense, outlook_kernel=kernel)
+    check_model(settings.predictions, trained)
+    names = names_of_classes(settings.predictions.class_names, trained)
     fold_batchnorm(trained.model)
-    precision = place(trained, world)
+    precision = place(trained, world, settings.precision.mixed, settings.precision.channels_last)
     # Load them as validation does, but let any number of them be unreadable.
     count = len(inputs.paths)
     folder, skips = ImageFolder("", inputs.paths, np.zeros(count, np.int64), []), SkipCounter(count, limit=count)
-    loader = validation_loader(args, folder, args.batch_size, trained.settings, world, skips=skips)
-    read, rows = predict(args, trained, loader, precision, inputs.names, names)
+    loader = validation_loader(
+        settings.images.loading, folder, settings.images.batch_size, trained.data_config, world, skips=skips
+    )
+    read, rows = predict(settings.predictions, trained, loader, precision, inputs.names, names)
     print(f"{len(read)} images predicted, {len(loader.skips.reasons)} could not be read", flush=True)
     paths = [inputs.paths[index] for index in read]
-    found = report(args, paths, names, rows)
+    found = report(settings.predictions, paths, names, rows)
     k = len(found) // len(paths)
     classes = [[row[3:] for row in found[k * number : k * (number + 1)]] for number in range(len(paths))]
     return [Prediction(path, of[0][0] if of else "", of) for path, of in zip(paths, classes, strict=True)]
@@ -129,35 +134,35 @@ def find_images(paths: list[str]) -> InputImages:
     return inputs
 
 
-def check_outputs(args: Namespace, inputs: InputImages) -> None:
+def check_outputs(wanted: Predictions, inputs: InputImages) -> None:
     """Check, before the model runs, that its results can be written.
 
     Raises:
         UserError: A file exists already, a folder is not writable, a package is missing, or two token maps would have
             the same name.
     """
-    for flag, path in (("--output", args.output), ("--embeddings", args.embeddings)):
+    for flag, path in (("--output", wanted.output), ("--embeddings", wanted.embeddings)):
         if path:
             refuse_existing(path, flag)
             check_writable(Path(path).parent, flag)
-    if args.output.endswith(".parquet"):
+    if wanted.output.endswith(".parquet"):
         require("pyarrow", extra="parquet")
-    if args.token_maps:
+    if wanted.token_maps:
         check_format("map.png")
-        check_writable(Path(args.token_maps), "--token-maps")
+        check_writable(Path(wanted.token_maps), "--token-maps")
         name, count = Counter(inputs.names).most_common(1)[0]
         if count > 1:
             raise UserError(f"--token-maps: {count} images share the picture {printable(name)}.png: take them apart")
         for name in inputs.names:
-            refuse_existing(os.path.join(args.token_maps, f"{name}.png"), "--token-maps:")
+            refuse_existing(os.path.join(wanted.token_maps, f"{name}.png"), "--token-maps:")
 
 
-def check_model(args: Namespace, trained: TrainedModel) -> None:
+def check_model(wanted: Predictions, trained: TrainedModel) -> None:
     """Raise UserError if the model can't compute what the flags ask for."""
-    name, model = trained.args.model, trained.model
-    if args.token_maps and not getattr(model, "dense_head", False):
+    name, model = trained.name, trained.model
+    if wanted.token_maps and not getattr(model, "dense_head", False):
         raise UserError(f"--token-maps: {name} has no trained dense head here; leave the flag out")
-    if not model.num_classes and (args.output or args.token_maps or not args.embeddings):
+    if not model.num_classes and (wanted.output or wanted.token_maps or not wanted.embeddings):
         raise UserError(f"--model {name} has no classes: ask for --embeddings alone, or give weights with a head")
 
 
@@ -183,7 +188,12 @@ def names_of_classes(path: str, trained: TrainedModel) -> list[str]:
 
 
 def predict(
-    args: Namespace, trained: TrainedModel, loader: EvalLoader, precision: Precision, files: list[str], names: list[str]
+    wanted: Predictions,
+    trained: TrainedModel,
+    loader: EvalLoader,
+    precision: Precision,
+    files: list[str],
+    names: list[str],
 ) -> tuple[list[int], dict[str, Tensor]]:
     """Run the model on all images, and draw the token maps.
 
@@ -201,9 +211,9 @@ def predict(
     parts: dict[str, list[Tensor]] = defaultdict(list)
     progress = Progress("predicting", len(files))
     for batch in loader:
-        answer, indices = look(trained.model, batch.images, args, precision), batch.indices.tolist()
-        if args.token_maps:
-            draw_token_maps(args.token_maps, batch.images, answer, trained, [files[i] for i in indices], names)
+        answer, indices = look(trained.model, batch.images, wanted, precision), batch.indices.tolist()
+        if wanted.token_maps:
+            draw_token_maps(wanted.token_maps, batch.images, answer, trained, [files[i] for i in indices], names)
         for name in answer.keys() - {*TOKEN_CLASSES}:
             parts[name].append(answer[name])
         read.extend(indices)
@@ -224,7 +234,7 @@ def tell_unreadable(loader: EvalLoader) -> int:
 
 
 @torch.inference_mode()
-def look(model: TimmModel, images: Tensor, args: Namespace, precision: Precision) -> dict[str, Tensor]:
+def look(model: TimmModel, images: Tensor, wanted: Predictions, precision: Precision) -> dict[str, Tensor]:
     """Run the model on normalised images (B, 3, H, W) and return rows on the CPU: `probability` and `class_id` (B, k)
     of the top classes, the features of `embed`, and for token maps `TOKEN_CLASSES` (B, tokens), each token's top class.
 
@@ -233,17 +243,17 @@ def look(model: TimmModel, images: Tensor, args: Namespace, precision: Precision
     """
     outputs: dict[str, Tensor] = {}
     with precision.autocast():
-        if args.embeddings:
+        if wanted.embeddings:
             last = model.forward_features(images)
             logits = model.forward_head(last)
-            outputs = embed(model, last, images, args.embeddings_pooled_only)
+            outputs = embed(model, last, images, wanted.embeddings_pooled_only)
         else:
             logits = model(images)
-        if args.token_maps:
+        if wanted.token_maps:
             best = model(images, dense=True)[1].float().softmax(-1).max(-1)
             outputs |= {"token_probability": best.values, "token_class": best.indices}
     if model.num_classes:
-        first = logits.float().softmax(-1).topk(min(max(args.topk, TOP), model.num_classes))
+        first = logits.float().softmax(-1).topk(min(max(wanted.topk, TOP), model.num_classes))
         outputs |= {"probability": first.values, "class_id": first.indices}
     return {name: (rows.float() if rows.is_floating_point() else rows).cpu() for name, rows in outputs.items()}
 
@@ -274,11 +284,11 @@ def draw_token_maps(
 ) -> None:
     """Write FOLDER/FILE.png for each image of a batch (B, 3, H, W): the image, the top class of every token, and the
     top classes of the image."""
-    model, settings = trained.model, trained.settings
-    height, width = settings["input_size"][1:]
+    model, data_config = trained.model, trained.data_config
+    height, width = data_config["input_size"][1:]
     area, grid = labelled_area(model, (height, width)), model.token_grid((height, width))
     box = (area[0] * width, area[1] * height, area[2] * width, area[3] * height)
-    pixels = pixels_of(images, settings["mean"], settings["std"])
+    pixels = pixels_of(images, data_config["mean"], data_config["std"])
     best = (answer[name][:, :TOP].tolist() for name in ("class_id", "probability"))
     for row, (file, ids, probabilities) in enumerate(zip(files, *best, strict=True)):
         classes, probability = (answer[name][row].view(grid) for name in TOKEN_CLASSES)
@@ -287,11 +297,11 @@ def draw_token_maps(
         path = Path(folder, f"{file}.png")
         with os_errors_as(lambda error: f"--token-maps {printable(str(error.filename))}: {error.strerror}"):
             path.parent.mkdir(parents=True, exist_ok=True)
-        title = f"{file}: {trained.args.model}, {height} x {width} px"
+        title = f"{file}: {trained.name}, {height} x {width} px"
         save_figure(answers_page(1, pixels[row], answers, names, drawable(title))[0], path)
 
 
-def report(args: Namespace, paths: list[str], names: list[str], rows: dict[str, Tensor]) -> Rows:
+def report(wanted: Predictions, paths: list[str], names: list[str], rows: dict[str, Tensor]) -> Rows:
     """Write the files. Print the table if it is short, or if no file is requested. Return the `prediction_rows`.
 
     Raises:
@@ -299,23 +309,23 @@ def report(args: Namespace, paths: list[str], names: list[str], rows: dict[str, 
     """
     predictions: Rows = []
     if "class_id" in rows:
-        ids, probabilities = (rows.pop(name)[:, : args.topk] for name in ("class_id", "probability"))
+        ids, probabilities = (rows.pop(name)[:, : wanted.topk] for name in ("class_id", "probability"))
         predictions = prediction_rows(paths, ids, probabilities, names)
-        if len(paths) <= FEW or not (args.output or args.embeddings or args.token_maps):
+        if len(paths) <= FEW or not (wanted.output or wanted.embeddings or wanted.token_maps):
             rows_of_text = [
                 (path if rank == 1 else "", str(class_id), shorten(name, _WIDTH), f"{100 * value:5.1f} %")
                 for path, rank, class_id, name, value in predictions
             ]
             print(*table([("image", "id", "class", "probability"), *rows_of_text]), sep="\n")
-        if args.output:
-            write_predictions(Path(args.output), predictions)
-            print(f"wrote {printable(args.output)}")
-    if args.embeddings:
-        write_embeddings(Path(args.embeddings), paths, rows)
+        if wanted.output:
+            write_predictions(Path(wanted.output), predictions)
+            print(f"wrote {printable(wanted.output)}")
+    if wanted.embeddings:
+        write_embeddings(Path(wanted.embeddings), paths, rows)
         shapes = (f"{name} {' x '.join(map(str, values.shape))}" for name, values in rows.items())
-        print(f"wrote {printable(args.embeddings)}: {', '.join(shapes)}")
-    if args.token_maps:
-        print(f"wrote {len(paths)} pictures to {printable(args.token_maps)}")
+        print(f"wrote {printable(wanted.embeddings)}: {', '.join(shapes)}")
+    if wanted.token_maps:
+        print(f"wrote {len(paths)} pictures to {printable(wanted.token_maps)}")
     return predictions
 
 

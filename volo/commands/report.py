@@ -12,7 +12,6 @@ import csv
 import html
 import math
 import shlex
-from argparse import Namespace
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
@@ -27,7 +26,8 @@ from tlt.errors import UserError
 from tlt.io.files import os_errors_as
 from tlt.io.text import table
 from tlt.io.weights import peek_checkpoint, read_checkpoint
-from volo.config.args import changed_flags
+from volo.config.settings_tools import ReportSettings
+from volo.config.train import changed_flags
 from volo.record.confusion import CLASSES, CONFUSION, MISTAKES, WORST
 from volo.record.records import EVENTS, METRICS, duration, read_json_lines
 
@@ -48,9 +48,9 @@ pre{font:14px/1.45 ui-monospace,monospace;background:var(--box);padding:.7rem;ov
 """
 
 
-def run(args: Namespace) -> int:
+def run(settings: ReportSettings) -> int:
     """Print the report, and with `--html` write it as a page."""
-    folder = Path(args.run)
+    folder = Path(settings.run)
     records = read_records(folder)
     starts, head = starts_of(records.events), _head(folder, records)
     sections = {
@@ -58,14 +58,14 @@ def run(args: Namespace) -> int:
         "Classes, the least accurate first": _classes(folder),
         "Starts": table([_HEADS, *(_row(number, start) for number, start in enumerate(starts, 1))]) if starts else [],
         "Speed": _speed(records),
-        "Checkpoints": _checkpoints(folder, verify=not args.quick),
+        "Checkpoints": _checkpoints(folder, verify=not settings.quick),
         "Faults": [f"{count} x {kind}" for kind, count in sorted(faults(records.events).items())],
         "Files that could not be used": _skipped(records.events),
     }
     print(*(f"{term:<9}{text}" for term, text in head.items()), sep="\n")
     for title, lines in sections.items():
         print(f"\n{title}", *(lines or ["none recorded"]), sep="\n")
-    if args.html:
+    if settings.html:
         with os_errors_as(lambda error: f"--html: {folder / PAGE} can't be written ({error.strerror})"):
             (folder / PAGE).write_text(_page(folder, head, sections), "utf-8")
         print(f"\nwritten: {folder / PAGE}")

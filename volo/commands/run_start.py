@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import socket
 import sys
-from argparse import Namespace
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -32,7 +31,8 @@ from volo.checkpoint.state import TrainState, ranked_by
 from volo.cluster.distributed import World, from_all, primary_first, wait_for_hosts
 from volo.cluster.tensor_parallel import TensorParallelParams
 from volo.config.checkpoint_files import BEST
-from volo.config.flag_rules import trackers_of
+from volo.config.rules import trackers_of
+from volo.config.settings_train import TrainSettings
 from volo.record.logger import Logger
 from volo.record.metrics import Arithmetic, peak_flops
 from volo.record.profile import WARM_UP
@@ -51,16 +51,16 @@ _FEW_UPDATES = 200
 _JUMP = 1.05  # factor from which on a step of the learning rate at a resume is told
 
 
-def note_start(args: Namespace, world: World, logger: Logger) -> None:
+def note_start(settings: TrainSettings, world: World, logger: Logger) -> None:
     """Record the start as an event with the command, the arguments and the machines."""
     hosts = Counter(from_all(socket.gethostname()))
     if world.is_primary:
-        details = {"command": sys.argv, "args": settings_of(args), "versions": versions()}
+        details = {"command": sys.argv, "args": settings_of(settings), "versions": versions()}
         logger.event("start", **details, world_size=world.size, hosts=hosts, device=str(world.device))
 
 
 @contextmanager
-def open_start(args: Namespace, world: World, logger: Logger) -> Iterator[tuple[Start, RunLock]]:
+def open_start(settings: TrainSettings, world: World, logger: Logger) -> Iterator[tuple[Start, RunLock]]:
     """Yield what the run begins as, which rank 0 decides, with the checkpoint that every rank has read, and the lock of
     its directory.
 
@@ -75,13 +75,13 @@ def open_start(args: Namespace, world: World, logger: Logger) -> Iterator[tuple[
         with RunLock(logger.line) as lock:
             with primary_first():
                 if world.is_primary:
-                    asked = asked_by(args, image_size_by_name(args))
-                    decided = decide_start(asked, logger.line, None if args.dry_run else lock.acquire)
+                    asked = asked_by(settings, image_size_by_name(settings.network, settings.images.pixels))
+                    decided = decide_start(asked, logger.line, None if settings.run.dry_run else lock.acquire)
             start = on_every_rank(decided)
-            (logger.line if args.dry_run else logger.detail)(str(start))
+            (logger.line if settings.run.dry_run else logger.detail)(str(start))
             yield start, lock
     finally:
-        if decided is not None and not args.experiment:
+        if decided is not None and not settings.run.experiment:
             remove_unused(decided.directory)
 
 
@@ -91,31 +91,35 @@ def restore_state(run: Run, training: Training) -> None:
     Raises:
         UserError: The checkpoint is of another model, other data or a longer run, or the ranks read different files.
     """
-    args, logger, state, start = run.args, run.logger, training.state, run.start
+    settings, logger, state, start = run.settings, run.logger, training.state, run.start
     path, checkpoint, messages = start.file, start.checkpoint, list(start.messages)
     if path is not None:
         with blamed_on(path):
             check_behaviour(checkpoint, path)
-            messages += check_same_data(checkpoint, state.metadata[DATA_KEY], path, args.allow_changed_data)
+            messages += check_same_data(
+                checkpoint, state.metadata[DATA_KEY], path, settings.checkpoints.allow_changed_data
+            )
             count, ours = (state.metadata["model_config"][key] for key in ("num_classes", "class_names"))
             theirs = own_names(model_config_of(checkpoint, path) or {}, ours)
             if rows_by_name(theirs, ours, (count, count)) is not None:
                 raise UserError(f"it has other classes ({first_difference(theirs, ours)}): --finetune goes by names")
             # A branch that goes on from its own checkpoint has passed --no-resume-opt already.
-            with_optimizer = not args.no_resume_opt or (args.branch and start.kind is not Kind.BRANCH)
+            flags = settings.checkpoints
+            with_optimizer = not flags.no_resume_opt or bool(flags.branch and start.kind is not Kind.BRANCH)
             messages += state.load(checkpoint, path, with_optimizer)
-            messages += changed_settings(checkpoint.get("args"), settings_of(args))
+            messages += changed_settings(checkpoint.get("args"), settings_of(settings))
         messages.append(f"resumed {path}: {state.epoch} epochs, {state.update} updates done")
         checkpoint.clear()  # it occupies as much memory as the state
     check_same_position(state, path)
     for message in messages:
         logger.line(message)
-    if args.start_epoch is not None:
-        _start_epoch(run, training)
+    first = settings.schedule.start_epoch
+    if first is not None:
+        _start_epoch(run, training, first)
     if path is not None:
         _check_way(path, run, training)
     logger.set_position(state.epoch, state.update)
-    if run.world.is_primary and (path is not None or start.messages or args.start_epoch is not None):
+    if run.world.is_primary and (path is not None or start.messages or first is not None):
         skipped = [m.removeprefix("skipped: ") for m in start.messages if m.startswith("skipped: ")]
         logger.event("resume", path=path, skipped=skipped)
 
@@ -127,17 +131,21 @@ def _check_way(path: Path, run: Run, training: Training) -> None:
     Raises:
         UserError: No epoch is left.
     """
-    args, state, schedule = run.args, training.state, training.schedule
+    settings, state, schedule = run.settings, training.state, training.schedule
     own = run.start.kind is not Kind.BRANCH
     last = schedule.total_epochs if own else schedule.last_epoch
     if state.update + (not own) > last * state.updates_per_epoch:
-        limit = f"--stop-epoch {last}" if last == args.stop_epoch else f"--epochs {args.epochs}"
+        limit = (
+            f"--stop-epoch {last}"
+            if last == settings.checkpoints.stop_epoch
+            else f"--epochs {settings.schedule.epochs}"
+        )
         raise UserError(
             f"{limit}: {path} is of {state.epoch} epochs, the run has {last}: nothing is left to train; name a larger "
             "number, or an earlier checkpoint"
         )
     before, there = state.loaded_progress.get("lr"), min(schedule(state.update - 1), schedule(state.update))
-    as_it_was = args.start_epoch is None and args.variable_batch_loss_scale == "none"
+    as_it_was = settings.schedule.start_epoch is None and settings.sizes.variable_batch_loss_scale == "none"
     if as_it_was and isinstance(before, float) and there > _JUMP * before > 0:
         run.logger.line(
             f"warning: the learning rate jumps from {before:.3g}, the last of {path}, to {schedule(state.update):.3g}: "
@@ -153,16 +161,15 @@ def _check_way(path: Path, run: Run, training: Training) -> None:
         run.logger.line(f"warning: the decay begins at epoch {epoch:g}, before the branch: the rate is {rate:.3g}")
 
 
-def _start_epoch(run: Run, training: Training) -> None:
+def _start_epoch(run: Run, training: Training, first: int) -> None:
     state = training.state
-    first = run.args.start_epoch
     last = training.schedule.last_epoch - 1
     if first > last:
-        flag = "--stop-epoch" if run.args.stop_epoch else "--epochs"
+        flag = "--stop-epoch" if run.settings.checkpoints.stop_epoch else "--epochs"
         raise UserError(f"--start-epoch {first}: the run has epochs 0 to {last} ({flag})")
     # A job that was requeued has passed --start-epoch already.
     kind = run.start.kind
-    goes_on = kind is Kind.RESTARTED or (kind is Kind.CONTINUE and run.args.resume == "auto")
+    goes_on = kind is Kind.RESTARTED or (kind is Kind.CONTINUE and run.settings.checkpoints.resume == "auto")
     if goes_on and state.epoch >= first:
         run.logger.line(
             f"--start-epoch {first}: the run has begun there and goes on from epoch {state.epoch}; "
@@ -186,21 +193,26 @@ def check_same_position(state: TrainState, path: Path | None) -> None:
 
 def open_run(run: Run, training: Training) -> Saver:
     """Open the run directory on rank 0, and return the saver for it."""
-    args, logger, state, checkpoints = run.args, run.logger, training.state, None
+    settings, logger, state = run.settings, run.logger, training.state
+    flags = settings.checkpoints
+    checkpoints = None
     wait_for_hosts()  # rank 0 must not change the directory before all ranks have read the checkpoint
     with primary_first():
         if run.world.is_primary:
             records = RunRecords(run.directory)
             logger.open_events(run.directory)  # before the lock: if another run holds it, its events tell of this one
             run.lock.acquire(run.directory)
-            files = {HELD_OUT_FILE: as_list(training.validation.dataset.source)} if args.val_fraction else {}
-            records.record_start(args, run.world.size, str(run.world.device), files)
+            files = {HELD_OUT_FILE: as_list(training.validation.dataset.source)} if settings.images.val_fraction else {}
+            records.record_start(settings, run.world.size, str(run.world.device), files)
             work = training.loader.index_stream.work(training.schedule.last_epoch)
             logger.open(records, work, training.arithmetic)
             if dropped := records.rewind(state.epoch, state.update):
                 logger.line(f"{dropped} records of what is done again now are removed")
-            logger.track(trackers_of(args), args.tracker_project, args.wandb_tags or [])
-            checkpoints = CheckpointDir(run.directory, args.checkpoint_hist, ranked_by(vars(args)), args.save_epochs)
+            logger.track(
+                trackers_of(settings.tracking), settings.tracking.tracker_project, settings.tracking.wandb_tags or []
+            )
+            metric = ranked_by(settings.values())
+            checkpoints = CheckpointDir(run.directory, flags.checkpoint_hist, metric, flags.save_epochs)
     logger.open_events(run.directory)
     if checkpoints is not None and run.start.file is not None and run.start.kind is not Kind.BRANCH:
         for message in checkpoints.restore(state, run.start.file):
@@ -209,21 +221,27 @@ def open_run(run: Run, training: Training) -> Saver:
     if importlib.util.find_spec("matplotlib") is None:
         logger.line(f"no pictures will be drawn (curves, first batch, confusion): {install_command('plot')}")
     policy = SavePolicy(
-        args.recovery_interval, args.checkpoint_minutes, args.log_interval, args.checkpoint_sync, args.max_failed_saves
+        flags.recovery_interval,
+        flags.checkpoint_minutes,
+        flags.log_interval,
+        flags.checkpoint_sync,
+        flags.max_failed_saves,
     )
     return Saver(state, checkpoints, logger, policy, run.lock.check, partial(run.guard.watchdog.enter_phase, "saving"))
 
 
 def describe(run: Run, training: Training) -> None:
     """Print what the run is about to do; each number has its unit."""
-    args, world, logger = run.args, run.world, run.logger
+    settings, world, logger = run.settings, run.world, run.logger
+    steps = settings.optim.grad_accum_steps
     stream, model = training.loader.index_stream, training.state.model
     parameters = TensorParallelParams(model).count()
     config = training.state.metadata["model_config"]
     height, width = config["img_size"]
     left_out = stream.length - stream.images_per_epoch if stream.sizes is None else 0
     logger.line(
-        f"model {args.model}: {parameters / 1e6:.2f} M parameters, {model.num_classes} classes, {height}x{width} px"
+        f"model {settings.network.model}: {parameters / 1e6:.2f} M parameters, {model.num_classes} classes, "
+        f"{height}x{width} px"
     )
     logger.line(
         f"data: {stream.length} training images"
@@ -231,22 +249,22 @@ def describe(run: Run, training: Training) -> None:
         + f", {len(training.validation.dataset)} validation images, {len(config['class_names'])} class folders"
     )
     logger.line(
-        f"global batch {stream.global_batch} = {stream.global_batch / (world.data_size * args.grad_accum_steps):g} per "
+        f"global batch {stream.global_batch} = {stream.global_batch / (world.data_size * steps):g} per "
         f"{'device' if world.tensor_parallel == 1 else f'{world.tensor_parallel} devices'} x {world.data_size} x "
-        f"{args.grad_accum_steps} accumulation steps; {stream.updates_per_epoch} updates an epoch, "
+        f"{steps} accumulation steps; {stream.updates_per_epoch} updates an epoch, "
         f"{training.schedule.total_epochs} epochs"
     )
     if stream.sizes is not None:
         batches = zip(stream.sizes.batch_sizes, stream.sizes.sizes, strict=True)
         listed = ", ".join(f"{batch} images of {side} px" for batch, (side, _) in batches)
-        scale = {"none": "constant"}.get(args.variable_batch_loss_scale, args.variable_batch_loss_scale)
+        scale = settings.sizes.variable_batch_loss_scale.replace("none", "constant")
         logger.line(
-            f"image sizes ({args.train_size_schedule}), per device: {listed}; the learning rate is that of the mean "
-            f"global batch, and {scale} in an update's images"
+            f"image sizes ({settings.sizes.train_size_schedule}), per device: {listed}; the learning rate is that of "
+            f"the mean global batch, and {scale} in an update's images"
         )
     criterion = training.criterion
     if isinstance(criterion, TokenLabelCriterion):
-        size, (rows, columns) = args.token_label_size, criterion.grid
+        size, (rows, columns) = settings.labels.token_label_size, criterion.grid
         if criterion.mix_token and min(rows, columns) < 3:
             logger.line(EMPTY_BOXES)
         if criterion.dense and size and (rows, columns) != (size, size):  # so was D5 at 512 px published
@@ -254,7 +272,7 @@ def describe(run: Run, training: Training) -> None:
                 f"warning: --token-label-size {size} is not used: at {height} x {width} px each of the "
                 f"{rows} x {columns} tokens gets a label of its own"
             )
-    if args.sync_bn and world.size == 1:
+    if settings.norms.sync_bn and world.size == 1:
         logger.line("--sync-bn changes nothing with one process")
     dtype = training.precision.amp_dtype
     float32 = "float32 by TF32" if world.device.type == "cuda" else "float32"
@@ -263,45 +281,49 @@ def describe(run: Run, training: Training) -> None:
         precision = "bfloat16, float32 master weights"
     threads = torch.get_num_threads()
     logger.line(
-        f"learning rate {training.lr_formula}; {args.opt} on {world.size} x {world.device.type}, "
+        f"learning rate {training.lr_formula}; {settings.optim.opt} on {world.size} x {world.device.type}, "
         f"{precision}, {threads} thread{'s' * (threads > 1)}"
     )
     missing = training.dense_score.warnings if training.dense_score else []
-    for line in missing + surprises(args, training.schedule, training.loader.dataset.classes):
+    for line in missing + surprises(settings, training.schedule, training.loader.dataset.classes):
         logger.line(f"warning: {line}")
 
 
-def surprises(args: Namespace, schedule: LrSchedule, classes: np.ndarray) -> list[str]:
+def surprises(settings: TrainSettings, schedule: LrSchedule, classes: np.ndarray) -> list[str]:
     """Return warnings about a run that will learn less than its numbers suggest; `classes` (N,) are its images'."""
     lines, largest = [], schedule.largest
-    if not args.kd_only and classes.min() == classes.max():
+    if not settings.teachers.kd_only and classes.min() == classes.max():
         lines.append("all training images are of one class, so that any model comes to a loss of 0 and 100 %")
-    if largest < WARM * schedule.peak or 0 < args.epochs <= args.warmup_epochs * (not args.warmup_prefix):
-        fitted = "the fitted " * ("warmup_epochs" in args.defaulted)
+    flags = settings.schedule
+    if largest < WARM * schedule.peak or 0 < flags.epochs <= flags.warmup_epochs * (not flags.warmup_prefix):
+        fitted = "the fitted " * (not settings.set_by_user("warmup_epochs"))
         lines.append(
             f"the learning rate never gets beyond {largest:.3g} of {schedule.peak:.3g}: {fitted}--warmup-epochs "
-            f"{args.warmup_epochs} is long for --epochs {args.epochs}"
+            f"{flags.warmup_epochs} is long for --epochs {flags.epochs}"
         )
     elif missed := schedule.missed_end:
-        nearer = "--cooldown-epochs 1" if args.sched_on_updates else "--sched-on-updates or --cooldown-epochs 1"
-        remedies = {"step": "fewer --decay-epochs", "multistep": f"--decay-milestones up to {args.epochs}"}
+        nearer = "--cooldown-epochs 1" if flags.sched_on_updates else "--sched-on-updates or --cooldown-epochs 1"
+        remedies = {"step": "fewer --decay-epochs", "multistep": f"--decay-milestones up to {flags.epochs}"}
         lines.append(
-            f"the learning rate ends at {missed[0]:.3g}, the {args.sched} curve at {missed[1]:.3g}: "
-            f"{remedies.get(args.sched, nearer)} would take it there"
+            f"the learning rate ends at {missed[0]:.3g}, the {flags.sched} curve at {missed[1]:.3g}: "
+            f"{remedies.get(flags.sched, nearer)} would take it there"
         )
-    if never := [str(epoch) for epoch in sorted(args.save_epochs or ()) if epoch > schedule.total_epochs]:
+    if never := [
+        str(epoch) for epoch in sorted(settings.checkpoints.save_epochs or ()) if epoch > schedule.total_epochs
+    ]:
         lines.append(f"--save-epochs {' '.join(never)}: the run has {schedule.total_epochs} epochs")
     if schedule.total_updates < _FEW_UPDATES:
         lines.append(f"{schedule.total_updates} updates are few: more --epochs or a smaller --batch-size give more")
-    if args.profile and min(schedule.updates_per_epoch, schedule.total_updates - WARM_UP) < args.profile:
-        lines.append(f"--profile {args.profile}: no epoch has so many updates after the first {WARM_UP}: no profile")
+    profile = settings.checkpoints.profile
+    if profile and min(schedule.updates_per_epoch, schedule.total_updates - WARM_UP) < profile:
+        lines.append(f"--profile {profile}: no epoch has so many updates after the first {WARM_UP}: no profile")
     return lines
 
 
 def outcome(run: Run, training: Training) -> tuple[str, str]:
     """Return a line about the best epoch of a finished run, and a verdict: that it may have learnt nothing, or that it
     was still learning. Either may be ""."""
-    metric = ranked_by(vars(run.args))
+    metric = ranked_by(run.settings.values())
     state = training.state
     best, since = best_so_far(state, metric)
     if best is None:
@@ -318,7 +340,9 @@ def outcome(run: Run, training: Training) -> tuple[str, str]:
     return line, f"the best epoch is the last: it was still {'rising' if unit else 'falling'}{more}"
 
 
-def check_smallest_batch(args: Namespace, model: nn.Module, size: tuple[int, int, int], stream: IndexStream) -> None:
+def check_smallest_batch(
+    settings: TrainSettings, model: nn.Module, size: tuple[int, int, int], stream: IndexStream
+) -> None:
     """Check that the model can be trained on a batch of one image, if an epoch has such a batch.
 
     Args:
@@ -327,9 +351,9 @@ def check_smallest_batch(args: Namespace, model: nn.Module, size: tuple[int, int
     Raises:
         UserError: BatchNorm would normalise a single value, at which torch would fail in the middle of the epoch.
     """
-    if stream.smallest_batch > 1 or (args.sync_bn and stream.world_size > 1):  # SyncBatchNorm covers all ranks' images
+    if stream.smallest_batch > 1 or (settings.norms.sync_bn and stream.world_size > 1):  # covers all ranks' images
         return
-    set_train_mode(model, args.freeze_bn or args.freeze)
+    set_train_mode(model, settings.norms.freeze_bn or settings.network.freeze)
     size = size if stream.sizes is None else (size[0], *min(stream.sizes.sizes))
     try:
         run_on_meta(model, size, images=1)
@@ -338,8 +362,8 @@ def check_smallest_batch(args: Namespace, model: nn.Module, size: tuple[int, int
             return  # another reason, such as an operation that needs a tensor's contents
         last = f"the last batch of an epoch of {stream.length} images has one: --drop-last leaves it out"
         raise UserError(
-            f"--model {args.model}: BatchNorm can't be trained on one image of {size[1]} x {size[2]} px; "
-            + ("-b 2, or more" if args.batch_size == 1 else last)
+            f"--model {settings.network.model}: BatchNorm can't be trained on one image of {size[1]} x {size[2]} px; "
+            + ("-b 2, or more" if settings.images.batch_size == 1 else last)
         ) from error
 
 
@@ -352,18 +376,18 @@ def step_arithmetic(
     Args:
         input_size: (channels, H, W).
     """
-    args, device = run.args, run.world.device
-    if args.dry_run or args.train_img_sizes or not run.world.is_primary:
+    settings, device = run.settings, run.world.device
+    if settings.run.dry_run or settings.sizes.train_img_sizes or not run.world.is_primary:
         return None
     options = {"dense": True} if isinstance(criterion, TokenLabelCriterion) and criterion.dense else {}
     # Training mode, so that `--drop-path-mode subset` leaves out what it drops.
-    set_train_mode(model, args.freeze_bn or args.freeze)
+    set_train_mode(model, settings.norms.freeze_bn or settings.network.freeze)
     try:
-        forward = flops_per_image(model, input_size, images=args.batch_size, **options)
+        forward = flops_per_image(model, input_size, images=settings.images.batch_size, **options)
     except Exception as error:  # layers raise errors of any type without a tensor's contents
         run.logger.line(f"operations of a step: unknown ({reason_of(error)})")
         return None
     # Each product of the forward pass has two in the backward pass, unless its parameters are frozen.
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad) / sum(p.numel() for p in model.parameters())
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
-    return Arithmetic((1 + 2 * trained) * forward, peak_flops(name, compute_dtype(args, device)))
+    return Arithmetic((1 + 2 * trained) * forward, peak_flops(name, compute_dtype(settings.precision.mixed, device)))

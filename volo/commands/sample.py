@@ -7,29 +7,29 @@ downloaded. Every fifth scan is held out: `pictures/train/3/0013.jpg`, `pictures
 from __future__ import annotations
 
 import shutil
-from argparse import Namespace
 from pathlib import Path
 
 from PIL import Image
 
 from tlt.errors import UserError, require
 from tlt.io.files import os_errors_as
+from volo.config.settings_tools import SampleSettings
 
 SIZE = 64  # px; scans of 8 x 8 px are enlarged, so that augmentation has pixels to work on
 HELD_OUT_EVERY = 5
 
 
-def run(args: Namespace) -> int:
+def run(settings: SampleSettings) -> int:
     """Write the folder.
 
     Raises:
         UserError: The folder exists already or can't be written, or scikit-learn is missing.
     """
-    folder = Path(args.directory)
+    folder = Path(settings.directory)
     if folder.exists():
         raise UserError(f"{folder} is there already: name a new folder")
     with os_errors_as(lambda error: f"{folder} can't be written: {error.strerror}"):
-        write_digits(folder, args.images)
+        write_digits(folder, settings.images)
     return 0
 
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 import io
 import math
 import os
-from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -35,6 +34,7 @@ from tlt.models.wrap import find_tokens
 from tlt.targets import linear_weights
 from volo.cluster.distributed import World, max_over_ranks, sum_over_ranks
 from volo.commands.console import say, warn
+from volo.config.settings_evaluate import Results, ValidateSettings, ValidationImages
 from volo.train.data import validation_loader
 from volo.train.precision import Precision
 from volo.train.trained_model import TrainedModel
@@ -43,18 +43,30 @@ _BATCH, _UPDATES, _LEAST_EPOCHS, _WEIGHT_DECAY, _LEFT_OUT = 16, 500, 10, 1e-3, 2
 Examples = dict[int, tuple[Tensor, np.ndarray]]  # image number: tokens (h, w, D) and mask (H, W)
 
 
-def segmentation_row(trained: TrainedModel, precision: Precision, world: World) -> dict[str, Any]:
+def segmentation_row(
+    settings: ValidateSettings, trained: TrainedModel, precision: Precision, world: World
+) -> dict[str, Any]:
     """Return the result row of `--probe seg`. It is the same for any number of ranks, up to rounding.
 
     Raises:
         UserError: The model has no spatial tokens, or images, masks or their classes can't be used.
     """
-    args, size = trained.args, trained.settings["input_size"][1:]
+    size = trained.data_config["input_size"][1:]
     grid, positions, channels, *_ = find_tokens(trained.model, size)
     window = positions.window(grid, size)
     # Load both splits before training, so that a bad mask in either ends the program early.
-    train, validation = (_examples(trained, split, precision, world) for split in ("train", args.split))
-    layer = _trained(args, train, max_over_ranks(max(train, default=-1)) + 1, channels, window, world)
+    train, validation = (
+        _examples(settings.images, trained, split, precision, world) for split in ("train", settings.images.split)
+    )
+    layer = _trained(
+        settings.results,
+        settings.images.data or "",
+        train,
+        max_over_ranks(max(train, default=-1)) + 1,
+        channels,
+        window,
+        world,
+    )
     confusion = torch.zeros(256 * 256, dtype=torch.int64, device=world.device)
     for tokens, mask in validation.values():
         predicted = _at_pixels(F.linear(tokens.to(world.device), *layer), mask.shape, window).argmax(0)
@@ -63,14 +75,16 @@ def segmentation_row(trained: TrainedModel, precision: Precision, world: World) 
     confusion = sum_over_ranks(confusion).view(256, 256)[:_LEFT_OUT, :_LEFT_OUT]
     percent, classes = mean_iou(confusion)
     if not classes:
-        raise UserError(f"--probe seg: no pixel of the validation masks in {printable(args.data)} has a class")
+        raise UserError(
+            f"--probe seg: no pixel of the validation masks in {printable(settings.images.data or '')} has a class"
+        )
     pixels = sum((np.bincount(mask.ravel(), minlength=256) for _, mask in train.values()), np.zeros(256, np.int64))
     learned = sum_over_ranks(torch.from_numpy(pixels))[:_LEFT_OUT].to(confusion)
     if never := ((confusion.sum(1) > 0) & (learned == 0)).nonzero().flatten().tolist():
         warn([f"--probe seg: no training mask has the classes {never} of validation masks: IoU 0"], world.is_primary)
     say([f"mIoU {percent:.2f} %"], world.is_primary)
     counts = sum_over_ranks(torch.tensor([len(validation), len(train)])).tolist()
-    row = {"model": args.model, "probe": args.probe, "miou": round(percent, 4), "classes": classes}
+    row = {"model": trained.name, "probe": settings.results.probe, "miou": round(percent, 4), "classes": classes}
     return row | dict(zip(("images", "train_images"), counts, strict=True))
 
 
@@ -91,22 +105,25 @@ def features_of(
         raise UserError(f"{flag}: not one of {len(loader.dataset)} images in {where} can be read")
 
 
-def _examples(trained: TrainedModel, split: str, precision: Precision, world: World) -> Examples:
+def _examples(
+    wanted: ValidationImages, trained: TrainedModel, split: str, precision: Precision, world: World
+) -> Examples:
     """Return those of this rank's images of a split that can be read together with their masks."""
-    args, model, size = trained.args, trained.model, trained.settings["input_size"][1:]
-    folder = find_split(args.data, split)
+    model, size = trained.model, trained.data_config["input_size"][1:]
+    folder = find_split(wanted.data or "", split)
     images = open_images(folder, "images", None, classes=False, split_flag="--probe seg")
     masks = [os.path.join(folder, "masks", os.path.splitext(name)[0] + ".png") for name in images.paths]
     if missing := [row for row, mask in enumerate(masks) if not os.path.isfile(mask)]:
         first = f"{printable(images.path(missing[0]))} (looked for {printable(masks[missing[0]])})"
         raise UserError(f"--probe seg: {len(missing)} of {len(masks)} images have no mask, the first is {first}")
-    whole = trained.settings | {"crop_pct": 1.0, "crop_mode": "squash"}
-    loader, examples = validation_loader(args, images, args.batch_size, whole, world), Examples()
+    whole = trained.data_config | {"crop_pct": 1.0, "crop_mode": "squash"}
+    loader = validation_loader(wanted.loading, images, wanted.batch_size, whole, world)
+    examples = Examples()
     maps = features_of(lambda x: feature_map(model, model.forward_features(x), size), loader, precision, "--probe seg")
     for features, batch in maps:
         for index, tokens in zip(batch.indices.tolist(), features.cpu(), strict=True):
             try:
-                examples[index] = tokens, _read_mask(masks[index], images.path(index), args.max_pixels)
+                examples[index] = tokens, _read_mask(masks[index], images.path(index), wanted.loading.max_pixels)
             except BadImage as error:
                 loader.skips.record([Skipped(masks[index], str(error))])
     if not max_over_ranks(len(examples)):
@@ -131,7 +148,7 @@ def _read_mask(path: str, image: str, max_pixels: int) -> np.ndarray:
 
 
 def _trained(
-    args: Namespace, train: Examples, images: int, channels: int, window: Area, world: World
+    flags: Results, folder: str, train: Examples, images: int, channels: int, window: Area, world: World
 ) -> tuple[Tensor, Tensor]:
     """Train on `images` examples of all ranks; return weight (K, D) and bias (K,) for tokens before normalisation.
 
@@ -145,11 +162,11 @@ def _trained(
     largest = (int((mask + 1).max()) for _, mask in train.values())  # in uint8, 255 + 1 is 0
     classes = max_over_ranks(max(largest, default=0))
     if not classes:
-        raise UserError(f"--probe seg: no pixel of the training masks in {printable(args.data)} has a class")
+        raise UserError(f"--probe seg: no pixel of the training masks in {printable(folder)} has a class")
     theta = torch.zeros(classes, channels + 1, device=world.device, requires_grad=True)  # the last column is the bias
     optimizer = torch.optim.AdamW([theta], weight_decay=_WEIGHT_DECAY)
     per_epoch = math.ceil(images / _BATCH)
-    updates = per_epoch * (args.epochs or max(_LEAST_EPOCHS, math.ceil(_UPDATES / per_epoch)))
+    updates = per_epoch * (flags.epochs or max(_LEAST_EPOCHS, math.ceil(_UPDATES / per_epoch)))
     for update in range(updates):
         epoch, start = update // per_epoch, update % per_epoch * _BATCH
         theta.grad, pixels = torch.zeros_like(theta), torch.zeros((), device=world.device)
@@ -162,7 +179,7 @@ def _trained(
             F.cross_entropy(logits[None], truth[None], ignore_index=_LEFT_OUT, reduction="sum").backward()
             pixels += (truth != _LEFT_OUT).sum()
         theta.grad = sum_over_ranks(theta.grad) / sum_over_ranks(pixels).clamp(min=1)
-        optimizer.param_groups[0]["lr"] = args.lr * (1 + math.cos(math.pi * update / updates)) / 2
+        optimizer.param_groups[0]["lr"] = flags.lr * (1 + math.cos(math.pi * update / updates)) / 2
         optimizer.step()
     weight = theta.detach()[:, :-1] * scale
     return weight, theta.detach()[:, -1] - weight @ shift

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import shutil
-from argparse import Namespace
 from pathlib import Path
 
 from tlt.errors import UserError
 from tlt.io.files import os_errors_as
-from volo.config.args import shipped
+from volo.config.recipes import shipped
+from volo.config.settings_tools import SlurmSettings
 
 _LAUNCHER = """#!/usr/bin/env bash
 # Written by `volo slurm`: N DATA [flags of volo train]; the same as `volo launch N DATA ...`.
@@ -16,13 +16,13 @@ exec "${PYTHON:-python3}" -m volo launch "$@"
 """
 
 
-def run(args: Namespace) -> int:
+def run(settings: SlurmSettings) -> int:
     """Write scripts and recipes into a new or empty folder.
 
     Raises:
         UserError: The folder is not empty, or can't be written.
     """
-    folder = Path(args.directory)
+    folder = Path(settings.directory)
     with os_errors_as(lambda error: f"{folder} can't be written: {error.strerror}"):
         folder.mkdir(parents=True, exist_ok=True)
         if any(folder.iterdir()):

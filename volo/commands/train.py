@@ -10,10 +10,8 @@ decides what a run begins as; volo/commands/run_start.py restores a checkpoint a
 
 from __future__ import annotations
 
-import math
 import os
 import time
-from argparse import Namespace
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -58,15 +56,15 @@ from volo.commands.run_start import (
     restore_state,
     step_arithmetic,
 )
-from volo.config.args import FrozenArgs, TrainArgs
-from volo.config.flag_rules import other_sizes, sharding_flag
+from volo.config.rules import other_sizes, sharding_flag
+from volo.config.settings_train import Average, Network, TrainSettings
+from volo.memory.prediction import report_dry_run
 from volo.record.confusion import ANSWERS, show_answers
 from volo.record.logger import Logger
 from volo.record.records import duration, epochs_of, settings_of
-from volo.record.run_directory import check_writable
-from volo.train.architecture import architecture_of
-from volo.train.compilation import compile_errors_told, compile_model
-from volo.train.criterion import TokenLabelCriterion, make_criterion
+from volo.train.architecture import architecture_of, requested_by
+from volo.train.compilation import compile_errors_told
+from volo.train.criterion import make_criterion
 from volo.train.data import (
     Folders,
     hold_out,
@@ -82,7 +80,8 @@ from volo.train.model import (
     TimmModel,
     add_dense_head,
     build_named_model,
-    eval_settings,
+    compiler_of,
+    data_config_of,
     freeze_backbone,
     heads_of,
     init_heads,
@@ -95,7 +94,7 @@ from volo.train.optim import create_optimizer
 from volo.train.precision import Clipping, Precision, WorkingCopy, check_convolutions, compute_dtype
 from volo.train.run import BATCH_KEY, Run, Training, recipe_from_nothing, resolve_args
 from volo.train.schedule import LrSchedule, resolve_lr
-from volo.train.step_graph import use_own_stream, why_launched
+from volo.train.step_graph import use_own_stream
 
 if TYPE_CHECKING:  # imported only by runs that use them
     from volo.train.distillation import Distillation
@@ -119,25 +118,30 @@ class TrainResult:
     curve: list[dict[str, Any]]
 
 
-def run(args: TrainArgs) -> int:
+def run(settings: TrainSettings) -> int:
     """Train on all ranks, and return the exit code."""
-    train_on_ranks(args)
+    train_on_ranks(settings)
     return 0
 
 
-def train_on_ranks(args: TrainArgs) -> TrainResult:
+def train_on_ranks(settings: TrainSettings) -> TrainResult:
     """Train on all ranks."""
     # Collectives time out later than the watchdog, so that the watchdog reports the cause first.
-    timeout = max(args.dist_timeout, Watchdog.START_S, args.loader_timeout or 7 * 24 * 3600) + 120
-    launch = launch_of(os.environ, args.local_rank)
+    hangs, loads = settings.distributed.dist_timeout, settings.images.loading.loader_timeout
+    timeout = max(hangs, Watchdog.START_S, loads or 7 * 24 * 3600) + 120
+    launch = launch_of(os.environ, settings.distributed.local_rank)
     logger = Logger(World(launch.rank, launch.local_rank, launch.size, torch.device("cpu")))  # until the ranks have met
-    watchdog = Watchdog(launch.rank, args.dist_timeout, args.loader_timeout, partial(logger.event, "fault"))
+    watchdog = Watchdog(launch.rank, hangs, loads, partial(logger.event, "fault"))
     watchdog.start()
     try:
-        with logger.end_noted(), lost_rank_explained(), compile_errors_told(args):
-            world = init_world(args.device, args.local_rank, timeout, JOIN_S)
+        with (
+            logger.end_noted(),
+            lost_rank_explained(),
+            compile_errors_told(settings.precision.compilation.torchcompile),
+        ):
+            world = init_world(settings.run.device, settings.distributed.local_rank, timeout, JOIN_S)
             use_own_stream(world.device)
-            result = start(args, world, logger, StopGuard(STOP, watchdog, max_over_ranks))
+            result = start(settings, world, logger, StopGuard(STOP, watchdog, max_over_ranks))
             leave_together(watchdog)
         if world.is_primary:
             tell_batch_script("done")
@@ -150,31 +154,39 @@ def train_on_ranks(args: TrainArgs) -> TrainResult:
     return result
 
 
-def start(args: TrainArgs, world: World, logger: Logger, guard: StopGuard) -> TrainResult:
+def start(settings: TrainSettings, world: World, logger: Logger, guard: StopGuard) -> TrainResult:
     """Find data and checkpoint, complete the arguments from them, build everything, then train."""
     # The logger gets the same world, because sums over ranks must count the images of a group once.
-    logger.world = world = in_groups(world, 1 if args.dry_run else args.tensor_parallel)
+    logger.world = world = in_groups(world, 1 if settings.run.dry_run else settings.distributed.tensor_parallel)
     with primary_first():  # the architecture may have to be fetched
-        architecture_of(args.model)  # report a misspelt name before a long search for images
+        architecture_of(settings.network.model)  # report a misspelt name before a long search for images
     on_progress = SearchProgress(logger.line, partial(guard.watchdog.enter_phase, "start"))
-    folders = open_folders(args, world.data_size, on_progress)
-    args = recipe_from_nothing(args, len(folders.train), world.data_size)
-    note_start(args, world, logger)
-    for note in args.notes:
+    folders = open_folders(settings, world.data_size, on_progress)
+    settings = recipe_from_nothing(settings, len(folders.train), world.data_size)
+    note_start(settings, world, logger)
+    for note in settings.notes:
         logger.line(note)
-    with open_start(args, world, logger) as (begun, lock):
-        folders = hold_out(args, folders, *([begun.file.parent] if begun.file else []), begun.directory)
+    with open_start(settings, world, logger) as (begun, lock):
+        fraction, seed = settings.images.val_fraction, settings.run.seed
+        folders = hold_out(fraction, seed, folders, *([begun.file.parent] if begun.file else []), begun.directory)
         images, classes = len(folders.train), len(folders.train.class_names)
-        resolved, batch, messages = resolve_args(args, begun.checkpoint, images, classes, world.data_size)
+        resolved, batch, messages = resolve_args(settings, begun.checkpoint, images, classes, world.data_size)
         for message in messages:
             logger.line(message)
         run = Run(resolved, world, logger, guard, begun, lock)
-        torch.manual_seed(run.args.seed)  # the same initial weights on every rank
-        model, notes = build_named_model(run.args, folders.train.class_names)
+        torch.manual_seed(run.settings.run.seed)  # the same initial weights on every rank
+        model, notes = build_named_model(run.settings, folders.train.class_names)
         for note in notes:
             logger.line(note)
-        labels, warnings = open_labels(run.args, folders.train, model.num_classes, on_progress)
-        beyond = [] if run.args.kd_only else check_num_classes(folders.train, model.num_classes)
+        labels, warnings = open_labels(
+            run.settings.labels.token_label_data,
+            run.settings.labels.maps,
+            folders.train,
+            model.num_classes,
+            on_progress,
+            synthetic=run.settings.images.loading.data_backend == "synthetic",
+        )
+        beyond = [] if run.settings.teachers.kd_only else check_num_classes(folders.train, model.num_classes)
         for warning in folders.warnings + beyond + warnings:
             logger.line(f"warning: {warning}")
         if world.is_primary and (agreement := label_agreement(labels, folders.train)):
@@ -182,8 +194,8 @@ def start(args: TrainArgs, world: World, logger: Logger, guard: StopGuard) -> Tr
         training = build(run, folders, labels, model, batch)
         restore_state(run, training)
         describe(run, training)
-        (report_dry_run if run.args.dry_run else train)(run, training)
-        best, _ = best_so_far(training.state, ranked_by(vars(run.args)))
+        (report_dry_run if run.settings.run.dry_run else train)(run, training)
+        best, _ = best_so_far(training.state, ranked_by(run.settings.values()))
         names = training.state.metadata["model_config"]["class_names"]
         return TrainResult(best, run.directory, names, epochs_of(run.directory))
 
@@ -195,40 +207,43 @@ def build(run: Run, folders: Folders, labels: LabelReader | None, model: TimmMod
         model: From `build_named_model`, on the CPU.
         batch: The description of the global batch, for checkpoints.
     """
-    args, world = run.args, run.world
-    settings = eval_settings(args, model)
-    input_size = settings["input_size"]
-    dtype = compute_dtype(args, world.device)
+    settings, world = run.settings, run.world
+    data_config = data_config_of(requested_by(settings), model)
+    input_size = data_config["input_size"]
+    dtype = compute_dtype(settings.precision.mixed, world.device)
     # 1. The model gets what token labels need, and its first weights.
-    model = add_dense_head(model, args, input_size[1:])
-    model = load_start(model, args, run.logger, [] if args.kd_only else folders.train.class_names)
+    model = add_dense_head(model, settings.labels, input_size[1:])
+    class_names = [] if settings.teachers.kd_only else folders.train.class_names
+    model = load_start(model, settings.network, run.logger, class_names)
     # 2. Teachers. A student of features gets a projector to each of them.
-    online = load_annotator(run, folders.train, model, settings)
-    model, distillation = load_teachers(run, folders.train, model, settings)
+    online = load_annotator(run, folders.train, model, data_config)
+    model, distillation = load_teachers(run, folders.train, model, data_config)
     # 3. The loss. It switches off a dense head whose loss has the weight 0.
-    criterion = make_criterion(args, model, input_size[1:], online)
+    criterion = make_criterion(settings, model, input_size[1:], online)
     # 4. Data.
-    loader = train_loader(args, folders.train, labels, settings, world)
+    loader = train_loader(settings, folders.train, labels, data_config, world)
     stream = loader.index_stream
-    check_smallest_batch(args, model, input_size, stream)
-    validation, dense_score = build_validation(run, folders.validation, model, settings)
+    check_smallest_batch(settings, model, input_size, stream)
+    validation, dense_score = build_validation(run, folders.validation, model, data_config)
     # 5. The model goes to its device. Its operations are counted before, because SyncBatchNorm refuses meta tensors.
     arithmetic = step_arithmetic(run, model, criterion, input_size)
-    model = prepare_model(model, args, world)
+    model = prepare_model(model, settings, world)
     for network in (model,) if online is None else (model, online.annotator.model):
-        for size in (input_size[1:], *other_sizes(args)):
+        for size in (input_size[1:], *other_sizes(settings.sizes)):
             for line in check_convolutions(network, (input_size[0], *size), dtype, world.device):
                 run.logger.line(line)
     # 6. What the loop calls: the model or its copy, compiled and distributed. `--shard` divides the model in place.
-    ema = create_ema(model, args)
-    working_copy, forward_model, average = wrap_models(args, model, ema, world)
+    ema = create_ema(model, settings.ema, bool(sharding_flag(settings.distributed)))
+    working_copy, forward_model, average = wrap_models(settings, model, ema, world)
     # 7. The step: precision, optimizer, learning rate.
-    clip = None if args.clip_grad is None else Clipping(args.clip_grad, args.clip_mode, heads_of(model))
+    limit = settings.optim.clip_grad
+    clip = None if limit is None else Clipping(limit, settings.optim.clip_mode, heads_of(model))
     norm_of = TensorParallelParams(model).total_norm
-    precision = Precision(world.device, dtype, clip, args.max_nonfinite, working_copy, norm_of)
-    optimizer = create_optimizer(args, model, world.device)
-    lr, lr_formula = resolve_lr(args, stream.global_batch)
-    metadata = metadata_of(args, model, settings, folders.train, labels, distillation)  # 8. What checkpoints tell
+    precision = Precision(world.device, dtype, clip, settings.checkpoints.max_nonfinite, working_copy, norm_of)
+    lr, lr_formula = resolve_lr(settings.schedule, stream.global_batch)
+    optimizer = create_optimizer(model, settings.optim, settings.distributed, lr, world.device)
+    # 8. What checkpoints tell.
+    metadata = metadata_of(settings, model, data_config, folders.train, labels, distillation)
     metadata |= {BATCH_KEY: batch, ORDER_KEY: repr(replace(stream, world_size=1, rank=0, micro_batches=1))}
     per_epoch = stream.updates_per_epoch
     return Training(
@@ -239,7 +254,7 @@ def build(run: Run, folders: Folders, labels: LabelReader | None, model: TimmMod
         validation=validation,
         criterion=criterion,
         precision=precision,
-        schedule=LrSchedule(args, lr, per_epoch),
+        schedule=LrSchedule(settings.schedule, settings.checkpoints, settings.run.seed, lr, per_epoch),
         lr_formula=lr_formula,
         arithmetic=arithmetic,
         distillation=distillation,
@@ -248,27 +263,29 @@ def build(run: Run, folders: Folders, labels: LabelReader | None, model: TimmMod
 
 
 def metadata_of(
-    args: Namespace,
+    settings: TrainSettings,
     model: TimmModel,
-    settings: dict[str, Any],
+    data_config: dict[str, Any],
     images: ImageSource,
     labels: LabelReader | None,
     distillation: Distillation | None,
 ) -> dict[str, Any]:
     """Return what checkpoints tell about the model, the arguments and the data."""
-    names = distillation.class_names if distillation and args.kd_only else images.class_names
-    config = model_config(model, args, settings, names)
+    names = distillation.class_names if distillation and settings.teachers.kd_only else images.class_names
+    config = model_config(model, settings, data_config, names)
     data = fingerprint(images, labels, None if distillation is None else distillation.checksum)
-    return {"arch": config["name"], "args": settings_of(args), "model_config": config, DATA_KEY: data}
+    return {"arch": config["name"], "args": settings_of(settings), "model_config": config, DATA_KEY: data}
 
 
-def load_annotator(run: Run, images: ImageSource, model: TimmModel, settings: dict[str, Any]) -> OnlineAnnotator | None:
+def load_annotator(
+    run: Run, images: ImageSource, model: TimmModel, data_config: dict[str, Any]
+) -> OnlineAnnotator | None:
     """Return the annotator of `--token-label-teacher`; None without the flag."""
-    if not run.args.token_label_teacher:
+    if not run.settings.labels.token_label_teacher:
         return None
     from volo.train.online_annotator import load_online_annotator
 
-    online = load_online_annotator(run.args, model, settings, images.class_names, run.world)
+    online = load_online_annotator(run.settings, model, data_config, images.class_names, run.world)
     size = sum(p.numel() for p in online.annotator.model.parameters())
     for line in (f"{size / 1e6:.2f} M parameters", *online.notes):
         run.logger.line(f"annotator {online.name}: {line}")
@@ -276,30 +293,42 @@ def load_annotator(run: Run, images: ImageSource, model: TimmModel, settings: di
 
 
 def load_teachers(
-    run: Run, images: ImageSource, model: TimmModel, settings: dict[str, Any]
+    run: Run, images: ImageSource, model: TimmModel, data_config: dict[str, Any]
 ) -> tuple[TimmModel, Distillation | None]:
     """Return the model, with projectors if it learns features, and its teachers of `--kd-model-name`; None without."""
-    if not run.args.kd_model_name:
+    if not run.settings.teachers.kd_model_name:
         return model, None
     from volo.train.distillation import load_distillation
 
-    return model, load_distillation(run.args, model, settings, images, run.world, run.logger)
+    return model, load_distillation(run.settings, model, data_config, images, run.world, run.logger)
 
 
 def build_validation(
-    run: Run, images: ImageSource, model: TimmModel, settings: dict[str, Any]
+    run: Run, images: ImageSource, model: TimmModel, data_config: dict[str, Any]
 ) -> tuple[EvalLoader, DenseScore | None]:
     """Return the loader of validation images, and the score of their tokens against `--val-label-data` or None."""
-    args, (channels, *size) = run.args, settings["input_size"]
-    settings = settings | {"input_size": (channels, *to_2tuple(args.val_img_size or size))}
-    score = DenseScore(args, "--val-label-data", model, settings, images, run.world) if args.val_label_data else None
-    batch_size = args.validation_batch_size or args.batch_size * args.validation_batch_size_multiplier
-    labels = score.labels if score else None
-    return validation_loader(args, images, batch_size, settings, run.world, labels), score
+    settings, (channels, *size) = run.settings, data_config["input_size"]
+    data_config = data_config | {"input_size": (channels, *to_2tuple(settings.sizes.val_img_size or size))}
+    score = None
+    if settings.labels.val_label_data:
+        place = settings.labels.val_label_data, settings.labels.maps, "--val-label-data"
+        score = DenseScore(*place, model, data_config, images, run.world)
+    flags = settings.images
+    batch_size = flags.validation_batch_size or flags.batch_size * flags.validation_batch_size_multiplier
+    loader = validation_loader(
+        flags.loading,
+        images,
+        batch_size,
+        data_config,
+        run.world,
+        score.labels if score else None,
+        keep_workers=flags.loading.use_multi_epochs_loader,
+    )
+    return loader, score
 
 
 def wrap_models(
-    args: Namespace, model: nn.Module, ema: ModelEmaV3 | None, world: World
+    settings: TrainSettings, model: nn.Module, ema: ModelEmaV3 | None, world: World
 ) -> tuple[WorkingCopy | None, nn.Module, nn.Module | None]:
     """Compile and distribute the modules that a run calls.
 
@@ -307,70 +336,37 @@ def wrap_models(
         The copy of the weights that computes in place of `model` (`--model-dtype`) or None, the module that the loop
         calls in training, and the module that validates the moving average, or None.
     """
-    meshes = meshes_of(args, world)
-    working_copy = WorkingCopy(model) if args.model_dtype == "bfloat16" and meshes is None else None
-    forward_model = wrap_model(model if working_copy is None else working_copy.module, args, world, meshes)
-    if ema is None or args.model_ema_force_cpu:
+    meshes = meshes_of(settings, world)
+    working_copy = WorkingCopy(model) if settings.precision.mixed.model_dtype == "bfloat16" and meshes is None else None
+    forward_model = wrap_model(model if working_copy is None else working_copy.module, settings, world, meshes)
+    if ema is None or settings.ema.model_ema_force_cpu:
         return working_copy, forward_model, None
     if meshes is None:  # the average has no gradients, so DistributedDataParallel is not needed
-        return working_copy, forward_model, compile_model(ema.module, args)
-    return working_copy, forward_model, wrap_model(ema.module, args, world, meshes)
+        return working_copy, forward_model, compiler_of(settings).model(ema.module)
+    return working_copy, forward_model, wrap_model(ema.module, settings, world, meshes)
 
 
-def load_start(model: TimmModel, args: Namespace, logger: Logger, class_names: list[str]) -> TimmModel:
+def load_start(model: TimmModel, network: Network, logger: Logger, class_names: list[str]) -> TimmModel:
     """Return the model with the weights of `--initial-checkpoint` or `--finetune`, heads initialised and the backbone
     frozen, as the flags say."""
-    if args.initial_checkpoint:
-        logger.line(str(load_weights(model, args.initial_checkpoint, class_names=class_names)))
-    if args.finetune:
-        logger.line(str(load_finetune(model, args.finetune, class_names=class_names)))
-    if args.head_init_scale is not None or args.head_init_bias is not None:
-        init_heads(model, args.head_init_scale, args.head_init_bias)
-    if args.freeze:
+    if network.initial_checkpoint:
+        logger.line(str(load_weights(model, network.initial_checkpoint, class_names=class_names)))
+    if network.finetune:
+        logger.line(str(load_finetune(model, network.finetune, class_names=class_names)))
+    if network.head_init_scale is not None or network.head_init_bias is not None:
+        init_heads(model, network.head_init_scale, network.head_init_bias)
+    if network.freeze:
         freeze_backbone(model)
     return model
 
 
-def create_ema(model: nn.Module, args: Namespace) -> ModelEmaV3 | None:
+def create_ema(model: nn.Module, ema: Average, divided: bool) -> ModelEmaV3 | None:
     """Return the moving average of the weights, or None without `--model-ema`."""
-    if not args.model_ema:
+    if not ema.model_ema:
         return None
-    device = "cpu" if args.model_ema_force_cpu else None
-    kind = ShardedEma if sharding_flag(args) else ModelEmaV3
-    return kind(model, args.model_ema_decay, use_warmup=args.model_ema_warmup, device=device)
-
-
-def report_dry_run(run: Run, training: Training) -> None:
-    """Print how many operations and how much memory the run needs, and which batch sizes would fit (`--dry-run`)."""
-    from volo.memory.prediction import StepShape, expected_time, memory_report, teachers_report
-
-    reason = why_launched(run, training)
-    with primary_first():
-        if run.world.is_primary:
-            check_writable(run.directory, "--output")
-    if run.world.is_primary:
-        config, precision = training.state.metadata["model_config"], training.precision
-        size = (config["in_chans"], *config["img_size"])
-        dense = isinstance(training.criterion, TokenLabelCriterion) and training.criterion.dense
-        device_type = "cuda" if run.world.device.type == "cuda" else "cpu"
-        largest, args = training.loader.index_stream.sizes, run.args
-        if largest is not None:
-            batches = zip(largest.batch_sizes, largest.sizes, strict=True)
-            _, side, batch = max((batch * math.prod(side), side, batch) for batch, side in batches)
-            size, args = (size[0], *side), FrozenArgs(args, batch_size=batch)
-            run.logger.line(f"of the batches, those of {args.batch_size} images of {size[1]} px have the most pixels:")
-        shape = StepShape(size, device_type, precision.amp_dtype, dense)
-        model = training.state.model
-        computing = model if precision.working_copy is None else precision.working_copy.module
-        for line in memory_report(args, model, computing, shape, run.world.device, graph=not reason):
-            run.logger.line(line)
-        if training.distillation is not None:
-            teachers = [part.teacher for part in training.distillation.losses.parts]
-            most = run.args.batch_size if largest is None else max(largest.batch_sizes)  # all of the teacher's own size
-            for line in teachers_report(training.distillation.names, teachers, model, shape, most):
-                run.logger.line(line)
-        run.logger.line(expected_time(run, training, computing, shape, args.batch_size))
-    run.logger.line("--dry-run: flags, data and model are fine; nothing was trained or written")
+    device = "cpu" if ema.model_ema_force_cpu else None
+    kind = ShardedEma if divided else ModelEmaV3
+    return kind(model, ema.model_ema_decay, use_warmup=ema.model_ema_warmup, device=device)
 
 
 def train(run: Run, training: Training) -> None:
@@ -384,8 +380,11 @@ def train(run: Run, training: Training) -> None:
         if run.world.is_primary:
             tell_batch_script("begun")
         try:
-            checkpointing = run.args.grad_checkpointing
-            with out_of_memory_explained(run.args.batch_size, checkpointing), garbage_collected_by_the_loop():
+            checkpointing = run.settings.precision.grad_checkpointing
+            with (
+                out_of_memory_explained(run.settings.images.batch_size, checkpointing),
+                garbage_collected_by_the_loop(),
+            ):
                 train_epochs(run, training, saver)
         except Stopped as stop:
             logger.event("fault" if stop.__cause__ else "signal", reason=str(stop), exit_code=stop.exit_code)

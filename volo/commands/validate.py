@@ -11,7 +11,6 @@ from __future__ import annotations
 import csv
 import json
 import time
-from argparse import Namespace
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import count
@@ -42,10 +41,11 @@ from volo.commands.console import say, warn
 from volo.commands.inference import load, place, run_on_ranks
 from volo.commands.segment import features_of, segmentation_row
 from volo.config.checkpoint_files import checkpoints_in
+from volo.config.settings_evaluate import ValidateSettings
 from volo.record.confusion import CLASSES, MOST, Confusion, show_answers
 from volo.record.metrics import Sums
 from volo.record.run_directory import check_writable
-from volo.train.compilation import compile_model
+from volo.train.compilation import Compiler
 from volo.train.data import listed_images, part, validation_loader
 from volo.train.dense_score import DenseScore
 from volo.train.loop import evaluate
@@ -56,33 +56,34 @@ from volo.train.trained_model import TrainedModel
 _COSINES = 2**28  # cosines that --knn computes at a time: 1 GiB
 
 
-def run(args: Namespace) -> int:
+def run(settings: ValidateSettings) -> int:
     """Evaluate the checkpoints on all ranks, and return the exit code."""
-    return run_on_ranks(args, validate)
+    precision = settings.precision
+    return run_on_ranks(partial(validate, settings), precision.device, precision.compilation)
 
 
-def validate(args: Namespace, world: World) -> None:
+def validate(settings: ValidateSettings, world: World) -> None:
     """Evaluate every checkpoint, print a line for each, and write the results file."""
-    say(args.notes, world.is_primary)
-    if args.retry and world.size > 1:  # one rank could be out of memory while the others wait for it
+    say(settings.notes, world.is_primary)
+    if settings.results.retry and world.size > 1:  # one rank could be out of memory while the others wait for it
         raise UserError(f"--retry works with one process, there are {world.size}: use a smaller -b")
-    if args.results_file:
-        refuse_existing(args.results_file, "--results-file")
-        check_writable(Path(args.results_file).parent, "--results-file")
-    if args.confusion:
-        for file in Path(args.confusion).glob(f"{'*/' * args.all}{CLASSES}"):
+    if settings.results.results_file:
+        refuse_existing(settings.results.results_file, "--results-file")
+        check_writable(Path(settings.results.results_file).parent, "--results-file")
+    if settings.results.confusion:
+        for file in Path(settings.results.confusion).glob(f"{'*/' * settings.network.all}{CLASSES}"):
             refuse_existing(file, "--confusion")
-        check_writable(Path(args.confusion), "--confusion")
+        check_writable(Path(settings.results.confusion), "--confusion")
     rows, faults = list[dict[str, Any]](), list[str]()
     row_of: dict[tuple[int, int], dict[str, Any]] = {}
-    single = Path(args.checkpoint) if args.checkpoint else None  # None means pretrained weights
-    for path in checkpoints_in(args.checkpoint, "--checkpoint") if args.all else [single]:
+    single = Path(settings.network.checkpoint) if settings.network.checkpoint else None  # None means pretrained weights
+    for path in checkpoints_in(settings.network.checkpoint, "--checkpoint") if settings.network.all else [single]:
         inode = (path.stat().st_dev, path.stat().st_ino) if path and path.exists() else (0, len(row_of))
         try:
             if inode not in row_of:  # a file may have several names
-                row_of[inode] = evaluate_with_retry(args, path, world)
+                row_of[inode], settings = evaluate_with_retry(settings, path, world)
         except UserError as error:
-            if not args.all or str(path) not in str(error):
+            if not settings.network.all or str(path) not in str(error):
                 raise
             faults.append(str(error))  # the other files may be sound
             warn(faults[-1:], world.is_primary)
@@ -91,62 +92,77 @@ def validate(args: Namespace, world: World) -> None:
         if world.is_primary:
             print(json.dumps(rows[-1]), flush=True)
         with primary_first():
-            if world.is_primary and args.results_file:  # after each checkpoint, because the command may be stopped
-                write_results(Path(args.results_file), rows, args.results_format)
+            if (
+                world.is_primary and settings.results.results_file
+            ):  # after each checkpoint, because the command may be stopped
+                write_results(Path(settings.results.results_file), rows, settings.results.results_format)
     if faults:
         raise UserError(f"{len(faults)} of {len(faults) + len(rows)} files were not measured (--all): {faults[0]}")
 
 
-def evaluate_with_retry(args: Namespace, path: Path | None, world: World) -> dict[str, Any]:
-    """Evaluate one checkpoint. With `--retry`, halve the batch size until a batch fits into memory."""
+def evaluate_with_retry(
+    settings: ValidateSettings, path: Path | None, world: World
+) -> tuple[dict[str, Any], ValidateSettings]:
+    """Evaluate one checkpoint. With `--retry`, halve the batch size until a batch fits into memory, and return the
+    settings with that size."""
     while True:
         try:
-            return evaluate_checkpoint(args, path, world)
+            return evaluate_checkpoint(settings, path, world), settings
         except torch.OutOfMemoryError:
-            if not args.retry or args.batch_size == 1:
+            if not settings.results.retry or settings.images.batch_size == 1:
                 raise
         torch.cuda.empty_cache()
-        args.batch_size //= 2
-        say([f"out of memory: again with --batch-size {args.batch_size} (--retry)"], world.is_primary)
+        settings = settings.decide("other flags", batch_size=settings.images.batch_size // 2)
+        say([f"out of memory: again with --batch-size {settings.images.batch_size} (--retry)"], world.is_primary)
 
 
-def evaluate_checkpoint(args: Namespace, path: Path | None, world: World) -> dict[str, Any]:
+def evaluate_checkpoint(settings: ValidateSettings, path: Path | None, world: World) -> dict[str, Any]:
     """Evaluate one checkpoint, and return its row of the results."""
-    trained = load(args, path, dense=bool(args.token_label_data), on_this_rank=world.is_primary)
-    model, args, settings = trained.model, trained.args, trained.settings
+    trained = load(
+        settings.network,
+        settings.images.pixels,
+        path,
+        dense=bool(settings.results.token_label_data),
+        outlook_kernel=settings.precision.outlook_kernel,
+        crop_mode=settings.images.crop_mode,
+        on_this_rank=world.is_primary,
+    )
+    model, data_config = trained.model, trained.data_config
     parameters = sum(p.numel() for p in model.parameters())
     fold_batchnorm(model)
-    if args.test_pool:
-        # timm's wrapper fits only the heads of models that have a pool size.
-        pools = (getattr(model, "default_cfg", None) or {}).get("pool_size")
-        trained.model, applied = apply_test_time_pool(model, settings) if pools else (model, False)
-        if not applied:
-            raise UserError(f"--test-pool has no effect on --model {args.model} at this size: leave it out")
-    numbers = read_numbers(args.valid_labels) if args.valid_labels else None
+    if settings.network.test_pool:
+        pool_at_test_time(trained)
+    numbers = read_numbers(settings.results.valid_labels) if settings.results.valid_labels else None
     if numbers is not None:
         trained.model = ChosenClasses(model, numbers)
-    precision = place(trained, world)
+    precision = place(trained, world, settings.precision.mixed, settings.precision.channels_last)
 
-    if args.probe:
-        return segmentation_row(trained, precision, world)
-    if not model.num_classes and not args.knn:
-        raise UserError(f"{path or args.model} has no class head, only features: measure these by --knn")
-    folder = open_folder(args, trained.config, numbers or range(model.num_classes), world)
-    if args.knn:
-        return knn_row(trained, folder, precision, world)
-    score = DenseScore(args, "--token-label-data", model, settings, folder, world) if args.token_label_data else None
+    if settings.results.probe:
+        return segmentation_row(settings, trained, precision, world)
+    if not model.num_classes and not settings.results.knn:
+        raise UserError(f"{path or trained.name} has no class head, only features: measure these by --knn")
+    folder = open_folder(settings, trained.config, numbers or range(model.num_classes), world)
+    if settings.results.knn:
+        return knn_row(settings, trained, folder, precision, world)
+    score = None
+    if settings.results.token_label_data:
+        labels = settings.results.token_label_data, settings.results.maps, "--token-label-data"
+        score = DenseScore(*labels, model, data_config, folder, world)
     warn(score.warnings if score else [], world.is_primary)
-    loader = validation_loader(args, folder, args.batch_size, settings, world, score.labels if score else None)
-    real = RealLabels(args.real_labels, loader.dataset, world) if args.real_labels else None
-    watch = watcher(args, loader, world, real)
-    result = evaluate(compile_model(trained.model, args), loader, precision, world, watch, dense=score)
+    maps = score.labels if score else None
+    loader = validation_loader(settings.images.loading, folder, settings.images.batch_size, data_config, world, maps)
+    real = RealLabels(settings.results.real_labels, loader.dataset, world) if settings.results.real_labels else None
+    watch = watcher(settings.results.log_freq, loader, world, real)
+    compiled = Compiler(settings.precision.compilation, trained.name).model(trained.model)
+    result = evaluate(compiled, loader, precision, world, watch, dense=score)
     warn(loader.skips.take_lines() + loader.bad_labels.take_lines())
     say([str(result)], world.is_primary)
     if world.is_primary:
-        say_what_is_confused(args, path, loader.dataset, result.answers, len(numbers or range(model.num_classes)))
+        classes = len(numbers or range(model.num_classes))
+        say_what_is_confused(settings, trained.name, path, loader.dataset, result.answers, classes)
     row = {
-        "model": args.model,
-        "ema": args.use_ema,
+        "model": trained.name,
+        "ema": trained.ema,
         "top1": round(result.top1, 4),
         "top5": round(result.top5, 4),
         "loss": round(result.loss, 6),
@@ -154,27 +170,41 @@ def evaluate_checkpoint(args: Namespace, path: Path | None, world: World) -> dic
         "unreadable": result.unreadable,
         **({name: getattr(result, name) for name in ("dense_top1", "annotator_top1", "tokens")} if score else {}),
         "param_count_millions": round(parameters / 1e6, 3),
-        "img_size": "x".join(map(str, settings["input_size"][1:])),
-        "crop_pct": settings["crop_pct"],
-        "interpolation": settings["interpolation"],
+        "img_size": "x".join(map(str, data_config["input_size"][1:])),
+        "crop_pct": data_config["crop_pct"],
+        "interpolation": data_config["interpolation"],
         "images_per_second": round(result.images / max(result.seconds, 1e-9), 1),
     }
     return row | (real.accuracy() if real else {})
 
 
-def say_what_is_confused(args: Namespace, path: Path | None, images: EvalDataset, answers: Any, classes: int) -> None:
+def pool_at_test_time(trained: TrainedModel) -> None:
+    """Apply `--test-pool`. Raise UserError if it has no effect."""
+    # timm's wrapper fits only the heads of models that have a pool size.
+    applied = False
+    if (getattr(trained.model, "default_cfg", None) or {}).get("pool_size"):
+        trained.model, applied = apply_test_time_pool(trained.model, trained.data_config)
+    if not applied:
+        raise UserError(f"--test-pool has no effect on --model {trained.name} at this size: leave it out")
+
+
+def say_what_is_confused(
+    settings: ValidateSettings, name: str, path: Path | None, images: EvalDataset, answers: Any, classes: int
+) -> None:
     """Print the worst classes, and draw the answers to the images (`--confusion`)."""
     if classes <= MOST:
         heading, *rows = Confusion(images, answers, classes).table()
         worst = [row for row in rows if row[-1] != "0"][:3]
-        more = "" if args.confusion else " (--confusion FOLDER draws all)"
+        more = "" if settings.results.confusion else " (--confusion FOLDER draws all)"
         say([f"the worst of {len(rows)} classes{more}:", *table([heading, *worst])] if worst else [])
-    if args.confusion:
-        folder = Path(args.confusion, path.name if args.all and path else "")
-        say(show_answers(folder, images, classes, answers, f"{args.model}, {shorten(str(path or 'pretrained'), 40)}"))
+    if settings.results.confusion:
+        folder = Path(settings.results.confusion, path.name if settings.network.all and path else "")
+        say(show_answers(folder, images, classes, answers, f"{name}, {shorten(str(path or 'pretrained'), 40)}"))
 
 
-def open_folder(args: Namespace, config: dict[str, Any], numbers: Sequence[int], world: World) -> ImageSource:
+def open_folder(
+    settings: ValidateSettings, config: dict[str, Any], numbers: Sequence[int], world: World
+) -> ImageSource:
     """Open the validation images, with classes numbered as in training.
 
     Args:
@@ -185,19 +215,19 @@ def open_folder(args: Namespace, config: dict[str, Any], numbers: Sequence[int],
         UserError: A class folder is not among the checkpoint's classes, there are more classes than outputs, or
             `--class-map` contradicts the checkpoint.
     """
-    listed = read_class_map(args.class_map) if args.class_map else None
-    folder = open_images(args.data, args.split, args.dataset, listed, allow_root=True)
-    known = [] if args.knn else own_names(config, folder.class_names)
+    listed = read_class_map(settings.images.class_map) if settings.images.class_map else None
+    folder = open_images(settings.images.data, settings.images.split, settings.images.dataset, listed, allow_root=True)
+    known = [] if settings.results.knn else own_names(config, folder.class_names)
     names = [known[number] for number in numbers if number < len(known)]
     if listed:
         check_numbers("--class-map", listed, names)
     elif names:
         folder.number_by(names)
-    if args.image_list:
-        folder = part(folder, listed_images(folder, args.image_list))
-    if args.num_samples is not None and args.num_samples < len(folder):
-        folder = folder.select(np.linspace(0, len(folder) - 1, args.num_samples).round().astype(int))
-    beyond = [] if args.knn else check_num_classes(folder, len(numbers))
+    if settings.images.image_list:
+        folder = part(folder, listed_images(folder, settings.images.image_list))
+    if settings.images.num_samples is not None and settings.images.num_samples < len(folder):
+        folder = folder.select(np.linspace(0, len(folder) - 1, settings.images.num_samples).round().astype(int))
+    beyond = [] if settings.results.knn else check_num_classes(folder, len(numbers))
     warn(folder.warnings + beyond, world.is_primary)
     return folder
 
@@ -281,7 +311,7 @@ class RealLabels:
         }
 
 
-def watcher(args: Namespace, loader: EvalLoader, world: World, real: RealLabels | None) -> Callable[..., None]:
+def watcher(log_freq: int, loader: EvalLoader, world: World, real: RealLabels | None) -> Callable[..., None]:
     """Return a function for each batch's outputs, which feeds `RealLabels` and prints progress now and then."""
     numbers, start = count(1), time.perf_counter()
 
@@ -289,7 +319,7 @@ def watcher(args: Namespace, loader: EvalLoader, world: World, real: RealLabels 
         if real is not None:
             real.add(logits, batch.indices)
         done = next(numbers)
-        if world.is_primary and done % args.log_freq == 0:
+        if world.is_primary and done % log_freq == 0:
             rate = (time.perf_counter() - start) / done
             seconds_left = (len(loader) - done) * rate
             print(f"[{done}/{len(loader)}] {rate:.3f} s/batch, {seconds_left:.0f} s left", flush=True)
@@ -298,7 +328,9 @@ def watcher(args: Namespace, loader: EvalLoader, world: World, real: RealLabels 
 
 
 @torch.inference_mode()
-def knn_row(trained: TrainedModel, images: ImageSource, precision: Precision, world: World) -> dict[str, Any]:
+def knn_row(
+    settings: ValidateSettings, trained: TrainedModel, images: ImageSource, precision: Precision, world: World
+) -> dict[str, Any]:
     """Return the result row of `--knn`: top-1 in percent with 10 and 20 neighbours, and the numbers of images.
 
     As in DINO's evaluation (arXiv:2104.14294), the features before the class head are compared by cosine; each of the k
@@ -306,13 +338,16 @@ def knn_row(trained: TrainedModel, images: ImageSource, precision: Precision, wo
     """
     if world.size > 1:
         raise UserError(f"--knn works with one process, there are {world.size}")
-    args = trained.args
-    voters = open_images(args.knn, "train", "", images.class_names, allow_root=True, split_flag="--knn")
-    (bank, classes), (features, truth) = (
-        _features(trained.model, validation_loader(args, source, args.batch_size, trained.settings, world), precision)
-        for source in (voters, images)
-    )
-    row = {"model": args.model, "images": len(truth), "train_images": len(classes)}
+    voters = open_images(settings.results.knn, "train", "", images.class_names, allow_root=True, split_flag="--knn")
+
+    def look(source: ImageSource) -> tuple[Tensor, Tensor]:
+        wanted = settings.images
+        loader = validation_loader(wanted.loading, source, wanted.batch_size, trained.data_config, world)
+        return _features(trained.model, loader, precision)
+
+    bank, classes = look(voters)
+    features, truth = look(images)
+    row = {"model": trained.name, "images": len(truth), "train_images": len(classes)}
     return row | {f"knn{k}": round(100 * knn_accuracy(bank, classes, features, truth, k), 4) for k in (10, 20)}
 
 

@@ -1,5 +1,5 @@
 """What other programs call the flags and values of this project: Ultralytics, lightly-train, torchvision's references,
-Hugging Face's Trainer, Lightning. Names that are only longer or shorter need no row (`nearest` of `flag_table`).
+Hugging Face's Trainer, Lightning. Names that are only longer or shorter need no row (`nearest` of `parser`).
 
 A row begins with what is asked for here: a flag, with its value or a remark where that is needed, a word that a flag
 takes, or a command. Programs suggest the first row whose first word they know.

@@ -61,7 +61,7 @@ def _join(windows: Tensor, axis: int, offsets: int) -> Tensor:
     return torch.stack((even, odd + following), axis + 1).flatten(axis, axis + 1)
 
 
-# "auto" takes the first one that fits. `volo.config.flags_train` lists the names as choices of --outlook-kernel.
+# "auto" takes the first one that fits. `volo.config.settings_shared` lists the names as choices of --outlook-kernel.
 KERNELS = {
     "triton": OutlookKernel(triton_outlook.outlook_attention, triton_outlook.why_unsupported),
     "windows": OutlookKernel(windows.outlook_attention, windows.why_unsupported),

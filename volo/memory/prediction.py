@@ -11,9 +11,9 @@ import copy
 import math
 import time
 import weakref
-from argparse import Namespace
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -25,20 +25,63 @@ from torch.utils._pytree import tree_leaves
 from tlt.errors import UserError, reason_of
 from tlt.models.flops import flops_per_image
 from tlt.teacher import FeatureTeacher
+from volo.cluster.distributed import primary_first
 from volo.cluster.shard import units_of
 from volo.cluster.tensor_parallel import divisible
-from volo.config.flag_rules import sharding_flag
+from volo.config.rules import sharding_flag
+from volo.config.settings_train import TrainSettings
 from volo.record.records import duration
+from volo.record.run_directory import check_writable
+from volo.train.criterion import TokenLabelCriterion
 from volo.train.loop import set_train_mode
 from volo.train.meter import seconds_left
 from volo.train.optim import create_optimizer
 from volo.train.run import Run, Training
+from volo.train.step_graph import why_launched
 
-GIB, MIB = 2.0**30, 2.0**20
+GIB = 2.0**30
+MIB = 2.0**20
 _MARGIN = 0.05  # share of a card left for workspaces of libraries, prefetched batches and gaps between allocations
 _CONTEXT = GIB  # bytes that CUDA itself occupies before the first tensor
 _OPERATIONS_OF_CPU = 1e11  # most operations of the forward pass that times a CPU
 _CARDS = {24: 23.6, 40: 39.4, 80: 79.2, 141: 139.8}  # GB in a card's name: GiB that torch reports for it
+
+
+def report_dry_run(run: Run, training: Training) -> None:
+    """Print how many operations and how much memory the run needs, and which batch sizes would fit (`--dry-run`)."""
+    reason = why_launched(run, training)
+    for line in run.settings.told():
+        run.logger.line(line)
+    with primary_first():
+        if run.world.is_primary:
+            check_writable(run.directory, "--output")
+    if run.world.is_primary:
+        config, precision = training.state.metadata["model_config"], training.precision
+        size = (config["in_chans"], *config["img_size"])
+        dense = isinstance(training.criterion, TokenLabelCriterion) and training.criterion.dense
+        device_type = "cuda" if run.world.device.type == "cuda" else "cpu"
+        largest, settings = training.loader.index_stream.sizes, run.settings
+        if largest is not None:
+            batches = zip(largest.batch_sizes, largest.sizes, strict=True)
+            _, side, batch = max((batch * math.prod(side), side, batch) for batch, side in batches)
+            size = (size[0], *side)
+            settings = settings.decide("data", batch_size=batch)
+            run.logger.line(
+                f"of the batches, those of {settings.images.batch_size} images of {size[1]} px have the most pixels:"
+            )
+        shape = StepShape(size, device_type, precision.amp_dtype, dense)
+        model = training.state.model
+        computing = model if precision.working_copy is None else precision.working_copy.module
+        for line in memory_report(settings, model, computing, shape, run.world.device, graph=not reason):
+            run.logger.line(line)
+        if training.distillation is not None:
+            teachers = [part.teacher for part in training.distillation.losses.parts]
+            # With several image sizes, all of a teacher's images are of its own size.
+            most = run.settings.images.batch_size if largest is None else max(largest.batch_sizes)
+            for line in teachers_report(training.distillation.names, teachers, model, shape, most):
+                run.logger.line(line)
+        run.logger.line(expected_time(run, training, computing, shape, settings.images.batch_size))
+    run.logger.line("--dry-run: flags, data and model are fine; nothing was trained or written")
 
 
 class StepShape(NamedTuple):
@@ -113,8 +156,8 @@ def seconds_of_images(model: nn.Module, shape: StepShape, device: torch.device, 
 def expected_time(run: Run, training: Training, model: nn.Module, shape: StepShape, batch: int) -> str:
     """Return a line about how long the run takes, judged by a pass of `model`, which is in training mode, on images of
     this `shape`, of which a micro-batch has `batch`."""
-    args, world, stream = run.args, run.world, training.loader.index_stream
-    if world.size > 1 and (sharding_flag(args) or args.sync_bn):
+    settings, world, stream = run.settings, run.world, training.loader.index_stream
+    if world.size > 1 and (sharding_flag(settings.distributed) or settings.norms.sync_bn):
         return "how long the run takes is not told: its ranks compute together"
     began = time.monotonic()
     try:
@@ -124,7 +167,7 @@ def expected_time(run: Run, training: Training, model: nn.Module, shape: StepSha
     except Exception as error:  # of any layer, and short memory
         return f"how long the run takes can't be told: {reason_of(error)}"
     pixels = world.data_size * math.prod(shape.input_size[1:])
-    per_unit = seconds / images * (batch * args.grad_accum_steps if stream.sizes is None else 1 / pixels)
+    per_unit = seconds / images * (batch * settings.optim.grad_accum_steps if stream.sizes is None else 1 / pixels)
     left = seconds_left(run, training, stream.work(training.schedule.last_epoch), per_unit, wait)
     return f"the run takes about {duration(left)} on this {world.device.type}: {images} images took {seconds:.2f} s"
 
@@ -153,9 +196,11 @@ class _PeakMemory(TorchDispatchMode):
         self.now -= size
 
 
-def fixed_memory(args: Namespace, model: nn.Module, device: torch.device) -> dict[str, int]:
+def fixed_memory(settings: TrainSettings, model: nn.Module, device: torch.device) -> dict[str, int]:
     """Return the bytes that each rank stores from step to step, by purpose."""
-    shards, parts, half = args.shard, args.tensor_parallel, args.model_dtype == "bfloat16"
+    shards = settings.distributed.shard
+    parts = settings.distributed.tensor_parallel
+    half = settings.precision.mixed.model_dtype == "bfloat16"
     whole = _bytes(model.parameters())
     divided = _bytes(p for _, module in divisible(model) for p in module.parameters()) if parts > 1 else 0
     held = 1 - divided / max(1, whole) * (1 - 1 / parts)  # share of the weights that tensor parallelism leaves a rank
@@ -164,15 +209,15 @@ def fixed_memory(args: Namespace, model: nn.Module, device: torch.device) -> dic
     # Bytes of optimizer state per byte of weights, measured on a small layer whose creation draws no random numbers.
     layer = nn.utils.skip_init(nn.Linear, 64, 64, bias=False, device=device)
     nn.init.zeros_(layer.weight)
-    optimizer = create_optimizer(Namespace(**{**vars(args), "layer_decay": None}), layer, device)
+    optimizer = create_optimizer(layer, replace(settings.optim, layer_decay=None), settings.distributed, device=device)
     layer.weight.grad = torch.zeros_like(layer.weight)
     optimizer.step()
     states = [value for state in optimizer.state.values() for value in state.values()]
     share = _bytes(value for value in states if isinstance(value, Tensor) and value.ndim) / _bytes([layer.weight])
     memory = {"weights": weights // shards, "optimizer": round(trained * share) // shards}
     # With gradient accumulation, shards don't divide gradients: each rank sums all of them until the last micro-batch.
-    memory["gradients"] = trained if args.grad_accum_steps > 1 else trained // shards
-    if args.model_ema and not args.model_ema_force_cpu:
+    memory["gradients"] = trained if settings.optim.grad_accum_steps > 1 else trained // shards
+    if settings.ema.model_ema and not settings.ema.model_ema_force_cpu:
         memory["EMA"] = weights // shards
     if shards > 1 or parts > 1:
         # Weights of two blocks, because the next one is gathered while one computes, and the gradients of one.
@@ -188,7 +233,12 @@ def _bytes(tensors: Iterable[Tensor]) -> int:
 
 
 def memory_report(
-    args: Namespace, master: nn.Module, model: nn.Module, shape: StepShape, device: torch.device, graph: bool = False
+    settings: TrainSettings,
+    master: nn.Module,
+    model: nn.Module,
+    shape: StepShape,
+    device: torch.device,
+    graph: bool = False,
 ) -> list[str]:
     """Return the lines of `--dry-run` about operations and memory.
 
@@ -197,8 +247,8 @@ def memory_report(
         model: The module that computes: `master` or its bfloat16 copy. It is put into training mode.
         graph: Whether a step is rehearsed before it is repeated as a CUDA graph.
     """
-    set_train_mode(model, args.freeze_bn or args.freeze)
-    fixed_parts = fixed_memory(args, master, device)
+    set_train_mode(model, settings.norms.freeze_bn or settings.network.freeze)
+    fixed_parts = fixed_memory(settings, master, device)
     total = sum(fixed_parts.values())
     terms = " + ".join(f"{name} {size / GIB:.2f}" for name, size in fixed_parts.items())
     lines = [f"memory without activations: {terms} = {total / GIB:.2f} GiB a rank"]
@@ -210,11 +260,12 @@ def memory_report(
         fixed, per_image = activations_of(model, shape)
     except Exception as error:  # layers raise errors of any type without a tensor's contents
         return [*lines, f"operations and activations can't be predicted: {reason_of(error)}"]
+    batch = settings.images.batch_size
     dtype = str(shape.amp_dtype or torch.float32).removeprefix("torch.")
     lines += [
         f"operations: {gmacs:.2f} GMACs an image in a forward pass",
         f"activations ({dtype}, eager, kernels of {shape.device_type}): {per_image / MIB:.1f} MiB an image, "
-        f"{(fixed + per_image * args.batch_size) / GIB:.2f} GiB for this run's batches of {args.batch_size}",
+        f"{(fixed + per_image * batch) / GIB:.2f} GiB for this run's batches of {batch}",
     ]
     cards = {f"a card of {name} GB": gib * GIB for name, gib in _CARDS.items()}
     if device.type == "cuda":
@@ -232,11 +283,13 @@ def teachers_report(
     of all teachers, and of a forward and a backward pass of the student."""
     sizes = [(shape.input_size[0], *teacher.img_size) for teacher in teachers]
     work = [flops_per_image(teacher.model, size) for teacher, size in zip(teachers, sizes, strict=True)]
-    of_student, lines = 0.0, []
+    of_student = 0.0
+    lines = []
     with suppress(NotImplementedError, RuntimeError, UserError):  # the model depends on values of tensors
         of_student = 3 * flops_per_image(student, shape.input_size)
     for name, teacher, size, flops in zip(names, teachers, sizes, work, strict=True):
-        model, teacher_shape = teacher.model, StepShape(size, shape.device_type, teacher.amp_dtype)
+        model = teacher.model
+        teacher_shape = StepShape(size, shape.device_type, teacher.amp_dtype)
         weights = _bytes([*model.parameters(), *model.buffers()]) / GIB
         passed = f"a forward pass of {batch} images {step_peak(model, teacher_shape, batch, False) / GIB:.2f} GiB"
         share = f", {100 * flops / (of_student + sum(work)):.0f} % of a step's operations" if of_student else ""

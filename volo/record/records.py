@@ -13,7 +13,6 @@ import os
 import platform
 import socket
 import sys
-from argparse import Namespace
 from collections import deque
 from collections.abc import Mapping
 from contextlib import suppress
@@ -30,7 +29,7 @@ from tlt import __version__
 from tlt.io.files import os_errors_as, read_at, write_whole
 from tlt.tools.drawing import INK, drawable, new_figure, shorten
 from volo.cluster.distributed import launch_id
-from volo.config.flags_train import START_ONLY
+from volo.config.settings_train import FITTED, START_ONLY, TrainSettings
 
 EVENTS, METRICS, SUMMARY = "events.jsonl", "metrics.jsonl", "summary.csv"
 _MOST_PENDING = 10_000  # lines kept in memory while a file can't be written
@@ -147,7 +146,7 @@ class RunRecords:
             path.mkdir(parents=True, exist_ok=True)
 
     def record_start(
-        self, args: Namespace, world_size: int, device: str, files: Mapping[str, bytes] | None = None
+        self, settings: TrainSettings, world_size: int, device: str, files: Mapping[str, bytes] | None = None
     ) -> None:
         """Write args.yaml and the files in `files`, and add a record of this start to run.json."""
         start = {
@@ -161,12 +160,15 @@ class RunRecords:
             "versions": versions(),
             "world_size": world_size,
             "device": device,
-            "fitted": list(getattr(args, "defaulted", ())),  # settings determined by the data or a checkpoint
+            "fitted": [
+                name for name in FITTED if not settings.set_by_user(name)
+            ],  # settings determined by the data or a checkpoint
         }
         starts = [*filter(None, starts_of(self.path)), start]  # events.jsonl also has those of a damaged file
-        self._settings = settings_of(args)
-        settings, log = yaml.safe_dump(self._settings, sort_keys=True), json.dumps(starts, indent=1) + "\n"
-        self._started = {"args.yaml": settings.encode(), "run.json": log.encode(), **(files or {})}
+        self._settings = settings_of(settings)
+        text = yaml.safe_dump(self._settings, sort_keys=True)
+        log = json.dumps(starts, indent=1) + "\n"
+        self._started = {"args.yaml": text.encode(), "run.json": log.encode(), **(files or {})}
         for name, content in self._started.items():
             write_whole(self.path / name, content)
 
@@ -279,9 +281,9 @@ def versions() -> dict[str, str]:
     return installed
 
 
-def settings_of(args: Namespace) -> dict[str, Any]:
-    """Return the arguments that define the run, as plain types; arguments that say only how it started are left out."""
-    return plain({k: v for k, v in sorted(vars(args).items()) if k not in START_ONLY})
+def settings_of(settings: TrainSettings) -> dict[str, Any]:
+    """Return the settings that define the run, as plain types; those that say only how it started are left out."""
+    return plain({k: v for k, v in sorted(settings.values().items()) if k not in START_ONLY})
 
 
 def _is_before(line: bytes, epoch: int, update: int) -> bool:

@@ -62,7 +62,7 @@ def newest_alike(
 ) -> Path | None:
     """Return the newest run with these settings whose name ends so, or None; report the newest that has other settings.
 
-    A setting that the data determine, because neither command gives it, is not compared (see `FITTED` in flags_train).
+    A setting that the data determine, because neither command gives it, is not compared (`FITTED` in settings_train).
     """
     alike, passed_over = None, ""
     for run in sorted((file.parent for file in root.glob(f"*{name_end}/args.yaml")), key=_begun, reverse=True):

@@ -1,10 +1,11 @@
 """What `--model` names: an architecture of timm, a folder (`local-dir:PATH`) or a repository of the Hugging Face Hub
-(`hf-hub:ORG/NAME`). This module builds no models."""
+(`hf-hub:ORG/NAME`); and what a program asks of a model. This module builds no models."""
 
 from __future__ import annotations
 
 import difflib
-from argparse import Namespace
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,7 +17,10 @@ from timm.models._hub import download_from_hf, load_cfg_from_json, load_model_co
 
 from tlt.errors import UserError, reason_of
 from tlt.models import transformers_vit
-from volo.config.flag_table import look_of
+from volo.config.parser import look_of
+from volo.config.rules import other_sizes
+from volo.config.settings_shared import Pixels
+from volo.config.settings_train import Network, TrainSettings
 
 
 class Architecture(NamedTuple):
@@ -84,11 +88,11 @@ def _transformers_vit(described: dict[str, Any], prefix: str, name: str) -> Arch
     return Architecture(transformers_vit.NAME, kwargs, config | {"source": prefix} | where)
 
 
-def image_size_of(args: Namespace) -> tuple[int, int] | None:
+def image_size_of(pixels: Pixels, model_kwargs: Mapping[str, Any]) -> tuple[int, int] | None:
     """Return (H, W) from `--input-size`, `--img-size` or `--model-kwargs img_size=`; None if none is used."""
-    if args.input_size is not None:
-        return args.input_size[1], args.input_size[2]
-    size = (getattr(args, "model_kwargs", None) or {}).get("img_size") if args.img_size is None else args.img_size
+    if pixels.input_size is not None:
+        return pixels.input_size[1], pixels.input_size[2]
+    size = model_kwargs.get("img_size") if pixels.img_size is None else pixels.img_size
     return None if size is None else to_2tuple(size)
 
 
@@ -99,10 +103,11 @@ def known_config(model: str) -> dict[str, Any]:
     return (registered.to_dict() if registered else {}) | (stored or {}) | kwargs
 
 
-def image_size_by_name(args: Namespace) -> tuple[int, int]:
+def image_size_by_name(network: Network, pixels: Pixels) -> tuple[int, int]:
     """Return the image size (H, W) from flags or the model's name, before it is built; 224 x 224 by default."""
-    config = known_config(args.model)
-    return to_2tuple(image_size_of(args) or config.get("img_size") or config.get("input_size", (3, 224, 224))[1:])
+    config = known_config(network.model)
+    own = config.get("img_size") or config.get("input_size", (3, 224, 224))[1:]
+    return to_2tuple(image_size_of(pixels, network.model_kwargs) or own)
 
 
 def takes_image_size(name: str) -> bool:
@@ -113,3 +118,86 @@ def takes_image_size(name: str) -> bool:
 def is_ours(name: str) -> bool:
     """Whether the registered model `name` belongs to this project."""
     return timm.model_entrypoint(name).__module__.split(".")[0] in ("volo", "tlt")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelRequest:
+    """What a program asks of a model. None leaves a value to the checkpoint, and then to the model.
+
+    Attributes:
+        name: What `--model` names.
+        image_size: (H, W).
+        channels: 3 for RGB, 1 for grey images.
+        preparation: Of crop_pct, crop_mode, mean, std and interpolation those that the flags set.
+        other_sizes: Further image sizes (H, W) that it has to take.
+        kwargs: More arguments of its constructor.
+        file_flag: The flag that names a file of weights, for messages; "" for a network without such a flag.
+    """
+
+    name: str
+    pretrained: bool = False
+    num_classes: int | None = None
+    image_size: tuple[int, int] | None = None
+    channels: int | None = None
+    preparation: Mapping[str, Any] = field(default_factory=dict)
+    other_sizes: tuple[tuple[int, int], ...] = ()
+    global_pool: str | None = None
+    drop_rate: float | None = None
+    drop_path_rate: float | None = None
+    outlooker_drop_path: bool = False
+    drop_path_mode: str = "mask"
+    outlook_kernel: str = "auto"
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    file_flag: str = ""
+
+
+def requested_by(settings: TrainSettings) -> ModelRequest:
+    """Return what train.py asks of its model."""
+    network, pixels, regular = settings.network, settings.images.pixels, settings.regular
+    return ModelRequest(
+        name=network.model,
+        pretrained=network.pretrained,
+        num_classes=network.num_classes,
+        image_size=image_size_of(pixels, network.model_kwargs),
+        channels=pixels.input_size[0] if pixels.input_size else network.in_chans,
+        preparation=preparation_of(pixels),
+        other_sizes=tuple(other_sizes(settings.sizes)),
+        global_pool=network.gp,
+        drop_rate=regular.drop or None,
+        drop_path_rate=regular.drop_path,
+        outlooker_drop_path=regular.outlooker_drop_path,
+        drop_path_mode=regular.drop_path_mode,
+        outlook_kernel=settings.precision.outlook_kernel,
+        kwargs=network.model_kwargs,
+        file_flag="--initial-checkpoint",
+    )
+
+
+def preparation_of(pixels: Pixels, crop_mode: str = "") -> dict[str, Any]:
+    """Return those settings of the preparation of images that the flags set, by timm's names."""
+    names = ("crop_pct", "mean", "std", "interpolation")
+    given = {name: getattr(pixels, name) for name in names} | {"crop_mode": crop_mode}
+    return {name: value for name, value in given.items() if value not in (None, "")}
+
+
+def model_kwargs(request: ModelRequest) -> dict[str, Any]:
+    """Return the arguments of the model's constructor. A value that is None leaves the model's default."""
+    kwargs: dict[str, Any] = {
+        "pretrained": request.pretrained,
+        "num_classes": request.num_classes,
+        "in_chans": request.channels,
+        "global_pool": request.global_pool,
+        "drop_rate": request.drop_rate,
+        "drop_path_rate": request.drop_path_rate,
+        "outlooker_drop_path": request.outlooker_drop_path,
+    }
+    if request.image_size is not None and takes_image_size(request.name):
+        kwargs["img_size"] = request.image_size
+    kwargs = {k: v for k, v in kwargs.items() if v is not None and v is not False}
+    for key, argument in request.kwargs.items():
+        value = to_2tuple(argument) if key == "img_size" else argument
+        if kwargs.setdefault(key, value) != value:
+            raise UserError(
+                f"--model-kwargs {key}={value} contradicts the flag for it, which says {kwargs[key]}: keep one of them"
+            )
+    return kwargs

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import importlib
 import sys
-from argparse import Namespace
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
@@ -20,8 +20,7 @@ from torch import nn
 
 from tlt.errors import UserError
 from tlt.models.token_labeling import TokenLabelModel
-from volo.config.flag_rules import other_sizes
-from volo.config.flags_train import CUDA_GRAPH_MODES
+from volo.config.settings_shared import CUDA_GRAPH_MODES, Compilation
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -29,60 +28,89 @@ _CUDA_GRAPHS = "torch._inductor.cudagraph_trees"
 _GRAPHS = 8  # torch's own limit of graphs per function, here for each image size
 
 
-def compile_model(model: Any, args: Namespace) -> Any:
-    """Compile a model as the flags `--torchcompile...` say, and return the module to call.
+@dataclass(frozen=True)
+class Compiler:
+    """Compiles models as the flags `--torchcompile...` say, or leaves them as they are without these.
 
-    Blocks are compiled in place and keep their names; later copies of the model are not compiled.
-
-    Args:
-        model: The bare model, or a module such as DistributedDataParallel that wraps it.
-
-    Raises:
-        UserError: torch has no such backend, or the model doesn't name its blocks.
+    Attributes:
+        flags: The flags.
+        name: What `--model` names, for messages.
+        sizes: Number of image sizes that a run uses.
     """
-    if not args.torchcompile:
+
+    flags: Compilation
+    name: str
+    sizes: int = 1
+
+    def model(self, model: Any) -> Any:
+        """Compile a model, and return the module to call.
+
+        Blocks are compiled in place and keep their names; later copies of the model are not compiled.
+
+        Args:
+            model: The bare model, or a module such as DistributedDataParallel that wraps it.
+
+        Raises:
+            UserError: torch has no such backend, or the model doesn't name its blocks.
+        """
+        if not self.flags.torchcompile:
+            return model
+        self.check_scope(model)
+        if self._scope(model) == "model":
+            return self._compile()(model)
+        self.modules(_blocks(model) + stems(model))
         return model
-    check_scope(args, model)
-    if _scope(args, model) == "model":
-        return _compiler(args)(model)
-    compile_modules(_blocks(model) + stems(model), args)
-    return model
 
+    def modules(self, modules: list[nn.Module]) -> None:
+        """Compile each module in place."""
+        if self.flags.torchcompile:
+            options = self._compile().keywords
+            for module in modules:
+                module.compile(**options)
 
-def compile_modules(modules: list[nn.Module], args: Namespace) -> None:
-    """Compile each module in place, as the flags `--torchcompile...` say."""
-    if args.torchcompile:
-        options = _compiler(args).keywords
-        for module in modules:
-            module.compile(**options)
+    def features(self, model: nn.Module) -> Callable[[F], F]:
+        """Compile `model` for a function that calls parts of it. Return a decorator for that function.
 
+        Raises:
+            UserError: torch has no such backend.
+        """
+        if self.flags.torchcompile and self._scope(model) == "model":
+            return self._compile()
+        self.model(model)
+        return lambda function: function
 
-def feature_compiler(model: nn.Module, args: Namespace) -> Callable[[F], F]:
-    """Compile `model` for a function that calls parts of it. Return a decorator for that function.
+    def check_scope(self, model: nn.Module) -> None:
+        """Raise UserError for `--torchcompile-scope blocks` if the model doesn't name its blocks."""
+        if self.flags.torchcompile_scope == "blocks" and not _blocks(model):
+            raise UserError(
+                f"--torchcompile-scope blocks: only VOLO and LV-ViT name their blocks, {self.name} is compiled as a "
+                "whole: --torchcompile-scope model"
+            )
 
-    Raises:
-        UserError: torch has no such backend.
-    """
-    if args.torchcompile and _scope(args, model) == "model":
-        return _compiler(args)
-    compile_model(model, args)
-    return lambda function: function
+    def _scope(self, model: nn.Module) -> str:
+        """Return which part of a model is compiled: "blocks" or "model"."""
+        if not _blocks(model):
+            return "model"
+        cuda_graphs = self.flags.torchcompile_mode in CUDA_GRAPH_MODES
+        return self.flags.torchcompile_scope or ("model" if cuda_graphs else "blocks")
 
-
-def check_scope(args: Namespace, model: nn.Module) -> None:
-    """Raise UserError for `--torchcompile-scope blocks` if the model doesn't name its blocks."""
-    if args.torchcompile_scope == "blocks" and not _blocks(model):
-        raise UserError(
-            f"--torchcompile-scope blocks: only VOLO and LV-ViT name their blocks, {args.model} is compiled as a "
-            "whole: --torchcompile-scope model"
-        )
-
-
-def _scope(args: Namespace, model: nn.Module) -> str:
-    """Return which part of a model is compiled: "blocks" or "model"."""
-    if not _blocks(model):
-        return "model"
-    return args.torchcompile_scope or ("model" if args.torchcompile_mode in CUDA_GRAPH_MODES else "blocks")
+    def _compile(self) -> partial[Any]:
+        """Return torch.compile with the backend and mode of the flags."""
+        backend, mode = self.flags.torchcompile, self.flags.torchcompile_mode
+        if backend not in torch.compiler.list_backends(exclude_tags=()):
+            known = ", ".join(torch.compiler.list_backends())
+            raise UserError(f"--torchcompile {backend}: no such backend, there are {known}")
+        if mode in CUDA_GRAPH_MODES:
+            importlib.import_module(_CUDA_GRAPHS)  # so that `begin_step` sees it from the first step on
+        if self.flags.activation_memory_budget is not None:
+            torch._functorch.config.activation_memory_budget = self.flags.activation_memory_budget
+        options: dict[str, Any] = {"backend": backend, "mode": mode}
+        if self.sizes > 1:
+            # One graph per size. By default torch would make a graph for any size at the second one, whichever it is.
+            limit = torch._dynamo.config.recompile_limit
+            torch._dynamo.config.recompile_limit = max(limit, _GRAPHS * self.sizes)
+            options["dynamic"] = False
+        return partial(torch.compile, **options)
 
 
 def begin_step() -> None:
@@ -96,7 +124,7 @@ def begin_step() -> None:
 
 
 @contextmanager
-def compile_errors_told(args: Namespace) -> Iterator[None]:
+def compile_errors_told(backend: str | None) -> Iterator[None]:
     """Turn errors of torch's compiler in the block into one line.
 
     Raises:
@@ -107,31 +135,14 @@ def compile_errors_told(args: Namespace) -> Iterator[None]:
     except Exception as error:
         # Triton compiles a program when it is first called.
         of_compiler = type(error).__module__.startswith(("torch._dynamo.exc", "torch._inductor.", "triton."))
-        if not args.torchcompile or not of_compiler:
+        if not backend or not of_compiler:
             raise
         inner = getattr(error, "inner_exception", None) or error
         reason = " ".join(f"{type(inner).__name__}: {inner}".split())[:300]  # cuts off torch's general advice
         raise UserError(
-            f"--torchcompile {args.torchcompile}: torch can't compile this ({reason}): try another "
+            f"--torchcompile {backend}: torch can't compile this ({reason}): try another "
             "--torchcompile-scope, or leave --torchcompile out; --debug shows all"
         ) from error
-
-
-def _compiler(args: Namespace) -> partial[Any]:
-    """Return torch.compile with the backend and mode of the flags."""
-    if args.torchcompile not in torch.compiler.list_backends(exclude_tags=()):
-        known = ", ".join(torch.compiler.list_backends())
-        raise UserError(f"--torchcompile {args.torchcompile}: no such backend, there are {known}")
-    if args.torchcompile_mode in CUDA_GRAPH_MODES:
-        importlib.import_module(_CUDA_GRAPHS)  # so that `begin_step` sees it from the first step on
-    if (budget := getattr(args, "activation_memory_budget", None)) is not None:  # only train.py has this flag
-        torch._functorch.config.activation_memory_budget = budget
-    options = {"backend": args.torchcompile, "mode": args.torchcompile_mode}
-    if sizes := other_sizes(args):
-        # One graph per size. By default torch would make a graph for any size at the second one, whichever that is.
-        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _GRAPHS * (1 + len(sizes)))
-        options["dynamic"] = False
-    return partial(torch.compile, **options)
 
 
 def stems(model: nn.Module) -> list[nn.Module]:

@@ -7,7 +7,6 @@ run draws the same numbers.
 
 from __future__ import annotations
 
-from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
@@ -26,7 +25,8 @@ from tlt.mix import MixRatios, Mixup
 from tlt.mixtoken import mixed_share
 from tlt.models.wrap import TOKEN_LABEL_MODELS
 from tlt.targets import Targets
-from volo.config.flag_rules import other_sizes
+from volo.config.rules import other_sizes
+from volo.config.settings_train import Regularisation, TrainSettings
 
 if TYPE_CHECKING:
     from volo.train.distillation import Distillation
@@ -162,7 +162,7 @@ def _draw_ratios(mix: Mixup | None, batch: Batch, step: StepKey) -> MixRatios | 
 
 
 def make_criterion(
-    args: Namespace, model: Any, image_size: tuple[int, int], annotator: OnlineAnnotator | None = None
+    settings: TrainSettings, model: Any, image_size: tuple[int, int], annotator: OnlineAnnotator | None = None
 ) -> Criterion:
     """Return the criterion that the flags describe. If the dense loss has weight 0, switch off the model's dense head.
 
@@ -172,44 +172,57 @@ def make_criterion(
     Raises:
         UserError: `--token-label` is used with a model without a dense head, or a label size doesn't fit its tokens.
     """
-    if args.kd_only:
+    if settings.teachers.kd_only:
         return NoLabels()
-    if not args.token_label:
-        return ClassCriterion(args.smoothing, _mixup(args, model.num_classes), _bce(args))
+    if not settings.labels.token_label:
+        return ClassCriterion(
+            settings.regular.smoothing, _mixup(settings.regular, model.num_classes), _bce(settings.regular)
+        )
     if not isinstance(model, TOKEN_LABEL_MODELS):
-        raise UserError(f"--model {args.model} has no dense head for --token-label: give it one with add_dense_head")
+        name = settings.network.model
+        raise UserError(f"--model {name} has no dense head for --token-label: give it one with add_dense_head")
     grid = model.token_grid(image_size)
-    if args.token_label_size and args.token_label_size > max(*grid, 1):
+    labels = settings.labels
+    if labels.token_label_size and labels.token_label_size > max(*grid, 1):
         raise UserError(
-            f"--token-label-size {args.token_label_size} doesn't fit: {args.model} has {grid[0]} x {grid[1]} tokens at "
+            f"--token-label-size {labels.token_label_size} doesn't fit: "
+            f"{settings.network.model} has {grid[0]} x {grid[1]} tokens at "
             f"{image_size[0]} x {image_size[1]} px; leave the flag out"
         )
-    if not args.dense_weight:
+    if not settings.labels.dense_weight:
         model.set_dense_head(False)
     return TokenLabelCriterion.of(
         model,
         image_size,
-        other_sizes(args),
-        dense=model.dense_head and args.token_label_size != 1,
-        **{name: getattr(args, name) for name in SETTINGS},
-        mix_token=not args.no_mix_token,
-        mix=_mixup(args, model.num_classes),
-        published_sum="target-sum" in (args.compat or ()),
+        other_sizes(settings.sizes),
+        dense=model.dense_head and labels.token_label_size != 1,
+        **{name: settings[name] for name in SETTINGS},
+        mix_token=not settings.labels.no_mix_token,
+        mix=_mixup(settings.regular, model.num_classes),
+        published_sum="target-sum" in (settings.labels.compat or ()),
         annotator=annotator,
     )
 
 
-def _bce(args: Namespace) -> nn.Module | None:
-    if not args.bce_loss:
+def _bce(regular: Regularisation) -> nn.Module | None:
+    if not regular.bce_loss:
         return None
     from timm.loss import BinaryCrossEntropy
 
-    weight = args.bce_pos_weight
-    return BinaryCrossEntropy(args.smoothing, args.bce_target_thresh, sum_classes=args.bce_sum, pos_weight=weight)
+    threshold, weight = regular.bce_target_thresh, regular.bce_pos_weight
+    return BinaryCrossEntropy(regular.smoothing, threshold, sum_classes=regular.bce_sum, pos_weight=weight)
 
 
-def _mixup(args: Namespace, num_classes: int) -> Mixup | None:
-    if not (args.mixup or args.cutmix or args.cutmix_minmax):
+def _mixup(regular: Regularisation, num_classes: int) -> Mixup | None:
+    if not regular.mixes:
         return None
-    how = (args.mixup, args.cutmix, args.cutmix_minmax, args.mixup_prob, args.mixup_switch_prob, args.mixup_mode)
-    return Mixup(*how, args.smoothing, num_classes)
+    return Mixup(
+        regular.mixup,
+        regular.cutmix,
+        regular.cutmix_minmax,
+        regular.mixup_prob,
+        regular.mixup_switch_prob,
+        regular.mixup_mode,
+        regular.smoothing,
+        num_classes,
+    )

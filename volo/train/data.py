@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-from argparse import Namespace
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
@@ -33,6 +32,9 @@ from tlt.io.jobs import SearchProgress, default_workers
 from tlt.io.text import lookalikes, printable, some_names
 from volo.cluster.distributed import World
 from volo.cluster.launch import launch_of
+from volo.config.settings_data import Augmentation, ImageSizes, LabelMaps
+from volo.config.settings_shared import LimitedLoading, Loading
+from volo.config.settings_train import TrainSettings
 
 HELD_OUT_FILE = "validation_images.txt"  # in the run directory: lists the images that `--val-fraction` holds out
 Mask: TypeAlias = npt.NDArray[np.bool_]  # (N,), one value per image
@@ -49,7 +51,7 @@ class Folders(NamedTuple):
     warnings: list[str]
 
 
-def open_folders(args: Namespace, world_size: int, on_progress: SearchProgress | None = None) -> Folders:
+def open_folders(settings: TrainSettings, world_size: int, on_progress: SearchProgress | None = None) -> Folders:
     """Find the images of both splits; report progress of a long search to `on_progress`.
 
     With `--val-fraction` both are the training images, which `hold_out` splits. With `--kd-only` both are the training
@@ -58,42 +60,46 @@ def open_folders(args: Namespace, world_size: int, on_progress: SearchProgress |
     Raises:
         UserError: A split is missing or empty, or the splits have different classes.
     """
-    if args.data_backend == "synthetic":
+    images = settings.images
+    if images.loading.data_backend == "synthetic":
         from tlt.data.backends.synthetic import synthetic_folder
 
-        classes = args.num_classes or 1000
-        batch = args.batch_size * args.grad_accum_steps * world_size
+        classes = settings.network.num_classes or 1000
+        batch = images.batch_size * settings.optim.grad_accum_steps * world_size
         return Folders(
             synthetic_folder(SYNTHETIC_UPDATES * batch, classes),
             synthetic_folder(SYNTHETIC_VALIDATION_BATCHES * batch, classes),
             [],
         )
-    names = read_class_map(args.class_map) if args.class_map else None
-    whole, place = args.val_fraction > 0 or args.kd_only, (args.data_dir, args.train_split, args.dataset)
-    train = open_images(*place, names, whole, on_progress, "--train-split", not args.kd_only)
+    names = read_class_map(images.class_map) if images.class_map else None
+    labelled = not settings.teachers.kd_only
+    whole = images.val_fraction > 0 or not labelled
+    place = images.data_dir, images.train_split, images.dataset
+    train = open_images(*place, names, whole, on_progress, "--train-split", labelled)
     if whole:
         return Folders(train, train, train.warnings)
-    place = (args.data_dir, args.val_split, args.dataset)
+    place = images.data_dir, images.val_split, images.dataset
     validation = open_images(*place, train.class_names, on_progress=on_progress, split_flag="--val-split")
     compare_classes(train, validation)
     return Folders(train, validation, train.warnings + validation.warnings)
 
 
-def hold_out(args: Namespace, folders: Folders, *directories: Path) -> Folders:
-    """Split the training images for `--val-fraction`. If a run directory has a list, the first such list is used.
+def hold_out(fraction: float, seed: int, folders: Folders, *directories: Path) -> Folders:
+    """Hold out a fraction of the training images for validation (`--val-fraction`); 0 has a split of its own. If a
+    run directory has a list, the first such list is used.
 
     Raises:
         UserError: None of the images is in the list, or no class has two images.
     """
-    if not args.val_fraction:
+    if not fraction:
         return folders
     lists = [directory / HELD_OUT_FILE for directory in directories if (directory / HELD_OUT_FILE).is_file()]
     if lists:
         held = listed_images(folders.train, str(lists[0]), missing_allowed=True)
     else:
-        held = _draw_held_out(folders.train, args.val_fraction, args.seed)
+        held = _draw_held_out(folders.train, fraction, seed)
     if not held.any() or held.all():
-        raise UserError(f"--val-fraction {args.val_fraction:g}: no class has images for training and for validation")
+        raise UserError(f"--val-fraction {fraction:g}: no class has images for training and for validation")
     return Folders(part(folders.train, ~held), part(folders.train, held), folders.warnings)
 
 
@@ -149,28 +155,32 @@ def part(images: ImageSource, mask: Mask) -> ImageSource:
 
 
 def open_labels(
-    args: Namespace,
+    path: str,
+    maps: LabelMaps,
     folder: ImageSource,
     num_classes: int,
     on_progress: SearchProgress | None = None,
+    *,
     flag: str = "--token-label-data",
+    synthetic: bool = False,
 ) -> tuple[LabelReader | None, list[str]]:
     """Find the images' token labels. Return (labels or None, warnings). Report progress of a search to `on_progress`.
 
     Args:
-        flag: The flag that names the labels' folder.
+        path: The labels' folder; "" for none.
+        flag: The flag that names it.
+        synthetic: Whether the images are synthetic, and so the maps.
 
     Raises:
         UserError: A label is missing (`--bad-label stop`), or the labels are for other classes.
     """
-    path = vars(args)[flag.lstrip("-").replace("-", "_")]
     if not path:
         return None, []
-    if args.data_backend == "synthetic":
+    if synthetic:
         from tlt.data.backends.synthetic import SyntheticLabels
 
-        if args.label_tail != "zero":
-            raise UserError(f"--label-tail {args.label_tail}: synthetic maps have no log-sum-exp; leave it out")
+        if maps.label_tail != "zero":
+            raise UserError(f"--label-tail {maps.label_tail}: synthetic maps have no log-sum-exp; leave it out")
         return SyntheticLabels(folder), [f"{flag} {path}: synthetic images, synthetic maps"]
     from tlt.labels import store
 
@@ -178,11 +188,11 @@ def open_labels(
         labels = store.open_labels(
             path,
             folder.paths,
-            area=args.token_label_area,
+            area=maps.token_label_area,
             num_classes=num_classes,
-            bad_label=args.bad_label,
+            bad_label=maps.bad_label,
             class_names=folder.class_names,
-            label_tail=args.label_tail,
+            label_tail=maps.label_tail,
             on_progress=on_progress,
         )
     except UserError as error:
@@ -205,132 +215,149 @@ def label_agreement(labels: LabelReader | None, images: ImageSource) -> str:
     return f"warning: {line}: such labels teach little; look at them with `tlt check` and `tlt show`"
 
 
-def augment_config(args: Namespace, settings: Mapping[str, Any]) -> AugmentConfig:
+def augment_config(augment: Augmentation, data_config: Mapping[str, Any]) -> AugmentConfig:
     """Return the training augmentation that the flags describe."""
     return AugmentConfig(
-        size=settings["input_size"][1:],
-        scale=tuple(args.scale),
-        ratio=tuple(args.ratio),
-        hflip=args.hflip,
-        vflip=args.vflip,
-        auto_augment=None if args.aa in ("", "none") else args.aa,
-        color_jitter=args.color_jitter,
-        interpolation=args.train_interpolation or "random",
-        reprob=args.reprob,
-        remode=args.remode,
-        recount=args.recount,
-        mean=_rgb(settings),
-        no_aug=args.no_aug,
+        size=data_config["input_size"][1:],
+        scale=(augment.scale[0], augment.scale[1]),
+        ratio=(augment.ratio[0], augment.ratio[1]),
+        hflip=augment.hflip,
+        vflip=augment.vflip,
+        auto_augment=None if augment.aa in ("", "none") else augment.aa,
+        color_jitter=augment.color_jitter,
+        interpolation=augment.train_interpolation or "random",
+        reprob=augment.reprob,
+        remode=augment.remode,
+        recount=augment.recount,
+        mean=_rgb(data_config),
+        no_aug=augment.no_aug,
     )
 
 
-def size_schedule(args: Namespace, full: tuple[int, int]) -> SizeSchedule | None:
+def size_schedule(sizes: ImageSizes, batch_size: int, epochs: int, full: tuple[int, int]) -> SizeSchedule | None:
     """Return the schedule of `--train-img-sizes`, or None without it; `full` is (H, W) of `--img-size`. Raises
     UserError if its flags have contradictory numbers of values."""
-    if not args.train_img_sizes:
+    if not sizes.train_img_sizes:
         return None
-    sizes = [to_2tuple(size) for size in args.train_img_sizes]
-    batches = args.train_batch_sizes or [args.batch_size] * len(sizes)
+    sides = [to_2tuple(size) for size in sizes.train_img_sizes]
+    batches: list[Any] = sizes.train_batch_sizes or [batch_size] * len(sides)
     if batches == ["auto"]:  # about the same number of pixels in each batch
-        fitting = [args.batch_size * math.prod(full) // math.prod(size) for size in sizes]
+        fitting = [batch_size * math.prod(full) // math.prod(side) for side in sides]
         batches = [max(1, batch // 8 * 8 or batch) for batch in fitting]
-    epochs = args.epochs if args.train_size_schedule == "progressive" else None
-    window = args.train_size_schedule_spread, args.train_size_random_mix
-    return SizeSchedule(sizes, batches, args.train_size_probs, epochs, *window)
+    length = epochs if sizes.train_size_schedule == "progressive" else None
+    window = sizes.train_size_schedule_spread, sizes.train_size_random_mix
+    return SizeSchedule(sides, batches, sizes.train_size_probs, length, *window)
+
+
+def sizes_of(settings: TrainSettings, full: tuple[int, int]) -> SizeSchedule | None:
+    """Return the `size_schedule` of a run; `full` is (H, W) of `--img-size`."""
+    return size_schedule(settings.sizes, settings.images.batch_size, settings.schedule.epochs, full)
 
 
 def train_loader(
-    args: Namespace, folder: ImageSource, labels: LabelReader | None, settings: Mapping[str, Any], world: World
+    settings: TrainSettings,
+    folder: ImageSource,
+    labels: LabelReader | None,
+    data_config: Mapping[str, Any],
+    world: World,
 ) -> Loader:
     """Return the loader of this rank's training batches. Raises UserError if there are fewer images than a batch."""
     view = None
-    if args.compat:
+    if settings.labels.compat:
         from tlt.upstream.behaviour import label_view
 
-        view = label_view(args.compat)
+        view = label_view(settings.labels.compat)
+    loading = settings.images.loading
     return Loader(
         folder,
         labels,
-        augment_config(args, settings),
-        args.batch_size,
-        args.seed,
-        mean=settings["mean"],
-        std=settings["std"],
+        augment_config(settings.augment, data_config),
+        settings.images.batch_size,
+        settings.run.seed,
+        mean=data_config["mean"],
+        std=data_config["std"],
         device=world.device,
-        workers=workers_of(args),
+        workers=workers_of(loading.workers),
         world_size=world.data_size,
         rank=world.data_rank,
-        backend=args.data_backend,
-        max_pixels=args.max_pixels,
-        full_decode=args.full_decode,
-        max_bad_images=args.max_bad_images,
-        drop_last=args.drop_last,
-        micro_batches=args.grad_accum_steps,
-        repeats=args.aug_repeats or 1,
-        sizes=size_schedule(args, settings["input_size"][1:]),
+        backend=loading.data_backend,
+        max_pixels=loading.max_pixels,
+        full_decode=loading.full_decode,
+        max_bad_images=loading.max_bad_images,
+        drop_last=loading.drop_last,
+        micro_batches=settings.optim.grad_accum_steps,
+        repeats=settings.augment.aug_repeats or 1,
+        sizes=sizes_of(settings, data_config["input_size"][1:]),
         label_view=view,
-        **_loading(args, world),
+        **_feeding(loading, world, loading.use_multi_epochs_loader),
     )
 
 
 def validation_loader(
-    args: Namespace,
+    loading: Loading,
     folder: ImageSource,
     batch_size: int,
-    settings: Mapping[str, Any],
+    data_config: Mapping[str, Any],
     world: World,
     labels: LabelReader | None = None,
+    *,
     skips: SkipCounter | None = None,
+    keep_workers: bool = False,
 ) -> EvalLoader:
     """Return the loader of this rank's validation batches, with label maps if `labels` is given.
 
     Args:
         skips: Counts unreadable images. None allows as many of them as `--max-bad-images` does.
+        keep_workers: Whether the decoding processes stay from epoch to epoch.
     """
     # The decoder does not scale here: validation resizes whole images, with the same filters in all backends.
-    workers = workers_of(args)
-    backend = create_backend(args.data_backend, args.max_pixels, workers, world.device)
+    workers = workers_of(loading.workers)
+    limit = loading.max_bad_images if isinstance(loading, LimitedLoading) else None
+    backend = create_backend(loading.data_backend, loading.max_pixels, workers, world.device)
     return EvalLoader(
-        eval_dataset(folder, settings, backend=backend, labels=labels),
+        eval_dataset(folder, data_config, backend=backend, labels=labels),
         batch_size,
-        EvalStage(settings["mean"], settings["std"]).to(world.device),
+        EvalStage(data_config["mean"], data_config["std"]).to(world.device),
         device=world.device,
         workers=min(workers, math.ceil(len(folder) / batch_size)),  # none of them is without a batch
-        skips=skips or SkipCounter(len(folder), args.max_bad_images),
-        **_loading(args, world),
+        skips=skips or SkipCounter(len(folder), limit),
+        **_feeding(loading, world, keep_workers),
         world_size=world.data_size,
         rank=world.data_rank,
     )
 
 
-def eval_dataset(folder: ImageSource, settings: Mapping[str, Any], **more: Any) -> EvalDataset:
+def eval_dataset(folder: ImageSource, data_config: Mapping[str, Any], **more: Any) -> EvalDataset:
     """Return the images as validation shows them to the model; `more` has further arguments of EvalDataset."""
     return EvalDataset(
         folder,
-        settings["input_size"][1:],
-        settings["crop_pct"],
-        settings["crop_mode"],
-        settings["interpolation"],
-        fill=[min(255, round(255 * value)) for value in _rgb(settings)],
+        data_config["input_size"][1:],
+        data_config["crop_pct"],
+        data_config["crop_mode"],
+        data_config["interpolation"],
+        fill=[min(255, round(255 * value)) for value in _rgb(data_config)],
         **more,
     )
 
 
-def workers_of(args: Namespace) -> int:
+def workers_of(asked: int | None) -> int:
     """Return `--workers`; the default is for the ranks of this machine, which share its CPUs."""
-    return default_workers(launch_of(os.environ).local_size or 1) if args.workers is None else int(args.workers)
+    return default_workers(launch_of(os.environ).local_size or 1) if asked is None else asked
 
 
-def _rgb(settings: Mapping[str, Any]) -> tuple[float, ...]:
+def _rgb(data_config: Mapping[str, Any]) -> tuple[float, ...]:
     """Return the images' mean as three channels. Raises UserError if the model takes neither RGB nor grey images."""
-    channels, mean = settings["input_size"][0], settings["mean"]
+    channels, mean = data_config["input_size"][0], data_config["mean"]
     if channels not in (1, 3):
         raise UserError(f"the model takes images of {channels} channels: they have 3 (RGB), or 1 (grey)")
     return tuple(mean) * (3 // len(mean))
 
 
-def _loading(args: Namespace, world: World) -> dict[str, Any]:
+def _feeding(loading: Loading, world: World, keep_workers: bool) -> dict[str, Any]:
     """Return the arguments that all loaders share. Several ranks keep their workers: forks beside gloo can hang."""
-    keep = getattr(args, "use_multi_epochs_loader", False) or world.size > 1
-    feed = {"pin_memory": args.pin_mem, "prefetch": not args.no_prefetcher, "timeout": float(args.loader_timeout)}
-    return feed | {"persistent_workers": keep}
+    return {
+        "pin_memory": loading.pin_mem,
+        "prefetch": not loading.no_prefetcher,
+        "timeout": float(loading.loader_timeout),
+        "persistent_workers": keep_workers or world.size > 1,
+    }

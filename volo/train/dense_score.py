@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from argparse import Namespace
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,6 +16,7 @@ from tlt.loss import TokenLabelLoss
 from tlt.models.wrap import TOKEN_LABEL_MODELS
 from tlt.targets import is_best
 from volo.cluster.distributed import World
+from volo.config.settings_data import LabelMaps
 from volo.record.metrics import Sums
 from volo.train.data import open_labels
 
@@ -26,29 +26,37 @@ class DenseScore:
     whose label prefers no class are left out; one of several top classes of a label is right.
 
     Args:
-        args: Flags that say how label maps are read.
-        flag: The flag that names the maps' folder.
+        path: Folder of the images' label maps, which `maps` says how to read.
+        flag: The flag that names the folder.
         model: A model with a dense head, neither compiled nor wrapped in DistributedDataParallel.
-        settings: `input_size` in validation.
+        data_config: `input_size` in validation.
 
     Raises:
         UserError: The model has no trained dense head, or the labels can't be used.
     """
 
     def __init__(
-        self, args: Namespace, flag: str, model: Any, settings: Mapping[str, Any], images: ImageSource, world: World
+        self,
+        path: str,
+        maps: LabelMaps,
+        flag: str,
+        model: Any,
+        data_config: Mapping[str, Any],
+        images: ImageSource,
+        world: World,
     ) -> None:
         if not (isinstance(model, TOKEN_LABEL_MODELS) and model.dense_head):
             raise UserError(f"{flag}: this model has no trained dense head to compare with them")
-        self.labels, self.warnings = open_labels(args, images, model.num_classes, flag=flag)
-        self._loss = TokenLabelLoss.of(model, settings["input_size"][1:], smoothing=0.0)
+        self.labels, self.warnings = open_labels(path, maps, images, model.num_classes, flag=flag)
+        self._loss = TokenLabelLoss.of(model, data_config["input_size"][1:], smoothing=0.0)
         self._both_heads = model.both_heads
         self._sums = Sums(("tokens", "right", "of_the_class"), world)
 
     def logits(self, model: Any, batch: Batch) -> Tensor:
         """Return the same logits (B, C) as `model(batch.images)`, but run both heads and count the tokens."""
         cls_logits, token_logits = model(batch.images, dense=True)
-        tokens, classes = self._loss.targets(batch).tokens, self._loss.num_classes
+        tokens = self._loss.targets(batch).tokens
+        classes = self._loss.num_classes
         assert tokens is not None
         right, counts = is_best(tokens, token_logits.argmax(-1), classes)
         of_the_class, _ = is_best(tokens, batch.classes[:, None], classes)

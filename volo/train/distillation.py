@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import time
-from argparse import Namespace
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -22,6 +21,7 @@ from torch import Tensor, nn
 
 from tlt.api import Loader
 from tlt.data.batch import Batch
+from tlt.data.size_schedule import SizeSchedule
 from tlt.data.sources.source import ImageSource
 from tlt.distill import DistillLoss, DistillLosses, TeacherTargets, with_projector
 from tlt.errors import UserError, reason_of
@@ -31,11 +31,11 @@ from tlt.teacher import FeatureTeacher
 from volo.checkpoint.model_config import own_names
 from volo.cluster.distributed import World
 from volo.config.checkpoint_files import BEST, ENDINGS, LAST
-from volo.config.flag_rules import other_sizes, teachers_of
+from volo.config.rules import other_sizes, teachers_of
+from volo.config.settings_train import TrainSettings
 from volo.record.logger import Logger
-from volo.train.compilation import feature_compiler
-from volo.train.data import size_schedule, train_loader
-from volo.train.model import TimmModel, place_model
+from volo.train.data import sizes_of, train_loader
+from volo.train.model import TimmModel, compiler_of, place_model
 from volo.train.precision import check_convolutions, compute_dtype
 from volo.train.trained_model import TrainedModel, load_frozen
 
@@ -55,7 +55,8 @@ class DeviceTimer:
             yield
             self._seconds += time.perf_counter() - began
             return
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin = torch.cuda.Event(enable_timing=True)
+        end = torch.cuda.Event(enable_timing=True)
         begin.record()
         yield
         end.record()
@@ -119,57 +120,75 @@ class Distillation:
 
 
 def load_distillation(
-    args: Namespace, student: TimmModel, settings: dict[str, Any], images: ImageSource, world: World, logger: Logger
+    settings: TrainSettings,
+    student: TimmModel,
+    data_config: dict[str, Any],
+    images: ImageSource,
+    world: World,
+    logger: Logger,
 ) -> Distillation:
     """Load the teachers that the flags name, log them, and add projectors to the student, which is on the CPU.
 
     Args:
-        settings: input_size, mean and std of the student's images.
+        data_config: input_size, mean and std of the student's images.
         images: Training images.
 
     Raises:
         UserError: A teacher does not exist, its weights can't be fetched, it can't take such images, or teacher and
             student differ in classes or have no tokens.
     """
-    names_of_classes = [] if args.kd_only else images.class_names  # without labels, those of the teacher
-    flags = teachers_of(args)
-    kinds = flags.kd_distill_type
-    names = _names_in_records(flags.kd_model_name)
-    channels, *size = settings["input_size"]
-    schedule = size_schedule(args, (size[0], size[1]))
-    teachers, digests, views, loaders = [], [], list[Loader | None](), dict[Any, Loader]()
-    for number, (model, kind, view) in enumerate(zip(flags.kd_model_name, kinds, flags.kd_view, strict=True)):
-        hw = list(flags.kd_size[number] or size)
-        whole = view == "whole"
-        sized = settings | {"input_size": (channels, *hw)}
-        with _blamed(f"--kd-model-name {model}"):
-            classes = names_of_classes, student.num_classes, f"--model {args.model} has {student.num_classes}"
-            teacher, digest, trained = _load_teacher(args, model, kind, sized, world, classes)
+    names_of_classes = [] if settings.teachers.kd_only else images.class_names  # without labels, those of the teacher
+    whose = f"--model {settings.network.model}"
+    channels, *size = data_config["input_size"]
+    rows = teachers_of(settings.teachers)
+    kinds = [row.kind for row in rows]
+    dense_losses = [row.dense_loss for row in rows]
+    names = _names_in_records([row.model for row in rows])
+    schedule = sizes_of(settings, (size[0], size[1]))
+    teachers = []
+    digests = []
+    views = list[Loader | None]()
+    loaders = dict[Any, Loader]()
+    for row, name in zip(rows, names, strict=True):
+        hw = list(row.size or size)
+        whole = row.view == "whole"
+        sized = data_config | {"input_size": (channels, *hw)}
+        with _blamed(f"--kd-model-name {row.model}"):
+            classes = names_of_classes, student.num_classes, f"{whose} has {student.num_classes}"
+            teacher, digest, trained = _load_teacher(settings, row.model, row.kind, sized, world, classes)
             for line in trained.notes:
-                logger.line(f"teacher {model}: {line}")
-            if KINDS[kind].of_classes:
+                logger.line(f"teacher {row.model}: {line}")
+            if KINDS[row.kind].of_classes:
                 names_of_classes = names_of_classes or own_names(trained.config, ())
         millions = sum(p.numel() for p in teacher.model.parameters()) / 1e6
-        one_of = f", {kind}s, weight {flags.kd_loss_weight[number]:g}: {names[number]}" if len(kinds) > 1 else ""
-        logger.line(f"teacher {model} ({digest[:12]}): {millions:.2f} M parameters, {hw[0]} x {hw[1]} px{one_of}")
+        one_of = f", {row.kind}s, weight {row.weight:g}: {name}" if len(kinds) > 1 else ""
+        size_text = f"{millions:.2f} M parameters, {hw[0]} x {hw[1]} px"
+        logger.line(f"teacher {row.model} ({digest[:12]}): {size_text}{one_of}")
         key = (whole, *hw)
         if (whole or hw != size or schedule) and key not in loaders:
-            loader_args = Namespace(**{**vars(args), "no_aug": whole or args.no_aug, "compat": None})
-            if schedule:  # the same batches as the student's, but all of one image size
-                loader_args.train_img_sizes = [hw] * len(schedule.sizes)
-                loader_args.train_batch_sizes = schedule.batch_sizes
-            loaders[key] = train_loader(loader_args, images, None, sized, world)
+            loaders[key] = train_loader(_of_view(settings, whole, hw, schedule), images, None, sized, world)
         views.append(loaders.get(key))
         teachers.append(teacher)
         digests.append(digest)
-    with _blamed(f"--model {args.model} can't learn {' and '.join(f'{kind}s' for kind in dict.fromkeys(kinds))}"):
+    lesson = " and ".join(f"{kind}s" for kind in dict.fromkeys(kinds))
+    with _blamed(f"{whose} can't learn {lesson}"):
         learns_features = not all(KINDS[kind].of_classes for kind in kinds)
         if learns_features or len(kinds) > 1:
-            with_projector(student, teachers, (size[0], size[1]), kinds, flags.kd_dense_loss)
-        options = {"kind": kinds, "dense_loss": flags.kd_dense_loss, "temperature": flags.kd_temperature}
-        options |= {"weight": flags.kd_loss_weight, "drop": args.kd_drop}
-        losses = DistillLoss.of(student, (size[0], size[1]), teachers, other_sizes(args), **options)
+            with_projector(student, teachers, (size[0], size[1]), kinds, dense_losses)
+        options: dict[str, Any] = {"kind": kinds, "dense_loss": dense_losses, "drop": settings.teachers.kd_drop}
+        options |= {"temperature": [row.temperature for row in rows], "weight": [row.weight for row in rows]}
+        losses = DistillLoss.of(student, (size[0], size[1]), teachers, other_sizes(settings.sizes), **options)
     return Distillation(" ".join(digests), losses, names, views, learns_features, names_of_classes)
+
+
+def _of_view(settings: TrainSettings, whole: bool, size: list[int], schedule: SizeSchedule | None) -> TrainSettings:
+    """Return the settings of a loader for a teacher: it sees images of this size, or whole ones, in the same batches as
+    the student, however many image sizes that has."""
+    seen = settings.decide("other flags", no_aug=whole or settings.augment.no_aug, compat=None)
+    if schedule is None:
+        return seen
+    sizes = [size] * len(schedule.sizes)
+    return seen.decide("other flags", train_img_sizes=sizes, train_batch_sizes=schedule.batch_sizes)
 
 
 @contextmanager
@@ -182,21 +201,28 @@ def _blamed(what: str) -> Iterator[None]:
 
 
 def _load_teacher(
-    args: Namespace, name: str, kind: str, settings: dict[str, Any], world: World, classes: tuple[Classes, int, str]
+    settings: TrainSettings,
+    name: str,
+    kind: str,
+    data_config: dict[str, Any],
+    world: World,
+    classes: tuple[Classes, int, str],
 ) -> tuple[FeatureTeacher, str, TrainedModel]:
     """Return a teacher for images of this input_size, the checksum of its weights, and how it was trained."""
     path = name if name.endswith(ENDINGS) and not timm.is_model(name) else None
     taught = classes if KINDS[kind].of_classes else None
-    trained = load_frozen(None if path else name, path, settings["input_size"], None, taught, False)
+    trained = load_frozen(None if path else name, path, data_config["input_size"], (), taught, False)
     model = trained.model
-    model.pretrained_cfg = model.pretrained_cfg | {key: trained.settings[key] for key in ("mean", "std")}
+    model.pretrained_cfg = model.pretrained_cfg | {key: trained.data_config[key] for key in ("mean", "std")}
     digest = checksum(model)
-    model = place_model(model, args, world)
-    dtype = None if compute_dtype(args, world.device) is None else torch.bfloat16
-    trained.notes += check_convolutions(model, settings["input_size"], dtype, world.device)
-    pixels = settings["mean"], settings["std"]
-    teacher = FeatureTeacher(model, settings["input_size"][1:], *pixels, dtype, feature_compiler(model, args))
-    teacher(torch.zeros(2, *settings["input_size"], device=world.device), kind)
+    model = place_model(model, settings.precision.channels_last, world)
+    dtype = None if compute_dtype(settings.precision.mixed, world.device) is None else torch.bfloat16
+    trained.notes += check_convolutions(model, data_config["input_size"], dtype, world.device)
+    pixels = data_config["mean"], data_config["std"]
+    teacher = FeatureTeacher(
+        model, data_config["input_size"][1:], *pixels, dtype, compiler_of(settings).features(model)
+    )
+    teacher(torch.zeros(2, *data_config["input_size"], device=world.device), kind)
     if KINDS[kind].of_places:
         _ = teacher.tokens  # raises here, where the teacher is blamed and not the student
     return teacher, digest, trained

@@ -9,7 +9,7 @@ import numpy as np
 
 from volo.checkpoint.start import Kind
 from volo.checkpoint.state import ranked_by
-from volo.config.flags_train import FROM_NOTHING, STARTS
+from volo.config.settings_train import FROM_NOTHING, STARTS
 from volo.record.metrics import chance_interval
 from volo.record.records import epochs_of
 from volo.train.architecture import known_config
@@ -27,8 +27,8 @@ def judge_epoch(run: Run, training: Training, epoch: int) -> None:
 
     Without validation at such an epoch, the next validated one is judged.
     """
-    warm, last, scores = run.args.warmup_epochs, training.schedule.last_epoch, training.state.scores
-    metric = ranked_by(vars(run.args))
+    warm, last, scores = run.settings.schedule.warmup_epochs, training.schedule.last_epoch, training.state.scores
+    metric = ranked_by(run.settings.values())
     if not run.world.is_primary or metric not in scores[epoch] or epoch + 1 == last:
         return
     before = max((number + 1 for number in scores if number < epoch and metric in scores[number]), default=0)
@@ -47,11 +47,12 @@ def chance_line(run: Run, training: Training, epoch: int, best_of: int = 1, most
         most: Number of remedies that the line names at most.
     """
     scores, classes, state = training.state.scores[epoch], training.validation.dataset.classes, training.state
-    top1 = scores["top1_ema" if ranked_by(vars(run.args)).endswith("_ema") else "top1"]
-    count, named = len(classes), np.bincount(classes[classes >= 0]).max(initial=0)
+    top1 = scores["top1_ema" if ranked_by(run.settings.values()).endswith("_ema") else "top1"]
+    count = len(classes)
+    named = np.bincount(classes[classes >= 0]).max(initial=0)
     low, high = (100 * end for end in chance_interval(named / count, count, best_of))
     half = 50 / count  # of an image, in percent
-    if not 0 < named < count or run.args.data_backend == "synthetic" or top1 > high + half:
+    if not 0 < named < count or run.settings.images.loading.data_backend == "synthetic" or top1 > high + half:
         return ""
     several = f", for the best of {best_of} validations" if best_of > 1 else ""
     helps = "; ".join(remedies(run, training, weights_learn=scores["top1"] > high + half)[:most])
@@ -70,33 +71,35 @@ def remedies(run: Run, training: Training, weights_learn: bool = False) -> list[
     Args:
         weights_learn: Whether the weights are better than chance, and only their average is not.
     """
-    args, schedule, classes = run.args, training.schedule, training.loader.dataset.classes
+    settings, schedule, classes = run.settings, training.schedule, training.loader.dataset.classes
     if weights_learn:
-        return [f"a smaller --model-ema-decay than {args.model_ema_decay:g}: without the average, it is better"]
+        return [f"a smaller --model-ema-decay than {settings.ema.model_ema_decay:g}: without the average, it is better"]
     shares = np.unique(classes, return_counts=True)[1] / len(classes)
-    guesses, losses = -(shares * np.log(shares)).sum(), [row.get("train_cls_loss") for row in epochs_of(run.directory)]
-    if losses and (losses[-1] or math.inf) < _FITS * guesses and not args.bce_loss:
+    guesses = -(shares * np.log(shares)).sum()
+    losses = [row.get("train_cls_loss") for row in epochs_of(run.directory)]
+    if losses and (losses[-1] or math.inf) < _FITS * guesses and not settings.regular.bce_loss:
         return [
             f"other validation images, or the right folders for them: the training loss, {losses[-1]:.2f}, is far "
             f"below that of guesses, {guesses:.2f}"
         ]
-    started = any(vars(args)[dest] for dest in (*STARTS, "branch")) or run.start.kind is Kind.BRANCH
-    weights = [known_config(args.model).get(key) for key in ("url", "hf_hub_id", "file")]
-    part = next((part for part in _USUAL_RATES if part in args.opt), "")
+    started = any(settings[dest] for dest in (*STARTS, "branch")) or run.start.kind is Kind.BRANCH
+    weights = [known_config(settings.network.model).get(key) for key in ("url", "hf_hub_id", "file")]
+    part = next((part for part in _USUAL_RATES if part in settings.optim.opt), "")
     least, *most = _USUAL_RATES.get(part, (0.0, math.inf, math.inf))
-    rate = f"learning rate ({'--lr-base' if args.lr is None else '--lr'}) than {schedule.peak:.3g}"
+    rate = f"learning rate ({'--lr-base' if settings.schedule.lr is None else '--lr'}) than {schedule.peak:.3g}"
     few = schedule.total_updates < _FEW_UPDATES
-    recipe = len(classes) <= _FEW_IMAGES and not started and Path(args.config).stem != FROM_NOTHING
+    recipe = len(classes) <= _FEW_IMAGES and not started and Path(settings.run.config).stem != FROM_NOTHING
     follows = {
         f"a larger {rate}": schedule.peak < least,
-        f"a smaller {rate}": schedule.peak > most[started] and not args.freeze,
-        f"fewer --warmup-epochs than {args.warmup_epochs}": schedule.largest < WARM * schedule.peak,
+        f"a smaller {rate}": schedule.peak > most[started] and not settings.network.freeze,
+        f"fewer --warmup-epochs than {settings.schedule.warmup_epochs}": schedule.largest < WARM * schedule.peak,
         f"-c {FROM_NOTHING}, which trains a small network from nothing": recipe,
-        "--pretrained weights": not started and any(weights) and not args.model_kwargs,
-        "training without --freeze": args.freeze,
-        f"more --epochs than {args.epochs}": few,
-        f"a smaller --batch-size than {args.batch_size}, for more updates": few and args.batch_size > _LARGE_BATCH,
-        "`tlt check`, which tells how often labels name the class": args.token_label_data,
+        "--pretrained weights": not started and any(weights) and not settings.network.model_kwargs,
+        "training without --freeze": settings.network.freeze,
+        f"more --epochs than {settings.schedule.epochs}": few,
+        f"a smaller --batch-size than {settings.images.batch_size}, for more updates": few
+        and settings.images.batch_size > _LARGE_BATCH,
+        "`tlt check`, which tells how often labels name the class": settings.labels.token_label_data,
     }
     found = [text for text, holds in follows.items() if holds]
     return found or ["a look at first_batch.png, whether images and classes fit"]

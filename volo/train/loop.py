@@ -45,17 +45,20 @@ def train_epochs(run: Run, training: Training, saver: Saver) -> None:
     Raises:
         Stopped: The run stops between two updates, and the state is consistent. An epoch counts only when validated.
     """
-    args, logger, state, schedule = run.args, run.logger, training.state, training.schedule
+    settings, logger, state, schedule = run.settings, run.logger, training.state, training.schedule
     last, epochs = schedule.last_epoch, schedule.total_epochs
-    ranking_metric = ranked_by(vars(args))
-    meter, step = Meter(run, training), step_of(run, training)
-    if args.finetune and state.update == 0 and not args.kd_only:
+    ranking_metric = ranked_by(settings.values())
+    meter = Meter(run, training)
+    step = step_of(run, training)
+    if settings.network.finetune and state.update == 0 and not settings.teachers.kd_only:
         logger.line(f"before fine-tuning: {_evaluated(run, training, state.model)}")
+    patience = settings.checkpoints.patience
+    mixup_off = settings.regular.mixup_off_epoch
     for epoch in range(state.epoch, last):
-        if args.patience and best_so_far(state, ranking_metric)[1] >= args.patience:
-            logger.line(f"--patience {args.patience}: no better epoch for {args.patience} epochs; the run ends here")
+        if patience and best_so_far(state, ranking_metric)[1] >= patience:
+            logger.line(f"--patience {patience}: no better epoch for {patience} epochs; the run ends here")
             break
-        if args.mixup_off_epoch and epoch >= args.mixup_off_epoch and training.criterion.mix is not None:
+        if mixup_off and epoch >= mixup_off and training.criterion.mix is not None:
             training = replace(training, criterion=replace(training.criterion, mix=None))
             step = step_of(run, training)
         logger.start_epoch(epoch, epochs, state.updates_per_epoch)
@@ -93,7 +96,7 @@ def train_epoch(run: Run, training: Training, step: Step, meter: Meter, saver: S
         UserError: Loading failed between the micro-batches of an update, whose gradients are incomplete.
     """
     state, model, loader, precision = training.state, training.forward_model, training.loader, training.precision
-    set_train_mode(model, run.args.freeze_bn or run.args.freeze)
+    set_train_mode(model, run.settings.norms.freeze_bn or run.settings.network.freeze)
     precision.begin(model)
     micro_batch = 0
     meter.begin()
@@ -104,9 +107,9 @@ def train_epoch(run: Run, training: Training, step: Step, meter: Meter, saver: S
     for batch in run.guard.iterate_until_stopped(batches):
         meter.look_at(batch)
         batch_ratio = batch.key.update_samples * run.world.data_size / loader.index_stream.global_batch
-        lr = training.schedule(state.update) * batch_ratio ** _LR_POWER[run.args.variable_batch_loss_scale]
+        lr = training.schedule(state.update) * batch_ratio ** _LR_POWER[run.settings.sizes.variable_batch_loss_scale]
         set_lr(state.optimizer, lr)
-        result = step(batch, StepKey(run.args.seed, state.update, micro_batch, run.world.data_rank))
+        result = step(batch, StepKey(run.settings.run.seed, state.update, micro_batch, run.world.data_rank))
         meter.add(result.terms, batch)
         micro_batch += 1
         if result.norm is None:  # another micro-batch of this update follows
@@ -158,9 +161,11 @@ def validate_epoch(run: Run, training: Training, epoch: int) -> dict[str, Evalua
     if run.world.size > 1:
         for bare, _ in models.values():
             # Ranks have seen different images, so all of them validate with the statistics that rank 0 saves.
-            distribute_bn(bare, run.world.size, reduce=run.args.dist_bn == "reduce")
-    always = (training.schedule.last_epoch, *(run.args.save_epochs or ()))
-    if run.args.kd_only or ((epoch + 1) % run.args.val_interval and epoch + 1 not in always):
+            distribute_bn(bare, run.world.size, reduce=run.settings.norms.dist_bn == "reduce")
+    always = (training.schedule.last_epoch, *(run.settings.checkpoints.save_epochs or ()))
+    if run.settings.teachers.kd_only or (
+        (epoch + 1) % run.settings.checkpoints.val_interval and epoch + 1 not in always
+    ):
         return {}
     evaluations = {}
     for name, (_, forward_model) in models.items():
@@ -213,7 +218,8 @@ def evaluate(
             sums.add(batch.size, *correct_in_top(logits, batch.classes), loss, 0)
     sums.add(0, 0, 0, 0, loader.left_out)
     totals = sums.totals()
-    images, unreadable = int(totals["images"]), int(totals["unreadable"])
+    images = int(totals["images"])
+    unreadable = int(totals["unreadable"])
     if images + unreadable != len(loader.dataset):
         raise UserError(
             f"validation saw {images + unreadable} images of {len(loader.dataset)}: restart the run, this is a defect"

@@ -38,7 +38,7 @@ class Meter:
     def __init__(self, run: Run, training: Training) -> None:
         self.run, self.training = run, training
         self.state, self.precision, self.loader = training.state, training.precision, training.loader
-        self.logger, self.guard, self.log_interval = run.logger, run.guard, run.args.log_interval
+        self.logger, self.guard, self.log_interval = run.logger, run.guard, run.settings.checkpoints.log_interval
         self._bad_labels: set[str] = set()  # paths of the bad labels that are reported
         self._draws = self.logger.records is not None and importlib.util.find_spec("matplotlib") is not None
         self._teachers = () if training.distillation is None else training.distillation.names
@@ -47,8 +47,10 @@ class Meter:
         )
         self.state.current_progress = self.progress
         self._profiler: StepProfiler | None = None
-        if run.args.profile and self.logger.records is not None:
-            self._profiler = StepProfiler(run.args.profile, run.world.device, run.directory, self.logger.line)
+        if run.settings.checkpoints.profile and self.logger.records is not None:
+            self._profiler = StepProfiler(
+                run.settings.checkpoints.profile, run.world.device, run.directory, self.logger.line
+            )
         self._slow_host_told = self._expected = False
 
     def begin(self) -> None:
@@ -69,7 +71,8 @@ class Meter:
 
     def _start_interval(self, seconds: float = 0.0, waited: float = 0.0) -> None:
         """Start measuring an interval, or continue one that has taken so many seconds already."""
-        self._began, self._waited_before = time.perf_counter() - seconds, self.guard.waited - waited
+        self._began = time.perf_counter() - seconds
+        self._waited_before = self.guard.waited - waited
 
     @property
     def waited(self) -> float:
@@ -97,7 +100,8 @@ class Meter:
             return
         self.sums.restore(progress["interval"])
         self.epoch = dict(zip(self.sums.names, map(float, progress["epoch"]), strict=True))
-        self.reported, self.lr = int(progress["reported"]), float(progress["lr"])
+        self.reported = int(progress["reported"])
+        self.lr = float(progress["lr"])
         seconds, waited, self.epoch_seconds = map(float, progress["seconds"])
         self._start_interval(seconds, waited)
 
@@ -116,7 +120,7 @@ class Meter:
         if self._draws and not (update and (directory / _FIRST_BATCH).exists()):
             _draw(self.run, self.training, update, batch)
         self._draws = False
-        if self.logger.records is not None and self.run.args.save_images and update % self.log_interval == 0:
+        if self.logger.records is not None and self.run.settings.images.save_images and update % self.log_interval == 0:
             from torchvision.utils import save_image
 
             save_image(batch.images, directory / f"train-batch-{update}.jpg", padding=0, normalize=True)
@@ -146,7 +150,8 @@ class Meter:
         totals = self.sums.totals()
         self._expect(*(self._first_update if self.done > self._first_update[1] else (self._began, self.reported, 0.0)))
         self.sums.reset()
-        seconds, wait_seconds = time.perf_counter() - self._began, self.waited
+        seconds = time.perf_counter() - self._began
+        wait_seconds = self.waited
         self._start_interval()
         self.epoch_seconds += seconds
         self.epoch = {name: self.epoch[name] + value for name, value in totals.items()}
@@ -173,7 +178,9 @@ class Meter:
         first one compiles, and `waited` for workers to start. Host and device are synchronised."""
         if self._expected or self.logger.records is None:
             return
-        self._expected, seconds, work = True, time.perf_counter() - began, self.logger.work
+        self._expected = True
+        seconds = time.perf_counter() - began
+        work = self.logger.work
         done = work[self.state.update] - work[self.state.update - self.done + update]
         left = duration(seconds_left(self.run, self.training, work, seconds / done, waited))
         self.logger.line(f"the run takes about {left}: {self.done - update} of its updates took {seconds:.1f} s")
@@ -201,7 +208,8 @@ class Meter:
 
     def end(self) -> EpochTotals:
         """Return the totals of the whole epoch."""
-        images, unreadable = int(self.epoch["images"]), int(self.epoch["unreadable"])
+        images = int(self.epoch["images"])
+        unreadable = int(self.epoch["unreadable"])
         return EpochTotals(images, unreadable, self.epoch_seconds, **_mean_losses(self.epoch), lr=self.lr)
 
 
@@ -212,7 +220,11 @@ def seconds_left(run: Run, training: Training, work: Sequence[float], per_unit: 
     state, stream = training.state, training.loader.index_stream
     size = state.metadata["model_config"]["img_size"]
     image = per_unit * (1 / stream.global_batch if stream.sizes is None else math.prod(size))
-    passes = (not run.args.kd_only) * (1 + (training.average is not None)) / run.args.val_interval
+    passes = (
+        (not run.settings.teachers.kd_only)
+        * (1 + (training.average is not None))
+        / run.settings.checkpoints.val_interval
+    )
     pause = first_batch + passes * (first_batch + len(training.validation.dataset) * image / 3) + _SAVED_S
     return (work[-1] - work[state.update]) * per_unit + (training.schedule.last_epoch - state.epoch) * pause
 
@@ -228,11 +240,13 @@ def mixed_images(criterion: Criterion, batch: Batch, key: StepKey) -> tuple[Tens
     """Return the images (B, 3, H, W) as a step mixes them, and MixToken's box in pixels; None if it mixes nothing.
     MixToken mixes embeddings of tokens: what is returned has the pixels at their places."""
     drawn = criterion.draw(batch, key)
-    images, box = drawn.mix(batch.images), drawn.box
+    images = drawn.mix(batch.images)
+    box = drawn.box
     if box is None or not isinstance(criterion, TokenLabelCriterion):
         return None if drawn.ratios is None else (images, None)
     grid, (left, top, right, bottom) = criterion.place(images)
-    start, length = (top, left), (bottom - top, right - left)
+    start = (top, left)
+    length = (bottom - top, right - left)
     y0, x0, y1, x1 = (
         max(0, round(images.shape[2 + axis] * (start[axis] + length[axis] * edge / grid[axis])))
         for edge, axis in zip(box.tolist(), (0, 1, 0, 1), strict=True)
@@ -254,7 +268,7 @@ def _draw(run: Run, training: Training, update: int, batch: Batch) -> None:
         targets = criterion.targets(few) if isinstance(criterion, TokenLabelCriterion) else None
         # This synchronises with the device.
         examples = read_examples(training.loader.dataset, few, targets, config["mean"], config["std"])
-        if mixed := mixed_images(criterion, batch, StepKey(run.args.seed, update, 0, run.world.data_rank)):
+        if mixed := mixed_images(criterion, batch, StepKey(run.settings.run.seed, update, 0, run.world.data_rank)):
             pixels = pixels_of(mixed[0][:_IMAGES], config["mean"], config["std"])
             pairs = zip(examples, pixels, strict=True)
             examples = [replace(example, mixed=shown, mix_box=mixed[1]) for example, shown in pairs]

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import copy
-from argparse import Namespace
+from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import timm
 import torch
 from timm.data import resolve_data_config
-from timm.layers import convert_sync_batchnorm, to_2tuple
+from timm.layers import convert_sync_batchnorm
 from timm.models import get_model_traits
 from timm.models._hub import _EXT_PRIORITY, _PREFERRED_FILES
 from torch import nn
@@ -27,12 +28,13 @@ from volo.checkpoint.model_config import own_names
 from volo.cluster.distributed import World
 from volo.cluster.shard import Meshes, distribute, shard, shard_meshes, units_of
 from volo.cluster.tensor_parallel import divide_layers
-from volo.config.args import FrozenArgs, TrainArgs
-from volo.config.flag_rules import other_sizes, sharding_flag
-from volo.config.flags_train import BATCH_NORM
+from volo.config.fields import flags_of
+from volo.config.rules import other_sizes, sharding_flag
+from volo.config.settings_data import TokenLabels
+from volo.config.settings_train import BatchNorms, TrainSettings
 from volo.models import VOLO
-from volo.train.architecture import architecture_of, image_size_of, is_ours, known_config, takes_image_size
-from volo.train.compilation import compile_model, compile_modules
+from volo.train.architecture import ModelRequest, architecture_of, is_ours, known_config, model_kwargs, requested_by
+from volo.train.compilation import Compiler
 from volo.train.precision import compute_dtype
 
 # A model with timm's interface (num_classes, get_classifier, ...), which the type nn.Module doesn't have.
@@ -43,12 +45,8 @@ _MANY_CLASSES = 100_000
 _TF_BATCHNORM = {"momentum": 0.01, "eps": 1e-3}  # settings of --bn-tf
 
 
-def _channels(args: Namespace) -> int | None:
-    return int(args.input_size[0]) if args.input_size else getattr(args, "in_chans", None)
-
-
-def build_model(args: Namespace, recorded: dict[str, Any] | None = None, weights: int = 0) -> TimmModel:
-    """Build `args.model` on the CPU.
+def build_model(request: ModelRequest, recorded: dict[str, Any] | None = None, weights: int = 0) -> TimmModel:
+    """Build the requested model on the CPU.
 
     Args:
         recorded: The model's keyword arguments from a checkpoint; flags override them, except for `img_size`, that of
@@ -60,18 +58,21 @@ def build_model(args: Namespace, recorded: dict[str, Any] | None = None, weights
         UserError: The model is unknown, too large, or doesn't accept its arguments or run with them; its published
             weights don't exist or can't be fetched; or a flag is for a part that the model doesn't have.
     """
-    name, stored, source = architecture_of(args.model)
-    kwargs = stored | (recorded or {}) | _model_kwargs(args)
-    fetched, folder = kwargs.get("pretrained"), args.model.startswith("local-dir:")
+    name, stored, source = architecture_of(request.name)
+    kwargs = stored | (recorded or {}) | model_kwargs(request)
+    fetched = kwargs.get("pretrained")
+    folder = request.name.startswith("local-dir:")
     if fetched and folder:
-        _check_folder(Path(args.model.partition(":")[2]), args.model)
+        _check_folder(Path(request.name.partition(":")[2]), request.name)
     try:
         if recorded or kwargs.get("num_classes", 0) > _MANY_CLASSES:
             _refuse_huge(name, kwargs, weights if recorded else None)
-        trained_size, sizes = (recorded or {}).get("img_size"), other_sizes(args)
+        trained_size = (recorded or {}).get("img_size")
+        sizes = request.other_sizes
         wanted: Any = kwargs.get("img_size")
         if resized := not is_ours(name) and trained_size not in (None, wanted):
-            kwargs, sizes = kwargs | {"img_size": trained_size}, [wanted, *sizes]
+            kwargs = kwargs | {"img_size": trained_size}
+            sizes = (wanted, *sizes)
         kwargs |= _flexible(name, kwargs, sizes)
         model = timm.create_model(name, pretrained_cfg=copy.deepcopy(source), **kwargs)
         if not hasattr(model, "num_classes"):
@@ -81,32 +82,37 @@ def build_model(args: Namespace, recorded: dict[str, Any] | None = None, weights
     except Exception as error:  # constructors, hubs and readers of weights raise errors of any type
         reason = reason_of(error)
         if fetched and not folder and "loading state_dict" not in reason:
-            raise UserError(_not_fetched(name, reason, args)) from error
-        raise UserError(f"--model {args.model} cannot be built with {kwargs}: {reason}") from error
+            raise UserError(_not_fetched(name, reason, request.file_flag)) from error
+        raise UserError(f"--model {request.name} cannot be built with {kwargs}: {reason}") from error
     try:
-        _try(model, args, kwargs)
+        _try(model, request, kwargs)
     except UserError:
         if not resized:
             raise
-        return build_model(args, {**(recorded or {}), "img_size": wanted}, weights)  # it takes images of one size only
+        return build_model(
+            request, {**(recorded or {}), "img_size": wanted}, weights
+        )  # it takes images of one size only
     if fetched:
-        check_finite(clean_state_dict(model), f"the file of --model {args.model}")
-    _set_modes(model, getattr(args, "outlook_kernel", "auto"), getattr(args, "drop_path_mode", "mask"))
+        check_finite(clean_state_dict(model), f"the file of --model {request.name}")
+    _set_modes(model, request.outlook_kernel, request.drop_path_mode)
     return model
 
 
-def build_named_model(args: TrainArgs, class_names: list[str]) -> tuple[TimmModel, list[str]]:
-    """Return `build_model(args)` and lines for the user. Published weights that name their classes keep the rows of
+def build_named_model(settings: TrainSettings, class_names: list[str]) -> tuple[TimmModel, list[str]]:
+    """Return the model of train.py and lines for the user. Published weights that name their classes keep the rows of
     those that are among `class_names`, under the numbers that these have there."""
-    theirs = own_names(known_config(args.model), class_names) if args.pretrained and not args.kd_only else []
-    count = args.num_classes or len(theirs)
+    request = requested_by(settings)
+    named = request.pretrained and not settings.teachers.kd_only
+    theirs = own_names(known_config(request.name), class_names) if named else []
+    count = request.num_classes or len(theirs)
     if rows_by_name(theirs, class_names, (len(theirs), count)) is None:
-        return build_model(args), []
-    model = build_model(FrozenArgs(args, num_classes=len(theirs)))
-    return model, [f"--model {args.model}: {line}" for line in number_classes(model, theirs, class_names, count)[0]]
+        return build_model(request), []
+    model = build_model(replace(request, num_classes=len(theirs)))
+    lines, _ = number_classes(model, theirs, class_names, count)
+    return model, [f"--model {request.name}: {line}" for line in lines]
 
 
-def _flexible(name: str, kwargs: dict[str, Any], sizes: list[tuple[int, int]]) -> dict[str, Any]:
+def _flexible(name: str, kwargs: dict[str, Any], sizes: Sequence[tuple[int, int]]) -> dict[str, Any]:
     """Return the keyword argument with which a timm model takes images of `sizes` besides its own size. Return {} if it
     needs none, or can't take them."""
     for option in ({}, {"dynamic_img_size": True}, {"strict_img_size": False}) if sizes and not is_ours(name) else ():
@@ -118,28 +124,29 @@ def _flexible(name: str, kwargs: dict[str, Any], sizes: list[tuple[int, int]]) -
     return {}
 
 
-def _try(model: nn.Module, args: Namespace, kwargs: dict[str, Any]) -> None:
+def _try(model: nn.Module, request: ModelRequest, kwargs: dict[str, Any]) -> None:
     """Run a copy of a new model once at each image size, as in training. Images that are too small and contradictory
     arguments then raise UserError here, and not another error in the first step."""
-    channels, *own_size = eval_settings(args, model)["input_size"]
-    for size in (tuple(own_size), *other_sizes(args)):
-        _try_size(model, args, kwargs, (channels, *size))
+    channels, *own_size = data_config_of(request, model)["input_size"]
+    for size in (tuple(own_size), *request.other_sizes):
+        _try_size(model, request, kwargs, (channels, *size))
 
 
-def _try_size(model: nn.Module, args: Namespace, kwargs: dict[str, Any], size: tuple[int, int, int]) -> None:
+def _try_size(model: nn.Module, request: ModelRequest, kwargs: dict[str, Any], size: tuple[int, int, int]) -> None:
     with suppress(Exception):  # a run on meta tensors is cheap, but shows only shapes and fails for some models
         run_on_meta(model, size)
         # Tables of positions may be too small for another size than that of the construction.
         is_known = isinstance(model, TokenLabelModel) or get_model_traits(model).get("img_size") in (None, size[1:])
-        if is_known and not getattr(args, "model_kwargs", None):
+        if is_known and not request.kwargs:
             return
     try:
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
             copy.deepcopy(model)(torch.zeros(2, *size))
     except Exception as error:  # layers raise errors of any type
-        shape, reason = " x ".join(map(str, size)), reason_of(error)
-        flag = "--train-img-sizes, --val-img-size" if size[1:] in other_sizes(args) else "--img-size"
-        message = f"--model {args.model} does not run on images of {shape} ({flag}), built with {kwargs}: {reason}"
+        shape = " x ".join(map(str, size))
+        reason = reason_of(error)
+        flag = "--train-img-sizes, --val-img-size" if size[1:] in request.other_sizes else "--img-size"
+        message = f"--model {request.name} does not run on images of {shape} ({flag}), built with {kwargs}: {reason}"
         raise UserError(message) from error
 
 
@@ -164,9 +171,8 @@ def _check_folder(folder: Path, model: str) -> None:
     read_checkpoint(file)
 
 
-def _not_fetched(name: str, reason: str, args: Namespace) -> str:
-    flags = [f" with --{dest.replace('_', '-')}" for dest in ("initial_checkpoint", "checkpoint") if dest in args]
-    instead = flags[0] if flags else " in its place"  # for a teacher, which has no such flag
+def _not_fetched(name: str, reason: str, file_flag: str) -> str:
+    instead = f" with {file_flag}" if file_flag else " in its place"
     return f"--model {name}: its published weights can't be fetched ({reason}): name a file of them{instead}"
 
 
@@ -178,7 +184,8 @@ def _refuse_huge(name: str, kwargs: dict[str, Any], weights: int | None) -> None
         raise UserError(
             f"--model {name}: the checkpoint describes a model of {wanted:,} weights, and holds {weights:,}"
         )
-    needed, memory = 4 * wanted / 2**30, physical_memory() / 2**30
+    needed = 4 * wanted / 2**30
+    memory = physical_memory() / 2**30
     if needed > memory:
         raise UserError(
             f"--model {name} with {kwargs.get('num_classes', 1000):,} classes (--num-classes) takes {needed:,.0f} GiB, "
@@ -186,118 +193,100 @@ def _refuse_huge(name: str, kwargs: dict[str, Any], weights: int | None) -> None
         )
 
 
-def _model_kwargs(args: Namespace) -> dict[str, Any]:
-    """Return the arguments of the model's constructor. A flag that is None leaves the model's default."""
-    kwargs: dict[str, Any] = {
-        "pretrained": getattr(args, "pretrained", False),
-        "num_classes": args.num_classes,
-        "in_chans": _channels(args),
-        "global_pool": args.gp,
-        "drop_rate": getattr(args, "drop", None) or None,
-        "drop_path_rate": getattr(args, "drop_path", None),
-        "outlooker_drop_path": getattr(args, "outlooker_drop_path", None),
-    }
-    if image_size_of(args) is not None and takes_image_size(args.model):
-        kwargs["img_size"] = image_size_of(args)
-    kwargs = {k: v for k, v in kwargs.items() if v is not None and v is not False}
-    for key, argument in (getattr(args, "model_kwargs", None) or {}).items():
-        value = to_2tuple(argument) if key == "img_size" else argument
-        if kwargs.setdefault(key, value) != value:
-            raise UserError(
-                f"--model-kwargs {key}={value} contradicts the flag for it, which says {kwargs[key]}: keep one of them"
-            )
-    return kwargs
-
-
-def eval_settings(args: Namespace, model: TimmModel, recorded: dict[str, Any] | None = None) -> dict[str, Any]:
+def data_config_of(request: ModelRequest, model: TimmModel, recorded: dict[str, Any] | None = None) -> dict[str, Any]:
     """Return input_size (C, H, W), interpolation, mean, std, crop_pct and crop_mode.
 
     Flags override the checkpoint's values, which override the model's, so that training and validation agree.
     """
-    settings: dict[str, Any] = {}
-    for source in (recorded or {}, vars(args)):
-        names = ("crop_pct", "mean", "std", "interpolation", "crop_mode")
-        settings |= {name: source[name] for name in names if source.get(name) not in (None, "")}
-    size = image_size_of(args) or getattr(model, "img_size", None)
-    settings["input_size"] = None if size is None else (3, *size)
-    resolved: dict[str, Any] = resolve_data_config(settings, model=model, use_test_size=False)
-    channels = _channels(args) or getattr(model, "in_chans", resolved["input_size"][0])
+    names = ("crop_pct", "mean", "std", "interpolation", "crop_mode")
+    known = {name: value for name in names if (value := (recorded or {}).get(name)) not in (None, "")}
+    size = request.image_size or getattr(model, "img_size", None)
+    data_config = known | dict(request.preparation) | {"input_size": None if size is None else (3, *size)}
+    resolved: dict[str, Any] = resolve_data_config(data_config, model=model, use_test_size=False)
+    channels = request.channels or getattr(model, "in_chans", resolved["input_size"][0])
     resolved["input_size"] = (channels, *resolved["input_size"][1:])
     if channels == 1:  # one mean for grey images, which the loader's stages make
         resolved |= {name: (sum(resolved[name]) / len(resolved[name]),) for name in ("mean", "std")}
     return resolved
 
 
-def add_dense_head(model: TimmModel, args: Namespace, image_size: tuple[int, int]) -> TimmModel:
+def add_dense_head(model: TimmModel, labels: TokenLabels, image_size: tuple[int, int]) -> TimmModel:
     """Add a dense head to a timm model for `--token-label`; VOLO and LV-ViT have one already.
 
     Raises:
         UserError: The model has no spatial features, or MixToken is on and can't mix its tokens after the embedding.
     """
-    if not args.token_label:
+    if not labels.token_label:
         return model
     model = with_dense_head(model, image_size)
     if isinstance(model, WithDenseHead):
-        if not args.no_mix_token:
+        if not labels.no_mix_token:
             model.check_mix_token()
-        if args.token_label_size == 1:  # there is no dense loss that would train the head
+        if labels.token_label_size == 1:  # there is no dense loss that would train the head
             model.set_dense_head(False)
     return model
 
 
-def prepare_model(model: TimmModel, args: Namespace, world: World) -> TimmModel:
+def prepare_model(model: TimmModel, settings: TrainSettings, world: World) -> TimmModel:
     """Apply the flags for BatchNorm, gradient checkpointing and memory format, and move the model to its device."""
-    set_batchnorm(model, args)
-    if args.grad_checkpointing:
+    set_batchnorm(model, settings.norms, settings.network.model)
+    if settings.precision.grad_checkpointing:
         try:
             model.set_grad_checkpointing(True)
         except (AssertionError, AttributeError, NotImplementedError) as error:  # timm's models refuse in these ways
-            raise UserError(f"--grad-checkpointing: --model {args.model} can't recompute its activations") from error
-    if args.sync_bn and world.size > 1:
+            raise UserError(
+                f"--grad-checkpointing: --model {settings.network.model} can't recompute its activations"
+            ) from error
+    if settings.norms.sync_bn and world.size > 1:
         if world.device.type != "cuda":
             raise UserError("--sync-bn needs GPUs (torch has no SyncBatchNorm for the CPU); use --dist-bn reduce")
         model = convert_sync_batchnorm(model)
         if (mix_point := getattr(model, "mix_point", None)) is not None:
             mix_point.attach(model)  # here, and not in the first forward pass, which torch.compile traces
-    return place_model(model, args, world)
+    return place_model(model, settings.precision.channels_last, world)
 
 
-def place_model(model: TimmModel, args: Namespace, world: World) -> TimmModel:
+def place_model(model: TimmModel, channels_last: bool, world: World) -> TimmModel:
     """Move the model to its device, with the memory format of `--channels-last`."""
-    return model.to(device=world.device, memory_format=torch.channels_last if args.channels_last else None)
+    return model.to(device=world.device, memory_format=torch.channels_last if channels_last else None)
 
 
-def set_batchnorm(model: nn.Module, args: Namespace) -> None:
+def set_batchnorm(model: nn.Module, norms: BatchNorms, name: str) -> None:
     """Set momentum and epsilon of every BatchNorm layer from `--bn-tf`, `--bn-momentum` and `--bn-eps`.
 
     Raises:
         UserError: A flag is for BatchNorm, and the model has none.
     """
-    values = dict(_TF_BATCHNORM) if args.bn_tf else {}
-    values |= {k: v for k, v in (("momentum", args.bn_momentum), ("eps", args.bn_eps)) if v is not None}
+    values = dict(_TF_BATCHNORM) if norms.bn_tf else {}
+    values |= {k: v for k, v in (("momentum", norms.bn_momentum), ("eps", norms.bn_eps)) if v is not None}
     layers = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
-    if not layers and (values or args.freeze_bn or args.sync_bn or args.dist_bn):
-        flags = ", ".join(row.label for row in BATCH_NORM.flags if getattr(args, row.dest) != row.default)
-        raise UserError(f"--model {args.model} has no BatchNorm layer: remove {flags}")
+    if not layers and (values or norms.freeze_bn or norms.sync_bn or norms.dist_bn):
+        flags = ", ".join(row.label for row in flags_of(BatchNorms).values() if getattr(norms, row.dest) != row.default)
+        raise UserError(f"--model {name} has no BatchNorm layer: remove {flags}")
     for layer in layers:
         for name, value in values.items():
             setattr(layer, name, value)
 
 
-def meshes_of(args: Namespace, world: World) -> Meshes | None:
+def meshes_of(settings: TrainSettings, world: World) -> Meshes | None:
     """Return the meshes over which `--shard` and `--tensor-parallel` divide the weights; None without these flags, and
     in a dry run, which needs no such number of processes.
 
     Raises:
         UserError: The number of ranks does not fit, or the flags ask for float16.
     """
-    divides = sharding_flag(args)
-    if divides and compute_dtype(args, world.device) is torch.float16:
+    divides = sharding_flag(settings.distributed)
+    if divides and compute_dtype(settings.precision.mixed, world.device) is torch.float16:
         raise UserError(f"{divides}: a loss scale for float16 is not supported: --amp-dtype bfloat16")
-    return shard_meshes(args.shard, world) if divides and not args.dry_run else None
+    return shard_meshes(settings.distributed.shard, world) if divides and not settings.run.dry_run else None
 
 
-def wrap_model(model: TimmModel, args: Namespace, world: World, meshes: Meshes | None = None) -> TimmModel:
+def compiler_of(settings: TrainSettings) -> Compiler:
+    """Return what compiles the models of train.py."""
+    return Compiler(settings.precision.compilation, settings.network.model, 1 + len(other_sizes(settings.sizes)))
+
+
+def wrap_model(model: TimmModel, settings: TrainSettings, world: World, meshes: Meshes | None = None) -> TimmModel:
     """Return the module that the loop calls: `model` wrapped for several ranks and compiled, as the flags say.
 
     Args:
@@ -306,21 +295,23 @@ def wrap_model(model: TimmModel, args: Namespace, world: World, meshes: Meshes |
     Raises:
         UserError: `--grad-compression` or `--dist-bn` is used with one process, where it has no effect.
     """
+    compression = settings.distributed.grad_compression
     if meshes is not None:
         if meshes.tensor is not None:
             divide_layers(model, meshes.tensor)
-        compile_modules(units_of(model), args)
-        shard(model, meshes.data, torch.bfloat16 if args.model_dtype == "bfloat16" else None, args.grad_compression)
+        compiler_of(settings).modules(units_of(model))
+        half = torch.bfloat16 if settings.precision.mixed.model_dtype == "bfloat16" else None
+        shard(model, meshes.data, half, compression)
         return model
     if world.size > 1:
         # Without a class loss, the class head and the class attention receive no gradients.
-        unused = args.kd_only or (args.token_label and args.cls_weight == 0)
-        model = distribute(model, world.device, args.grad_compression, unused)
-    elif args.grad_compression != "none":
-        raise UserError(f"--grad-compression {args.grad_compression} has no effect with one process: leave it out")
-    elif args.dist_bn:
-        raise UserError(f"--dist-bn {args.dist_bn} has no effect with one process: leave it out")
-    return compile_model(model, args)
+        unused = settings.teachers.kd_only or (settings.labels.token_label and settings.labels.cls_weight == 0)
+        model = distribute(model, world.device, compression, unused)
+    elif compression != "none":
+        raise UserError(f"--grad-compression {compression} has no effect with one process: leave it out")
+    elif settings.norms.dist_bn:
+        raise UserError(f"--dist-bn {settings.norms.dist_bn} has no effect with one process: leave it out")
+    return compiler_of(settings).model(model)
 
 
 def heads_of(model: TimmModel) -> list[nn.Module]:
@@ -351,23 +342,31 @@ def init_heads(model: TimmModel, scale: float | None, bias: float | None) -> Non
                 head.bias.fill_(bias)
 
 
-def model_config(model: TimmModel, args: Namespace, settings: dict[str, Any], class_names: list[str]) -> dict[str, Any]:
+def model_config(
+    model: TimmModel, settings: TrainSettings, data_config: dict[str, Any], class_names: list[str]
+) -> dict[str, Any]:
     """Return the record from which other programs build and evaluate the model as it was trained."""
     labels: dict[str, Any] | None = None  # settings with which the run reads its token labels
-    if args.token_label:
-        labels = {"compat": args.compat or [], "uncovered": args.uncovered, "label_tail": args.label_tail}
-        labels |= {"teacher": args.token_label_teacher} if args.token_label_teacher else {}
-    built = architecture_of(args.model)
+    if settings.labels.token_label:
+        maps, teacher = settings.labels.maps, settings.labels.token_label_teacher
+        labels = {
+            "compat": settings.labels.compat or [],
+            "uncovered": settings.labels.uncovered,
+            "label_tail": maps.label_tail,
+        }
+        labels |= {"teacher": teacher} if teacher else {}
+    built = architecture_of(settings.network.model)
     kwargs = {k: v for k, v in built.kwargs.items() if k not in ("num_classes", "in_chans", "img_size")}
+    pool, side = settings.network.gp, settings.sizes.val_img_size
     return {
         "name": built.name,
-        "kwargs": kwargs | ({"global_pool": args.gp} if args.gp else {}) | args.model_kwargs,
+        "kwargs": kwargs | ({"global_pool": pool} if pool else {}) | settings.network.model_kwargs,
         "num_classes": model.num_classes,
-        "img_size": list(settings["input_size"][1:]),
-        "val_img_size": [args.val_img_size] * 2 if args.val_img_size else None,
-        "in_chans": settings["input_size"][0],
+        "img_size": list(data_config["input_size"][1:]),
+        "val_img_size": [side, side] if side else None,
+        "in_chans": data_config["input_size"][0],
         "dense_head": getattr(model, "dense_head", None),
-        **{name: settings[name] for name in ("crop_pct", "crop_mode", "mean", "std", "interpolation")},
+        **{name: data_config[name] for name in ("crop_pct", "crop_mode", "mean", "std", "interpolation")},
         "class_names": class_names,
         "labels": labels,
     }

@@ -6,7 +6,6 @@ label of that position, so that no geometry has to be undone. The annotator is n
 
 from __future__ import annotations
 
-from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -21,9 +20,9 @@ from tlt.labels.store import relative_to_tail
 from tlt.models.spatial import Size
 from tlt.teacher import MeanStd, Renormalise
 from volo.cluster.distributed import World
-from volo.config.flag_rules import other_sizes
-from volo.train.compilation import feature_compiler
-from volo.train.model import TimmModel, place_model
+from volo.config.rules import other_sizes
+from volo.config.settings_train import TrainSettings
+from volo.train.model import TimmModel, compiler_of, place_model
 from volo.train.precision import compute_dtype
 from volo.train.trained_model import load_frozen
 
@@ -52,7 +51,8 @@ class OnlineAnnotator:
     ) -> None:
         self.name, self.annotator, self.exact_tail, self.notes = name, annotator, exact_tail, notes
         model: Any = annotator.model  # has timm's interface
-        self._num_classes, device = int(model.num_classes), next(model.parameters()).device
+        self._num_classes = int(model.num_classes)
+        device = next(model.parameters()).device
         self._renormalise = Renormalise(student, own, device)
         self._affine = torch.eye(2, 3, device=device)
         self._areas = {size: torch.tensor(area, device=device) for size, area in areas.items()}
@@ -66,30 +66,32 @@ class OnlineAnnotator:
             values = relative_to_tail(values, prediction.log_sum_exp, self._num_classes)
         area = self._areas[batch.images.shape[-2], batch.images.shape[-1]]
         labels = LabelBatch(values, prediction.ids, area.expand(batch.size, 4))
-        affine, visible = self._affine.expand(batch.size, 2, 3), self._visible.expand(batch.size, 4)
+        affine = self._affine.expand(batch.size, 2, 3)
+        visible = self._visible.expand(batch.size, 4)
         return replace(batch, labels=labels, affine=affine, visible=visible)
 
 
 def load_online_annotator(
-    args: Namespace, student: TimmModel, settings: dict[str, Any], class_names: list[str], world: World
+    settings: TrainSettings, student: TimmModel, data_config: dict[str, Any], class_names: list[str], world: World
 ) -> OnlineAnnotator:
     """Load the annotator that the flags name.
 
     Args:
-        settings: input_size, mean and std of the student's training images.
+        data_config: input_size, mean and std of the student's training images.
         class_names: Names of the class folders.
 
     Raises:
         UserError: The model or file does not exist; or the annotator has no exact dense logits, has other classes than
             the student, or can't take images of this size.
     """
-    name, path = args.token_label_teacher, args.token_label_teacher_checkpoint
-    size, flag = settings["input_size"], f"--token-label-teacher {name}"
+    name, path = settings.labels.token_label_teacher, settings.labels.token_label_teacher_checkpoint
+    size, flag = data_config["input_size"], f"--token-label-teacher {name}"
     try:
-        classes = class_names, student.num_classes, f"--model {args.model} has {student.num_classes}"
-        trained = load_frozen(name, path or None, size, args.train_img_sizes, classes)
-        sizes = [(size[1], size[2]), *other_sizes(trained.args)]
-        model = place_model(trained.model.requires_grad_(False), args, world)
+        classes = class_names, student.num_classes, f"--model {settings.network.model} has {student.num_classes}"
+        others = other_sizes(replace(settings.sizes, val_img_size=None))
+        trained = load_frozen(name, path or None, size, others, classes)
+        sizes = [(size[1], size[2]), *others]
+        model = place_model(trained.model.requires_grad_(False), settings.precision.channels_last, world)
         for image_size in sizes:
             check_dense(model, torch.randn(2, size[0], *image_size, device=world.device), f"--model {name}")
     except UserError as error:
@@ -99,9 +101,12 @@ def load_online_annotator(
             f"{flag} does not take images of {size[1]} x {size[2]} px ({reason_of(error)}): use another annotator, or "
             "another --img-size"
         ) from error
-    dtype, own_settings = compute_dtype(args, world.device), trained.settings
-    annotator = Annotator(model, args.token_label_teacher_top_k, dtype, feature_compiler(model, args))
-    pixels = (settings["mean"], settings["std"]), (own_settings["mean"], own_settings["std"])
-    name += " (EMA)" if trained.args.use_ema else ""
+    dtype = compute_dtype(settings.precision.mixed, world.device)
+    own_config = trained.data_config
+    annotator = Annotator(
+        model, settings.labels.token_label_teacher_top_k, dtype, compiler_of(settings).features(model)
+    )
+    pixels = (data_config["mean"], data_config["std"]), (own_config["mean"], own_config["std"])
+    name += " (EMA)" if trained.ema else ""
     areas = {image_size: labelled_area(model, image_size) for image_size in sizes}
-    return OnlineAnnotator(name, annotator, *pixels, areas, args.label_tail == "exact", trained.notes)
+    return OnlineAnnotator(name, annotator, *pixels, areas, settings.labels.maps.label_tail == "exact", trained.notes)

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import importlib.util
-from argparse import Namespace
+from typing import Any
 
 import torch
-from timm.optim import create_optimizer_v2, get_optimizer_info, list_optimizers, optimizer_kwargs
+from timm.optim import create_optimizer_v2, get_optimizer_info, list_optimizers
 from torch import nn
 from torch.optim import Optimizer
 
 from tlt.errors import UserError
-from volo.config.flag_rules import sharding_flag
-from volo.config.flag_table import nearest
+from volo.config.parser import nearest
+from volo.config.rules import sharding_flag
+from volo.config.settings_train import Distributed
+from volo.config.settings_train import Optimizer as OptimizerSettings
 
 # Optimizers whose fused steps can be skipped on the device (`volo.train.precision`). On a CPU torch's kernels assume
 # that gradients and moments have the strides of their parameters. autograd ensures this for gradients, and
@@ -30,33 +32,45 @@ _SHARDED = {
 _BY_NORMS = ("lamb", "lar", "nlar")  # prefixes of optimizers whose step of a weight depends on the weight's norm
 
 
-def create_optimizer(args: Namespace, model: nn.Module, device: torch.device | None = None) -> Optimizer:
-    """Build the optimizer `args.opt` for the trainable parameters of the bare (unwrapped) model.
+def create_optimizer(
+    model: nn.Module,
+    flags: OptimizerSettings,
+    distributed: Distributed,
+    lr: float = 1.0,
+    device: torch.device | None = None,
+) -> Optimizer:
+    """Build the optimizer of `--opt` for the trainable parameters of the bare (unwrapped) model.
 
     One-dimensional parameters, biases and the names in `model.no_weight_decay()` get no weight decay. With layer decay,
     parameter groups contain `lr_scale`. `set_lr` sets the learning rates.
 
     Args:
-        args: The flags of the group "Optimizer", and `lr` or `lr_base`.
         model: The model, which is already on its device.
+        lr: The learning rate until `set_lr` sets one.
         device: The parameters' device; None takes that of the first parameter.
 
     Raises:
         UserError: The optimizer is unknown or not installed, or a flag has no effect on it.
     """
     device = device or next(model.parameters()).device
-    name = _check_optimizer(args, device)
-    options = optimizer_kwargs(args) | {"lr": args.lr_base if args.lr is None else args.lr}
-    if twice := {"eps", "betas"} & options.keys() & args.opt_kwargs.keys():
+    name = _check_optimizer(flags, distributed, device)
+    options: dict[str, Any] = {
+        "opt": flags.opt,
+        "lr": lr,
+        "weight_decay": flags.weight_decay,
+        "momentum": flags.momentum,
+    }
+    betas = None if flags.opt_betas is None else tuple(flags.opt_betas)
+    further = {"eps": flags.opt_eps, "betas": betas, "layer_decay": flags.layer_decay}
+    options |= {name: value for name, value in further.items() if value is not None}
+    if twice := {"eps", "betas"} & options.keys() & flags.opt_kwargs.keys():
         raise UserError(f"--opt-kwargs {min(twice)}=... contradicts --opt-{min(twice)}: keep one of them")
-    if "betas" in options:
-        options["betas"] = tuple(options["betas"])
     if device.type in ("cuda", "cpu") and name in _FUSED:
         options["fused"] = True
     try:
-        return create_optimizer_v2(model, **options | args.opt_kwargs)
+        return create_optimizer_v2(model, **options | flags.opt_kwargs)
     except (ImportError, ValueError, TypeError, AssertionError, RuntimeError) as error:
-        raise UserError(f"--opt {args.opt}: {' '.join(str(error).split())}") from error
+        raise UserError(f"--opt {flags.opt}: {' '.join(str(error).split())}") from error
 
 
 def set_lr(optimizer: Optimizer, lr: float) -> None:
@@ -65,30 +79,30 @@ def set_lr(optimizer: Optimizer, lr: float) -> None:
         group["lr"] = lr * group.get("lr_scale", 1.0)
 
 
-def _check_optimizer(args: Namespace, device: torch.device) -> str:
-    """Return timm's name of `args.opt` without the prefix `lookahead_`. Raises UserError as `create_optimizer` does."""
-    name = args.opt.lower().removeprefix("lookahead_")
+def _check_optimizer(flags: OptimizerSettings, distributed: Distributed, device: torch.device) -> str:
+    """Return timm's name of `--opt` without the prefix `lookahead_`. Raises UserError as `create_optimizer` does."""
+    name = flags.opt.lower().removeprefix("lookahead_")
     if name not in list_optimizers():
         near = nearest(name, list_optimizers())
-        raise UserError(f"--opt {args.opt}: timm has no such optimizer" + (f", did you mean {near}?" if near else ""))
+        raise UserError(f"--opt {flags.opt}: timm has no such optimizer" + (f", did you mean {near}?" if near else ""))
     info = get_optimizer_info(name)
     if info.second_order:
-        raise UserError(f"--opt {args.opt} needs second derivatives, which the training step does not compute")
+        raise UserError(f"--opt {flags.opt} needs second derivatives, which the training step does not compute")
     package = info.opt_class.partition(".")[0] if isinstance(info.opt_class, str) else ""
     if package and importlib.util.find_spec(package) is None:
         how = "NVIDIA's PyTorch container ships it" if package == "apex" else f"pip install {package}"
-        raise UserError(f"--opt {args.opt} needs {package}, which is not installed ({how}); --opt adamw needs nothing")
+        raise UserError(f"--opt {flags.opt} needs {package}, which is not installed ({how}); --opt adamw needs nothing")
     if package and device.type != "cuda":
-        raise UserError(f"--opt {args.opt} runs on GPUs alone, this run is on the {device.type}: --opt adamw")
-    if (flag := sharding_flag(args)) and name not in _SHARDED:
-        raise UserError(f"{flag}: --opt {args.opt} can't be divided among ranks, as adamw or sgd can")
-    if args.tensor_parallel > 1 and name.startswith(_BY_NORMS):
-        raise UserError(f"{flag}: --opt {args.opt} needs the norm of each whole weight: --opt adamw, or --shard alone")
-    if args.momentum != 0.9 and not info.has_momentum:
-        raise UserError(f"--momentum {args.momentum:g} has no effect: --opt {args.opt} has no momentum")
-    if args.opt_eps is not None and not info.has_eps:
-        raise UserError(f"--opt-eps {args.opt_eps:g} has no effect: --opt {args.opt} has no epsilon")
+        raise UserError(f"--opt {flags.opt} runs on GPUs alone, this run is on the {device.type}: --opt adamw")
+    if (flag := sharding_flag(distributed)) and name not in _SHARDED:
+        raise UserError(f"{flag}: --opt {flags.opt} can't be divided among ranks, as adamw or sgd can")
+    if distributed.tensor_parallel > 1 and name.startswith(_BY_NORMS):
+        raise UserError(f"{flag}: --opt {flags.opt} needs the norm of each whole weight: --opt adamw, or --shard alone")
+    if flags.momentum != 0.9 and not info.has_momentum:
+        raise UserError(f"--momentum {flags.momentum:g} has no effect: --opt {flags.opt} has no momentum")
+    if flags.opt_eps is not None and not info.has_eps:
+        raise UserError(f"--opt-eps {flags.opt_eps:g} has no effect: --opt {flags.opt} has no epsilon")
     betas = info.num_betas if info.has_betas else 0
-    if args.opt_betas is not None and len(args.opt_betas) != betas:
-        raise UserError(f"--opt-betas: --opt {args.opt} takes {betas} betas, {len(args.opt_betas)} are given")
+    if flags.opt_betas is not None and len(flags.opt_betas) != betas:
+        raise UserError(f"--opt-betas: --opt {flags.opt} takes {betas} betas, {len(flags.opt_betas)} are given")
     return name

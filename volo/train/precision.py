@@ -7,7 +7,6 @@ float16 is about 50 times slower there. A step whose gradients are not finite ch
 from __future__ import annotations
 
 import copy
-from argparse import Namespace
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -24,23 +23,24 @@ from tlt.errors import NonFiniteError, UserError
 from tlt.models.flops import on_meta
 from volo.cluster.distributed import from_all
 from volo.cluster.shard import total_norm
+from volo.config.settings_shared import MixedPrecision
 
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
-def compute_dtype(args: Namespace, device: torch.device) -> torch.dtype | None:
+def compute_dtype(flags: MixedPrecision, device: torch.device) -> torch.dtype | None:
     """Return the autocast dtype of `--model-dtype` or `--amp`; None for float32.
 
     Raises:
         UserError: The flags ask for float16 on a CPU.
     """
-    if getattr(args, "model_dtype", "float32") == "bfloat16":  # only train.py has this flag
+    if flags.model_dtype == "bfloat16":
         return torch.bfloat16
-    if not args.amp:
+    if not flags.amp:
         return None
-    if device.type == "cpu" and args.amp_dtype == "float16":
+    if device.type == "cpu" and flags.amp_dtype == "float16":
         raise UserError("--amp-dtype float16 is about 50 times slower than float32 on a CPU; use --amp-dtype bfloat16")
-    return DTYPES[args.amp_dtype or ("float16" if device.type == "cuda" else "bfloat16")]
+    return DTYPES[flags.amp_dtype or ("float16" if device.type == "cuda" else "bfloat16")]
 
 
 # In a working copy, norms stay in float32 and share parameters and running statistics with the master.
@@ -78,7 +78,8 @@ class WorkingCopy:
     @torch.no_grad()
     def accumulate_into_master(self) -> None:
         """Add the copy's gradients to the master's in float32, and clear the copy's."""
-        new, old = [], []
+        new = []
+        old = []
         for weight, cast in self._pairs:
             if cast.grad is not None and weight.grad is not None:
                 old.append((weight.grad, cast.grad))
@@ -98,7 +99,8 @@ class WorkingCopy:
         """
         for weight, cast in self._pairs:
             if weight.grad is not None:
-                cast.grad, weight.grad = weight.grad.to(cast.dtype), None
+                cast.grad = weight.grad.to(cast.dtype)
+                weight.grad = None
 
 
 class RunningStatistics:
@@ -195,7 +197,8 @@ class SkippedSteps:
         """Return the steps skipped in a row until now, and in the whole run."""
         in_a_row, skipped = self._counts
         for broken, _ in self._finished_steps():
-            in_a_row, skipped = (in_a_row + 1 if broken else 0), skipped + broken
+            in_a_row = in_a_row + 1 if broken else 0
+            skipped = skipped + broken
         return [in_a_row, skipped]
 
     def restore_counts(self, in_a_row: int, skipped: int) -> None:
@@ -316,7 +319,8 @@ def skips_on_device(optimizer: torch.optim.Optimizer) -> bool:
 def _step_unless(broken: Tensor, optimizer: torch.optim.Optimizer) -> None:
     """Step if `broken` is false. Fused Adam decides this on the device, other optimizers after a synchronisation."""
     if skips_on_device(optimizer):
-        optimizer.grad_scale, optimizer.found_inf = None, broken.float()  # type: ignore[attr-defined]
+        optimizer.grad_scale = None  # type: ignore[attr-defined]
+        optimizer.found_inf = broken.float()  # type: ignore[attr-defined]
         optimizer.step()
         del optimizer.grad_scale, optimizer.found_inf  # type: ignore[attr-defined]
     elif not bool(broken):
@@ -363,7 +367,8 @@ def check_convolutions(
     wrong = sorted({name for of_rank in from_all(wrong) for name in of_rank})
     if not wrong:
         return []
-    kinds, remedy = {_kind(model.get_submodule(name)) for name in wrong}, "float32 computes them"
+    kinds = {_kind(model.get_submodule(name)) for name in wrong}
+    remedy = "float32 computes them"
     for layer in layers.values():
         if _kind(layer) in kinds and type(layer).forward in _OWN_FORWARD:
             layer._conv_forward = partial(_in_float32, layer._conv_forward)  # type: ignore[method-assign]

@@ -8,8 +8,7 @@ change, except the accumulation steps, which keep a resumed run's global batch i
 from __future__ import annotations
 
 import math
-from argparse import Namespace
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,15 +22,25 @@ from volo.checkpoint.start import Start
 from volo.checkpoint.state import TrainState
 from volo.cluster.distributed import World
 from volo.cluster.watchdog import StopGuard
-from volo.config.args import TRAIN, FrozenArgs, TrainArgs, checked_settings, load_yaml
-from volo.config.flag_rules import check_drop_path
-from volo.config.flags_train import CYCLIC_SCHEDULES, FINE_TUNING, FROM_NOTHING, STABLE_SCHEDULES, STARTS
+from volo.config.recipes import load_yaml
+from volo.config.rules import check_drop_path
+from volo.config.settings_train import (
+    CYCLIC_SCHEDULES,
+    FINE_TUNING,
+    FITTED,
+    FROM_NOTHING,
+    STABLE_SCHEDULES,
+    STARTS,
+    Average,
+    TrainSettings,
+)
+from volo.config.train import TRAIN, checked_settings
 from volo.record.logger import Logger
 from volo.record.metrics import Arithmetic
 from volo.record.run_directory import RunLock
 from volo.train.architecture import image_size_by_name, known_config
 from volo.train.criterion import Criterion
-from volo.train.data import size_schedule
+from volo.train.data import sizes_of
 from volo.train.dense_score import DenseScore
 from volo.train.precision import Precision
 from volo.train.schedule import LrSchedule
@@ -53,13 +62,13 @@ class Run:
     """The surroundings of training.
 
     Attributes:
-        args: Final arguments: from command line and recipe, completed from the data and the checkpoint.
+        settings: Final settings: from command line and recipe, completed from the data and the checkpoint.
         guard: Yields batches until the run has to stop.
         start: What the run has begun as.
         lock: Keeps other jobs out of the directory.
     """
 
-    args: TrainArgs
+    settings: TrainSettings
     world: World
     logger: Logger
     guard: StopGuard
@@ -101,35 +110,36 @@ class Training:
     dense_score: DenseScore | None = None
 
 
-def recipe_from_nothing(args: TrainArgs, images: int, world_size: int) -> TrainArgs:
-    """Return the arguments over the recipe for few images from nothing, if the command names no recipe, no model and no
+def recipe_from_nothing(settings: TrainSettings, images: int, world_size: int) -> TrainSettings:
+    """Return the settings over the recipe for few images from nothing, if the command names no recipe, no model and no
     weights, and the folder holds few images; published commands name a model. The fewer images, the more epochs.
 
     Args:
         images: Number of training images.
         world_size: Number of processes that see different images.
     """
-    if {"model", "config", *STARTS} & args.explicit.keys() or args.data_backend == "synthetic" or images > _FEW_IMAGES:
-        return args
+    typed = {name: settings[name] for name, source in settings.sources.items() if source == "command line"}
+    synthetic = settings.images.loading.data_backend == "synthetic"
+    if {"model", "config", *STARTS} & typed.keys() or synthetic or images > _FEW_IMAGES:
+        return settings
     batch = min(load_yaml(FROM_NOTHING, TRAIN.parser())["batch_size"], _fitting_batch(images // world_size))
-    epochs = args.explicit.get("epochs", min(_MOST_EPOCHS, max(_LEAST_EPOCHS, -(-_IMAGES_SEEN // images))))
+    epochs = typed.get("epochs", min(_MOST_EPOCHS, max(_LEAST_EPOCHS, -(-_IMAGES_SEEN // images))))
     fitted = {"epochs": epochs, "val_interval": -(-epochs // _VALIDATIONS), "batch_size": batch}
-    chosen = TRAIN.over_recipe({"config": FROM_NOTHING} | fitted | args.explicit)
+    unasked = {name: value for name, value in ({"config": FROM_NOTHING} | fitted).items() if name not in typed}
+    chosen = TRAIN.over_recipe(unasked | typed).decide("recipe", **unasked)
     line = (
-        f"no --model: -c {FROM_NOTHING} --epochs {epochs} for {images} images, which trains {chosen.model} from "
-        f"nothing; photographs do better with -c {FINE_TUNING} --model volo_d1 --pretrained"
+        f"no --model: -c {FROM_NOTHING} --epochs {epochs} for {images} images, which trains {chosen.network.model} "
+        f"from nothing; photographs do better with -c {FINE_TUNING} --model volo_d1 --pretrained"
     )
-    chosen.notes = [*dict.fromkeys([*args.notes, *chosen.notes, line])]
-    return chosen
+    return replace(chosen, notes=(*dict.fromkeys([*settings.notes, *chosen.notes, line]),))
 
 
 def resolve_args(
-    args: TrainArgs, checkpoint: dict[str, Any], images: int, classes: int, world_size: int
-) -> tuple[FrozenArgs, dict[str, int], list[str]]:
-    """Return the arguments completed from data and checkpoint, the `batch_record`, and lines for the user.
+    settings: TrainSettings, checkpoint: dict[str, Any], images: int, classes: int, world_size: int
+) -> tuple[TrainSettings, dict[str, int], list[str]]:
+    """Return the settings completed from data and checkpoint, the `batch_record`, and lines for the user.
 
     Args:
-        args: The parsed arguments; `defaulted` names those of `FITTED` that the user did not set.
         checkpoint: Content of the checkpoint that the run resumes; {} for a fresh start.
         images: Number of training images.
         classes: Number of their classes.
@@ -139,60 +149,80 @@ def resolve_args(
         UserError: `--drop-path-mode subset` would drop nothing from batches of the resulting size, or a flag doesn't
             accept the checkpoint's value.
     """
-    recorded = settings_from_checkpoint(checkpoint, args, world_size)
-    changed = fit_to_data(args, checkpoint, recorded, images, classes, world_size)
-    decided = FrozenArgs(args, **changed)
-    sizes = size_schedule(decided, image_size_by_name(args))
-    check_drop_path(decided if sizes is None else FrozenArgs(decided, train_batch_sizes=sizes.batch_sizes))
-    steps, kept_batch = steps_to_keep(checkpoint, decided.batch_size, args.grad_accum_steps, world_size)
-    batch = batch_record(decided.batch_size, steps, world_size, args.grad_accum_steps)
-    begun = {name: value for name, value in changed.items() if recorded.get(name) == value}
-    new = {name: value for name, value in changed.items() if name not in begun}
-    source = f"defaults for {images} images of {classes} classes and {args.epochs} epochs"
-    average = _useless_average(decided, _updates(decided, images, batch["global"]))
-    lines = _as_flags("as the run has begun", begun), _as_flags(source, new), kept_batch, average
-    return FrozenArgs(decided, grad_accum_steps=steps), batch, [line for line in lines if line]
+    recorded = settings_from_checkpoint(checkpoint, settings, world_size)
+    fitted = fit_to_data(settings, checkpoint, recorded, images, classes, world_size)
+    begun = {name: value for name, value in fitted.items() if recorded.get(name) == value}
+    decided = settings.decide("data", **fitted).decide("checkpoint", **begun)
+    sizes = sizes_of(decided, image_size_by_name(decided.network, decided.images.pixels))
+    check_drop_path(decided, decided.sizes.train_batch_sizes if sizes is None else sizes.batch_sizes)
+    asked, batch_size = settings.optim.grad_accum_steps, decided.images.batch_size
+    steps, kept_batch = steps_to_keep(checkpoint, batch_size, asked, world_size)
+    batch = batch_record(batch_size, steps, world_size, asked)
+    changes = {name: value for name, value in fitted.items() if value != settings[name]}
+    new = {name: value for name, value in changes.items() if name not in begun}
+    source = f"defaults for {images} images of {classes} classes and {settings.schedule.epochs} epochs"
+    lines = (
+        _as_flags("as the run has begun", {name: changes[name] for name in changes if name in begun}),
+        _as_flags(source, new),
+        kept_batch,
+        _useless_average(decided.ema, _updates(decided, images, batch["global"])),
+    )
+    if steps != asked:
+        decided = decided.decide("checkpoint", grad_accum_steps=steps)
+    return decided, batch, [line for line in lines if line]
 
 
 def fit_to_data(
-    args: TrainArgs, checkpoint: dict[str, Any], recorded: dict[str, Any], images: int, classes: int, world_size: int
+    settings: TrainSettings,
+    checkpoint: dict[str, Any],
+    recorded: dict[str, Any],
+    images: int,
+    classes: int,
+    world_size: int,
 ) -> dict[str, Any]:
-    """Return new values for flags of `FITTED`, one row of this table each: a flag that the user has not set takes the
+    """Return the values of those settings of `FITTED` that the user has left open, one row of this table each: the
     value that the resumed checkpoint has `recorded`, or else the row's, which follows from the data. What was fitted to
     the length of the checkpoint's run is fitted again, because this one may be of another length."""
-    decided: dict[str, Any] = {}
-    then = Namespace(**vars(args) | _length_of(checkpoint, args))
+    fitted: dict[str, Any] = {}
+    length, done = _length_of(checkpoint, settings)
+    then = settings.decide("checkpoint", **length)
+    now_and_then = [(s.schedule.epochs, s.schedule.sched) for s in (settings, then)]
 
-    def row(name: str, from_data: Any, before: Any = None) -> Any:
-        kept = {k: v for k, v in recorded.items() if v != before}
-        decided[name] = kept.get(name, from_data) if name in args.defaulted else getattr(args, name)
-        return decided[name]
+    def fit(name: str, from_data: Any, before: Any = None) -> None:
+        """Decide a setting: as recorded, unless that is the value `before`, which was fitted to another length."""
+        if not settings.set_by_user(name):
+            fitted[name] = recorded[name] if recorded.get(name, before) != before else from_data
 
-    row("warmup_epochs", *(min(20, run.epochs // 5) for run in (args, then)))
-    row("cooldown_epochs", *(10 * (run.epochs >= 30 and run.sched in CYCLIC_SCHEDULES) for run in (args, then)))
-    row("checkpoint_hist", *(min(10, max(3, run.epochs // 10)) for run in (args, then)))
-    row("sched_on_updates", *(run.sched in STABLE_SCHEDULES for run in (args, then)))
-    if args.kd_only:
-        trains_heads = any(KINDS[kind].of_classes for kind in args.kd_distill_type)
-        row("num_classes", args.num_classes if trains_heads else 0)
+    fit("warmup_epochs", *(min(20, epochs // 5) for epochs, _ in now_and_then))
+    fit("cooldown_epochs", *(10 * (epochs >= 30 and sched in CYCLIC_SCHEDULES) for epochs, sched in now_and_then))
+    fit("checkpoint_hist", *(min(10, max(3, epochs // 10)) for epochs, _ in now_and_then))
+    fit("sched_on_updates", *(sched in STABLE_SCHEDULES for _, sched in now_and_then))
+    asked_classes = settings.network.num_classes
+    if settings.teachers.kd_only:
+        trains_heads = any(KINDS[kind].of_classes for kind in settings.teachers.kd_distill_type)
+        fit("num_classes", asked_classes if trains_heads else 0)
     else:
-        row("num_classes", args.num_classes if classes == known_config(args.model).get("num_classes") else classes)
-    share = images // (args.grad_accum_steps * world_size)
-    if args.train_batch_sizes == ["auto"]:  # the smallest images come in the largest batches
-        full = math.prod(image_size_by_name(args))
-        share = share * min(full, min(args.train_img_sizes) ** 2) // full
-    size, fitted = row("batch_size", _fitting_batch(share)), "batch_size" in args.defaulted
-    row("drop_last", fitted and size > 1 and images // world_size % size == 1)
+        known = known_config(settings.network.model).get("num_classes")
+        fit("num_classes", asked_classes if classes == known else classes)
+    steps, sizes = settings.optim.grad_accum_steps, settings.sizes
+    share = images // (steps * world_size)
+    if sizes.train_img_sizes and sizes.train_batch_sizes == ["auto"]:  # the smallest images: in the largest batches
+        full = math.prod(image_size_by_name(settings.network, settings.images.pixels))
+        share = share * min(full, min(sizes.train_img_sizes) ** 2) // full
+    fit("batch_size", _fitting_batch(share))
+    size = fitted.get("batch_size", settings.images.batch_size)
+    fit("drop_last", "batch_size" in fitted and size > 1 and images // world_size % size == 1)
     # A rate in proportion to 8 images would be as small as 1e-5; Adam's noise grows with the square root.
-    row("lr_base_scale", "sqrt" if fitted and size < _LARGEST_BATCH and args.lr is None else args.lr_base_scale)
-    batch = size * world_size * steps_to_keep(checkpoint, size, args.grad_accum_steps, world_size)[0]
-    updates = _updates(Namespace(**vars(args) | {"batch_size": size}), images, batch)
+    few = "batch_size" in fitted and size < _LARGEST_BATCH and settings.schedule.lr is None
+    fit("lr_base_scale", "sqrt" if few else settings.schedule.lr_base_scale)
+    batch = size * world_size * steps_to_keep(checkpoint, size, steps, world_size)[0]
+    updates = _updates(settings.decide("data", batch_size=size), images, batch)
     updates_then = _updates(then, images, (_recorded_batch(checkpoint) or {"global": batch})["global"])
     # The rest of the run has to forget the initial weights that the checkpoint's average still holds.
-    gone = _HORIZONS * then.done / max(1, then.epochs) if then.model_ema else 0.0
-    horizons = max(_HORIZONS, (-math.log(_WARNED_SHARE) - gone) / (1 - then.done / args.epochs))
-    row("model_ema_decay", _average_decay(args, updates, horizons), _average_decay(then, updates_then, _HORIZONS))
-    return {name: value for name, value in decided.items() if value != getattr(args, name)}
+    gone = _HORIZONS * done / max(1, then.schedule.epochs) if then.ema.model_ema else 0.0
+    horizons = max(_HORIZONS, (-math.log(_WARNED_SHARE) - gone) / (1 - done / settings.schedule.epochs))
+    fit("model_ema_decay", _average_decay(settings.ema, updates, horizons), _average_decay(then.ema, updates_then))
+    return fitted
 
 
 def _fitting_batch(images: int) -> int:
@@ -201,36 +231,37 @@ def _fitting_batch(images: int) -> int:
     return 1 << (most.bit_length() - 1)
 
 
-def _length_of(checkpoint: dict[str, Any], args: Namespace) -> dict[str, Any]:
+def _length_of(checkpoint: dict[str, Any], settings: TrainSettings) -> tuple[dict[str, Any], int]:
     """Return what the length of the checkpoint's run follows from, as far as the checkpoint has it, and the number of
     epochs that this run need not do."""
-    settings, epoch = table(checkpoint, "args"), checkpoint.get("epoch")
-    known = {name: settings.get(name) for name in ("epochs", "sched", "batch_size", "model_ema", "model_ema_warmup")}
-    done = epoch + 1 if type(epoch) is int and -1 <= epoch < args.epochs - 1 else 0
-    return {k: v for k, v in known.items() if type(v) is type(getattr(args, k))} | {"done": done}
+    recorded = table(checkpoint, "args")
+    epoch = checkpoint.get("epoch")
+    names = ("epochs", "sched", "batch_size", "model_ema", "model_ema_warmup")
+    known = {name: recorded[name] for name in names if type(recorded.get(name)) is type(settings[name])}
+    return known, epoch + 1 if type(epoch) is int and -1 <= epoch < settings.schedule.epochs - 1 else 0
 
 
-def _updates(args: Namespace, images: int, global_batch: int) -> int:
+def _updates(settings: TrainSettings, images: int, global_batch: int) -> int:
     """Return the number of updates of a run with this global batch, or with several image sizes one in proportion."""
-    sizes = size_schedule(args, image_size_by_name(args))
-    mean = 1 if sizes is None else sizes.mean_batch / args.batch_size
-    return args.epochs * -(-images // max(1, round(mean * global_batch)))
+    sizes = sizes_of(settings, image_size_by_name(settings.network, settings.images.pixels))
+    mean = 1 if sizes is None else sizes.mean_batch / settings.images.batch_size
+    return settings.schedule.epochs * -(-images // max(1, round(mean * global_batch)))
 
 
-def _average_decay(args: Namespace, updates: int, horizons: float) -> float:
-    if not args.model_ema or args.model_ema_warmup:
-        return args.model_ema_decay
-    return min(args.model_ema_decay, max(0.0, round(1 - horizons / max(1, updates), 6)))
+def _average_decay(ema: Average, updates: int, horizons: float = _HORIZONS) -> float:
+    if not ema.model_ema or ema.model_ema_warmup:
+        return ema.model_ema_decay
+    return min(ema.model_ema_decay, max(0.0, round(1 - horizons / max(1, updates), 6)))
 
 
-def _useless_average(args: Namespace, updates: int) -> str:
+def _useless_average(ema: Average, updates: int) -> str:
     """Return a warning if the moving average after `updates` is mostly the initial weights, else ""."""
-    share = args.model_ema_decay**updates
-    if not args.model_ema or args.model_ema_warmup or share <= _WARNED_SHARE:
+    share = ema.model_ema_decay**updates
+    if not ema.model_ema or ema.model_ema_warmup or share <= _WARNED_SHARE:
         return ""
     return (
         f"warning: after the {updates} updates of this run {100 * share:.0f} % of its moving average are still the "
-        f"initial weights: --model-ema-decay {args.model_ema_decay:g} was given, without it one is fitted to the run"
+        f"initial weights: --model-ema-decay {ema.model_ema_decay:g} was given, without it one is fitted to the run"
     )
 
 
@@ -240,15 +271,18 @@ def _as_flags(title: str, values: dict[str, Any]) -> str:
     return flags and f"{title}: {flags}"
 
 
-def settings_from_checkpoint(checkpoint: dict[str, Any], args: TrainArgs, world_size: int) -> dict[str, Any]:
-    """Return the checkpoint's values of fitted arguments, with which a resumed run continues. If more processes can't
-    make the checkpoint's global batch of its batches, these are smaller."""
-    settings, config = table(checkpoint, "args"), table(checkpoint, "model_config")
-    recorded = checked_settings({k: v for k, v in settings.items() if k in args.defaulted and k != "num_classes"})
-    if "num_classes" in args.defaulted and type(classes := config.get("num_classes")) is int:
+def settings_from_checkpoint(checkpoint: dict[str, Any], settings: TrainSettings, world_size: int) -> dict[str, Any]:
+    """Return the checkpoint's values of fitted settings that the user leaves open, with which a resumed run continues.
+    If more processes can't make the checkpoint's global batch of its batches, these are smaller."""
+    before = table(checkpoint, "args")
+    config = table(checkpoint, "model_config")
+    left_open = [name for name in FITTED if not settings.set_by_user(name)]
+    recorded = checked_settings({k: v for k, v in before.items() if k in left_open and k != "num_classes"})
+    if "num_classes" in left_open and type(classes := config.get("num_classes")) is int:
         recorded["num_classes"] = classes
     if "batch_size" in recorded and (batch := _recorded_batch(checkpoint)):
-        images, parts = batch["global"], world_size * args.grad_accum_steps
+        images = batch["global"]
+        parts = world_size * settings.optim.grad_accum_steps
         if images % (recorded["batch_size"] * world_size) and images % parts == 0:
             recorded["batch_size"] = images // parts
     return recorded
@@ -274,7 +308,9 @@ def steps_to_keep(checkpoint: dict[str, Any], batch_size: int, steps: int, world
     """
     if (recorded := _recorded_batch(checkpoint)) is None:
         return steps, None
-    before, now, per_step = recorded["global"], batch_size * steps * world_size, batch_size * world_size
+    before = recorded["global"]
+    now = batch_size * steps * world_size
+    per_step = batch_size * world_size
     if before == now or before < 1:
         return steps, None
     if recorded["asked"] == batch_size * steps and before % per_step == 0:

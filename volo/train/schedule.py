@@ -3,32 +3,32 @@
 from __future__ import annotations
 
 import math
-from argparse import Namespace
 
 import torch
 from timm.scheduler import WSDLRScheduler, create_scheduler_v2, scheduler_kwargs
 
 from tlt.errors import UserError
-from volo.config.flags_train import ENDING_SCHEDULES
+from volo.config.settings_train import ENDING_SCHEDULES, Checkpoints, Schedule
 
 _NEAR = 0.1  # a curve's last rate lies at most so far above its end, as a share of its last fall
 
 
-def resolve_lr(args: Namespace, global_batch: int) -> tuple[float, str]:
+def resolve_lr(flags: Schedule, global_batch: int) -> tuple[float, str]:
     """Return the peak learning rate, and the formula that gave it.
 
     Args:
-        args: `lr` (absolute; None if not set), `lr_base`, `lr_base_size`, `lr_base_scale`.
         global_batch: Images per update: images per device x devices x accumulation steps.
     """
-    if args.lr is not None:
-        return args.lr, f"{args.lr:g} (--lr)"
-    ratio = global_batch / args.lr_base_size
-    if args.lr_base_scale == "sqrt":
-        lr, factor = args.lr_base * math.sqrt(ratio), f"sqrt({global_batch} / {args.lr_base_size})"
+    if flags.lr is not None:
+        return flags.lr, f"{flags.lr:g} (--lr)"
+    ratio = global_batch / flags.lr_base_size
+    if flags.lr_base_scale == "sqrt":
+        lr = flags.lr_base * math.sqrt(ratio)
+        factor = f"sqrt({global_batch} / {flags.lr_base_size})"
     else:
-        lr, factor = args.lr_base * ratio, f"{global_batch} / {args.lr_base_size}"
-    return lr, f"{lr:g} = --lr-base {args.lr_base:g} x global batch {factor}"
+        lr = flags.lr_base * ratio
+        factor = f"{global_batch} / {flags.lr_base_size}"
+    return lr, f"{lr:g} = --lr-base {flags.lr_base:g} x global batch {factor}"
 
 
 class LrSchedule:
@@ -43,7 +43,8 @@ class LrSchedule:
         last_epoch: Epochs after which the run ends; fewer with `stop_epoch`.
 
     Args:
-        args: The flags of the group "Schedule", `stop_epoch`, and `seed`, which keys the noise.
+        checkpoints: Says where the run ends (`--stop-epoch`), and which epochs it saves.
+        seed: The key of the noise.
         lr: Peak learning rate.
         updates_per_epoch: Optimizer steps per epoch, at least 1.
 
@@ -51,25 +52,29 @@ class LrSchedule:
         UserError: The decay is longer than the run, or the curve has no epoch `stop_epoch`.
     """
 
-    def __init__(self, args: Namespace, lr: float, updates_per_epoch: int) -> None:
-        self.updates_per_epoch, self.peak = updates_per_epoch, lr
-        self._args, self._on_updates = args, args.sched_on_updates
+    def __init__(self, flags: Schedule, checkpoints: Checkpoints, seed: int, lr: float, updates_per_epoch: int) -> None:
+        self.updates_per_epoch = updates_per_epoch
+        self.peak = lr
+        self._flags = flags
+        self._on_updates = flags.sched_on_updates
         # timm's schedulers write the learning rate into an optimizer, so they get one of their own.
         self._optimizer = torch.optim.SGD([torch.zeros(1)], lr=lr)
-        curve = scheduler_kwargs(args) | {"decay_milestones": sorted(args.decay_milestones)}
+        curve = scheduler_kwargs(flags) | {"decay_milestones": sorted(flags.decay_milestones), "noise_seed": seed}
         # As published, a new cosine cycle starts at decay_rate times the previous one; a tanh cycle starts as high.
-        curve |= {"cycle_decay": args.decay_rate if args.sched == "cosine" else 1.0}
+        curve |= {"cycle_decay": flags.decay_rate if flags.sched == "cosine" else 1.0}
         try:
             created = create_scheduler_v2(self._optimizer, **curve, updates_per_epoch=updates_per_epoch)
             self._scheduler, self.total_epochs = created
         except ValueError as error:
-            of = f"--epochs {args.epochs}, --warmup-epochs {args.warmup_epochs}, --decay-epochs {args.decay_epochs:g}"
+            of = (
+                f"--epochs {flags.epochs}, --warmup-epochs {flags.warmup_epochs}, --decay-epochs {flags.decay_epochs:g}"
+            )
             least = "the decay takes at least one epoch (or update: --sched-on-updates), at most all after the warm-up"
             reason = "--lr-stable-timescale is missing" if "timescale" in str(error) else least
-            raise UserError(f"--sched {args.sched} with {of}: {reason}") from error
-        self.last_epoch: int = args.stop_epoch or self.total_epochs
+            raise UserError(f"--sched {flags.sched} with {of}: {reason}") from error
+        self.last_epoch: int = checkpoints.stop_epoch or self.total_epochs
         # A branch may end before epochs that the recipe saves (`surprises` warns of it).
-        saved = 0 if args.resume or args.branch else max(args.save_epochs or [0])
+        saved = 0 if checkpoints.resume or checkpoints.branch else max(checkpoints.save_epochs or [0])
         for flag, epoch in {"--stop-epoch": self.last_epoch, "--save-epochs": saved}.items():
             if epoch > self.total_epochs:
                 raise UserError(f"{flag} {epoch}: the run has {self.total_epochs} epochs")
@@ -90,12 +95,15 @@ class LrSchedule:
     @property
     def missed_end(self) -> tuple[float, float] | None:
         """The last update's rate and the one that the curve promises for its end, if the last is well above it."""
-        args, last = self._args, self(self.total_epochs * self.updates_per_epoch - 1)
-        falls = {"cosine": args.lr_cycle_limit, "step": 1, "multistep": len(args.decay_milestones)}.get(args.sched, 0)
-        end = args.min_lr if args.sched in ENDING_SCHEDULES else self.peak * args.decay_rate**falls
+        flags = self._flags
+        last = self(self.total_epochs * self.updates_per_epoch - 1)
+        falls = {"cosine": flags.lr_cycle_limit, "step": 1, "multistep": len(flags.decay_milestones)}.get(
+            flags.sched, 0
+        )
+        end = flags.min_lr if flags.sched in ENDING_SCHEDULES else self.peak * flags.decay_rate**falls
         stable = self.decay_begins < math.inf
-        before = self(int(self.decay_begins)) if stable else self.peak * args.decay_rate ** max(0, falls - 1)
-        noise = args.lr_noise_pct if args.lr_noise else 0.0
+        before = self(int(self.decay_begins)) if stable else self.peak * flags.decay_rate ** max(0, falls - 1)
+        noise = flags.lr_noise_pct if flags.lr_noise else 0.0
         return (last, end) if last > (1 + noise) * (end + _NEAR * max(0.0, before - end)) else None
 
     @property

@@ -37,8 +37,8 @@ from tlt.models.spatial import Size
 from tlt.models.wrap import MixPoint
 from volo.cluster.distributed import max_over_ranks
 from volo.cluster.shard import forget_backward
-from volo.config.flag_rules import sharding_flag
-from volo.config.flags_train import CUDA_GRAPH_MODES
+from volo.config.rules import sharding_flag
+from volo.config.settings_shared import CUDA_GRAPH_MODES
 from volo.train.criterion import Drawn
 from volo.train.precision import skips_on_device
 from volo.train.run import Run, Training
@@ -77,32 +77,37 @@ def why_launched(run: Run, training: Training) -> str:
         UserError: They can't be, although `--cuda-graph` asks for it.
     """
     reason = _hindrance(run, training) if run.world.device.type == "cuda" else "this is no GPU"
-    if reason and run.args.cuda_graph:
+    if reason and run.settings.precision.cuda_graph:
         raise UserError(f"--cuda-graph: steps can't be repeated as a CUDA graph ({reason}); leave it out")
     unseen = "nobody has seen a graph on several GPUs yet, --cuda-graph asks for it"
-    return unseen if run.world.size > 1 and not (reason or run.args.cuda_graph) else reason
+    return unseen if run.world.size > 1 and not (reason or run.settings.precision.cuda_graph) else reason
 
 
 def _hindrance(run: Run, training: Training) -> str:
     """Return why the steps of a GPU can't be repeated as a graph: they involve the host, say; "" if they can."""
-    args, model, several = run.args, training.forward_model, run.world.size > 1
+    settings = run.settings
+    model = training.forward_model
+    several = run.world.size > 1
+    accumulates = settings.optim.grad_accum_steps > 1
+    divided = sharding_flag(settings.distributed)
+    mode = settings.precision.compilation.torchcompile_mode
     kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
     hooks = [hook for module in model.modules() for kind in kinds for hook in getattr(module, kind).values()]
     plain = isinstance(model, DistributedDataParallel) and not model.find_unused_parameters  # not compiled as a whole
     reasons = {
-        "--no-cuda-graph": args.no_cuda_graph,
-        sharding_flag(args): bool(sharding_flag(args)),
-        f"--torchcompile-mode {args.torchcompile_mode} makes graphs": args.torchcompile_mode in CUDA_GRAPH_MODES,
-        "--token-label-teacher": bool(args.token_label_teacher),
-        "--kd-model-name": bool(args.kd_model_name),
+        "--no-cuda-graph": settings.precision.no_cuda_graph,
+        divided: bool(divided),
+        f"--torchcompile-mode {mode} makes graphs": mode in CUDA_GRAPH_MODES,
+        "--token-label-teacher": bool(settings.labels.token_label_teacher),
+        "--kd-model-name": bool(settings.teachers.kd_model_name),
         "the loss scale of float16": training.precision.scaler is not None,
-        f"--opt {args.opt} asks the host": not skips_on_device(training.state.optimizer),
-        "--grad-checkpointing draws numbers again": args.grad_checkpointing
+        f"--opt {settings.optim.opt} asks the host": not skips_on_device(training.state.optimizer),
+        "--grad-checkpointing draws numbers again": settings.precision.grad_checkpointing
         and getattr(training.state.model, "blocks_draw", True),
         "the model has hooks": any(not isinstance(hook, MixPoint) for hook in hooks),
-        "--grad-accum-steps on several GPUs": several and args.grad_accum_steps > 1,
-        "--grad-accum-steps with --train-img-sizes": args.grad_accum_steps > 1 and bool(args.train_img_sizes),
-        "--grad-compression": several and args.grad_compression != "none",
+        "--grad-accum-steps on several GPUs": several and accumulates,
+        "--grad-accum-steps with --train-img-sizes": accumulates and bool(settings.sizes.train_img_sizes),
+        "--grad-compression": several and settings.distributed.grad_compression != "none",
         "several GPUs, and weights without a gradient or a model that is compiled as a whole": several and not plain,
     }
     return next((reason for reason, holds in reasons.items() if holds), "")
@@ -149,12 +154,12 @@ class StepGraph(Step):
         self._watchdog = run.guard.watchdog
         self._groups = self.state.optimizer.param_groups
         # A graph for each kind of micro-batch, by whether it is the last one of its update.
-        self._kinds = (False, True) if run.args.grad_accum_steps > 1 else (True,)
+        self._kinds = (False, True) if run.settings.optim.grad_accum_steps > 1 else (True,)
         self._warm_up = _WARM_UP_OF_RANKS if self.several_ranks else WARM_UP
         self._first_phase = Phase.LAUNCH  # of a new image size
-        sizes = training.loader.index_stream.sizes if run.args.train_img_sizes else None
+        sizes = training.loader.index_stream.sizes if run.settings.sizes.train_img_sizes else None
         self._batch_sizes = {} if sizes is None else dict(zip(sizes.sizes, sizes.batch_sizes, strict=True))
-        self._batch_size = run.args.batch_size
+        self._batch_size = run.settings.images.batch_size
         self._sizes: dict[Size, _SizeState] = {}
         self._now = _SizeState(0, Phase.LAUNCH, 0)  # state for the image size of the current batch
         self._pool: Any = None  # one memory pool for all sizes: results are copied before another graph begins
@@ -262,7 +267,8 @@ class StepGraph(Step):
         drawn = self.criterion.draw(batch, key)
         share = batch.size / batch.key.update_samples
         self.precision.keeps_gradients = len(self._kinds) > 1
-        failure, before = "", list[Tensor]()
+        failure = ""
+        before = list[Tensor]()
         try:
             self.send(batch, drawn)
             before += [value.cpu() for value in self._changed()]
@@ -299,7 +305,8 @@ class StepGraph(Step):
     def _capture(self) -> str:
         """Capture a graph for each kind of micro-batch. Return why that failed, or ""."""
         assert self.inputs is not None
-        device, stream = self.numbers.get_device(), torch.cuda.current_stream()
+        device = self.numbers.get_device()
+        stream = torch.cuda.current_stream()
         pool = self._pool = self._pool or torch.cuda.graph_pool_handle()
         torch.manual_seed(0)  # no step has this seed, so a graph that captured it as a constant would be noticed
         generator = torch.cuda.default_generators[device]

@@ -20,10 +20,11 @@ from PIL import Image
 from tests.data.conftest import JPEG, JPEGS, encoded, picture, refuses, write
 from tlt.data.backends import create_backend, decode
 from tlt.data.backends.decode import RESIZE_FILTERS, Crop, Encoded, PilBackend, Request, Size, TorchvisionBackend
+from tlt.data.batch import SkipCounter
 from tlt.data.sources.image_file import BadImage, image_extensions, read_size
 from tlt.errors import UserError
 from volo.cluster.distributed import World
-from volo.config.args import TRAIN
+from volo.config.train import TRAIN
 from volo.train.data import open_folders, train_loader, validation_loader
 
 BACKENDS = ["torchvision", "pil"]
@@ -253,6 +254,8 @@ def test_training_alone_scales_unless_full_decode(tmp_path, flag):
     settings |= {"crop_pct": 1.0, "crop_mode": "center"}
     folders, world = open_folders(args, 1), World(0, 0, 1, torch.device("cpu"))
     training = train_loader(args, folders.train, None, settings, world).dataset.backend
-    validation = validation_loader(args, folders.validation, 4, settings, world).dataset.backend
+    skips = SkipCounter(4)
+    loading = args.images.loading
+    validation = validation_loader(loading, folders.validation, 4, settings, world, skips=skips).dataset.backend
     assert isinstance(training, TorchvisionBackend) and isinstance(validation, TorchvisionBackend)
     assert (training.dct_scaling, validation.dct_scaling) == (not flag, False)

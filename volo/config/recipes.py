@@ -1,15 +1,10 @@
-"""Parses train.py's command line over a YAML recipe, and checks it before anything starts.
-
-Reading order: `value_types` and `flag_table` (what a flag is), `flags_train` and `flags_data` (the flags), `flag_rules`
-(contradictions between flags), this file. `flags_programs` has the flags of the other programs.
-"""
+"""Recipes: YAML files with values of train.py's flags, which are checked as on the command line."""
 
 from __future__ import annotations
 
 import os
-from argparse import Namespace
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from reprlib import repr as shortened
 from typing import Any
@@ -18,133 +13,11 @@ import yaml
 
 from tlt.errors import UserError
 from tlt.io.files import regular_only
-from volo.config.flag_rules import check_train, join_data_dir
-from volo.config.flag_table import Flag, FlagParser, Program, key_value, nearest
-from volo.config.flags_data import AUGMENTED, TOKEN_LABELS
-from volo.config.flags_timm import TIMM_FLAGS
-from volo.config.flags_train import FITTED, STABLE_SCHEDULES, TRAIN_GROUPS
+from volo.config.fields import Flag
+from volo.config.parser import FlagParser, nearest
+from volo.config.value_types import key_value
 
 _PACKAGE = Path(__file__).resolve().parents[1]
-
-
-class TrainArgs(Namespace):
-    """The arguments of train.py, one attribute per flag.
-
-    Attributes:
-        notes: Lines that rank 0 prints once.
-        defaulted: The flags of `FITTED` that neither command line nor recipe sets. This is no setting of the run, so
-            `vars` doesn't contain it.
-        explicit: The values that the command line sets; no setting either.
-    """
-
-    __slots__ = ("defaulted", "explicit")
-    defaulted: tuple[str, ...]
-    explicit: dict[str, Any]
-
-
-class FrozenArgs(TrainArgs):
-    """Arguments that can't be changed any more.
-
-    Args:
-        args: The arguments from command line and recipe.
-        decided: Values that replace some of them, for example from a checkpoint.
-    """
-
-    def __init__(self, args: TrainArgs, **decided: Any) -> None:
-        for slot in TrainArgs.__slots__:
-            object.__setattr__(self, slot, getattr(args, slot))
-        self.__dict__.update(vars(args), **decided)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        raise AttributeError(f"--{name.replace('_', '-')} is decided before the run is built")
-
-
-class _Train(Program):
-    def parser(self) -> FlagParser:
-        """Return the parser, which also knows the names of timm's flags."""
-        parser = super().parser()
-        parser.instead = TIMM_FLAGS
-        return parser
-
-    def parse(self, argv: Sequence[str] | None = None) -> TrainArgs:
-        """Parse train.py's command line (`argv`, or sys.argv if None) over its recipe (`-c`).
-
-        Raises:
-            UserError: A flag or key is unknown, a value is wrong, flags contradict each other, or one has no effect.
-        """
-        return self.over_recipe(self.parser().explicit(argv))
-
-    def over_recipe(self, explicit: dict[str, Any]) -> TrainArgs:
-        """Return the arguments that `explicit`, the values of a command line, makes over the recipe that it names.
-
-        Raises:
-            UserError: As `parse`.
-        """
-        parser = self.parser()
-        recipe = load_yaml(explicit["config"], parser) if explicit.get("config") else {}
-        args = TrainArgs(**(parser.defaults() | _not_overruled(recipe, explicit, parser.flags) | explicit))
-        if args.sched in STABLE_SCHEDULES and "decay_epochs" not in recipe | explicit:
-            args.decay_epochs = 0.2
-        args.defaulted = tuple(dest for dest in FITTED if dest not in recipe | explicit)
-        args.explicit = dict(explicit)
-        join_data_dir(args, "DATA_DIR", "data_dir")
-        args.notes = check_train(args, parser.flags)
-        if explicit.get("uncovered", args.uncovered) != args.uncovered:
-            raise UserError(f"--uncovered {explicit['uncovered']} contradicts --compat uncovered: keep one of them")
-        return args
-
-
-TRAIN = _Train(
-    "train",
-    "[-c RECIPE.yaml] DATA_DIR [flags]",
-    "Train VOLO, LV-ViT or any timm model. Token labels are optional.",
-    TRAIN_GROUPS,
-    undo=True,
-)
-
-
-def checked_settings(recorded: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of train.py's flags that a checkpoint records, by destination; empty values are left out.
-
-    Raises:
-        UserError: A flag doesn't accept its value.
-    """
-    parser, checked = TRAIN.parser(), {}
-    for dest, value in recorded.items():
-        row = parser.flags[dest]
-        try:
-            if value is not None and not (isinstance(value, str) and not value):
-                checked[dest] = _convert(row, value, parser)
-        except (UserError, ValueError) as error:  # ValueError: Python doesn't print an int of thousands of digits
-            raise UserError(f"{row.label} in the checkpoint: {error}; give {row.label} a value") from error
-    return checked
-
-
-def changed_flags(settings: Mapping[str, Any]) -> dict[str, list[str]]:
-    """Return, by destination, the command-line words that set train.py's flags to recorded values; flags at their
-    defaults are left out."""
-    words_of = {}
-    for dest, row in TRAIN.parser().flags.items():
-        value = settings.get(dest)
-        if row.label.startswith("--") and value is not None and row.default not in (value, [value]):
-            pairs = [f"{key}={item}" for key, item in value.items()] if isinstance(value, dict) else value
-            words = [] if row.switch else pairs if isinstance(pairs, list) else [pairs]
-            words_of[dest] = [row.label, *map(str, words)]
-    return words_of
-
-
-def _not_overruled(recipe: Mapping[str, Any], explicit: Mapping[str, Any], flags: Mapping[str, Flag]) -> dict[str, Any]:
-    """Return the recipe without the values that the command line overrides."""
-    switched_on = {dest for dest, value in explicit.items() if value is not False and value != ""}
-    void = {other for dest in switched_on for other in flags[dest].excludes}
-    void |= {dest for dest, row in flags.items() if switched_on & set(row.excludes)}
-    if explicit.get("token_label") is False:
-        void |= {row.dest for row in TOKEN_LABELS.flags}
-    if explicit.get("no_aug"):
-        void |= {dest for dest, row in flags.items() if AUGMENTED in row.needs}
-    if {"img_size", "input_size"} & explicit.keys() and recipe.get("token_label_size") != 1:
-        void.add("token_label_size")  # the recipe's value belongs to the recipe's image size
-    return {dest: value for dest, value in recipe.items() if dest not in void}
 
 
 def shipped(folder: str) -> Path:
@@ -203,7 +76,7 @@ def load_yaml(path: str, parser: FlagParser) -> dict[str, Any]:
     """
     path = recipe_file(path)
     # A recipe inside a recipe would need rules of precedence. A recipe may use only one name of the data directory.
-    rows = [row for row in parser.flags.values() if row.dest != "config" and not row.renamed]
+    rows = [row for row in parser.flags.values() if row.dest not in ("config", "data_dir_option")]
     known = {name.lstrip("-").replace("-", "_"): row for row in rows for name in row.names if len(name) > 3}
     values: dict[str, Any] = {}
     content, texts = _mapping(path)
@@ -218,7 +91,7 @@ def load_yaml(path: str, parser: FlagParser) -> dict[str, Any]:
         if name != row.dest and value in (None, False):
             continue  # an alias that used to be a flag of its own, and is off
         try:
-            converted = _convert(row, value, parser, texts.get(key, ()))
+            converted = convert(row, value, parser, texts.get(key, ()))
         except UserError as error:
             raise UserError(f"{path}: {key}: {error}") from error
         if values.setdefault(row.dest, converted) != converted:
@@ -248,7 +121,7 @@ def _mapping(path: str) -> tuple[dict[Any, Any], dict[Any, list[str]]]:
     return content, texts
 
 
-def _convert(row: Flag, value: Any, parser: FlagParser, written: Sequence[str] = ()) -> Any:
+def convert(row: Flag, value: Any, parser: FlagParser, written: Sequence[str] = ()) -> Any:
     """Convert `value` as the flag `row` does on the command line; `written` is the text of its items.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Flags as rows of tables, programs as groups of flags, and the parser that is built from them.
+"""The parser of a program, made of the fields of its settings, and what a mistyped name may mean.
 
 This module imports nothing slow, so that `--help` answers at once.
 """
@@ -6,166 +6,22 @@ This module imports nothing slow, so that `--help` answers at once.
 from __future__ import annotations
 
 import argparse
-import copy
 import difflib
 import os
 import re
 import sys
-from argparse import Namespace
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from shutil import get_terminal_size
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, Generic, NoReturn
 
 from tlt import __version__
 from tlt.errors import UserError
 from tlt.io.text import WholeWords, fill
-from volo.config.checkpoint_files import single_checkpoint
+from volo.config.fields import Flag, S, check_flags, flags_of, sections_of
 from volo.config.flags_elsewhere import ELSEWHERE
-from volo.config.value_types import WEIGHTS, key_value
-
-
-class Need(NamedTuple):
-    """A condition without which a flag has no effect: its name in messages, and a test of the arguments."""
-
-    of: str
-    met: Callable[[Namespace], bool]
-
-
-Needs = str | Need | tuple[str | Need, ...]
-ValueType = Callable[[str], Any] | tuple[str, ...] | None
-
-
-def _all_of(needs: Needs) -> tuple[Need, ...]:
-    """Return the needs of a flag. A text is what the user has to type: "--flag" must be set, "--flag word" must have
-    this value, or have it among others."""
-    return tuple(map(_need, (needs,) if isinstance(needs, (str, Need)) else needs))
-
-
-def _need(need: str | Need) -> Need:
-    if isinstance(need, Need):
-        return need
-    name, _, word = need.partition(" ")
-    dest = name.lstrip("-").replace("-", "_")
-
-    def met(args: Namespace) -> bool:
-        value = getattr(args, dest)
-        return word in (value if isinstance(value, list) else [value]) if word else bool(value)
-
-    return Need(need, met)
-
-
-@dataclass(frozen=True)
-class Flag:
-    """One row of a table: everything about a flag.
-
-    Attributes:
-        names: A name without a dash is positional.
-        type: Type of the value, or of each value if `nargs` takes several. A tuple lists the choices; None is a switch.
-        const: Value of the flag if it is given without a value.
-        renamed: Name in the namespace, if it is not the first long name.
-        needs: A flag that differs from its default is refused as without effect unless all of these are met.
-        excludes: Destinations of flags that set the same value. Two of them together are refused, but a flag on the
-            command line overrides others in a recipe, unless the command line switches it off.
-        refused: Why the flag must keep its default; "" if it can be set.
-        required: Says what is missing without the flag; "" if the flag can be left out.
-    """
-
-    names: tuple[str, ...]
-    type: ValueType
-    default: Any
-    help: str
-    nargs: int | str | None = None
-    metavar: str | None = None
-    const: Any = None
-    renamed: str | None = None
-    needs: tuple[Need, ...] = ()
-    excludes: tuple[str, ...] = ()
-    refused: str = ""
-    required: str = ""
-
-    @property
-    def switch(self) -> bool:
-        """Whether the flag takes no value."""
-        return self.type is None
-
-    @property
-    def label(self) -> str:
-        """The flag's name in messages: its first long name."""
-        return next((name for name in self.names if name.startswith("--")), self.names[0])
-
-    @property
-    def dest(self) -> str:
-        """Name in the namespace and in YAML files: the first long name with underscores."""
-        return self.renamed or self.label.lstrip("-").replace("-", "_")
-
-    def as_typed(self, value: Any) -> str:
-        """Return the flag with this value as it is written on a command line."""
-        if self.switch:
-            return self.label
-        return f"{self.label} {' '.join(map(str, value)) if isinstance(value, list) else value}"
-
-
-def flag(names: str, type: ValueType, default: Any, help: str, needs: Needs = (), **fields: Any) -> Flag:
-    """Return a flag that takes a value; spaces separate its `names`, and `needs` may be texts (see `_all_of`)."""
-    return Flag(tuple(names.split()), type, default, help, needs=_all_of(needs), **fields)
-
-
-def switch(names: str, help: str, **fields: Any) -> Flag:
-    """Return a flag that takes no value and is off by default."""
-    return flag(names, None, False, help, **fields)
-
-
-def needing(needs: Needs, *rows: Flag) -> tuple[Flag, ...]:
-    """Return the rows with further needs, which are checked before their own."""
-    return tuple(replace(row, needs=(*_all_of(needs), *row.needs)) for row in rows)
-
-
-def check_flags(args: Namespace, flags: Mapping[str, Flag]) -> list[str]:
-    """Refuse flags that are missing, can't be set, contradict each other, or have no effect. Replace folders of
-    checkpoints by files, unless the flag `--all` is set.
-
-    Returns:
-        A line for the log for each replaced folder.
-
-    Raises:
-        UserError: The message is about the first flag that is refused.
-    """
-    changed = [row for dest, row in flags.items() if getattr(args, dest, row.default) != row.default]
-    for row in flags.values():
-        if row.required and row not in changed:
-            raise UserError(f"{row.names[0]} {getattr(row.type, 'metavar', 'VALUE')} is missing: {row.required}")
-    for row in changed:
-        text = row.as_typed(getattr(args, row.dest))
-        if row.refused:
-            raise UserError(f"{text}: {row.refused}")
-        for other in changed:
-            if other.dest in row.excludes:
-                excluded = other.as_typed(getattr(args, other.dest))
-                raise UserError(f"{text} and {excluded} set the same: keep one of them")
-    for row in changed:
-        for need in row.needs:
-            if not need.met(args):
-                raise UserError(f"{row.as_typed(getattr(args, row.dest))} has no effect without {need.of}")
-    notes = []
-    for row in changed:
-        value = getattr(args, row.dest)
-        places = value if isinstance(value, list) else [value]
-        for number, folder in enumerate(places if row.type is WEIGHTS and not getattr(args, "all", False) else ()):
-            if os.path.isdir(folder):
-                file = single_checkpoint(folder, row.label)
-                places[number] = str(file)
-                setattr(args, row.dest, places if places is value else places[0])
-                notes.append(f"{row.as_typed(folder)}: {file.name}")
-    return notes
-
-
-class Group:
-    """Flags that `--help` shows together, with a title and perhaps a note."""
-
-    def __init__(self, title: str, *flags: Flag, note: str | None = None) -> None:
-        self.title, self.flags, self.note = title, flags, note
+from volo.config.value_types import key_value
 
 
 class FlagParser(argparse.ArgumentParser):
@@ -176,13 +32,14 @@ class FlagParser(argparse.ArgumentParser):
     Args:
         program: Command of `volo`, or another way to start the program.
         usage: Text after the program's name.
+        settings: The class of the program's settings.
         undo: Add `--no-X` for every switch `--X`, and `--X` for `--no-X`, which undo a recipe's switch, unless that is
             a flag of its own.
     """
 
     instead: Mapping[str, str] = {}  # for flags that only another program has: what this one has in their place
 
-    def __init__(self, program: str, usage: str, description: str, groups: Sequence[Group], undo: bool = False) -> None:
+    def __init__(self, program: str, usage: str, description: str, settings: type, undo: bool = False) -> None:
         name = _started_as(program)
         epilog = "Values in brackets are the defaults, words in parentheses what happens without the flag."
         epilog += " --no-X turns a switch off that a recipe turns on, and --X a switch --no-X." if undo else ""
@@ -191,14 +48,12 @@ class FlagParser(argparse.ArgumentParser):
         usage = fill(f"{name} {usage}", width - 7, " " * 7)
         super().__init__(name, usage, description, epilog, formatter_class=columns, allow_abbrev=False)
         self.add_argument("--version", action="version", version=f"volo-tlt {__version__}")
-        self.flags: dict[str, Flag] = {}
-        self._names = {name: row for group in groups for row in group.flags for name in row.names}
-        taken = {*self._names}
-        for group in groups:
-            section = self.add_argument_group(group.title, group.note)
-            for row in group.flags:
-                self.flags[row.dest] = row
-                _add(section, row, taken if undo else None)
+        self.flags = flags_of(settings)
+        self._names = {name: row for row in self.flags.values() for name in row.names}
+        for section in sections_of(settings):
+            place = self.add_argument_group(section.title, section.note)
+            for row in section.flags:
+                _add(place, row, {*self._names} if undo else None)
 
     def error(self, message: str) -> NoReturn:
         """Raise a UserError with `message`, which is a single line.
@@ -230,10 +85,6 @@ class FlagParser(argparse.ArgumentParser):
         values = vars(parsed)
         return values | {dest: dict(values[dest]) for dest in values if self.flags[dest].type is key_value}
 
-    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Return the values of `explicit` over the defaults."""
-        return Namespace(**(self.defaults() | self.explicit(args)))
-
     def words_of(self, values: Mapping[str, Any]) -> list[str]:
         """Return a command line of flags with these values. Names have underscores; True and False switch on and off,
         and None is no value."""
@@ -252,10 +103,6 @@ class FlagParser(argparse.ArgumentParser):
             elif items is not None:
                 words.append(option if items is True else f"{option}={items}")
         return words
-
-    def defaults(self) -> dict[str, Any]:
-        """Return a copy of the default of every flag, by destination."""
-        return {dest: copy.copy(row.default) for dest, row in self.flags.items()}
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is not None and value not in action.choices and (near := nearest(value, action.choices)):
@@ -284,31 +131,28 @@ class FlagParser(argparse.ArgumentParser):
 
 
 @dataclass(frozen=True)
-class Program:
-    """A program: its name, the rest of its usage line, its description, its flags, and a check of the arguments that
-    returns lines for the log."""
+class Program(Generic[S]):
+    """A program: its name, the rest of its usage line, its description, its settings, and a check that returns them
+    complete."""
 
     name: str
     usage: str
     does: str
-    groups: tuple[Group, ...]
-    check: Callable[[Namespace, Mapping[str, Flag]], list[str]] = check_flags
+    settings: type[S]
+    check: Callable[[S], S] = check_flags
     undo: bool = False
 
     def parser(self) -> FlagParser:
         """Return a new parser for this program's flags."""
-        return FlagParser(self.name, self.usage, self.does, self.groups, self.undo)
+        return FlagParser(self.name, self.usage, self.does, self.settings, self.undo)
 
-    def parse(self, argv: Sequence[str] | None = None) -> Namespace:
-        """Parse a command line (None: sys.argv). Return one attribute per flag, and `notes`, which are lines to print.
+    def parse(self, argv: Sequence[str] | None = None) -> S:
+        """Parse a command line (None: sys.argv).
 
         Raises:
             UserError: A flag is unknown, a value is wrong, flags contradict each other, or one has no effect.
         """
-        parser = self.parser()
-        args: Namespace = parser.parse_args(argv)
-        args.notes = self.check(args, parser.flags)
-        return args
+        return self.check(self.settings().decide("command line", **self.parser().explicit(argv)))
 
 
 # The published scripts at the root of a checkout, by the `volo` command that they correspond to.
@@ -323,23 +167,23 @@ def _started_as(program: str) -> str:
     return script if script and script == os.path.basename(sys.argv[0]) else f"volo {program}"
 
 
-def _add(section: argparse._ArgumentGroup, row: Flag, taken: Set[str] | None) -> None:
+def _add(place: argparse._ArgumentGroup, row: Flag, taken: Set[str] | None) -> None:
     """Add a row to a parser, without its default, so that the parser returns only what the user has set. Add a switch's
     opposite unless its name is `taken`; None adds none."""
     options: dict[str, Any] = {"default": argparse.SUPPRESS, "help": row.help + _default_text(row)}
     if row.names[0].startswith("-"):
         options["dest"] = row.dest
     if row.switch:
-        section.add_argument(*row.names, action="store_true", **options)
+        place.add_argument(*row.names, action="store_true", **options)
         names = [f"--{name[5:]}" if name.startswith("--no-") else f"--no-{name[2:]}" for name in row.names]
         if taken is not None and not taken & {*names}:
-            section.add_argument(*names, action="store_false", **options | {"help": argparse.SUPPRESS})
+            place.add_argument(*names, action="store_false", **options | {"help": argparse.SUPPRESS})
         return
     choices, kind = (row.type, str) if isinstance(row.type, tuple) else (None, row.type or str)
     metavar = row.metavar or getattr(kind, "metavar", None)
     if row.const is not None:
         options["const"] = row.const
-    section.add_argument(*row.names, type=kind, choices=choices, metavar=metavar, nargs=row.nargs, **options)
+    place.add_argument(*row.names, type=kind, choices=choices, metavar=metavar, nargs=row.nargs, **options)
 
 
 def _default_text(row: Flag) -> str:

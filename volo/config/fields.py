@@ -1,0 +1,334 @@
+"""Settings as fields: a group of settings is a frozen dataclass, and a setting a field of it.
+
+    @dataclass(frozen=True, kw_only=True)
+    class Precision:
+        '''Precision and speed'''
+        amp: bool = setting(False, "mixed precision", names="--amp --native-amp")
+        amp_dtype: Literal["float16", "bfloat16"] | None = setting(None, "(float16 on GPUs)", needs="--amp")
+
+A field says everything about its flag; the parser is made of the fields (`parser.py`). A class of `Settings` has the
+groups of a program: each is a section of its `--help`, titled by the docstring. A group may hold another one, which
+programs share. This module imports nothing slow, so that `--help` answers at once.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
+from types import NoneType, UnionType
+from typing import Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from tlt.errors import UserError
+from volo.config.checkpoint_files import single_checkpoint
+from volo.config.value_types import WEIGHTS, key_value
+
+# Where a value comes from. A later one overrules an earlier one, but data and checkpoint complete what the user left
+# open. "other flags": the value follows from those that the user has set.
+Source = Literal["default", "recipe", "command line", "other flags", "data", "checkpoint"]
+
+
+class Need(NamedTuple):
+    """A condition without which a setting has no effect: its name in messages, and a test of all settings."""
+
+    of: str
+    met: Callable[[Any], bool]
+
+
+Needs = str | Need | tuple[str | Need, ...]
+ValueType = Callable[[str], Any] | tuple[str, ...] | None
+
+
+@dataclass(frozen=True)
+class Flag:
+    """How a setting is written: everything about a flag.
+
+    Attributes:
+        dest: Name of the setting, also in YAML files.
+        names: A name without a dash is positional.
+        type: Type of the value, or of each value if `nargs` takes several. A tuple lists the choices; None is a switch.
+        const: Value of the flag if it is given without a value.
+        needs: A flag that differs from its default is refused as without effect unless all of these are met.
+        excludes: Settings of flags that set the same value. Two of them together are refused, but a flag on the
+            command line overrides others in a recipe, unless the command line switches it off.
+        refused: Why the flag must keep its default; "" if it can be set.
+        required: Says what is missing without the flag; "" if the flag can be left out.
+        after: The flag that it follows in `--help`, if that is not the field before.
+        path: Names of the groups that hold the field, from the outermost to the innermost.
+    """
+
+    dest: str
+    names: tuple[str, ...]
+    type: ValueType
+    default: Any
+    help: str
+    nargs: int | str | None = None
+    metavar: str | None = None
+    const: Any = None
+    needs: tuple[Need, ...] = ()
+    excludes: tuple[str, ...] = ()
+    refused: str = ""
+    required: str = ""
+    after: str = ""
+    path: tuple[str, ...] = ()
+
+    @property
+    def switch(self) -> bool:
+        """Whether the flag takes no value."""
+        return self.type is None
+
+    @property
+    def label(self) -> str:
+        """The flag's name in messages: its first long name."""
+        return next((name for name in self.names if name.startswith("--")), self.names[0])
+
+    def as_typed(self, value: Any) -> str:
+        """Return the flag with this value as it is written on a command line."""
+        if self.switch:
+            return self.label
+        items = [f"{key}={item}" for key, item in value.items()] if isinstance(value, dict) else value
+        return f"{self.label} {' '.join(map(str, items)) if isinstance(items, list) else items}"
+
+
+def setting(
+    default: Any,
+    help: str,
+    type: ValueType = None,
+    *,
+    names: str = "",
+    positional: bool = False,
+    needs: Needs = (),
+    **more: Any,
+) -> Any:
+    """Return a field for a setting.
+
+    Args:
+        type: Converts one value, or lists the choices. Of switches (bool), `Literal` and dict the annotation says it.
+        names: Spellings of the flag, separated by spaces; "--the-name" if empty.
+        needs: Conditions without which the flag has no effect. A text is what the user has to type: "--flag" must be
+            set, "--flag word" must have this value, or have it among others.
+        more: Further attributes of `Flag`.
+    """
+    flag = {"help": help, "type": type, "names": names, "positional": positional, "needs": _all_of(needs), **more}
+    return _field(default, flag)
+
+
+def needing(first: str | Need) -> Callable[..., Any]:
+    """Return a function like `setting`, for settings with a need that is checked before their own ones."""
+
+    def needy(*args: Any, needs: Needs = (), **more: Any) -> Any:
+        return setting(*args, needs=(*_all_of(first), *_all_of(needs)), **more)
+
+    return needy
+
+
+def changed(kind: type, name: str, needs: Needs | None = None, **changes: Any) -> Any:
+    """Return the field `name` of another group with changes: to its needs, or to what `setting` takes."""
+    before = next(f for f in fields(kind) if f.name == name)
+    value = before.default if before.default_factory is MISSING else before.default_factory()
+    changes |= {} if needs is None else {"needs": _all_of(needs)}
+    return _field(value, {**before.metadata["flag"], **changes})
+
+
+def group(kind: Callable[[], Any]) -> Any:
+    """Return a field for a group of settings, with its defaults."""
+    return field(default_factory=kind)
+
+
+def _field(default: Any, flag: dict[str, Any]) -> Any:
+    if isinstance(default, (list, dict)):
+        return field(default_factory=default.copy, metadata={"flag": flag})
+    return field(default=default, metadata={"flag": flag})
+
+
+def _all_of(needs: Needs) -> tuple[Need, ...]:
+    return tuple(map(_need, (needs,) if isinstance(needs, (str, Need)) else needs))
+
+
+def _need(need: str | Need) -> Need:
+    if isinstance(need, Need):
+        return need
+    name, _, word = need.partition(" ")
+    dest = name.lstrip("-").replace("-", "_")
+
+    def met(settings: Settings) -> bool:
+        value = settings[dest]
+        return word in (value if isinstance(value, list) else [value]) if word else bool(value)
+
+    return Need(need, met)
+
+
+class Section(NamedTuple):
+    """Flags that `--help` shows together, with a title and perhaps a note."""
+
+    title: str
+    note: str | None
+    flags: list[Flag]
+
+
+def sections_of(kind: type) -> list[Section]:
+    """Return the sections of a program's `--help`: the groups of its settings. Settings without groups are one section,
+    and so is a group with what is inside it."""
+    hints = get_type_hints(kind)
+    groups = [(hints[f.name], f.name) for f in fields(kind) if is_dataclass(hints[f.name])]
+    groups = groups if issubclass(kind, Settings) else []
+    sections = []
+    for owner, name in groups or [(kind, "")]:
+        title, _, note = (owner.__doc__ or "").partition("\n")
+        every = list(_flags(owner, (name,) if name else ()))
+        flags = [flag for flag in every if not flag.after]
+        for flag in every:
+            if flag.after:
+                flags.insert(1 + [other.dest for other in flags].index(flag.after), flag)
+        sections.append(Section(title, " ".join(note.split()) or None, flags))
+    return sections
+
+
+def _flags(owner: type, path: tuple[str, ...]) -> Iterator[Flag]:
+    hints = get_type_hints(owner)
+    for f in fields(owner):
+        if is_dataclass(hints[f.name]):
+            yield from _flags(hints[f.name], (*path, f.name))
+        elif "flag" in f.metadata:
+            default = f.default if f.default_factory is MISSING else f.default_factory()
+            yield _flag(f.name, hints[f.name], default, path, **f.metadata["flag"])
+
+
+def _flag(
+    dest: str,
+    hint: Any,
+    default: Any,
+    path: tuple[str, ...],
+    names: str,
+    positional: bool,
+    type: ValueType,
+    **more: Any,
+) -> Flag:
+    """Return a flag; what its field leaves open follows from the annotation."""
+    if get_origin(hint) in (Union, UnionType):
+        hint = next(part for part in get_args(hint) if part is not NoneType)
+    if get_origin(hint) is list:
+        (hint,) = get_args(hint)
+        more.setdefault("nargs", "+")
+    if get_origin(hint) is dict:
+        type = key_value
+        more = {"nargs": "*", "metavar": "K=V", **more}
+    if get_origin(hint) is Literal:
+        type = get_args(hint)
+    spellings = (dest,) if positional else tuple(names.split()) or (f"--{dest.replace('_', '-')}",)
+    return Flag(dest, spellings, type, default, path=path, **more)
+
+
+_FLAGS: dict[type, dict[str, Flag]] = {}
+
+
+def flags_of(kind: type) -> dict[str, Flag]:
+    """Return the flags of a program or a group, by the name of the setting, in the order of `--help`."""
+    if kind not in _FLAGS:
+        _FLAGS[kind] = {flag.dest: flag for section in sections_of(kind) for flag in section.flags}
+    return _FLAGS[kind]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """All settings of a program. Subclasses have its groups.
+
+    `settings["epochs"]` is a setting by its name alone, for what concerns any setting: records, messages, recipes.
+
+    Attributes:
+        sources: Where each value that is not the default comes from.
+        notes: Lines that rank 0 prints once.
+    """
+
+    sources: Mapping[str, Source] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+    def __getitem__(self, name: str) -> Any:
+        owner: Any = self
+        for step in flags_of(type(self))[name].path:
+            owner = getattr(owner, step)
+        return getattr(owner, name)
+
+    def values(self) -> dict[str, Any]:
+        """Return all settings by name."""
+        return {name: self[name] for name in flags_of(type(self))}
+
+    def decide(self: S, source: Source, **values: Any) -> S:
+        """Return the settings with other values, which come from `source`."""
+        flags = flags_of(type(self))
+        changes = dict[str, Any]()
+        for name, value in values.items():
+            inner = changes
+            for step in flags[name].path:
+                inner = inner.setdefault(step, {})
+            inner[name] = value
+        decided: S = _replaced(self, changes)
+        return replace(decided, sources={**self.sources, **dict.fromkeys(values, source)})
+
+    def noting(self: S, *lines: str) -> S:
+        """Return the settings with further lines to print."""
+        return replace(self, notes=(*self.notes, *lines))
+
+    def told(self) -> list[str]:
+        """Return a line for each source with the flags whose values it has set to others than the defaults."""
+        flags_by: dict[str, list[str]] = {}
+        for name, row in flags_of(type(self)).items():
+            if (value := self[name]) != row.default:
+                flags_by.setdefault(self.sources.get(name, "default"), []).append(row.as_typed(value))
+        return [f"set by {source}: {' '.join(flags)}" for source, flags in flags_by.items()]
+
+    def set_by_user(self, name: str) -> bool:
+        """Whether command line or recipe set this value."""
+        return self.sources.get(name) in ("recipe", "command line")
+
+
+S = TypeVar("S", bound=Settings)
+
+
+def _replaced(owner: Any, changes: Mapping[str, Any]) -> Any:
+    """Return a group with changes; those to a group inside it are a mapping."""
+    inside = {k: _replaced(getattr(owner, k), v) for k, v in changes.items() if is_dataclass(getattr(owner, k))}
+    return replace(owner, **{**changes, **inside})
+
+
+def check_flags(settings: S) -> S:
+    """Refuse flags that are missing, can't be set, contradict each other, or have no effect. Replace folders of
+    checkpoints by files, with a line for the log for each, unless the flag `--all` is set.
+
+    Raises:
+        UserError: The message is about the first flag that is refused.
+    """
+    flags = flags_of(type(settings))
+    given = {row.dest: value for row in flags.values() if (value := settings[row.dest]) != row.default}
+    rows = [flags[dest] for dest in given]
+    for row in flags.values():
+        if row.required and row.dest not in given:
+            raise UserError(f"{row.names[0]} {getattr(row.type, 'metavar', 'VALUE')} is missing: {row.required}")
+    for row in rows:
+        text = row.as_typed(given[row.dest])
+        if row.refused:
+            raise UserError(f"{text}: {row.refused}")
+        for other in rows:
+            if other.dest in row.excludes:
+                raise UserError(f"{text} and {other.as_typed(given[other.dest])} set the same: keep one of them")
+    for row in rows:
+        for need in row.needs:
+            if not need.met(settings):
+                raise UserError(f"{row.as_typed(given[row.dest])} has no effect without {need.of}")
+    for row in rows if not given.get("all") else ():
+        if row.type is WEIGHTS:
+            settings = _with_files(settings, row, given[row.dest])
+    return settings
+
+
+def _with_files(settings: S, row: Flag, value: list[str] | str) -> S:
+    """Return the settings with the file that each folder of a checkpoint stands for."""
+    places = value if isinstance(value, list) else [value]
+    files = [str(single_checkpoint(place, row.label)) if os.path.isdir(place) else place for place in places]
+    if files == places:
+        return settings
+    lines = (
+        f"{row.as_typed(old)}: {os.path.basename(new)}" for old, new in zip(places, files, strict=True) if old != new
+    )
+    source = settings.sources.get(row.dest, "command line")
+    return settings.decide(source, **{row.dest: files if isinstance(value, list) else files[0]}).noting(*lines)

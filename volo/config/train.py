@@ -1,0 +1,109 @@
+"""The settings of train.py from a command line over a recipe (`-c`), checked before anything starts, and from records.
+
+A value is decided by the last of these that has one; `Settings.sources` keeps which: the default, the recipe, the
+command line, other flags (`rules`), then data and checkpoint (volo/train/run.py), which complete what is left open.
+
+Reading order: `value_types` and `fields` (what a setting is), `settings_train` and the groups that it names, `rules`
+(contradictions between settings), `parser`, `recipes`, this file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tlt.errors import UserError
+from volo.config.fields import Flag, flags_of
+from volo.config.flags_timm import TIMM_FLAGS
+from volo.config.parser import FlagParser, Program
+from volo.config.recipes import convert, load_yaml
+from volo.config.rules import check_train, join_data_dir
+from volo.config.settings_data import AUGMENTED, TokenLabels
+from volo.config.settings_train import STABLE_SCHEDULES, TrainSettings
+
+
+class _Train(Program[TrainSettings]):
+    def parser(self) -> FlagParser:
+        """Return the parser, which also knows the names of timm's flags."""
+        parser = super().parser()
+        parser.instead = TIMM_FLAGS
+        return parser
+
+    def parse(self, argv: Sequence[str] | None = None) -> TrainSettings:
+        """Parse train.py's command line (`argv`, or sys.argv if None) over its recipe (`-c`).
+
+        Raises:
+            UserError: A flag or key is unknown, a value is wrong, flags contradict each other, or one has no effect.
+        """
+        return self.over_recipe(self.parser().explicit(argv))
+
+    def over_recipe(self, explicit: dict[str, Any]) -> TrainSettings:
+        """Return the settings that `explicit`, the values of a command line, makes over the recipe that it names.
+
+        Raises:
+            UserError: As `parse`.
+        """
+        parser = self.parser()
+        recipe = load_yaml(explicit["config"], parser) if explicit.get("config") else {}
+        settings = TrainSettings().decide("recipe", **_not_overruled(recipe, explicit, parser.flags))
+        settings = settings.decide("command line", **explicit)
+        if settings.schedule.sched in STABLE_SCHEDULES and not settings.set_by_user("decay_epochs"):
+            settings = settings.decide("other flags", decay_epochs=0.2)
+        settings = check_train(join_data_dir(settings, "DATA_DIR", "data_dir"))
+        if explicit.get("uncovered", settings.labels.uncovered) != settings.labels.uncovered:
+            raise UserError(f"--uncovered {explicit['uncovered']} contradicts --compat uncovered: keep one of them")
+        return settings
+
+
+TRAIN = _Train(
+    "train",
+    "[-c RECIPE.yaml] DATA_DIR [flags]",
+    "Train VOLO, LV-ViT or any timm model. Token labels are optional.",
+    TrainSettings,
+    undo=True,
+)
+
+
+def checked_settings(recorded: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of train.py's flags that a checkpoint records, by destination; empty values are left out.
+
+    Raises:
+        UserError: A flag doesn't accept its value.
+    """
+    parser = TRAIN.parser()
+    checked = {}
+    for dest, value in recorded.items():
+        row = parser.flags[dest]
+        try:
+            if value is not None and not (isinstance(value, str) and not value):
+                checked[dest] = convert(row, value, parser)
+        except (UserError, ValueError) as error:  # ValueError: Python doesn't print an int of thousands of digits
+            raise UserError(f"{row.label} in the checkpoint: {error}; give {row.label} a value") from error
+    return checked
+
+
+def changed_flags(settings: Mapping[str, Any]) -> dict[str, list[str]]:
+    """Return, by destination, the command-line words that set train.py's flags to recorded values; flags at their
+    defaults are left out."""
+    words_of = {}
+    for dest, row in TRAIN.parser().flags.items():
+        value = settings.get(dest)
+        if row.label.startswith("--") and value is not None and row.default not in (value, [value]):
+            pairs = [f"{key}={item}" for key, item in value.items()] if isinstance(value, dict) else value
+            words = [] if row.switch else pairs if isinstance(pairs, list) else [pairs]
+            words_of[dest] = [row.label, *map(str, words)]
+    return words_of
+
+
+def _not_overruled(recipe: Mapping[str, Any], explicit: Mapping[str, Any], flags: Mapping[str, Flag]) -> dict[str, Any]:
+    """Return the recipe without the values that the command line overrides."""
+    switched_on = {dest for dest, value in explicit.items() if value is not False and value != ""}
+    void = {other for dest in switched_on for other in flags[dest].excludes}
+    void |= {dest for dest, row in flags.items() if switched_on & set(row.excludes)}
+    if explicit.get("token_label") is False:
+        void |= {*flags_of(TokenLabels)}
+    if explicit.get("no_aug"):
+        void |= {dest for dest, row in flags.items() if AUGMENTED in row.needs}
+    if {"img_size", "input_size"} & explicit.keys() and recipe.get("token_label_size") != 1:
+        void.add("token_label_size")  # the recipe's value belongs to the recipe's image size
+    return {dest: value for dest, value in recipe.items() if dest not in void}
