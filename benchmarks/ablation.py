@@ -35,13 +35,22 @@ from volo.config import value_types as t
 from volo.config.fields import setting
 from volo.config.settings_shared import DEBUG
 
-VALIDATION, BATCH, RATE, FEW = 1000, 20, 1e-3, 300
-CLASSES, LONG, SHORT = 10, 128, 96  # px, of scenes
-SIDE, TOKEN = 64, 8  # px, of what models get and of what a token shows
-MAP, TOP_K = 18, 3  # cells of a label map in a row, classes in each
-NEAR, FLOOR = 4.0, 0.02  # px in which a digit's weight around it falls to 1 / e; weight of what is not in the image
+VALIDATION = 1000
+BATCH = 20
+RATE = 1e-3
+FEW = 300
+CLASSES = 10
+LONG = 128
+SHORT = 96  # px, of scenes
+SIDE = 64  # px, of what models get
+TOKEN = 8  # px, of what a token shows
+MAP = 18  # cells of a label map in a row
+TOP_K = 3  # classes in each
+NEAR = 4.0  # px in which a digit's weight around it falls to 1 / e
+FLOOR = 0.02  # weight of what is not in the image
 HALF = float(np.log((FLOOR + 0.5) / FLOOR))  # logit of a class whose digit has half the weight it has on itself
-MEAN, STD = 0.4, 0.25  # of each channel
+MEAN = 0.4  # of each channel
+STD = 0.25
 
 
 class Arm(NamedTuple):
@@ -83,8 +92,10 @@ class Flags(BenchmarkSettings):
 
 def run(settings: Flags) -> None:
     """Train what is missing, then print the table."""
-    arms, runs = list(dict.fromkeys(settings.arms)), Path(settings.directory)
-    data, file = runs / f"scenes-{settings.images}", runs / "runs.jsonl"
+    arms = list(dict.fromkeys(settings.arms))
+    runs = Path(settings.directory)
+    data = runs / f"scenes-{settings.images}"
+    file = runs / "runs.jsonl"
     prepare(data, settings.images, any(ARMS[arm].labels == "annotator" for arm in arms))
     done = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
     same: dict[str, Any] = {"epochs": settings.epochs, "images": settings.images}
@@ -107,7 +118,8 @@ def prepare(data: Path, images: int, annotate: bool) -> None:
     if not (data / "validation.pt").exists():
         write_scenes(data, images, VALIDATION)
     if annotate and not (data / "annotated").exists():  # digits are as large in its crops as in what it labels
-        model, network = "--model-kwargs output_stride=8 -b 50", data / "annotator" / "model_best.pth.tar"
+        model = "--model-kwargs output_stride=8 -b 50"
+        network = data / "annotator" / "model_best.pth.tar"
         plain = "--hflip 0 --aa none --color-jitter 0 --reprob 0 --scale 0.3 1.0 --lr 4e-3"
         short = f"--experiment annotator --output {data} --epochs 12 --warmup-epochs 1 --cooldown-epochs 0"
         for line in (
@@ -140,14 +152,16 @@ def write_scenes(root: Path, train: int, validation: int) -> None:
             generator = np.random.default_rng([split == "val", number])
             digits, pixels = draw_scene(generator, scans.images[rows], scans.target[rows], number)
             height, width = pixels.shape[:2]
-            image, maps = Image.fromarray(pixels), torch.from_numpy(truth(digits, (width, height)))
+            image = Image.fromarray(pixels)
+            maps = torch.from_numpy(truth(digits, (width, height)))
             folders = [root / folder / str(digits[0].number) for folder in (split, f"{split}-truth")]
             for folder in folders:
                 folder.mkdir(parents=True, exist_ok=True)
             image.save(folders[0] / f"{number:05}.png")
             torch.save(maps, folders[1] / f"{number:05}.pt")
             if split == "val":
-                left, top = (width - SHORT) // 2, (height - SHORT) // 2
+                left = (width - SHORT) // 2
+                top = (height - SHORT) // 2
                 box = (left, top, left + SHORT, top + SHORT)
                 seen = np.array(image.resize((SIDE, SIDE), Image.Resampling.BICUBIC, box))
                 centres = (torch.arange(SIDE // TOKEN) + 0.5) * TOKEN / SIDE * SHORT
@@ -220,7 +234,8 @@ def train(data: Path, arm: str, seed: int, epochs: int) -> dict[str, list[float]
     model: Any = timm.create_model("volo_test", num_classes=CLASSES, img_size=SIDE, patch_size=TOKEN // 2)
     criterion = tlt.TokenLabelLoss.of(model, (SIDE, SIDE), dense_weight=0.5 if how.labels else 0.0)
     optimizer = torch.optim.AdamW(model.parameters(), RATE, weight_decay=0.05)
-    loader, validation = open_loader(data, how, seed), torch.load(data / "validation.pt")
+    loader = open_loader(data, how, seed)
+    validation = torch.load(data / "validation.pt")
     updates = len(loader)
     by_epoch: dict[str, list[float]] = {"top1": [], "tokens": []}
     for epoch in range(epochs):
@@ -245,7 +260,8 @@ def train(data: Path, arm: str, seed: int, epochs: int) -> dict[str, list[float]
 
 def open_loader(data: Path, how: Arm, seed: int) -> tlt.Loader:
     """Return the training batches of an arm."""
-    images, labels = tlt.open_images(str(data), "train"), None
+    images = tlt.open_images(str(data), "train")
+    labels = None
     if how.few:
         images = images.select([row for row, path in enumerate(images.paths) if int(Path(path).stem) < FEW])
     if how.labels:
@@ -268,7 +284,8 @@ def evaluate(model: Any, validation: Sequence[Tensor], dense: bool) -> dict[str,
     """Return top-1 in percent, with half the maximum of a trained dense head as in every evaluation, and the percentage
     of the tokens with a digit that this head names."""
     model.eval()
-    correct, named = [], []
+    correct = []
+    named = []
     for images, classes, truth in zip(*(each.split(200) for each in validation), strict=True):
         logits, token_logits = model((images / 255.0 - MEAN) / STD, dense=True)
         if dense:

@@ -55,7 +55,8 @@ ARMS: dict[str, dict[str, Any]] = {
     "unfolded": {},
 }
 _UNFOLDED = ("reference", "unfolded")
-OURS, SEED = "ours", 0
+OURS = "ours"
+SEED = 0
 Work = Callable[[], object]  # a batch of an arm; the device may still be busy with it afterwards
 COLUMNS = (
     *("model", "arm", "type", "rounds", "images/s", "ms a batch", "ours is, times", "CPU ms an image"),
@@ -127,7 +128,9 @@ def train_settings(settings: BenchmarkSettings, model: str, **decided: Any) -> T
 
 def arms_of(ours: TrainSettings, peers: Sequence[str]) -> list[Arm]:
     """Return ours and its peers. Raises UserError: a peer is missing or the same as ours."""
-    arms, model, compiler = [Arm(OURS, ours)], ours.network.model, ours.precision.compilation.torchcompile
+    arms = [Arm(OURS, ours)]
+    model = ours.network.model
+    compiler = ours.precision.compilation.torchcompile
     for name in dict.fromkeys(peers):
         changes = dict(ARMS[name])
         if name.startswith("timm") and not (model.startswith("volo") and timm.is_model(f"{model}_224")):
@@ -199,7 +202,8 @@ def exact_float32() -> Iterator[None]:
 
 def build(arm: Arm, first: TimmModel, device: torch.device) -> TimmModel:
     """Return the arm's model with the weights of `first`, on the device, not compiled yet."""
-    settings, request = arm.settings, requested_by(arm.settings)
+    settings = arm.settings
+    request = requested_by(arm.settings)
     with torch.device("meta"):  # there is nothing to initialise
         if arm.is_timm:
             options = {"img_size": first.img_size, "num_classes": first.num_classes}
@@ -239,7 +243,8 @@ def time_arms(measuring: Measuring, rows: Rows, arms: Sequence[Arm], images: int
     gc.collect()  # what the model before has left
     device = choose_device(measuring.device, 0)
     model, side = arms[0].settings.network.model, arms[0].settings.images.pixels.img_size
-    works, facts = dict[str, Callable[[], int]](), dict[str, dict[str, Any]]()
+    works = dict[str, Callable[[], int]]()
+    facts = dict[str, dict[str, Any]]()
     for arm in arms:
         dtype = str(arm.dtype(device)).removeprefix("torch.")
         facts[arm.name] = {"model": model, "arm": arm.name, "type": dtype, "images": images, "px": side}

@@ -37,9 +37,13 @@ from volo.config import value_types as t
 from volo.config.fields import group, setting
 from volo.config.settings_shared import DEBUG, DEVICE, FILE_BACKENDS
 
-CROPS, BATCHES, TIMM = "crops", "batches", "timm"
+CROPS = "crops"
+BATCHES = "batches"
+TIMM = "timm"
 STD = (0.229, 0.224, 0.225)
-CLASSES, TOP_K, CELLS = 1000, 5, 18  # of the label maps, as the published ones
+CLASSES = 1000
+TOP_K = 5
+CELLS = 18  # of the label maps, as the published ones
 Epochs = Callable[[], Iterable[Tensor]]  # the images of the batches of an epoch
 _COLUMNS = ("augmentation", "workers", "part", "loader", "images/s", "CPU ms an image", "x timm", "note")
 
@@ -124,7 +128,8 @@ def make_images(root: Path, count: int, size: tuple[int, int] | list[int]) -> No
 
 def make_labels(root: Path, names: Sequence[str]) -> Any:
     """Write random label maps as the published code does, pack them, and open the archive."""
-    generator, size = np.random.default_rng(0), (TOP_K, CELLS, CELLS)
+    generator = np.random.default_rng(0)
+    size = (TOP_K, CELLS, CELLS)
     for name in names:
         file = (root / "tree" / name).with_suffix(".pt")
         file.parent.mkdir(parents=True, exist_ok=True)

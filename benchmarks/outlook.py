@@ -100,7 +100,8 @@ class Ours(nn.Module):
     def __init__(self, case: Case, kernel: str) -> None:
         super().__init__()
         self.attn = Logits(case)
-        self.kernel, self.scale = kernel, (case.channels // case.heads) ** -0.5
+        self.kernel = kernel
+        self.scale = (case.channels // case.heads) ** -0.5
 
     def forward(self, v: Tensor) -> Tensor:
         """Mix the values."""
@@ -142,7 +143,8 @@ class Call:
 
     def results(self) -> dict[str, Tensor]:
         """Return the output and the gradients."""
-        output, (logits,) = self(), self.module.parameters()
+        output = self()
+        (logits,) = self.module.parameters()
         gradients = {"gradient of values": self.values.grad, "gradient of logits": logits.grad}
         return {"output": output} | {name: grad for name, grad in gradients.items() if grad is not None}
 
@@ -151,7 +153,8 @@ def run(settings: Flags) -> None:
     """Check the arms of each case, then time all in turns. Raises UserError: an arm computes something else; after all
     were measured."""
     sizes, measuring = settings.sizes, settings.measuring
-    device, rows = choose_device(measuring.device, 0), Rows(settings, _COLUMNS)
+    device = choose_device(measuring.device, 0)
+    rows = Rows(settings, _COLUMNS)
     for model, dtype in itertools.product(sizes.model, sizes.dtypes):
         torch.compiler.reset()  # else the shapes of earlier cases count among the compilations that are allowed
         case = Case(sizes.batch_size, sizes.cells, *WIDTHS[model], DTYPES[dtype], device)
@@ -160,7 +163,9 @@ def run(settings: Flags) -> None:
         arms |= {name: partial(Ours, case, name) for name in KERNELS}
         if not measuring.no_compile:
             arms |= {"timm, compiled": arms[TIMM], "ours, compiled": partial(Ours, case, "auto")}
-        expected, calls, off = Call(case, Ours(case, "reference"), exact=True).results(), {}, {}
+        expected = Call(case, Ours(case, "reference"), exact=True).results()
+        calls = {}
+        off = {}
         for arm, build in arms.items():
             with rows.measuring(facts | {"arm": arm}):
                 call = Call(case, build())

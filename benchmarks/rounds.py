@@ -74,11 +74,13 @@ def in_turns(works: Mapping[Name, Callable[[], int]], rounds: int) -> dict[Name,
     Args:
         works: Functions that return how many units of work they did, once the device has finished them.
     """
-    names, timings = list(works), {name: Timing([], []) for name in works}
+    names = list(works)
+    timings = {name: Timing([], []) for name in works}
     for number in range(rounds + 1):
         first = number % max(1, len(names))
         for name in names[first:] + names[:first]:
-            wall, cpu = time.perf_counter(), cpu_seconds()
+            wall = time.perf_counter()
+            cpu = cpu_seconds()
             units = works[name]()
             if number:
                 timings[name].wall.append((time.perf_counter() - wall) / units)
@@ -116,7 +118,8 @@ def conditions(command_line: str) -> dict[str, str]:
         ["git", "-C", Path(__file__).parent, "rev-parse", "--short", "HEAD"], capture_output=True, text=True
     )
     described = Path("/proc/cpuinfo").read_text() if sys.platform == "linux" else ""
-    cpus, cpu = available_cpus(), re.search(r"^model name\s*: (.*)", described, re.MULTILINE)
+    cpus = available_cpus()
+    cpu = re.search(r"^model name\s*: (.*)", described, re.MULTILINE)
     return {
         "command": command_line,
         "day": f"{datetime.now(timezone.utc):%Y-%m-%d}",
@@ -146,7 +149,8 @@ class Rows:
     def __init__(self, settings: BenchmarkSettings, columns: Sequence[str]) -> None:
         self.columns = columns
         self.file: str = settings["output"]
-        self.failure, self._different = "", ""
+        self.failure = ""
+        self._different = ""
         facts = conditions(settings.command_line)
         self._append({"conditions": facts})
         print("; ".join(f"{name} {value}" for name, value in facts.items()), end="\n\n")

@@ -31,12 +31,15 @@ from volo.config import value_types as t
 from volo.config.fields import group, setting
 from volo.config.settings_shared import DEBUG, DEVICE
 
-TIMM, OURS, LABELLED = "timm", "ours", "ours, token labels"
+TIMM = "timm"
+OURS = "ours"
+LABELLED = "ours, token labels"
 _WITH_TOKENS = ("volo_", "lvvit_")
 # RandAugment without `mstd`: timm's Posterize then asks for 0 bits now and then, which Pillow 13 refuses.
 _RECIPE = "--opt adamw --drop-path 0.1 --reprob 0.25 --warmup-epochs 0 --cooldown-epochs 0 --aa rand-m9-inc1"
 _ON_GPU = "--channels-last --torchcompile inductor"
-_BFLOAT16, _BFLOAT16_OF_TIMM = "--model-dtype bfloat16", "--amp --amp-dtype bfloat16"
+_BFLOAT16 = "--model-dtype bfloat16"
+_BFLOAT16_OF_TIMM = "--amp --amp-dtype bfloat16"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +86,9 @@ class Flags(BenchmarkSettings):
 
 def run(settings: Flags) -> None:
     """Time the programs in turns, timm's first, and write a row of each."""
-    asked, images, measuring = settings.programs, settings.images, settings.measuring
+    asked = settings.programs
+    images = settings.images
+    measuring = settings.measuring
     on_gpu = choose_device(measuring.device, 0).type == "cuda"
     facts = {"model": asked.model, "images": asked.batch_size, "px": asked.img_size}
     rows = Rows(settings, ("model", "round", "arm", "images/s", "x timm", "data wait, %", "note"))
@@ -91,9 +96,11 @@ def run(settings: Flags) -> None:
         data, labels = images.data_dir, images.token_label_data
         if not data:
             data, labels = _made(images, asked.model.startswith(_WITH_TOKENS), Path(folder))
-        programs, timms_speed = commands(asked, data, labels, on_gpu), dict[int, float]()  # by round
+        programs = commands(asked, data, labels, on_gpu)
+        timms_speed = dict[int, float]()  # by round
         for number, name in product(range(measuring.rounds), programs):
-            row, output = facts | {"round": number + 1, "arm": name}, Path(folder, f"{number}-{name}")
+            row = facts | {"round": number + 1, "arm": name}
+            output = Path(folder, f"{number}-{name}")
             with rows.measuring(row):
                 log = _log_of([*programs[name], "--output", str(output)])
                 speed, wait = of_timm(log) if name == TIMM else of_ours(output)

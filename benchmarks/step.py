@@ -94,7 +94,9 @@ class Flags(BenchmarkSettings):
 
 def run(settings: Flags) -> None:
     """Measure one model after the other."""
-    models, measuring, peers = settings.models, settings.measuring, settings.peers.peer
+    models = settings.models
+    measuring = settings.measuring
+    peers = settings.peers.peer
     device = choose_device(measuring.device, 0)
     use_own_stream(device)
     rows = Rows(settings, arms.COLUMNS)
@@ -112,9 +114,11 @@ class _Case:
     """What all arms of a model share: weights, batches, and the criterion."""
 
     def __init__(self, ours: Arm, device: torch.device) -> None:
-        self.ours, self.device = ours, device
+        self.ours = ours
+        self.device = device
         self.first: TimmModel = arms.build_first(ours)
-        settings, images = ours.settings, data_config_of(requested_by(ours.settings), self.first)
+        settings = ours.settings
+        images = data_config_of(requested_by(ours.settings), self.first)
         self.criterion = make_criterion(settings, self.first, images["input_size"][1:])
         folder = open_folders(settings, 1).train
         path, maps = settings.labels.token_label_data, settings.labels.maps
@@ -127,7 +131,8 @@ class _Case:
         """Return the arm's step. Raises DifferentResult: it computes something else than ours in float32."""
         still = Arm(arm.name, arm.settings.decide("other flags", drop_path=0.0))
         with arms.exact_float32(), compile_errors_told(arm.settings.precision.compilation.torchcompile):
-            found, exact = self._build(still)(), self._exact
+            found = self._build(still)()
+            exact = self._exact
             synchronize(self.device)
             arms.check_same(arm.name, found, exact, arms.TOLERANCE[arm.dtype(self.device)])
         return self._build(arm)
@@ -159,12 +164,14 @@ class TrainStep:
     def __init__(
         self, arm: Arm, bare: TimmModel, criterion: Criterion, batches: list[Batch], device: torch.device
     ) -> None:
-        self.batches, self.updates = cycle(batches), count()
+        self.batches = cycle(batches)
+        self.updates = count()
         bare.train()
         settings, mixed = arm.settings, arm.settings.precision.mixed
         copy = WorkingCopy(bare) if mixed.model_dtype == "bfloat16" else None
         computing = bare if copy is None else copy.module
-        dtype, clip = compute_dtype(mixed, device), settings.optim.clip_grad
+        dtype = compute_dtype(mixed, device)
+        clip = settings.optim.clip_grad
         precision = Precision(device, dtype, Clipping(clip) if clip else None, working_copy=copy)
         if not arm.is_timm:
             precision.begin(computing)

@@ -93,7 +93,8 @@ class Demo:
 
     def __init__(self, backend: str, shards: bool, folder: str) -> None:
         variant = "_".join(filter(None, [backend, "shards" * shards]))
-        self.shards, self.output = shards, f"{folder}/{variant}" if variant else folder
+        self.shards = shards
+        self.output = f"{folder}/{variant}" if variant else folder
         self.digits, self.packed = f"{self.output}/digits", f"{self.output}/packed"
         self.labels, self.picture = f"{self.output}/labels.tlt", f"{self.output}/labels.png"
         # Flags of every program that decodes images.
@@ -103,7 +104,8 @@ class Demo:
         """Train an experiment, unless it is finished."""
         launcher, flags, epochs = TRAINING[name]
         if launcher == TWO_PROCESSES and one_gpu():
-            launcher, flags = launcher.replace("2", "1"), flags.replace("-b 16", "-b 32")
+            launcher = launcher.replace("2", "1")
+            flags = flags.replace("-b 16", "-b 32")
         images = self.digits
         if name != "annotator":
             images, labels = (self.packed, self.packed) if self.shards else (self.digits, self.labels)

@@ -9,7 +9,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from tests.test_layout import LAYERS, MODULES, imported_by, room_of  # noqa: E402
+from tests.test_layout import LAYERS, MODULES, imported_by, packed, room_of  # noqa: E402
 
 CODE = ("*.py", "volo/**/*.py", "tlt/**/*.py", "benchmarks/*.py", "demo/*.py", "examples/**/*.py")  # all but tests
 
@@ -18,14 +18,6 @@ def lines_of(*patterns: str) -> int:
     """The lines of all files that fit a pattern."""
     files = {file for pattern in patterns for file in ROOT.glob(pattern)}
     return sum(len(file.read_text().splitlines()) for file in files)
-
-
-def packed(node: ast.AST) -> bool:
-    """Return whether a statement assigns several values to as many targets: `a, b = f(x), g(y)`."""
-    if not isinstance(node, ast.Assign) or not isinstance(node.value, ast.Tuple):
-        return False
-    lengths = [len(target.elts) for target in node.targets if isinstance(target, ast.Tuple)]
-    return len(node.value.elts) in lengths
 
 
 def nodes_of(*patterns: str) -> Iterator[ast.AST]:

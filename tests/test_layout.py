@@ -15,12 +15,20 @@ LAYERS = (
     *("volo.config", "volo.kernels", "volo.models", "volo.cluster", "volo.record", "volo.checkpoint", "volo.train"),
     *("volo.memory", "volo.commands", "volo", "benchmarks"),
 )
-FILES, LINES = 20, 60  # at most, in a folder and in a function
+FILES, LINES, PACKED = 20, 60, 80  # at most, in a folder and in a function; assignments that pack several values
 MODULES = {
     ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
     for package in ("tlt", "volo", "benchmarks")
     for path in (ROOT / package).rglob("*.py")
 }
+
+
+def packed(node: ast.AST) -> bool:
+    """Return whether a statement assigns several values to as many targets: `a, b = f(x), g(y)`."""
+    if not isinstance(node, ast.Assign) or not isinstance(node.value, ast.Tuple):
+        return False
+    lengths = [len(target.elts) for target in node.targets if isinstance(target, ast.Tuple)]
+    return len(node.value.elts) in lengths
 
 
 def room_of(module: str) -> int:
@@ -60,12 +68,16 @@ def broken() -> Iterator[str]:
     for folder in {path.parent for path in MODULES.values()}:
         if len(files := list(folder.glob("[!_]*.py"))) > FILES:
             yield f"folder: {folder.relative_to(ROOT)} has {len(files)} files"
+    together = 0
     for module, path in MODULES.items():
         for node in ast.walk(ast.parse(path.read_text())):
+            together += packed(node)
             if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
                 lines = (node.end_lineno or 0) - node.lineno + 1
                 if lines > LINES:
                     yield f"function: {module}.{node.name} has {lines} lines"
+    if together > PACKED:
+        yield f"{together} assignments pack several values (tests/code_stats.py counts them)"
     for path in (ROOT / "tests").rglob("test_*.py"):
         yield from map("name above 60 letters: {}".format, re.findall(r"^def (test_\w{56,})", path.read_text(), re.M))
 

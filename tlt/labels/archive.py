@@ -32,7 +32,8 @@ from tlt.labels.tree import find_labels
 
 FORMAT = "volo-tlt label archive, version 2"
 META_NAME = "meta.json"
-LABEL, NO_LABEL = 1, 2  # values in `done.npy`; 0: not written yet
+LABEL = 1  # values in `done.npy`; 0: not written yet
+NO_LABEL = 2
 _REMEDY = "copy the archive again, or pack it again"
 
 

@@ -49,7 +49,8 @@ _OPACITY = 0.6  # opacity of a cell whose class has probability 1; the image sta
 _NAMED = 4  # number of classes that are named in a picture
 _EDGE = 0.2  # share of a picture's width near its edges, where names are not centred on their cell
 _SOURCE_PIXELS = 480  # longer side of the source images in the page
-_PANEL, _ABOVE = 2.2, 0.3  # inches: side of a picture, and the space above it
+_PANEL = 2.2  # inches: side of a picture
+_ABOVE = 0.3  # inches: space above it
 _ACROSS = 4  # pictures per row
 _WINDOW = "#ffee00"
 _MIX = "#ff00ff"
@@ -126,7 +127,8 @@ def draw_cells(
     rgba = np.stack([*colour_of(cells.ids), _OPACITY * cells.probability * cells.weight], axis=-1)  # (r, c, 4)
     axes.imshow(rgba, extent=(x0, x1, y1, y0), interpolation="nearest", zorder=2, label="cells")
     rows, cols = cells.ids.shape
-    width, height = (x1 - x0) / cols, (y1 - y0) / rows
+    width = (x1 - x0) / cols
+    height = (y1 - y0) / rows
     blank = [Rectangle((x0 + c * width, y0 + r * height), width, height) for r, c in np.argwhere(cells.weight == 0)]
     style: dict[str, Any] = {"facecolor": "none", "edgecolor": "#80808080", "linewidth": 0.3, "hatch": "//////"}
     axes.add_collection(PatchCollection(blank, zorder=3, label="blank", **style))
@@ -256,7 +258,8 @@ def draw_page(examples: Sequence[Example], class_names: Sequence[str], title: st
     names = {i: class_names[i] if i < len(class_names) else f"class {i}" for i in class_ids}
     panels = [panel for panel in _PANELS if any(getattr(example, panel) is not None for example in examples)]
     across = min(len(examples), max(1, _ACROSS // len(panels)))  # examples in a row
-    rows, columns = -(-len(examples) // across), across * len(panels)
+    rows = -(-len(examples) // across)
+    columns = across * len(panels)
     side = max(_ACROSS, columns) * _PANEL / columns
     figure = new_figure(side * columns, rows * (side + _ABOVE) + 1.5, layout="constrained")
     figure.suptitle(drawable(title), fontsize=9, parse_math=False)
@@ -343,7 +346,8 @@ def _draw(axes: Axes, example: Example, panel: str, colours: Colours, names: dic
         axes.add_patch(Polygon(example.window, fill=False, edgecolor=_WINDOW, linewidth=1.6, label="window"))
         axes.plot(*example.window[0], marker="o", color=_WINDOW, markersize=5, markeredgecolor="black", clip_on=False)
         corners = np.concatenate([example.window, [(0, 0), example.size]])
-        (left, top), (right, bottom) = corners.min(axis=0), corners.max(axis=0)
+        (left, top) = corners.min(axis=0)
+        (right, bottom) = corners.max(axis=0)
         axes.set(xlim=(left, right), ylim=(bottom, top))
     elif panel == "label" and example.area is not None:
         x0, y0, x1, y1 = box = example.area

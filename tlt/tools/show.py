@@ -26,7 +26,8 @@ from tlt.targets import make_targets
 from tlt.tools.drawing import check_format, draw_page, read_examples, save_figure
 from tlt.upstream.behaviour import label_view
 
-_IMAGES, _MAX_IMAGES = 8, 64  # default and maximum number of images on a page
+_IMAGES = 8  # on a page, by default
+_MAX_IMAGES = 64  # on a page, at most
 _TOKEN_PIXELS = 16
 
 

@@ -31,7 +31,8 @@ from volo.checkpoint.state import TrainState
 from volo.config.checkpoint_files import BEST, LAST, MILESTONE
 
 NAMES = re.compile(r"(?:last|model_best|(?:checkpoint|milestone)-(\d+))\.pth\.tar")  # `--resume auto` reads only these
-STAGED, _ABANDONED = ".staged-", "superseded-"
+STAGED = ".staged-"
+_ABANDONED = "superseded-"
 
 
 class NotWrittenError(UserError):
@@ -195,7 +196,10 @@ class CheckpointDir:
     def __init__(
         self, directory: Path, keep: int = 10, ranked_by: str = "top1", milestones: Sequence[int] | None = None
     ) -> None:
-        self.directory, self.keep, self.ranked_by, self.milestones = Path(directory), keep, ranked_by, milestones or ()
+        self.directory = Path(directory)
+        self.keep = keep
+        self.ranked_by = ranked_by
+        self.milestones = milestones or ()
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
             for leftover in self.directory.glob(f"{STAGED}*"):

@@ -175,7 +175,8 @@ def _fit(
         trained_size = tuple(config["img_size"]) if "img_size" in config else None
         state = joined_state_dict(model, checkpoint, use_ema, path)
         fit = fit_state_dict(model, state, trained_size, config.get("class_names", ()), class_names)
-    heads, expected = tuple(f"{h}." for h in head_names(model)), clean_state_dict(model)
+    heads = tuple(f"{h}." for h in head_names(model))
+    expected = clean_state_dict(model)
     backbone = {n: v.numel() for n, v in expected.items() if not n.startswith(heads)}
     share = sum(count for n, count in backbone.items() if n in fit.weights) / max(sum(backbone.values()), 1)
     entry, prefix = place_of(model, checkpoint, use_ema, path)

@@ -41,7 +41,8 @@ def own_names(recorded: dict[str, Any], others: Sequence[str]) -> list[str]:
     """Return the names of the classes in a checkpoint or a description; [] without them. A description's names of 1000
     classes count only if one of them is in `others`: ImageNet's folders are not named as its classes are. `LABEL_0` is
     what Transformers writes without names."""
-    names, described = recorded.get("class_names"), recorded.get("label_names") or ()
+    names = recorded.get("class_names")
+    described = recorded.get("label_names") or ()
     if "LABEL_0" in described or (len(described) == 1000 and {*described}.isdisjoint(others)):
         described = ()
     return [*(names or described)]

@@ -126,7 +126,8 @@ def check_same_data(checkpoint: dict[str, Any], current: dict[str, Any], path: s
     changed = [text for name, text in _DATA.items() if name in recorded and recorded[name] != current[name]]
     if not changed:
         return []
-    then, now = recorded.get("count"), current["count"]
+    then = recorded.get("count")
+    now = current["count"]
     counts = f" ({then} images then, {now} now)" if then != now else ""
     text = f"{' and '.join(changed)} are not those that {path} was trained on{counts}"
     if not allow:

@@ -19,7 +19,8 @@ from volo.cluster.distributed import from_primary
 from volo.cluster.shard import is_sharded
 from volo.record.logger import Logger
 
-_FIRST_RETRY, _LONGEST_RETRY = 30.0, 600.0  # seconds until a failed save is tried again; the delay doubles each time
+_FIRST_RETRY = 30.0  # seconds until a failed save is tried again; the delay doubles each time
+_LONGEST_RETRY = 600.0
 _FINAL_RETRIES = (1.0, 5.0, 30.0)  # seconds before each further attempt at the last save of a run
 
 
@@ -85,8 +86,12 @@ class Saver:
         before_write: Callable[[], None] = lambda: None,
         on_save: Callable[[], None] = lambda: None,
     ) -> None:
-        self.state, self.checkpoints, self.logger, self.policy = state, checkpoints, logger, policy
-        self._before_write, self._on_save = before_write, on_save
+        self.state = state
+        self.checkpoints = checkpoints
+        self.logger = logger
+        self.policy = policy
+        self._before_write = before_write
+        self._on_save = on_save
         self._writer = ThreadPoolExecutor(1, "checkpoint")
         self._pending: Save | None = None  # the save that is being written, or that failed and will be retried
         self._writing: Future[None] | None = None  # the attempt in progress
@@ -211,7 +216,8 @@ class Saver:
         elif torch.cuda.is_initialized():
             torch.cuda.synchronize()  # the thread that writes has another stream, which does not wait for this one
         self._last_save = began
-        save.reason, save.blocked = reason, time.monotonic() - began
+        save.reason = reason
+        save.blocked = time.monotonic() - began
         self._pending = save
         self._start_attempt(synchronous=in_place)
         return save
@@ -248,7 +254,9 @@ class Saver:
         """Wait for the attempt in progress and report it. Raise its error unless the save will be retried."""
         if self._writing is None or self._pending is None:
             return
-        save, error, self._writing = self._pending, self._writing.exception(), None
+        save = self._pending
+        error = self._writing.exception()
+        self._writing = None
         if isinstance(error, NotWrittenError):
             self._retry_later(save, error)
             return

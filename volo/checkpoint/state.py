@@ -132,7 +132,10 @@ class TrainState:
         if checkpoint.get("updates_per_epoch", self.updates_per_epoch) != self.updates_per_epoch:
             before = f"an epoch had {checkpoint['updates_per_epoch']} updates, now {self.updates_per_epoch}"
             messages.append(f"{before} (another global batch or data set): epoch {epoch + 1} starts anew")
-        self.epoch, self.update, self.scores, self.loaded_progress = epoch, update, scores, progress
+        self.epoch = epoch
+        self.update = update
+        self.scores = scores
+        self.loaded_progress = progress
         if self._within_epoch and not set_statistics(self._models(), statistics):
             messages.append("another number of ranks: all take the running statistics of BatchNorm from rank 0")
         return messages
@@ -224,7 +227,8 @@ def set_statistics(models: dict[str, nn.Module], gathered: dict[str, Tensor]) ->
     """Set this rank's statistics; return False if `gathered` is of another number of ranks or of other models."""
     rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     for name in [name for name in models if name in gathered]:
-        buffers, rows = _statistics(models[name]), gathered[name]
+        buffers = _statistics(models[name])
+        rows = gathered[name]
         counts = [buffer.numel() for buffer in buffers]
         if rows.shape != (size, sum(counts)):
             return False
@@ -258,9 +262,11 @@ def checked_optimizer_state(
     Raises:
         UserError: The state does not fit; the message has the remedy.
     """
-    own_class, groups = type(optimizer).__name__, optimizer.param_groups
+    own_class = type(optimizer).__name__
+    groups = optimizer.param_groups
     saved: Any = checkpoint["optimizer"]
-    saved_class, names = checkpoint.get("optimizer_class"), checkpoint.get("optimizer_params")
+    saved_class = checkpoint.get("optimizer_class")
+    names = checkpoint.get("optimizer_params")
     with optimizer_state_of(path):
         if isinstance(saved_class, str) and saved_class != own_class:
             raise ValueError(f"it is of {saved_class}, --opt gives {own_class}")
@@ -299,7 +305,8 @@ def _regrouped(
         for number, name in enumerate(own_names)
         if index_of[name] in saved["state"]
     }
-    numbers, regrouped = iter(range(len(own_names))), []
+    numbers = iter(range(len(own_names)))
+    regrouped = []
     for group in groups:
         own_numbers = [next(numbers) for _ in group["params"]]
         regrouped.append({**group_of[index_of[own_names[own_numbers[0]]]], "params": own_numbers})

@@ -57,9 +57,11 @@ _ROWS: dict[type[nn.Module], str] = {
     ClassAttention: "class attention: what the class token looks at",
 }
 _ACROSS = 3  # layers drawn of each kind: the first, a middle and the last one
-_SIDE, _LINES = 3.4, 0.55  # inches: width of a picture, height of the lines above it
+_SIDE = 3.4  # inches: width of a picture
+_LINES = 0.55  # inches: height of the lines above it
 # The colours' scale is the same for every map, so that a difference of a hundredth is not drawn as one of ten times.
-_MOST, _EVEN = 4.0, 1.1  # times even attention: at the ends of the colours; up to here attention is nearly even
+_MOST = 4.0  # times even attention, at the ends of the colours
+_EVEN = 1.1  # times even attention: up to here it is nearly even
 _COLOURS = ("#0072b2", "#a0a0a0", "#f0e442")
 _LEGEND = (
     "Means over the heads. Grey: even attention; blue: a quarter of it; yellow: four times as much. Cyan: the query."
@@ -92,7 +94,8 @@ def run(settings: AttentionSettings) -> int:
     refuse_existing(picture.output, "-o")
     device = world_of_one(settings.images.device).device
     trained = load(settings.network, settings.images.pixels)
-    data_config, model = trained.data_config, trained.model.to(device)
+    data_config = trained.data_config
+    model = trained.model.to(device)
     batch = eval_dataset(ImageFolder("", [settings.picture.image], np.zeros(1, np.int64), []), data_config).load(
         BatchKey(0, (0,))
     )
@@ -120,7 +123,8 @@ def attention_layers(model: nn.Module) -> dict[str, nn.Module]:
     Raises:
         UserError: The model has no layer whose weights can be computed here.
     """
-    every, kinds = model.named_modules(), tuple(_ROWS)
+    every = model.named_modules()
+    kinds = tuple(_ROWS)
     if matching := {name.removesuffix(".attn"): module for name, module in every if isinstance(module, kinds)}:
         return matching
     raise UserError(f"--model: {type(model).__name__} has none of the attention layers of VOLO and LV-ViT")
@@ -161,7 +165,8 @@ def outlook_attention(layer: OutlookAttention, x: Tensor) -> Tensor:
     read = logits.softmax(dim=-1).sum(dim=-2).permute(0, 3, 4, 1, 2).flatten(3)  # (B, heads, K * K read, windows)
 
     def add_up(values: Tensor) -> Tensor:  # sums over the windows that contain a cell
-        size, form = (x.shape[1], x.shape[2]), {"padding": layer.padding, "stride": layer.stride}
+        size = (x.shape[1], x.shape[2])
+        form = {"padding": layer.padding, "stride": layer.stride}
         return F.fold(values.flatten(1, 2), size, layer.kernel_size, **form).unflatten(1, values.shape[1:2])
 
     return add_up(read) / add_up(torch.ones_like(read))
@@ -175,7 +180,8 @@ def view(model: Any, image: Tensor, query: Sequence[float]) -> View:
         query: Position of the token whose attention is shown, (x, y) as shares of the image.
     """
     features, inputs = forward_with_inputs(model, image)
-    grid, cell = model.token_grid(tuple(image.shape[-2:])), model.patch_size * model.mix_scale
+    grid = model.token_grid(tuple(image.shape[-2:]))
+    cell = model.patch_size * model.mix_scale
     count = grid[0] * grid[1]
     row, column = (min(int(query[1 - n] * image.shape[2 + n] / cell), grid[n] - 1) for n in (0, 1))
     at = row * grid[1] + column - count  # counted from the end, because a class token may come first
@@ -221,7 +227,8 @@ def draw_attention(image: Pixels, content: View, query: Sequence[float], names: 
     rows[0][0].plot(query[0] * width, query[1] * height, marker="+", color="#00e5ff", ms=11, mew=2)
     for row, maps in zip(rows[1:], content.maps, strict=True):
         for axes, heat in zip(row, maps, strict=False):
-            low, high = np.min(heat.values), np.max(heat.values)
+            low = np.min(heat.values)
+            high = np.max(heat.values)
             note = f"{heat.name}: {low:.2f} to {high:.2f} x even" + ", nearly even" * bool(
                 1 / _EVEN < low <= high < _EVEN
             )

@@ -43,7 +43,8 @@ def run_program(parse: Parse, module: str, argv: Sequence[str] | None = None) ->
     # torch warns about more workers than CPUs; if they cost time, the log's "data wait" shows it.
     warnings.filterwarnings("ignore", "This DataLoader will create")
     warnings.filterwarnings("ignore", "MixToken mixes nothing")  # the program reports this at the start
-    output, errors = _Output(sys.stdout), _Output(sys.stderr)
+    output = _Output(sys.stdout)
+    errors = _Output(sys.stderr)
     with redirect_stdout(output), redirect_stderr(errors):
         try:
             code = _run(parse, module, argv)
@@ -86,7 +87,8 @@ class _Output:
     """
 
     def __init__(self, stream: TextIO) -> None:
-        self._stream, self._told = stream, False
+        self._stream = stream
+        self._told = False
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(line_buffering=True, write_through=False)
 
@@ -121,7 +123,8 @@ class _Output:
 
 
 def _run(parse: Parse, module: str, argv: Sequence[str] | None) -> int:
-    debug, launch = "--debug" in (sys.argv[1:] if argv is None else argv), Launch()
+    debug = "--debug" in (sys.argv[1:] if argv is None else argv)
+    launch = Launch()
     try:
         launch = launch_of(os.environ)
         settings = bound(parse(argv))

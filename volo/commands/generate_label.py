@@ -159,12 +159,14 @@ def make_labels(
     Raises:
         UserError: A logit is NaN or infinite, or the disk is full.
     """
-    size, wanted = settings.images.batch_size, set(pending)
+    size = settings.images.batch_size
+    wanted = set(pending)
     starts = sorted({row // size * size for row in pending})[world.rank :: world.size]
     rows = [row for start in starts for row in range(start, min(start + size, len(folder)))]
     # Each rank loads its own rows, as whole images squashed to the annotator's input size. Indices count within `rows`.
     whole = trained.data_config | {"crop_pct": 1.0, "crop_mode": "squash"}
-    alone, skips = World(0, 0, 1, world.device), SkipCounter(len(folder), settings.images.loading.max_bad_images)
+    alone = World(0, 0, 1, world.device)
+    skips = SkipCounter(len(folder), settings.images.loading.max_bad_images)
     loader = validation_loader(settings.images.loading, folder.select(rows), size, whole, alone, skips=skips)
     progress = Progress("labelling", len(pending)) if world.is_primary else None
     for batch in loader:

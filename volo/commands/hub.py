@@ -50,7 +50,8 @@ def write_folder(trained: TrainedModel, checkpoint: str, folder: Path, licence: 
     Raises:
         UserError: The folder is not empty, or can't be written.
     """
-    name, classes = name_in_timm(trained), trained.model.num_classes
+    name = name_in_timm(trained)
+    classes = trained.model.num_classes
     names = class_names(trained.config, classes)
     shown = {key: trained.data_config[key] for key in _IMAGES}
     with blamed_on(checkpoint or None):
@@ -126,7 +127,9 @@ def _accuracy(trained: TrainedModel, checkpoint: str) -> list[str]:
     of how many images. Return [] if the run did not measure exactly these weights on images prepared in this way."""
     if not checkpoint:
         return []
-    saved, config, suffix = peek_checkpoint(checkpoint), trained.config, "_ema" if trained.ema else ""
+    saved = peek_checkpoint(checkpoint)
+    config = trained.config
+    suffix = "_ema" if trained.ema else ""
     recorded = {
         "input_size": [config.get("in_chans"), *(config.get("val_img_size") or config.get("img_size", ()))],
         **config,

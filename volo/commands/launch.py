@@ -28,7 +28,8 @@ _LEAST = {"MAX_RESTARTS": 0, "SHUTDOWN_TIMEOUT": 0, "NNODES": 1, "NODE_RANK": 0,
 def run(settings: LaunchSettings) -> int:
     """Run `volo launch`, which does what `distributed_train.sh` does in a checkout."""
     # Prefer the `volo` script to a file of the package, whose folder would be put into sys.path.
-    main_file, script = Path(__file__).resolve().parents[1] / "__main__.py", Path(sys.argv[0])
+    main_file = Path(__file__).resolve().parents[1] / "__main__.py"
+    script = Path(sys.argv[0])
     program = script if script.name == "volo" and script.is_file() else main_file
     return main([str(settings.processes), str(program), settings.command, *settings.flags])
 
@@ -63,7 +64,8 @@ def described(env: Mapping[str, str]) -> dict[str, Any]:
             if not text.isdecimal() or int(text) < least:
                 raise UserError(f"{name}={text}: a whole number from {least} on is needed")
             settings[name.lower()] = int(text)
-    nodes, rank = settings.get("nnodes", 1), settings.get("node_rank")
+    nodes = settings.get("nnodes", 1)
+    rank = settings.get("node_rank")
     if (rank or 0) >= nodes or (nodes > 1 and rank is None):
         numbers = f"from 0 to {nodes - 1}, 0 on the node that has MASTER_ADDR"
         raise UserError(f"NODE_RANK={'' if rank is None else rank}: NNODES={nodes} needs a number {numbers}")

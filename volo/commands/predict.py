@@ -96,7 +96,8 @@ def predict_all(settings: PredictSettings) -> list[Prediction]:
     precision = place(trained, world, settings.precision.mixed, settings.precision.channels_last)
     # Load them as validation does, but let any number of them be unreadable.
     count = len(inputs.paths)
-    folder, skips = ImageFolder("", inputs.paths, np.zeros(count, np.int64), []), SkipCounter(count, limit=count)
+    folder = ImageFolder("", inputs.paths, np.zeros(count, np.int64), [])
+    skips = SkipCounter(count, limit=count)
     loader = validation_loader(
         settings.images.loading, folder, settings.images.batch_size, trained.data_config, world, skips=skips
     )
@@ -211,7 +212,8 @@ def predict(
     parts: dict[str, list[Tensor]] = defaultdict(list)
     progress = Progress("predicting", len(files))
     for batch in loader:
-        answer, indices = look(trained.model, batch.images, wanted, precision), batch.indices.tolist()
+        answer = look(trained.model, batch.images, wanted, precision)
+        indices = batch.indices.tolist()
         if wanted.token_maps:
             draw_token_maps(wanted.token_maps, batch.images, answer, trained, [files[i] for i in indices], names)
         for name in answer.keys() - {*TOKEN_CLASSES}:
@@ -286,7 +288,8 @@ def draw_token_maps(
     top classes of the image."""
     model, data_config = trained.model, trained.data_config
     height, width = data_config["input_size"][1:]
-    area, grid = labelled_area(model, (height, width)), model.token_grid((height, width))
+    area = labelled_area(model, (height, width))
+    grid = model.token_grid((height, width))
     box = (area[0] * width, area[1] * height, area[2] * width, area[3] * height)
     pixels = pixels_of(images, data_config["mean"], data_config["std"])
     best = (answer[name][:, :TOP].tolist() for name in ("class_id", "probability"))

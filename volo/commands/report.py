@@ -52,7 +52,8 @@ def run(settings: ReportSettings) -> int:
     """Print the report, and with `--html` write it as a page."""
     folder = Path(settings.run)
     records = read_records(folder)
-    starts, head = starts_of(records.events), _head(folder, records)
+    starts = starts_of(records.events)
+    head = _head(folder, records)
     sections = {
         "Settings other than the defaults": _settings(folder),
         "Classes, the least accurate first": _classes(folder),
@@ -114,7 +115,8 @@ def starts_of(events: Sequence[Record]) -> list[Start]:
     starts: list[Start] = []
     by_process: dict[tuple[str, str], Start] = {}
     for event in (event for event in events if event.get("rank") == 0):
-        kind, process = event.get("kind"), (str(event.get("node")), str(event.get("pid")))
+        kind = event.get("kind")
+        process = (str(event.get("node")), str(event.get("pid")))
         if kind == "start":
             by_process[process] = Start(process[0], event.get("world_size"), _time(event))
             starts.append(by_process[process])
@@ -183,7 +185,8 @@ _HEADS = ("#", "started (UTC)", "node", "ranks", "updates", "for", "ended")
 def _row(number: int, start: Start) -> tuple[str, ...]:
     ended = start.end or f"not recorded, last event {_clock(start.last_event)}"
     seconds = (start.last_event - start.time).total_seconds() if start.last_event and start.time else 0.0
-    ranks, span = str(start.ranks or "?"), f"{start.first} -> {start.last}"
+    ranks = str(start.ranks or "?")
+    span = f"{start.first} -> {start.last}"
     return str(number), _clock(start.time), start.node, ranks, span, duration(seconds), ended
 
 
@@ -211,7 +214,9 @@ def _checkpoints(folder: Path, verify: bool) -> list[str]:
             rows.append((path.name, "", "", "", f"the same file as {name_of[status.st_ino]}"))
             continue
         name_of[status.st_ino] = path.name
-        epoch, update, state = "", "", "verified" if verify else "not verified"
+        epoch = ""
+        update = ""
+        state = "verified" if verify else "not verified"
         try:
             content = peek_checkpoint(path)
             if isinstance(content.get("epoch"), int):

@@ -91,8 +91,13 @@ def restore_state(run: Run, training: Training) -> None:
     Raises:
         UserError: The checkpoint is of another model, other data or a longer run, or the ranks read different files.
     """
-    settings, logger, state, start = run.settings, run.logger, training.state, run.start
-    path, checkpoint, messages = start.file, start.checkpoint, list(start.messages)
+    settings = run.settings
+    logger = run.logger
+    state = training.state
+    start = run.start
+    path = start.file
+    checkpoint = start.checkpoint
+    messages = list(start.messages)
     if path is not None:
         with blamed_on(path):
             check_behaviour(checkpoint, path)
@@ -131,7 +136,9 @@ def _check_way(path: Path, run: Run, training: Training) -> None:
     Raises:
         UserError: No epoch is left.
     """
-    settings, state, schedule = run.settings, training.state, training.schedule
+    settings = run.settings
+    state = training.state
+    schedule = training.schedule
     own = run.start.kind is not Kind.BRANCH
     last = schedule.total_epochs if own else schedule.last_epoch
     if state.update + (not own) > last * state.updates_per_epoch:
@@ -144,7 +151,8 @@ def _check_way(path: Path, run: Run, training: Training) -> None:
             f"{limit}: {path} is of {state.epoch} epochs, the run has {last}: nothing is left to train; name a larger "
             "number, or an earlier checkpoint"
         )
-    before, there = state.loaded_progress.get("lr"), min(schedule(state.update - 1), schedule(state.update))
+    before = state.loaded_progress.get("lr")
+    there = min(schedule(state.update - 1), schedule(state.update))
     as_it_was = settings.schedule.start_epoch is None and settings.sizes.variable_batch_loss_scale == "none"
     if as_it_was and isinstance(before, float) and there > _JUMP * before > 0:
         run.logger.line(
@@ -157,7 +165,8 @@ def _check_way(path: Path, run: Run, training: Training) -> None:
     span = f"epochs {state.epoch + 1} to {schedule.last_epoch} of {schedule.total_epochs}"
     run.logger.line(f"a branch of {path}: {span} go to {run.directory}, ranked anew; what is there stays")
     if schedule.decay_begins < state.update:
-        epoch, rate = schedule.decay_begins / state.updates_per_epoch, schedule(state.update)
+        epoch = schedule.decay_begins / state.updates_per_epoch
+        rate = schedule(state.update)
         run.logger.line(f"warning: the decay begins at epoch {epoch:g}, before the branch: the rate is {rate:.3g}")
 
 
@@ -193,7 +202,9 @@ def check_same_position(state: TrainState, path: Path | None) -> None:
 
 def open_run(run: Run, training: Training) -> Saver:
     """Open the run directory on rank 0, and return the saver for it."""
-    settings, logger, state = run.settings, run.logger, training.state
+    settings = run.settings
+    logger = run.logger
+    state = training.state
     flags = settings.checkpoints
     checkpoints = None
     wait_for_hosts()  # rank 0 must not change the directory before all ranks have read the checkpoint
@@ -232,7 +243,9 @@ def open_run(run: Run, training: Training) -> Saver:
 
 def describe(run: Run, training: Training) -> None:
     """Print what the run is about to do; each number has its unit."""
-    settings, world, logger = run.settings, run.world, run.logger
+    settings = run.settings
+    world = run.world
+    logger = run.logger
     steps = settings.optim.grad_accum_steps
     stream, model = training.loader.index_stream, training.state.model
     parameters = TensorParallelParams(model).count()
@@ -291,7 +304,8 @@ def describe(run: Run, training: Training) -> None:
 
 def surprises(settings: TrainSettings, schedule: LrSchedule, classes: np.ndarray) -> list[str]:
     """Return warnings about a run that will learn less than its numbers suggest; `classes` (N,) are its images'."""
-    lines, largest = [], schedule.largest
+    lines = []
+    largest = schedule.largest
     if not settings.teachers.kd_only and classes.min() == classes.max():
         lines.append("all training images are of one class, so that any model comes to a loss of 0 and 100 %")
     flags = settings.schedule

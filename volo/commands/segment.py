@@ -39,7 +39,11 @@ from volo.train.data import validation_loader
 from volo.train.precision import Precision
 from volo.train.trained_model import TrainedModel
 
-_BATCH, _UPDATES, _LEAST_EPOCHS, _WEIGHT_DECAY, _LEFT_OUT = 16, 500, 10, 1e-3, 255
+_BATCH = 16
+_UPDATES = 500
+_LEAST_EPOCHS = 10
+_WEIGHT_DECAY = 1e-3
+_LEFT_OUT = 255
 Examples = dict[int, tuple[Tensor, np.ndarray]]  # image number: tokens (h, w, D) and mask (H, W)
 
 
@@ -138,7 +142,8 @@ def _read_mask(path: str, image: str, max_pixels: int) -> np.ndarray:
             size = picture.size
         with Image.open(io.BytesIO(read_file(path, max_pixels)), formats=("PNG",)) as mask:
             layout = mask.tile[0][3]
-            numbers, mode = np.asarray(mask), mask.mode
+            numbers = np.asarray(mask)
+            mode = mask.mode
     if mode not in ("1", "L", "P"):
         raise UserError(f"mask {printable(path)}: its pixels are {mode}, not numbers of 8 bits: classes to 254, or 255")
     if numbers.shape != size[::-1]:
@@ -168,13 +173,16 @@ def _trained(
     per_epoch = math.ceil(images / _BATCH)
     updates = per_epoch * (flags.epochs or max(_LEAST_EPOCHS, math.ceil(_UPDATES / per_epoch)))
     for update in range(updates):
-        epoch, start = update // per_epoch, update % per_epoch * _BATCH
-        theta.grad, pixels = torch.zeros_like(theta), torch.zeros((), device=world.device)
+        epoch = update // per_epoch
+        start = update % per_epoch * _BATCH
+        theta.grad = torch.zeros_like(theta)
+        pixels = torch.zeros((), device=world.device)
         for index in permutation(images, 0, epoch)[start : start + _BATCH].tolist():
             if index not in train:
                 continue  # another rank has this image, or it can't be read
             tokens, mask = train[index]
-            x, truth = (tokens.to(world.device) - shift) * scale, torch.from_numpy(mask).to(world.device).long()
+            x = (tokens.to(world.device) - shift) * scale
+            truth = torch.from_numpy(mask).to(world.device).long()
             logits = _at_pixels(F.linear(x, theta[:, :-1], theta[:, -1]), mask.shape, window)
             F.cross_entropy(logits[None], truth[None], ignore_index=_LEFT_OUT, reduction="sum").backward()
             pixels += (truth != _LEFT_OUT).sum()

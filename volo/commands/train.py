@@ -169,7 +169,8 @@ def start(settings: TrainSettings, world: World, logger: Logger, guard: StopGuar
     with open_start(settings, world, logger) as (begun, lock):
         fraction, seed = settings.images.val_fraction, settings.run.seed
         folders = hold_out(fraction, seed, folders, *([begun.file.parent] if begun.file else []), begun.directory)
-        images, classes = len(folders.train), len(folders.train.class_names)
+        images = len(folders.train)
+        classes = len(folders.train.class_names)
         resolved, batch, messages = resolve_args(settings, begun.checkpoint, images, classes, world.data_size)
         for message in messages:
             logger.line(message)
@@ -371,10 +372,13 @@ def create_ema(model: nn.Module, ema: Average, divided: bool) -> ModelEmaV3 | No
 
 def train(run: Run, training: Training) -> None:
     """Train from the state's position. If a signal or a fault stops the run, save first."""
-    state, logger, guard = training.state, run.logger, run.guard
+    state = training.state
+    logger = run.logger
+    guard = run.guard
     if state.epoch >= training.schedule.last_epoch:
         logger.line(f"this run was finished before: all of its {state.epoch} epochs are done; nothing is trained")
-    began, opened = time.monotonic(), open_run(run, training)
+    began = time.monotonic()
+    opened = open_run(run, training)
     guard.stop.only_noted()
     with opened as saver:
         if run.world.is_primary:

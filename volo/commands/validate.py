@@ -74,7 +74,8 @@ def validate(settings: ValidateSettings, world: World) -> None:
         for file in Path(settings.results.confusion).glob(f"{'*/' * settings.network.all}{CLASSES}"):
             refuse_existing(file, "--confusion")
         check_writable(Path(settings.results.confusion), "--confusion")
-    rows, faults = list[dict[str, Any]](), list[str]()
+    rows = list[dict[str, Any]]()
+    faults = list[str]()
     row_of: dict[tuple[int, int], dict[str, Any]] = {}
     single = Path(settings.network.checkpoint) if settings.network.checkpoint else None  # None means pretrained weights
     for path in checkpoints_in(settings.network.checkpoint, "--checkpoint") if settings.network.all else [single]:
@@ -313,7 +314,8 @@ class RealLabels:
 
 def watcher(log_freq: int, loader: EvalLoader, world: World, real: RealLabels | None) -> Callable[..., None]:
     """Return a function for each batch's outputs, which feeds `RealLabels` and prints progress now and then."""
-    numbers, start = count(1), time.perf_counter()
+    numbers = count(1)
+    start = time.perf_counter()
 
     def watch(logits: Tensor, batch: Batch) -> None:
         if real is not None:

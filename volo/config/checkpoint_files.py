@@ -8,7 +8,8 @@ from pathlib import Path
 from tlt.errors import UserError
 from tlt.io.text import natural_key
 
-LAST, BEST = "last.pth.tar", "model_best.pth.tar"
+LAST = "last.pth.tar"
+BEST = "model_best.pth.tar"
 MILESTONE = re.compile(r"milestone-\d+\.pth\.tar")
 ENDINGS = (".pth", ".pt", ".tar", ".safetensors")
 

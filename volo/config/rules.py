@@ -82,7 +82,9 @@ def _check_data(s: TrainSettings) -> None:
 
 def _check_losses(s: TrainSettings) -> None:
     """Raise UserError for contradictions between train.py's flags about losses, teachers and precision."""
-    labels, teachers, mixed = s.labels, s.teachers, s.regular.mixes
+    labels = s.labels
+    teachers = s.teachers
+    mixed = s.regular.mixes
     if labels.token_label and labels.cls_weight == 0 and (labels.dense_weight == 0 or labels.token_label_size == 1):
         raise UserError(f"--cls-weight 0 leaves nothing to train without {DENSE} and a --dense-weight above 0")
     if teachers.kd_only and (labels.token_label or s.regular.bce_loss or mixed or s.images.val_fraction > 0):

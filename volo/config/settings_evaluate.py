@@ -252,7 +252,8 @@ GENERATE_LABEL = Program(
 )
 
 # File endings for predictions and embeddings.
-_OUTPUTS, _EMBEDDING_FILES = (".csv", ".json", ".parquet"), (".safetensors", ".npz")
+_OUTPUTS = (".csv", ".json", ".parquet")
+_EMBEDDING_FILES = (".safetensors", ".npz")
 
 
 @dataclass(frozen=True, kw_only=True)

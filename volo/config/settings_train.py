@@ -49,7 +49,8 @@ DROPPING = need(
     "--drop-path above 0", lambda s: bool(s.regular.drop_path or "drop_path_rate" in s.network.model_kwargs)
 )
 
-CYCLIC_SCHEDULES, STABLE_SCHEDULES = ("cosine", "tanh", "poly"), ("wsd", "rsqrt")
+CYCLIC_SCHEDULES = ("cosine", "tanh", "poly")
+STABLE_SCHEDULES = ("wsd", "rsqrt")
 ENDING_SCHEDULES = CYCLIC_SCHEDULES + STABLE_SCHEDULES  # schedules that end at --min-lr
 DECAYS = ("linear", "1-sqrt", "cosine", "power", "exp")
 SCHEDULES = (*ENDING_SCHEDULES, "step", "multistep", "constant")
@@ -390,7 +391,8 @@ FITTED = (
 )
 STARTS = ("pretrained", "initial_checkpoint", "finetune")  # weights to start from
 # Recipes for few images: of a command without a model, and of one that starts from weights.
-FROM_NOTHING, FINE_TUNING = "scratch_small", "finetune_small"
+FROM_NOTHING = "scratch_small"
+FINE_TUNING = "finetune_small"
 # Settings that say only how a run was started, and so are not recorded.
 START_ONLY = {
     *("config", "local_rank", "debug", "dry_run", "resume", "no_resume_opt", "start_epoch", "data_dir_option"),

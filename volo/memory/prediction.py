@@ -156,7 +156,9 @@ def seconds_of_images(model: nn.Module, shape: StepShape, device: torch.device, 
 def expected_time(run: Run, training: Training, model: nn.Module, shape: StepShape, batch: int) -> str:
     """Return a line about how long the run takes, judged by a pass of `model`, which is in training mode, on images of
     this `shape`, of which a micro-batch has `batch`."""
-    settings, world, stream = run.settings, run.world, training.loader.index_stream
+    settings = run.settings
+    world = run.world
+    stream = training.loader.index_stream
     if world.size > 1 and (sharding_flag(settings.distributed) or settings.norms.sync_bn):
         return "how long the run takes is not told: its ranks compute together"
     began = time.monotonic()

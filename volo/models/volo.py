@@ -104,7 +104,9 @@ class Downsample(nn.Module):
 class OutlookAttention(nn.Module):
     """Outlook attention with its projections; a window's weights come from the mean of its centre 2 x 2 cells."""
 
-    kernel_size, stride, padding = 3, 2, 1  # in every VOLO
+    kernel_size = 3
+    stride = 2
+    padding = 1  # in every VOLO
 
     def __init__(self, dim: int, num_heads: int, qkv_bias: bool = False, attn_drop: float = 0.0) -> None:
         super().__init__()

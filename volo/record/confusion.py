@@ -34,7 +34,10 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 Floats = npt.NDArray[np.float64]
-CLASSES, COUNTS, CONFUSION, MISTAKES = "classes.csv", "confusion.csv", "confusion.png", "mistakes.png"
+CLASSES = "classes.csv"
+COUNTS = "confusion.csv"
+CONFUSION = "confusion.png"
+MISTAKES = "mistakes.png"
 ANSWERS = "answers.npz"
 MOST = 2000  # classes: the table of counts has the square of them
 WORST = 20  # classes in a short list
@@ -207,7 +210,8 @@ def show_answers(
     try:
         if answers is None:
             kept = np.load(folder / ANSWERS)
-            answers, what = kept["answers"], f"epoch {kept['epoch'] + 1}"
+            answers = kept["answers"]
+            what = f"epoch {kept['epoch'] + 1}"
         confusion = Confusion(dataset, answers, classes)
         images = confusion.counts.sum()
         what += f": {100 * confusion.counts.trace() / images:.2f} % of {images} images right"

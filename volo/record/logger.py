@@ -27,7 +27,8 @@ if TYPE_CHECKING:
     from volo.record.trackers import Trackers
 
 # A run warns once if it has waited for data for more than this share of its time, and for more than so many seconds.
-WAIT_SHARE, WAIT_SECONDS = 0.2, 30.0
+WAIT_SHARE = 0.2
+WAIT_SECONDS = 30.0
 ADVICE = (
     "raise --workers up to the CPUs of this rank, pack the images smaller on a disk of this machine (tlt pack-images "
     "DATA OUT --max-side N), or decode on the GPU (--data-backend dali-gpu)"
@@ -60,8 +61,11 @@ class Logger:
         self._bar: tqdm | None = None
         self._bar_text = ""  # text beside the bar: loss and speed of the last interval, even of the previous epoch
         self._lines = LineFile()  # log.txt; it keeps lines in memory until `open`
-        self._seconds, self._waited, self._work_done = (0.0, 0.0, 0.0)  # totals since this start
-        self._epochs, self._shows_bar = 0, False
+        self._seconds = 0.0
+        self._waited = 0.0
+        self._work_done = 0.0  # totals since this start
+        self._epochs = 0
+        self._shows_bar = False
         self._advised = False
         self._next_curve = 0.0  # when learning curves are drawn again, on the monotonic clock
 
@@ -69,7 +73,9 @@ class Logger:
         """Write to `records` from now on, and earlier lines to its log.txt. `work` is how much was done before each
         update of the whole run, and after the last, in any unit; `arithmetic` describes a step, None if its operations
         can't be counted."""
-        self.records, self.work, self._arithmetic = records, work, arithmetic
+        self.records = records
+        self.work = work
+        self._arithmetic = arithmetic
         self._lines.open(records.path / "log.txt")
 
     def track(self, names: Sequence[str], project: str, tags: Sequence[str]) -> None:
@@ -209,7 +215,8 @@ class Logger:
         if self.trackers is not None:
             self.trackers.check()
         if not self._advised and self._waited > max(WAIT_SHARE * self._seconds, WAIT_SECONDS):
-            self._advised, share = True, self._waited / self._seconds
+            self._advised = True
+            share = self._waited / self._seconds
             self.event("data-wait", share=round(share, 3))
             self.warning(f"data wait {100 * share:.0f} % of the time so far: {ADVICE}")
 

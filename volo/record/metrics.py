@@ -20,7 +20,8 @@ class Sums:
     """Named sums, such as losses over images, in float64 if the device has it. `add` never waits for the device."""
 
     def __init__(self, names: tuple[str, ...], world: World) -> None:
-        self.names, self.world = names, world
+        self.names = names
+        self.world = world
         self._values = torch.zeros(len(names), dtype=precise_dtype(world.device), device=world.device)
 
     def add(self, *values: Tensor | float) -> None:
@@ -73,7 +74,8 @@ def correct_in_top(logits: Tensor, classes: Tensor) -> list[Tensor]:
 def wilson_interval(share: float, count: int) -> tuple[float, float]:
     """Return Wilson's 95 % interval of a share (0 to 1) of `count` images. Smaller differences may be chance."""
     z = 1.96
-    middle, width = share + z * z / (2 * count), z * (share * (1 - share) / count + (z / (2 * count)) ** 2) ** 0.5
+    middle = share + z * z / (2 * count)
+    width = z * (share * (1 - share) / count + (z / (2 * count)) ** 2) ** 0.5
     low, high = ((middle + sign * width) / (1 + z * z / count) for sign in (-1, 1))
     return low, high
 

@@ -11,7 +11,8 @@ import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-TRACE, TABLE = "profile.json.gz", "profile.txt"
+TRACE = "profile.json.gz"
+TABLE = "profile.txt"
 WARM_UP = 20  # updates before the profile, in which torch compiles, captures CUDA graphs and chooses kernels
 _KINDS = {  # a kernel is of the first kind that has a word which occurs in the kernel's name in lower case
     "matrix products": ("gemm", "nvjet", "cutlass", "cublas", "xmma", "addmm", "::mm", "::bmm", "linear"),
@@ -41,10 +42,14 @@ class StepProfiler:
     """
 
     def __init__(self, updates: int, device: torch.device, directory: Path, say: Callable[[str], None]) -> None:
-        self.updates, self.device, self.directory, self._say = updates, device, directory, say
+        self.updates = updates
+        self.device = device
+        self.directory = directory
+        self._say = say
         on_gpu = [ProfilerActivity.CUDA] if device.type == "cuda" else []
         self._profile = profile(activities=[ProfilerActivity.CPU, *on_gpu])
-        self._seen, self._end = 0, -1  # updates
+        self._seen = 0
+        self._end = -1  # updates
 
     def update_done(self, left: int) -> None:
         """Count an update; `left` remain in its epoch. Waits for the device where the profile begins and ends."""
@@ -83,7 +88,9 @@ def table(events: Any, updates: int, seconds: float, device_type: str) -> list[s
         events: `torch.profiler.profile.key_averages()`.
         seconds: Duration of all updates together.
     """
-    on_gpu, kinds, waited = device_type == "cuda", dict[str, list[float]](), 0.0
+    on_gpu = device_type == "cuda"
+    kinds = dict[str, list[float]]()
+    waited = 0.0
     for event in events:
         name = event.key.lower()
         if on_gpu and event.device_type != DeviceType.CUDA:
@@ -92,8 +99,10 @@ def table(events: Any, updates: int, seconds: float, device_type: str) -> list[s
         spent = event.self_device_time_total if on_gpu else event.self_cpu_time_total
         kind = next((kind for kind, words in _KINDS.items() if any(word in name for word in words)), "other")
         row = kinds.setdefault(kind, [0.0, 0.0])
-        row[0], row[1] = row[0] + spent / 1e3 / updates, row[1] + event.count / updates
-    busy, step = sum(row[0] for row in kinds.values()), 1e3 * seconds / updates
+        row[0] = row[0] + spent / 1e3 / updates
+        row[1] = row[1] + event.count / updates
+    busy = sum(row[0] for row in kinds.values())
+    step = 1e3 * seconds / updates
     lines = [f"profile of {updates} updates: {step:.2f} ms an update, {device_type} {busy:.2f} ms"]
     if on_gpu:
         lines[0] += f", host at most {max(0.0, step - waited / 1e3 / updates):.2f} ms"

@@ -31,7 +31,9 @@ from tlt.tools.drawing import INK, drawable, new_figure, shorten
 from volo.cluster.distributed import launch_id
 from volo.config.settings_train import FITTED, START_ONLY, TrainSettings
 
-EVENTS, METRICS, SUMMARY = "events.jsonl", "metrics.jsonl", "summary.csv"
+EVENTS = "events.jsonl"
+METRICS = "metrics.jsonl"
+SUMMARY = "summary.csv"
 _MOST_PENDING = 10_000  # lines kept in memory while a file can't be written
 # For each picture of curve.png: its curves' names in the records, and their legends. No two differ only in colour.
 _CURVES = (
@@ -79,7 +81,8 @@ def strict_json(record: dict[str, Any]) -> str:
 
 def read_json_lines(file: Path) -> tuple[list[dict[str, Any]], int]:
     """Return the records of a file ([] if it is missing), and the number of damaged lines, which are left out."""
-    records, damaged = [], 0
+    records = []
+    damaged = 0
     for line in file.read_bytes().splitlines() if file.is_file() else []:
         try:
             record = json.loads(line)
@@ -126,7 +129,8 @@ class LineFile:
         # The file may end in the middle of a line, if the machine or the disk failed during a write.
         size = os.fstat(descriptor).st_size
         is_torn = size > 0 and read_at(descriptor, 1, size - 1) != b"\n"
-        whole, written = b"\n" + line if is_torn else line, 0
+        whole = b"\n" + line if is_torn else line
+        written = 0
         with suppress(OSError):
             written = os.write(descriptor, whole)
         if written < len(whole):
@@ -230,7 +234,8 @@ class RunRecords:
         """Draw curve.png from the records of the epochs. Raises any error of matplotlib."""
         from matplotlib.ticker import MaxNLocator
 
-        figure, epochs = new_figure(6, 7, layout="constrained"), epochs_of(self.path)
+        figure = new_figure(6, 7, layout="constrained")
+        epochs = epochs_of(self.path)
         teachers = {name: name.partition(KD_LOSS)[2] for row in epochs for name in row if f"_{KD_LOSS}" in name}
         curves = (_CURVES[0] | teachers, _CURVES[1])
         figure.suptitle(drawable(shorten(self.path.resolve().name, 44)), fontsize=9, parse_math=False)

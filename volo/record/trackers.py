@@ -27,7 +27,9 @@ from typing import Any, NamedTuple
 import yaml
 
 # Files of the run directory (`volo.record.records`).
-METRICS, ARGUMENTS, FOLDER = "metrics.jsonl", "args.yaml", "trackers"
+METRICS = "metrics.jsonl"
+ARGUMENTS = "args.yaml"
+FOLDER = "trackers"
 DEFAULT_PROJECT = "volo-tlt"
 POLL_S = 1.0
 CALL_S = 120  # seconds that a call of a library may take before the process ends
@@ -44,7 +46,8 @@ class Trackers:
     """
 
     def __init__(self, warn: Callable[[str], None]) -> None:
-        self._warn, self._folder = warn, Path()
+        self._warn = warn
+        self._folder = Path()
         self._running: dict[str, subprocess.Popen[bytes]] = {}
 
     def start(self, run: Path, names: Sequence[str], project: str = "", tags: Sequence[str] = ()) -> None:
@@ -167,7 +170,9 @@ class MLflow:
         import mlflow
         from mlflow.entities import Metric, Param
 
-        self._metric, self._client, self.id = Metric, mlflow.MlflowClient(), start.id
+        self._metric = Metric
+        self._client = mlflow.MlflowClient()
+        self.id = start.id
         if self.id:
             self._client.update_run(self.id, status="RUNNING")
             return
@@ -248,7 +253,9 @@ def follow(name: str, run: Path, project: str, tags: Sequence[str]) -> None:
     RUN/trackers/NAME.json holds the tracker's `id` and the place of the last record sent: epoch, whether the record is
     of the whole epoch, update.
     """
-    training, code, note = os.getppid(), None, run / FOLDER / f"{name}.json"
+    training = os.getppid()
+    code = None
+    note = run / FOLDER / f"{name}.json"
 
     def write_note() -> None:
         staged = note.with_suffix(".tmp")

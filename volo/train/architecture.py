@@ -153,7 +153,9 @@ class ModelRequest:
 
 def requested_by(settings: TrainSettings) -> ModelRequest:
     """Return what train.py asks of its model."""
-    network, pixels, regular = settings.network, settings.images.pixels, settings.regular
+    network = settings.network
+    pixels = settings.images.pixels
+    regular = settings.regular
     return ModelRequest(
         name=network.model,
         pretrained=network.pretrained,

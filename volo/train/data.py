@@ -39,8 +39,10 @@ from volo.config.settings_train import TrainSettings
 HELD_OUT_FILE = "validation_images.txt"  # in the run directory: lists the images that `--val-fraction` holds out
 Mask: TypeAlias = npt.NDArray[np.bool_]  # (N,), one value per image
 # Number of global batches in an epoch of --data-backend synthetic, and in its validation.
-SYNTHETIC_UPDATES, SYNTHETIC_VALIDATION_BATCHES = 100, 10
-_SAMPLE, _LOW_AGREEMENT = 256, 0.5  # label maps compared with their images' classes; share below which to warn
+SYNTHETIC_UPDATES = 100
+SYNTHETIC_VALIDATION_BATCHES = 10
+_SAMPLE = 256  # label maps compared with their images' classes
+_LOW_AGREEMENT = 0.5  # share below which to warn
 
 
 class Folders(NamedTuple):

@@ -68,7 +68,8 @@ class DeviceTimer:
         if self.pending:
             self.pending[-1][1].synchronize()
         self._add_finished()
-        seconds, self._seconds = self._seconds, 0.0
+        seconds = self._seconds
+        self._seconds = 0.0
         return seconds
 
     def _add_finished(self) -> None:

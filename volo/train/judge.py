@@ -16,7 +16,9 @@ from volo.train.architecture import known_config
 from volo.train.run import Run, Training
 
 WARM = 0.8  # share of the peak learning rate: with the default warm-up, a cosine reaches 0.9
-_FEW_IMAGES, _FEW_UPDATES, _LARGE_BATCH = 10_000, 2000, 16
+_FEW_IMAGES = 10_000
+_FEW_UPDATES = 2000
+_LARGE_BATCH = 16
 _FITS = 0.6  # share of the loss of guesses below which a model has learnt its training images
 # Usual peak rates by a part of the optimizer's name: least, most from nothing, most from trained weights.
 _USUAL_RATES = {"adam": (3e-5, 4e-3, 1e-3), "sgd": (3e-3, 1.0, 0.1), "momentum": (3e-3, 1.0, 0.1)}
@@ -27,7 +29,9 @@ def judge_epoch(run: Run, training: Training, epoch: int) -> None:
 
     Without validation at such an epoch, the next validated one is judged.
     """
-    warm, last, scores = run.settings.schedule.warmup_epochs, training.schedule.last_epoch, training.state.scores
+    warm = run.settings.schedule.warmup_epochs
+    last = training.schedule.last_epoch
+    scores = training.state.scores
     metric = ranked_by(run.settings.values())
     if not run.world.is_primary or metric not in scores[epoch] or epoch + 1 == last:
         return
@@ -46,7 +50,9 @@ def chance_line(run: Run, training: Training, epoch: int, best_of: int = 1, most
         best_of: Number of validations of which this one is the best.
         most: Number of remedies that the line names at most.
     """
-    scores, classes, state = training.state.scores[epoch], training.validation.dataset.classes, training.state
+    scores = training.state.scores[epoch]
+    classes = training.validation.dataset.classes
+    state = training.state
     top1 = scores["top1_ema" if ranked_by(run.settings.values()).endswith("_ema") else "top1"]
     count = len(classes)
     named = np.bincount(classes[classes >= 0]).max(initial=0)
@@ -71,7 +77,9 @@ def remedies(run: Run, training: Training, weights_learn: bool = False) -> list[
     Args:
         weights_learn: Whether the weights are better than chance, and only their average is not.
     """
-    settings, schedule, classes = run.settings, training.schedule, training.loader.dataset.classes
+    settings = run.settings
+    schedule = training.schedule
+    classes = training.loader.dataset.classes
     if weights_learn:
         return [f"a smaller --model-ema-decay than {settings.ema.model_ema_decay:g}: without the average, it is better"]
     shares = np.unique(classes, return_counts=True)[1] / len(classes)

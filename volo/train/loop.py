@@ -45,7 +45,10 @@ def train_epochs(run: Run, training: Training, saver: Saver) -> None:
     Raises:
         Stopped: The run stops between two updates, and the state is consistent. An epoch counts only when validated.
     """
-    settings, logger, state, schedule = run.settings, run.logger, training.state, training.schedule
+    settings = run.settings
+    logger = run.logger
+    state = training.state
+    schedule = training.schedule
     last, epochs = schedule.last_epoch, schedule.total_epochs
     ranking_metric = ranked_by(settings.values())
     meter = Meter(run, training)
@@ -95,7 +98,10 @@ def train_epoch(run: Run, training: Training, step: Step, meter: Meter, saver: S
         Stopped: A signal came, or loading failed; the state is that between two updates.
         UserError: Loading failed between the micro-batches of an update, whose gradients are incomplete.
     """
-    state, model, loader, precision = training.state, training.forward_model, training.loader, training.precision
+    state = training.state
+    model = training.forward_model
+    loader = training.loader
+    precision = training.precision
     set_train_mode(model, run.settings.norms.freeze_bn or run.settings.network.freeze)
     precision.begin(model)
     micro_batch = 0

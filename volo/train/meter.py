@@ -26,7 +26,8 @@ from volo.train.run import Run, Training
 _SHORT = 0.1  # share of an interval's time: a shorter wait for data doesn't explain an idle GPU
 _JUDGED_S = 5.0  # from so many seconds of updates, or from a report, follows how long the run will take
 _SAVED_S = 0.5  # seconds that an epoch's checkpoint and curve take
-_FIRST_BATCH, _IMAGES = "first_batch.png", 4
+_FIRST_BATCH = "first_batch.png"
+_IMAGES = 4
 
 
 class Meter:
@@ -36,9 +37,14 @@ class Meter:
     """
 
     def __init__(self, run: Run, training: Training) -> None:
-        self.run, self.training = run, training
-        self.state, self.precision, self.loader = training.state, training.precision, training.loader
-        self.logger, self.guard, self.log_interval = run.logger, run.guard, run.settings.checkpoints.log_interval
+        self.run = run
+        self.training = training
+        self.state = training.state
+        self.precision = training.precision
+        self.loader = training.loader
+        self.logger = run.logger
+        self.guard = run.guard
+        self.log_interval = run.settings.checkpoints.log_interval
         self._bad_labels: set[str] = set()  # paths of the bad labels that are reported
         self._draws = self.logger.records is not None and importlib.util.find_spec("matplotlib") is not None
         self._teachers = () if training.distillation is None else training.distillation.names
@@ -187,7 +193,8 @@ class Meter:
 
     def _tell_of_slow_host(self, interval: Interval) -> None:
         """Log once if the GPU had run out of work before most updates although their data were ready."""
-        late, self._late = self._late, 0
+        late = self._late
+        self._late = 0
         if self._slow_host_told or 2 * late <= interval.updates or interval.wait_seconds > _SHORT * interval.seconds:
             return
         self._slow_host_told = True

@@ -49,7 +49,10 @@ class OnlineAnnotator:
         exact_tail: bool = False,
         notes: Sequence[str] = (),
     ) -> None:
-        self.name, self.annotator, self.exact_tail, self.notes = name, annotator, exact_tail, notes
+        self.name = name
+        self.annotator = annotator
+        self.exact_tail = exact_tail
+        self.notes = notes
         model: Any = annotator.model  # has timm's interface
         self._num_classes = int(model.num_classes)
         device = next(model.parameters()).device

@@ -242,7 +242,10 @@ class Precision:
         working_copy: WorkingCopy | None = None,
         norm_of: Callable[[Iterable[nn.Parameter]], Tensor] = total_norm,
     ) -> None:
-        self.device, self.amp_dtype, self.clip, self.working_copy = device, amp_dtype, clip, working_copy
+        self.device = device
+        self.amp_dtype = amp_dtype
+        self.clip = clip
+        self.working_copy = working_copy
         self._norm_of = norm_of
         scaled = amp_dtype is torch.float16 and device.type == "cuda"
         self.scaler = torch.amp.GradScaler(device.type) if scaled else None

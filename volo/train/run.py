@@ -51,10 +51,15 @@ if TYPE_CHECKING:
 BATCH_KEY = "batch"  # key in a checkpoint
 _HORIZONS = 5  # a run has so many times 1 / (1 - decay) updates; then 0.7 % of the average are the initial weights
 _WARNED_SHARE = 0.1  # share of the initial weights in the average above which a warning is logged
-_LEAST_UPDATES, _LARGEST_BATCH = 4, 128  # per epoch, and images per device, if the user sets no batch size
+_LEAST_UPDATES = 4  # per epoch, if the user sets no batch size
+_LARGEST_BATCH = 128  # images per device, likewise
 # A command without a model takes the recipe from nothing for so many images at most, with so many epochs at least and
 # at most, until so many images have been seen, and validates so many times at most.
-_FEW_IMAGES, _LEAST_EPOCHS, _MOST_EPOCHS, _IMAGES_SEEN, _VALIDATIONS = 20_000, 40, 600, 36_000, 60
+_FEW_IMAGES = 20_000
+_LEAST_EPOCHS = 40
+_MOST_EPOCHS = 600
+_IMAGES_SEEN = 36_000
+_VALIDATIONS = 60
 
 
 @dataclass(frozen=True)

@@ -46,9 +46,12 @@ from volo.train.step import Step, StepResult
 
 # Updates launched before the capture. The first one creates the optimizer's state, and libraries choose their kernels.
 # DistributedDataParallel measures times in its first ten updates.
-WARM_UP, _WARM_UP_OF_RANKS = 3, 11
+WARM_UP = 3
+_WARM_UP_OF_RANKS = 11
 # Relative tolerances of losses and norms, of the change of the weights, and of the weights.
-_LOSS_TOLERANCE, _CHANGE_TOLERANCE, _WEIGHT_TOLERANCE = 5e-3, 0.05, 1e-7
+_LOSS_TOLERANCE = 5e-3
+_CHANGE_TOLERANCE = 0.05
+_WEIGHT_TOLERANCE = 1e-7
 # Share of the GPU's memory; if more is reserved, graphs are freed for validation and smaller batches.
 _MUCH_RESERVED = 0.5
 _AHEAD = 2  # replays that may be queued: the host is free meanwhile, and each holds a batch

@@ -26,7 +26,8 @@ from tlt.io.text import leads_out, lookalikes, natural_key, natural_sorted, prin
 
 TRAIN_SPLITS = ("train", "training")
 VALIDATION_SPLITS = ("val", "valid", "validation", "eval", "evaluation")
-TABLE, LABELS = "shards", "labels"  # names of the tables of images and of label maps in a folder of tar shards
+TABLE = "shards"  # name of the table of images in a folder of tar shards
+LABELS = "labels"  # of label maps
 PACKING = "packing.json"  # says what `tlt pack-images` packs here, and whether it has finished
 # Folders that file systems, network drives and archive programs create, some of which hold small pictures.
 _SYSTEM_FOLDERS = {"lost+found", "$RECYCLE.BIN", "System Volume Information", "__MACOSX"}
