@@ -108,9 +108,10 @@ def restore_state(run: Run, training: Training) -> None:
             theirs = own_names(model_config_of(checkpoint, path) or {}, ours)
             if rows_by_name(theirs, ours, (count, count)) is not None:
                 raise UserError(f"it has other classes ({first_difference(theirs, ours)}): --finetune goes by names")
-            # A branch that goes on from its own checkpoint has passed --no-resume-opt already.
+            # A run that is started again, or a branch that goes on from its own, has passed --no-resume-opt already.
             flags = settings.checkpoints
-            with_optimizer = not flags.no_resume_opt or bool(flags.branch and start.kind is not Kind.BRANCH)
+            passed = start.kind is Kind.RESTARTED or (flags.branch != "" and start.kind is not Kind.BRANCH)
+            with_optimizer = passed or not flags.no_resume_opt
             messages += state.load(checkpoint, path, with_optimizer)
             messages += changed_settings(checkpoint.get("args"), settings_of(settings))
         messages.append(f"resumed {path}: {state.epoch} epochs, {state.update} updates done")

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from torch.distributed import TCPStore
 
 from tests.checkpoint.test_weights import Payload
@@ -129,10 +130,12 @@ def test_a_restart_goes_on_with_the_run_of_its_launch_alone(call, data, tmp_path
         monkeypatch.setenv(name, value)
     for restarts in (0, 1):
         monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(restarts))
-        ended = call(
-            "train", f"{data} {QUICK} --lr 1e-3 --output {tmp_path / 'out'} {named} --epochs {restarts + 1}"
-        ).ok()
+        files = [*(tmp_path / "out").rglob("last.pth.tar")]
+        again = f"--resume {files[0]} --no-resume-opt" if files else ""  # which counted at the first start
+        line = f"{data} {QUICK} --lr 1e-3 --output {tmp_path / 'out'} {named} --epochs {restarts + 1} {again}"
+        ended = call("train", line).ok()
     assert "1 epochs, 2 updates done" in ended.out
+    assert {int(state["step"]) for state in torch.load(files[0])["optimizer"]["state"].values()} == {4}
     assert "start: a run that its launcher has started again in " in ended.out
     (record,) = (tmp_path / "out").rglob("run.json")
     assert not named or record.parent == tmp_path / "out" / "sweep/a"
