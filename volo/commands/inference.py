@@ -55,7 +55,7 @@ def load(
         pretrained=network.pretrained,
         num_classes=network.num_classes,
         image_size=image_size_of(pixels, network.model_kwargs),
-        channels=pixels.input_size[0] if pixels.input_size else None,
+        in_chans=pixels.input_size[0] if pixels.input_size else None,
         preparation=preparation_of(pixels, crop_mode),
         global_pool=network.gp,
         outlook_kernel=outlook_kernel,

@@ -94,24 +94,16 @@ class StepShape(NamedTuple):
 
 
 def activations_of(model: nn.Module, shape: StepShape) -> tuple[float, float]:
-    """Predict the peak bytes of a step besides weights and gradients: a fixed part, and a part per image.
-
-    The model must be in the mode in which it is trained.
-
-    Raises:
-        NotImplementedError, RuntimeError: The model depends on values of tensors; VOLO and LV-ViT don't.
-    """
+    """Predict the peak bytes of a step besides weights and gradients: a fixed part, and a part per image. The model
+    must be in training mode. Layers that depend on values of tensors, unlike VOLO's and LV-ViT's, raise any error."""
     few, many = (step_peak(model, shape, batch) for batch in (16, 32))
     # The part that doesn't grow with the batch is the copy of the weights in autocast's dtype.
     return 2 * few - many, (many - few) / 16
 
 
 def step_peak(model: nn.Module, shape: StepShape, batch: int, trained: bool = True) -> int:
-    """Return the peak bytes of a step, besides weights, gradients and images.
-
-    The loss is assumed to be the one that takes most memory: logits and their gradients are float32. If the model is
-    not `trained`, there is only a forward pass.
-    """
+    """Return the peak bytes of a step, besides weights, gradients and images. Logits and their gradients are float32,
+    as in the loss that takes most memory. If the model is not `trained`, there is only a forward pass."""
     without_contents = FakeTensorMode()
     with FakeCopyMode(without_contents):
         model = copy.deepcopy(model)
@@ -137,9 +129,7 @@ def _forward(model: nn.Module, images: Tensor, shape: StepShape) -> Any:
 def seconds_of_images(model: nn.Module, shape: StepShape, device: torch.device, batch: int) -> tuple[int, float]:
     """Train on random images without changing the weights; return the number of images and the seconds that they took.
     A CPU gets fewer than `batch` if they need many operations. The first pass, which chooses kernels, does not count.
-
-    Raises what the model raises, RuntimeError if memory is short, ValueError if it would take a CPU minutes.
-    """
+    Raises what the model raises, RuntimeError if memory is short, ValueError if it would take a CPU minutes."""
     if device.type == "cpu":
         flops = flops_per_image(model, shape.input_size)
         if 2 * flops > _OPERATIONS_OF_CPU:
@@ -242,13 +232,8 @@ def memory_report(
     device: torch.device,
     graph: bool = False,
 ) -> list[str]:
-    """Return the lines of `--dry-run` about operations and memory.
-
-    Args:
-        master: The model that is optimized.
-        model: The module that computes: `master` or its bfloat16 copy. It is put into training mode.
-        graph: Whether a step is rehearsed before it is repeated as a CUDA graph.
-    """
+    """Return the lines of `--dry-run` about operations and memory. `master` is optimized; `model`, itself or a bfloat16
+    copy, computes, and is put into training mode. With a `graph`, a step is rehearsed before it is repeated as one."""
     set_train_mode(model, settings.norms.freeze_bn or settings.network.freeze)
     fixed_parts = fixed_memory(settings, master, device)
     total = sum(fixed_parts.values())

@@ -33,12 +33,8 @@ class Architecture(NamedTuple):
 
 @cache
 def architecture_of(model: str) -> Architecture:
-    """Return the architecture that `--model` names.
-
-    Raises:
-        UserError: The name is unknown (the message suggests the nearest ones), the folder or repository can't be read,
-            or it describes a model that timm doesn't know.
-    """
+    """Return the architecture that `--model` names. Raise UserError if the name is unknown (the message suggests the
+    nearest ones), or the folder or repository can't be read or describes a model that timm doesn't know."""
     prefix, colon, name = model.partition(":")
     if not colon or prefix not in ("local-dir", "hf-hub"):
         if not timm.is_model(model):
@@ -127,7 +123,7 @@ class ModelRequest:
     Attributes:
         name: What `--model` names.
         image_size: (H, W).
-        channels: 3 for RGB, 1 for grey images.
+        in_chans: 3 for RGB, 1 for grey images.
         preparation: Of crop_pct, crop_mode, mean, std and interpolation those that the flags set.
         other_sizes: Further image sizes (H, W) that it has to take.
         kwargs: More arguments of its constructor.
@@ -138,7 +134,7 @@ class ModelRequest:
     pretrained: bool = False
     num_classes: int | None = None
     image_size: tuple[int, int] | None = None
-    channels: int | None = None
+    in_chans: int | None = None
     preparation: Mapping[str, Any] = field(default_factory=dict)
     other_sizes: tuple[tuple[int, int], ...] = ()
     global_pool: str | None = None
@@ -161,7 +157,7 @@ def requested_by(settings: TrainSettings) -> ModelRequest:
         pretrained=network.pretrained,
         num_classes=network.num_classes,
         image_size=image_size_of(pixels, network.model_kwargs),
-        channels=pixels.input_size[0] if pixels.input_size else network.in_chans,
+        in_chans=pixels.input_size[0] if pixels.input_size else network.in_chans,
         preparation=preparation_of(pixels),
         other_sizes=tuple(other_sizes(settings.sizes)),
         global_pool=network.gp,
@@ -184,15 +180,8 @@ def preparation_of(pixels: Pixels, crop_mode: str = "") -> dict[str, Any]:
 
 def model_kwargs(request: ModelRequest) -> dict[str, Any]:
     """Return the arguments of the model's constructor. A value that is None leaves the model's default."""
-    kwargs: dict[str, Any] = {
-        "pretrained": request.pretrained,
-        "num_classes": request.num_classes,
-        "in_chans": request.channels,
-        "global_pool": request.global_pool,
-        "drop_rate": request.drop_rate,
-        "drop_path_rate": request.drop_path_rate,
-        "outlooker_drop_path": request.outlooker_drop_path,
-    }
+    names = ("pretrained", "num_classes", "in_chans", "global_pool", "drop_rate", "drop_path_rate")
+    kwargs = {name: getattr(request, name) for name in (*names, "outlooker_drop_path")}
     if request.image_size is not None and takes_image_size(request.name):
         kwargs["img_size"] = request.image_size
     kwargs = {k: v for k, v in kwargs.items() if v is not None and v is not False}

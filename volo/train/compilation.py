@@ -30,29 +30,17 @@ _GRAPHS = 8  # torch's own limit of graphs per function, here for each image siz
 
 @dataclass(frozen=True)
 class Compiler:
-    """Compiles models as the flags `--torchcompile...` say, or leaves them as they are without these.
-
-    Attributes:
-        flags: The flags.
-        name: What `--model` names, for messages.
-        sizes: Number of image sizes that a run uses.
-    """
+    """Compiles models as the flags `--torchcompile...` say, or leaves them as they are without these. `name` is what
+    `--model` names, for messages; `sizes` is the number of image sizes that a run uses."""
 
     flags: Compilation
     name: str
     sizes: int = 1
 
     def model(self, model: Any) -> Any:
-        """Compile a model, and return the module to call.
-
-        Blocks are compiled in place and keep their names; later copies of the model are not compiled.
-
-        Args:
-            model: The bare model, or a module such as DistributedDataParallel that wraps it.
-
-        Raises:
-            UserError: torch has no such backend, or the model doesn't name its blocks.
-        """
+        """Compile a bare model, or a module such as DistributedDataParallel that wraps it; return the module to call.
+        Blocks are compiled in place and keep their names; later copies of the model are not compiled. Raise UserError
+        if torch has no such backend, or the model doesn't name its blocks."""
         if not self.flags.torchcompile:
             return model
         self.check_scope(model)
@@ -69,11 +57,7 @@ class Compiler:
                 module.compile(**options)
 
     def features(self, model: nn.Module) -> Callable[[F], F]:
-        """Compile `model` for a function that calls parts of it. Return a decorator for that function.
-
-        Raises:
-            UserError: torch has no such backend.
-        """
+        """Compile `model` for a function that calls parts of it. Return a decorator for that function."""
         if self.flags.torchcompile and self._scope(model) == "model":
             return self._compile()
         self.model(model)
@@ -114,22 +98,15 @@ class Compiler:
 
 
 def begin_step() -> None:
-    """Tell CUDA graphs that their previous outputs are no longer needed. Do nothing without CUDA graphs.
-
-    Call this before the first forward pass of each update, but not between its micro-batches, whose accumulated
-    gradients are in the memory of the graphs.
-    """
+    """Tell CUDA graphs, if there are any, that their previous outputs are no longer needed. Call this before the first
+    forward pass of each update, but not between its micro-batches, whose gradients are in the graphs' memory."""
     if _CUDA_GRAPHS in sys.modules:
         torch.compiler.cudagraph_mark_step_begin()
 
 
 @contextmanager
 def compile_errors_told(backend: str | None) -> Iterator[None]:
-    """Turn errors of torch's compiler in the block into one line.
-
-    Raises:
-        UserError: In place of torch's own exception.
-    """
+    """Turn errors of torch's compiler in the block into UserErrors of one line."""
     try:
         yield
     except Exception as error:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -114,12 +115,8 @@ class TokenLabelCriterion(TokenLabelLoss):
 
 @dataclass(frozen=True)
 class ClassCriterion:
-    """Cross-entropy on the image's class, for any timm model. Its methods are those of `TokenLabelCriterion`.
-
-    Args:
-        mix: Mixup or CutMix, which also smooth the targets; None for neither.
-        bce: Binary cross-entropy of logits and targets, which smooths class numbers itself; None for softmax.
-    """
+    """Cross-entropy on the image's class, for any timm model. Its methods are those of `TokenLabelCriterion`. `mix`
+    (Mixup or CutMix) smooths the targets, too, and `bce` (binary cross-entropy in place of softmax) class numbers."""
 
     smoothing: float = 0.1
     mix: Mixup | None = None
@@ -140,10 +137,8 @@ class ClassCriterion:
         if self.mix is not None and drawn.ratios is not None:
             targets = self.mix.soft_targets(targets, drawn.ratios, logits.dtype)
             smoothing = 0.0
-        if self.bce is not None:
-            loss = self.bce(logits, targets)
-        else:
-            loss = F.cross_entropy(logits, targets, label_smoothing=smoothing)
+        entropy = self.bce or partial(F.cross_entropy, label_smoothing=smoothing)
+        loss = entropy(logits, targets)
         return LossTerms(loss, loss, torch.zeros_like(loss))
 
 
@@ -164,32 +159,24 @@ def _draw_ratios(mix: Mixup | None, batch: Batch, step: StepKey) -> MixRatios | 
 def make_criterion(
     settings: TrainSettings, model: Any, image_size: tuple[int, int], annotator: OnlineAnnotator | None = None
 ) -> Criterion:
-    """Return the criterion that the flags describe. If the dense loss has weight 0, switch off the model's dense head.
-
-    Args:
-        image_size: (H, W) of `--img-size`.
-
-    Raises:
-        UserError: `--token-label` is used with a model without a dense head, or a label size doesn't fit its tokens.
-    """
+    """Return the criterion that the flags describe; `image_size` is (H, W). If the dense loss has weight 0, switch off
+    the model's dense head. Raise UserError if the model has none, or a label size doesn't fit its tokens."""
     if settings.teachers.kd_only:
         return NoLabels()
-    if not settings.labels.token_label:
-        return ClassCriterion(
-            settings.regular.smoothing, _mixup(settings.regular, model.num_classes), _bce(settings.regular)
-        )
+    mix = _mixup(settings.regular, model.num_classes)
+    labels = settings.labels
+    if not labels.token_label:
+        return ClassCriterion(settings.regular.smoothing, mix, _bce(settings.regular))
     if not isinstance(model, TOKEN_LABEL_MODELS):
         name = settings.network.model
         raise UserError(f"--model {name} has no dense head for --token-label: give it one with add_dense_head")
-    grid = model.token_grid(image_size)
-    labels = settings.labels
-    if labels.token_label_size and labels.token_label_size > max(*grid, 1):
+    rows, columns = model.token_grid(image_size)
+    if labels.token_label_size and labels.token_label_size > max(rows, columns, 1):
         raise UserError(
-            f"--token-label-size {labels.token_label_size} doesn't fit: "
-            f"{settings.network.model} has {grid[0]} x {grid[1]} tokens at "
-            f"{image_size[0]} x {image_size[1]} px; leave the flag out"
+            f"--token-label-size {labels.token_label_size} doesn't fit: {settings.network.model} has {rows} x "
+            f"{columns} tokens at {image_size[0]} x {image_size[1]} px; leave the flag out"
         )
-    if not settings.labels.dense_weight:
+    if not labels.dense_weight:
         model.set_dense_head(False)
     return TokenLabelCriterion.of(
         model,
@@ -197,9 +184,9 @@ def make_criterion(
         other_sizes(settings.sizes),
         dense=model.dense_head and labels.token_label_size != 1,
         **{name: settings[name] for name in SETTINGS},
-        mix_token=not settings.labels.no_mix_token,
-        mix=_mixup(settings.regular, model.num_classes),
-        published_sum="target-sum" in (settings.labels.compat or ()),
+        mix_token=not labels.no_mix_token,
+        mix=mix,
+        published_sum="target-sum" in (labels.compat or ()),
         annotator=annotator,
     )
 

@@ -32,7 +32,7 @@ from tlt.io.jobs import SearchProgress, default_workers
 from tlt.io.text import lookalikes, printable, some_names
 from volo.cluster.distributed import World
 from volo.cluster.launch import launch_of
-from volo.config.settings_data import Augmentation, ImageSizes, LabelMaps
+from volo.config.settings_data import Augmentation, LabelMaps
 from volo.config.settings_shared import LimitedLoading, Loading
 from volo.config.settings_train import TrainSettings
 
@@ -54,14 +54,9 @@ class Folders(NamedTuple):
 
 
 def open_folders(settings: TrainSettings, world_size: int, on_progress: SearchProgress | None = None) -> Folders:
-    """Find the images of both splits; report progress of a long search to `on_progress`.
-
-    With `--val-fraction` both are the training images, which `hold_out` splits. With `--kd-only` both are the training
-    images as well, but such runs don't validate.
-
-    Raises:
-        UserError: A split is missing or empty, or the splits have different classes.
-    """
+    """Find the images of both splits; report progress of a long search to `on_progress`. With `--val-fraction` both are
+    the training images, which `hold_out` splits; with `--kd-only` as well, but such runs don't validate. Raise
+    UserError if a split is missing or empty, or the splits have different classes."""
     images = settings.images
     if images.loading.data_backend == "synthetic":
         from tlt.data.backends.synthetic import synthetic_folder
@@ -88,11 +83,7 @@ def open_folders(settings: TrainSettings, world_size: int, on_progress: SearchPr
 
 def hold_out(fraction: float, seed: int, folders: Folders, *directories: Path) -> Folders:
     """Hold out a fraction of the training images for validation (`--val-fraction`); 0 has a split of its own. If a
-    run directory has a list, the first such list is used.
-
-    Raises:
-        UserError: None of the images is in the list, or no class has two images.
-    """
+    run directory has a list, the first such list is used. Raise UserError if either part would be empty."""
     if not fraction:
         return folders
     lists = [directory / HELD_OUT_FILE for directory in directories if (directory / HELD_OUT_FILE).is_file()]
@@ -115,14 +106,8 @@ def _draw_held_out(images: ImageSource, fraction: float, seed: int) -> Mask:
 
 
 def listed_images(images: ImageSource, file: str, missing_allowed: bool = False) -> Mask:
-    """Return for each image (N,) whether it is in a file that lists one name per line (see `as_list`).
-
-    Args:
-        missing_allowed: Whether some listed images, but not all, may be missing.
-
-    Raises:
-        UserError: The file can't be read, or lists images that don't exist.
-    """
+    """Return for each image (N,) whether it is in a file that lists one name per line (see `as_list`). Raise UserError
+    if the file can't be read, or no listed image exists; one missing is enough unless `missing_allowed`."""
     try:
         with open(file, encoding="utf-8-sig", errors="surrogateescape", opener=regular_only) as lines:
             names = {_unquoted(line.rstrip("\n")) for line in lines if line.strip()}
@@ -166,16 +151,9 @@ def open_labels(
     flag: str = "--token-label-data",
     synthetic: bool = False,
 ) -> tuple[LabelReader | None, list[str]]:
-    """Find the images' token labels. Return (labels or None, warnings). Report progress of a search to `on_progress`.
-
-    Args:
-        path: The labels' folder; "" for none.
-        flag: The flag that names it.
-        synthetic: Whether the images are synthetic, and so the maps.
-
-    Raises:
-        UserError: A label is missing (`--bad-label stop`), or the labels are for other classes.
-    """
+    """Find the images' token labels in the folder `path` that `flag` names; "" has none. Return (labels or None,
+    warnings). Synthetic images have `synthetic` maps. Report progress of a search to `on_progress`. Raise UserError if
+    a label is missing (`--bad-label stop`), or the labels are for other classes."""
     if not path:
         return None, []
     if synthetic:
@@ -219,26 +197,23 @@ def label_agreement(labels: LabelReader | None, images: ImageSource) -> str:
 
 def augment_config(augment: Augmentation, data_config: Mapping[str, Any]) -> AugmentConfig:
     """Return the training augmentation that the flags describe."""
+    same = ("hflip", "vflip", "color_jitter", "reprob", "remode", "recount", "no_aug")
     return AugmentConfig(
         size=data_config["input_size"][1:],
         scale=(augment.scale[0], augment.scale[1]),
         ratio=(augment.ratio[0], augment.ratio[1]),
-        hflip=augment.hflip,
-        vflip=augment.vflip,
         auto_augment=None if augment.aa in ("", "none") else augment.aa,
-        color_jitter=augment.color_jitter,
         interpolation=augment.train_interpolation or "random",
-        reprob=augment.reprob,
-        remode=augment.remode,
-        recount=augment.recount,
         mean=_rgb(data_config),
-        no_aug=augment.no_aug,
+        **{name: getattr(augment, name) for name in same},
     )
 
 
-def size_schedule(sizes: ImageSizes, batch_size: int, epochs: int, full: tuple[int, int]) -> SizeSchedule | None:
+def sizes_of(settings: TrainSettings, full: tuple[int, int]) -> SizeSchedule | None:
     """Return the schedule of `--train-img-sizes`, or None without it; `full` is (H, W) of `--img-size`. Raises
     UserError if its flags have contradictory numbers of values."""
+    sizes = settings.sizes
+    batch_size = settings.images.batch_size
     if not sizes.train_img_sizes:
         return None
     sides = [to_2tuple(size) for size in sizes.train_img_sizes]
@@ -246,14 +221,9 @@ def size_schedule(sizes: ImageSizes, batch_size: int, epochs: int, full: tuple[i
     if batches == ["auto"]:  # about the same number of pixels in each batch
         fitting = [batch_size * math.prod(full) // math.prod(side) for side in sides]
         batches = [max(1, batch // 8 * 8 or batch) for batch in fitting]
-    length = epochs if sizes.train_size_schedule == "progressive" else None
+    length = settings.schedule.epochs if sizes.train_size_schedule == "progressive" else None
     window = sizes.train_size_schedule_spread, sizes.train_size_random_mix
     return SizeSchedule(sides, batches, sizes.train_size_probs, length, *window)
-
-
-def sizes_of(settings: TrainSettings, full: tuple[int, int]) -> SizeSchedule | None:
-    """Return the `size_schedule` of a run; `full` is (H, W) of `--img-size`."""
-    return size_schedule(settings.sizes, settings.images.batch_size, settings.schedule.epochs, full)
 
 
 def train_loader(
@@ -278,10 +248,7 @@ def train_loader(
         settings.run.seed,
         mean=data_config["mean"],
         std=data_config["std"],
-        device=world.device,
         workers=workers_of(loading.workers),
-        world_size=world.data_size,
-        rank=world.data_rank,
         backend=loading.data_backend,
         max_pixels=loading.max_pixels,
         full_decode=loading.full_decode,
@@ -306,12 +273,8 @@ def validation_loader(
     skips: SkipCounter | None = None,
     keep_workers: bool = False,
 ) -> EvalLoader:
-    """Return the loader of this rank's validation batches, with label maps if `labels` is given.
-
-    Args:
-        skips: Counts unreadable images. None allows as many of them as `--max-bad-images` does.
-        keep_workers: Whether the decoding processes stay from epoch to epoch.
-    """
+    """Return the loader of this rank's validation batches, with label maps if `labels` is given. `skips` counts
+    unreadable images; None allows as many as `--max-bad-images` does. `keep_workers` keeps processes between epochs."""
     # The decoder does not scale here: validation resizes whole images, with the same filters in all backends.
     workers = workers_of(loading.workers)
     limit = loading.max_bad_images if isinstance(loading, LimitedLoading) else None
@@ -320,12 +283,9 @@ def validation_loader(
         eval_dataset(folder, data_config, backend=backend, labels=labels),
         batch_size,
         EvalStage(data_config["mean"], data_config["std"]).to(world.device),
-        device=world.device,
         workers=min(workers, math.ceil(len(folder) / batch_size)),  # none of them is without a batch
         skips=skips or SkipCounter(len(folder), limit),
         **_feeding(loading, world, keep_workers),
-        world_size=world.data_size,
-        rank=world.data_rank,
     )
 
 
@@ -358,6 +318,9 @@ def _rgb(data_config: Mapping[str, Any]) -> tuple[float, ...]:
 def _feeding(loading: Loading, world: World, keep_workers: bool) -> dict[str, Any]:
     """Return the arguments that all loaders share. Several ranks keep their workers: forks beside gloo can hang."""
     return {
+        "device": world.device,
+        "world_size": world.data_size,
+        "rank": world.data_rank,
         "pin_memory": loading.pin_mem,
         "prefetch": not loading.no_prefetcher,
         "timeout": float(loading.loader_timeout),

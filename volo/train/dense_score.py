@@ -26,13 +26,9 @@ class DenseScore:
     whose label prefers no class are left out; one of several top classes of a label is right.
 
     Args:
-        path: Folder of the images' label maps, which `maps` says how to read.
-        flag: The flag that names the folder.
-        model: A model with a dense head, neither compiled nor wrapped in DistributedDataParallel.
+        path: Folder of the images' label maps, which `maps` says how to read and `flag` names.
+        model: A model with a trained dense head, neither compiled nor wrapped in DistributedDataParallel.
         data_config: `input_size` in validation.
-
-    Raises:
-        UserError: The model has no trained dense head, or the labels can't be used.
     """
 
     def __init__(

@@ -84,12 +84,10 @@ class Distillation:
     """The teachers of a run, and their losses.
 
     Attributes:
-        checksum: Checksum of the teachers' weights.
         names: Names of the teachers in the records, all different.
         views: For each teacher, the loader of its images; None if it sees the student's images.
         learns_features: Whether the student learns more than logits: then it returns its features, too.
         class_names: Names of the classes of the teachers' logits, as far as they are known.
-        timer: Measures the teachers' work.
     """
 
     checksum: str
@@ -128,16 +126,9 @@ def load_distillation(
     world: World,
     logger: Logger,
 ) -> Distillation:
-    """Load the teachers that the flags name, log them, and add projectors to the student, which is on the CPU.
-
-    Args:
-        data_config: input_size, mean and std of the student's images.
-        images: Training images.
-
-    Raises:
-        UserError: A teacher does not exist, its weights can't be fetched, it can't take such images, or teacher and
-            student differ in classes or have no tokens.
-    """
+    """Load the teachers that the flags name, log them, and add projectors to the student, which is on the CPU, for its
+    images of `data_config` (input_size, mean, std). Raise UserError if a teacher does not exist or can't be fetched,
+    can't take such images, or has no tokens or other classes than the student."""
     names_of_classes = [] if settings.teachers.kd_only else images.class_names  # without labels, those of the teacher
     whose = f"--model {settings.network.model}"
     channels, *size = data_config["input_size"]
@@ -218,12 +209,11 @@ def _load_teacher(
     digest = checksum(model)
     model = place_model(model, settings.precision.channels_last, world)
     dtype = None if compute_dtype(settings.precision.mixed, world.device) is None else torch.bfloat16
-    trained.notes += check_convolutions(model, data_config["input_size"], dtype, world.device)
+    input_size = data_config["input_size"]
+    trained.notes += check_convolutions(model, input_size, dtype, world.device)
     pixels = data_config["mean"], data_config["std"]
-    teacher = FeatureTeacher(
-        model, data_config["input_size"][1:], *pixels, dtype, compiler_of(settings).features(model)
-    )
-    teacher(torch.zeros(2, *data_config["input_size"], device=world.device), kind)
+    teacher = FeatureTeacher(model, input_size[1:], *pixels, dtype, compiler_of(settings).features(model))
+    teacher(torch.zeros(2, *input_size, device=world.device), kind)
     if KINDS[kind].of_places:
         _ = teacher.tokens  # raises here, where the teacher is blamed and not the student
     return teacher, digest, trained

@@ -26,9 +26,7 @@ _USUAL_RATES = {"adam": (3e-5, 4e-3, 1e-3), "sgd": (3e-3, 1.0, 0.1), "momentum":
 
 def judge_epoch(run: Run, training: Training, epoch: int) -> None:
     """Print a warning if validation is at chance, after the warm-up and then after each tenth of the run but the last.
-
-    Without validation at such an epoch, the next validated one is judged.
-    """
+    Without validation at such an epoch, the next validated one is judged."""
     warm = run.settings.schedule.warmup_epochs
     last = training.schedule.last_epoch
     scores = training.state.scores
@@ -43,13 +41,8 @@ def judge_epoch(run: Run, training: Training, epoch: int) -> None:
 
 
 def chance_line(run: Run, training: Training, epoch: int, best_of: int = 1, most: int = 3) -> str:
-    """Return a line if an epoch's accuracy, of the weights that rank epochs, is one that guesses reach, else "".
-
-    Args:
-        epoch: Number of a validated epoch.
-        best_of: Number of validations of which this one is the best.
-        most: Number of remedies that the line names at most.
-    """
+    """Return a line if the accuracy of a validated epoch, the best of `best_of` validations, of the weights that rank
+    epochs, is one that guesses reach, else "". It names at most `most` remedies."""
     scores = training.state.scores[epoch]
     classes = training.validation.dataset.classes
     state = training.state
@@ -72,11 +65,8 @@ def chance_line(run: Run, training: Training, epoch: int, best_of: int = 1, most
 
 
 def remedies(run: Run, training: Training, weights_learn: bool = False) -> list[str]:
-    """Return what may help a run at chance, the likeliest first: only what its settings leave open.
-
-    Args:
-        weights_learn: Whether the weights are better than chance, and only their average is not.
-    """
+    """Return what may help a run at chance, the likeliest first: only what its settings leave open. `weights_learn`
+    says that the weights are better than chance, and only their average is not."""
     settings = run.settings
     schedule = training.schedule
     classes = training.loader.dataset.classes

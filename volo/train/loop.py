@@ -40,11 +40,8 @@ _COLLECT = 200  # updates between two garbage collections
 
 
 def train_epochs(run: Run, training: Training, saver: Saver) -> None:
-    """Train from the state's position to the end of the schedule, or to `--stop-epoch`.
-
-    Raises:
-        Stopped: The run stops between two updates, and the state is consistent. An epoch counts only when validated.
-    """
+    """Train from the state's position to the end of the schedule, or to `--stop-epoch`. Raise Stopped if the run stops
+    between two updates; the state is consistent then. An epoch counts only when validated."""
     settings = run.settings
     logger = run.logger
     state = training.state
@@ -168,10 +165,9 @@ def validate_epoch(run: Run, training: Training, epoch: int) -> dict[str, Evalua
         for bare, _ in models.values():
             # Ranks have seen different images, so all of them validate with the statistics that rank 0 saves.
             distribute_bn(bare, run.world.size, reduce=run.settings.norms.dist_bn == "reduce")
-    always = (training.schedule.last_epoch, *(run.settings.checkpoints.save_epochs or ()))
-    if run.settings.teachers.kd_only or (
-        (epoch + 1) % run.settings.checkpoints.val_interval and epoch + 1 not in always
-    ):
+    flags = run.settings.checkpoints
+    always = (training.schedule.last_epoch, *(flags.save_epochs or ()))
+    if run.settings.teachers.kd_only or ((epoch + 1) % flags.val_interval and epoch + 1 not in always):
         return {}
     evaluations = {}
     for name, (_, forward_model) in models.items():
@@ -183,10 +179,8 @@ def validate_epoch(run: Run, training: Training, epoch: int) -> dict[str, Evalua
 
 
 def _evaluated(run: Run, training: Training, model: nn.Module) -> Evaluation:
-    dense = training.dense_score
-    return evaluate(
-        model, training.validation, training.precision, run.world, guard=run.guard.iterate_validation, dense=dense
-    )
+    guard = run.guard.iterate_validation
+    return evaluate(model, training.validation, training.precision, run.world, None, guard, training.dense_score)
 
 
 def evaluate(
@@ -198,15 +192,13 @@ def evaluate(
     guard: Callable[[Iterable[Batch]], Iterable[Batch]] = iter,
     dense: DenseScore | None = None,
 ) -> Evaluation:
-    """Evaluate `model` on every image of `loader`, on all ranks together.
+    """Evaluate `model` on every image of `loader`, on all ranks together. Raise UserError if an image was not seen
+    exactly once, or none could be read.
 
     Args:
         on_outputs: Called with the logits (B, C) and the batch, for further metrics.
         guard: Wraps the iteration over batches (`volo.cluster.watchdog`).
         dense: Compares the tokens' predictions with the label maps of the batches.
-
-    Raises:
-        UserError: An image was not seen exactly once, or none could be read.
     """
     model.eval()
     sums = Sums(("images", "top1", "top5", "loss", "unreadable"), world)
@@ -260,11 +252,7 @@ def best_so_far(state: TrainState, ranking_metric: str) -> tuple[float | None, i
 
 @contextmanager
 def out_of_memory_explained(batch_size: int, checkpointing: bool) -> Iterator[None]:
-    """Turn an out-of-memory error in the block into one line with the remedy.
-
-    Raises:
-        UserError: In place of torch's error.
-    """
+    """Turn an out-of-memory error in the block into a UserError with the remedy."""
     try:
         yield
     except RuntimeError as error:

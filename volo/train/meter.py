@@ -31,10 +31,8 @@ _IMAGES = 4
 
 
 class Meter:
-    """Counts over one epoch after another, each from `begin` to `end`.
-
-    A report, once per `--log-interval`, synchronises host and device; so does drawing a picture.
-    """
+    """Counts over one epoch after another, each from `begin` to `end`. A report, once per `--log-interval`, waits for
+    the device; so does drawing a picture."""
 
     def __init__(self, run: Run, training: Training) -> None:
         self.run = run
@@ -48,15 +46,12 @@ class Meter:
         self._bad_labels: set[str] = set()  # paths of the bad labels that are reported
         self._draws = self.logger.records is not None and importlib.util.find_spec("matplotlib") is not None
         self._teachers = () if training.distillation is None else training.distillation.names
-        self.sums = Sums(
-            ("images", "unreadable", "loss", "cls", "dense", *(KD_LOSS + name for name in self._teachers)), run.world
-        )
+        taught = [KD_LOSS + name for name in self._teachers]
+        self.sums = Sums(("images", "unreadable", "loss", "cls", "dense", *taught), run.world)
         self.state.current_progress = self.progress
         self._profiler: StepProfiler | None = None
-        if run.settings.checkpoints.profile and self.logger.records is not None:
-            self._profiler = StepProfiler(
-                run.settings.checkpoints.profile, run.world.device, run.directory, self.logger.line
-            )
+        if (updates := run.settings.checkpoints.profile) and self.logger.records is not None:
+            self._profiler = StepProfiler(updates, run.world.device, run.directory, self.logger.line)
         self._slow_host_told = self._expected = False
 
     def begin(self) -> None:
@@ -227,11 +222,8 @@ def seconds_left(run: Run, training: Training, work: Sequence[float], per_unit: 
     state, stream = training.state, training.loader.index_stream
     size = state.metadata["model_config"]["img_size"]
     image = per_unit * (1 / stream.global_batch if stream.sizes is None else math.prod(size))
-    passes = (
-        (not run.settings.teachers.kd_only)
-        * (1 + (training.average is not None))
-        / run.settings.checkpoints.val_interval
-    )
+    models = 0 if run.settings.teachers.kd_only else 1 + (training.average is not None)
+    passes = models / run.settings.checkpoints.val_interval
     pause = first_batch + passes * (first_batch + len(training.validation.dataset) * image / 3) + _SAVED_S
     return (work[-1] - work[state.update]) * per_unit + (training.schedule.last_epoch - state.epoch) * pause
 

@@ -46,17 +46,14 @@ _TF_BATCHNORM = {"momentum": 0.01, "eps": 1e-3}  # settings of --bn-tf
 
 
 def build_model(request: ModelRequest, recorded: dict[str, Any] | None = None, weights: int = 0) -> TimmModel:
-    """Build the requested model on the CPU.
+    """Build the requested model on the CPU. Raise UserError if that or the fetching of its weights fails, if it is too
+    large or does not run with its arguments, or if a flag is for a part that it doesn't have.
 
     Args:
         recorded: The model's keyword arguments from a checkpoint; flags override them, except for `img_size`, that of
             training. The model is built for it if it takes the flags' size, too, as in the validation of training
             (`--val-img-size`): built for another size, some timm models have other windows or tables of positions.
         weights: Number of weights in that checkpoint. A model that is far larger is refused.
-
-    Raises:
-        UserError: The model is unknown, too large, or doesn't accept its arguments or run with them; its published
-            weights don't exist or can't be fetched; or a flag is for a part that the model doesn't have.
     """
     name, stored, source = architecture_of(request.name)
     kwargs = stored | (recorded or {}) | model_kwargs(request)
@@ -82,16 +79,20 @@ def build_model(request: ModelRequest, recorded: dict[str, Any] | None = None, w
     except Exception as error:  # constructors, hubs and readers of weights raise errors of any type
         reason = reason_of(error)
         if fetched and not folder and "loading state_dict" not in reason:
-            raise UserError(_not_fetched(name, reason, request.file_flag)) from error
+            instead = f" with {request.file_flag}" if request.file_flag else " in its place"
+            raise UserError(
+                f"--model {name}: its published weights can't be fetched ({reason}): name a file of them{instead}"
+            ) from error
         raise UserError(f"--model {request.name} cannot be built with {kwargs}: {reason}") from error
     try:
-        _try(model, request, kwargs)
+        channels, *own_size = data_config_of(request, model)["input_size"]
+        for size in (tuple(own_size), *request.other_sizes):
+            _try_size(model, request, kwargs, (channels, *size))
     except UserError:
         if not resized:
             raise
-        return build_model(
-            request, {**(recorded or {}), "img_size": wanted}, weights
-        )  # it takes images of one size only
+        # It takes images of one size only.
+        return build_model(request, {**(recorded or {}), "img_size": wanted}, weights)
     if fetched:
         check_finite(clean_state_dict(model), f"the file of --model {request.name}")
     _set_modes(model, request.outlook_kernel, request.drop_path_mode)
@@ -124,15 +125,9 @@ def _flexible(name: str, kwargs: dict[str, Any], sizes: Sequence[tuple[int, int]
     return {}
 
 
-def _try(model: nn.Module, request: ModelRequest, kwargs: dict[str, Any]) -> None:
-    """Run a copy of a new model once at each image size, as in training. Images that are too small and contradictory
-    arguments then raise UserError here, and not another error in the first step."""
-    channels, *own_size = data_config_of(request, model)["input_size"]
-    for size in (tuple(own_size), *request.other_sizes):
-        _try_size(model, request, kwargs, (channels, *size))
-
-
 def _try_size(model: nn.Module, request: ModelRequest, kwargs: dict[str, Any], size: tuple[int, int, int]) -> None:
+    """Run a copy of a new model once, as in training. Images that are too small and contradictory arguments then raise
+    UserError here, and not another error in the first step."""
     with suppress(Exception):  # a run on meta tensors is cheap, but shows only shapes and fails for some models
         run_on_meta(model, size)
         # Tables of positions may be too small for another size than that of the construction.
@@ -171,19 +166,13 @@ def _check_folder(folder: Path, model: str) -> None:
     read_checkpoint(file)
 
 
-def _not_fetched(name: str, reason: str, file_flag: str) -> str:
-    instead = f" with {file_flag}" if file_flag else " in its place"
-    return f"--model {name}: its published weights can't be fetched ({reason}): name a file of them{instead}"
-
-
 def _refuse_huge(name: str, kwargs: dict[str, Any], weights: int | None) -> None:
     """Raise UserError for a model that is too large for the memory, or far larger than its checkpoint's `weights`."""
     with torch.device("meta"):
         wanted = sum(p.numel() for p in timm.create_model(name, **kwargs | {"pretrained": False}).parameters())
     if weights is not None and wanted > 4 * weights + _SMALL:
-        raise UserError(
-            f"--model {name}: the checkpoint describes a model of {wanted:,} weights, and holds {weights:,}"
-        )
+        described = f"the checkpoint describes a model of {wanted:,} weights"
+        raise UserError(f"--model {name}: {described}, and holds {weights:,}")
     needed = 4 * wanted / 2**30
     memory = physical_memory() / 2**30
     if needed > memory:
@@ -194,16 +183,14 @@ def _refuse_huge(name: str, kwargs: dict[str, Any], weights: int | None) -> None
 
 
 def data_config_of(request: ModelRequest, model: TimmModel, recorded: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Return input_size (C, H, W), interpolation, mean, std, crop_pct and crop_mode.
-
-    Flags override the checkpoint's values, which override the model's, so that training and validation agree.
-    """
+    """Return input_size (C, H, W), interpolation, mean, std, crop_pct and crop_mode. Flags override the checkpoint's
+    values, which override the model's, so that training and validation agree."""
     names = ("crop_pct", "mean", "std", "interpolation", "crop_mode")
     known = {name: value for name in names if (value := (recorded or {}).get(name)) not in (None, "")}
     size = request.image_size or getattr(model, "img_size", None)
     data_config = known | dict(request.preparation) | {"input_size": None if size is None else (3, *size)}
     resolved: dict[str, Any] = resolve_data_config(data_config, model=model, use_test_size=False)
-    channels = request.channels or getattr(model, "in_chans", resolved["input_size"][0])
+    channels = request.in_chans or getattr(model, "in_chans", resolved["input_size"][0])
     resolved["input_size"] = (channels, *resolved["input_size"][1:])
     if channels == 1:  # one mean for grey images, which the loader's stages make
         resolved |= {name: (sum(resolved[name]) / len(resolved[name]),) for name in ("mean", "std")}
@@ -211,11 +198,8 @@ def data_config_of(request: ModelRequest, model: TimmModel, recorded: dict[str, 
 
 
 def add_dense_head(model: TimmModel, labels: TokenLabels, image_size: tuple[int, int]) -> TimmModel:
-    """Add a dense head to a timm model for `--token-label`; VOLO and LV-ViT have one already.
-
-    Raises:
-        UserError: The model has no spatial features, or MixToken is on and can't mix its tokens after the embedding.
-    """
+    """Add a dense head to a timm model for `--token-label`; VOLO and LV-ViT have one already. Raise UserError if it has
+    no spatial features, or MixToken is on and can't mix its tokens after the embedding."""
     if not labels.token_label:
         return model
     model = with_dense_head(model, image_size)
@@ -234,9 +218,8 @@ def prepare_model(model: TimmModel, settings: TrainSettings, world: World) -> Ti
         try:
             model.set_grad_checkpointing(True)
         except (AssertionError, AttributeError, NotImplementedError) as error:  # timm's models refuse in these ways
-            raise UserError(
-                f"--grad-checkpointing: --model {settings.network.model} can't recompute its activations"
-            ) from error
+            model_flag = f"--model {settings.network.model}"
+            raise UserError(f"--grad-checkpointing: {model_flag} can't recompute its activations") from error
     if settings.norms.sync_bn and world.size > 1:
         if world.device.type != "cuda":
             raise UserError("--sync-bn needs GPUs (torch has no SyncBatchNorm for the CPU); use --dist-bn reduce")
@@ -252,11 +235,8 @@ def place_model(model: TimmModel, channels_last: bool, world: World) -> TimmMode
 
 
 def set_batchnorm(model: nn.Module, norms: BatchNorms, name: str) -> None:
-    """Set momentum and epsilon of every BatchNorm layer from `--bn-tf`, `--bn-momentum` and `--bn-eps`.
-
-    Raises:
-        UserError: A flag is for BatchNorm, and the model has none.
-    """
+    """Set momentum and epsilon of every BatchNorm layer from `--bn-tf`, `--bn-momentum` and `--bn-eps`. Raise UserError
+    if a flag is for BatchNorm, and the model `name` has none."""
     values = dict(_TF_BATCHNORM) if norms.bn_tf else {}
     values |= {k: v for k, v in (("momentum", norms.bn_momentum), ("eps", norms.bn_eps)) if v is not None}
     layers = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
@@ -270,11 +250,7 @@ def set_batchnorm(model: nn.Module, norms: BatchNorms, name: str) -> None:
 
 def meshes_of(settings: TrainSettings, world: World) -> Meshes | None:
     """Return the meshes over which `--shard` and `--tensor-parallel` divide the weights; None without these flags, and
-    in a dry run, which needs no such number of processes.
-
-    Raises:
-        UserError: The number of ranks does not fit, or the flags ask for float16.
-    """
+    in a dry run, which needs no such number of processes. Raise UserError if that does not fit, or for float16."""
     divides = sharding_flag(settings.distributed)
     if divides and compute_dtype(settings.precision.mixed, world.device) is torch.float16:
         raise UserError(f"{divides}: a loss scale for float16 is not supported: --amp-dtype bfloat16")
@@ -287,14 +263,8 @@ def compiler_of(settings: TrainSettings) -> Compiler:
 
 
 def wrap_model(model: TimmModel, settings: TrainSettings, world: World, meshes: Meshes | None = None) -> TimmModel:
-    """Return the module that the loop calls: `model` wrapped for several ranks and compiled, as the flags say.
-
-    Args:
-        meshes: The weights are divided over these in place, so copy the model before.
-
-    Raises:
-        UserError: `--grad-compression` or `--dist-bn` is used with one process, where it has no effect.
-    """
+    """Return the module that the loop calls: `model` wrapped for several ranks and compiled, as the flags say. The
+    weights are divided over `meshes` in place, so copy the model before. A flag without effect raises UserError."""
     compression = settings.distributed.grad_compression
     if meshes is not None:
         if meshes.tensor is not None:
@@ -333,8 +303,8 @@ def init_heads(model: TimmModel, scale: float | None, bias: float | None) -> Non
     heads: list[Any] = heads_of(model)
     if not all(isinstance(head, nn.Linear) for head in heads):
         raise UserError("--head-init-scale and --head-init-bias need a linear head")
-    for head in heads:
-        with torch.no_grad():
+    with torch.no_grad():
+        for head in heads:
             if scale is not None:
                 head.weight.mul_(scale)
                 head.bias.mul_(scale)
@@ -346,15 +316,10 @@ def model_config(
     model: TimmModel, settings: TrainSettings, data_config: dict[str, Any], class_names: list[str]
 ) -> dict[str, Any]:
     """Return the record from which other programs build and evaluate the model as it was trained."""
-    labels: dict[str, Any] | None = None  # settings with which the run reads its token labels
-    if settings.labels.token_label:
-        maps, teacher = settings.labels.maps, settings.labels.token_label_teacher
-        labels = {
-            "compat": settings.labels.compat or [],
-            "uncovered": settings.labels.uncovered,
-            "label_tail": maps.label_tail,
-        }
-        labels |= {"teacher": teacher} if teacher else {}
+    flags = settings.labels
+    labels: dict[str, Any] = {"compat": flags.compat or [], "uncovered": flags.uncovered}
+    labels |= {"label_tail": flags.maps.label_tail}
+    labels |= {"teacher": flags.token_label_teacher} if flags.token_label_teacher else {}
     built = architecture_of(settings.network.model)
     kwargs = {k: v for k, v in built.kwargs.items() if k not in ("num_classes", "in_chans", "img_size")}
     pool, side = settings.network.gp, settings.sizes.val_img_size
@@ -368,5 +333,5 @@ def model_config(
         "dense_head": getattr(model, "dense_head", None),
         **{name: data_config[name] for name in ("crop_pct", "crop_mode", "mean", "std", "interpolation")},
         "class_names": class_names,
-        "labels": labels,
+        "labels": labels if flags.token_label else None,  # how the run reads its token labels
     }

@@ -7,7 +7,7 @@ label of that position, so that no geometry has to be undone. The annotator is n
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -27,38 +27,32 @@ from volo.train.precision import compute_dtype
 from volo.train.trained_model import load_frozen
 
 
+@dataclass(eq=False)
 class OnlineAnnotator:
     """Labels batches with an annotator network.
 
-    Args:
-        name: Its name in the log and in checkpoints.
+    Attributes:
         annotator: The network, on the training device.
         student, own: (mean, std) with which a batch is normalised, and which the annotator expects.
         areas: For each image size (H, W), the area that the annotator labels (`tlt.labels.annotate.labelled_area`).
         exact_tail: Whether `--label-tail exact` is used (`tlt.labels.store.relative_to_tail`).
-        notes: Lines for the user.
     """
 
-    def __init__(
-        self,
-        name: str,
-        annotator: Annotator,
-        student: MeanStd,
-        own: MeanStd,
-        areas: Mapping[Size, Area],
-        exact_tail: bool = False,
-        notes: Sequence[str] = (),
-    ) -> None:
-        self.name = name
-        self.annotator = annotator
-        self.exact_tail = exact_tail
-        self.notes = notes
-        model: Any = annotator.model  # has timm's interface
+    name: str
+    annotator: Annotator
+    student: MeanStd
+    own: MeanStd
+    areas: Mapping[Size, Area]
+    exact_tail: bool = False
+    notes: Sequence[str] = ()
+
+    def __post_init__(self) -> None:
+        model: Any = self.annotator.model  # has timm's interface
         self._num_classes = int(model.num_classes)
         device = next(model.parameters()).device
-        self._renormalise = Renormalise(student, own, device)
+        self._renormalise = Renormalise(self.student, self.own, device)
         self._affine = torch.eye(2, 3, device=device)
-        self._areas = {size: torch.tensor(area, device=device) for size, area in areas.items()}
+        self._areas = {size: torch.tensor(area, device=device) for size, area in self.areas.items()}
         self._visible = torch.tensor(FULL_AREA, device=device)
 
     def label(self, batch: Batch) -> Batch:
@@ -77,16 +71,9 @@ class OnlineAnnotator:
 def load_online_annotator(
     settings: TrainSettings, student: TimmModel, data_config: dict[str, Any], class_names: list[str], world: World
 ) -> OnlineAnnotator:
-    """Load the annotator that the flags name.
-
-    Args:
-        data_config: input_size, mean and std of the student's training images.
-        class_names: Names of the class folders.
-
-    Raises:
-        UserError: The model or file does not exist; or the annotator has no exact dense logits, has other classes than
-            the student, or can't take images of this size.
-    """
+    """Load the annotator that the flags name, for training images of the student's `data_config` (input_size, mean and
+    std) and folders of `class_names`. Raise UserError if it does not exist, has no exact dense logits, has other
+    classes than the student, or can't take images of this size."""
     name, path = settings.labels.token_label_teacher, settings.labels.token_label_teacher_checkpoint
     size, flag = data_config["input_size"], f"--token-label-teacher {name}"
     try:
@@ -105,11 +92,10 @@ def load_online_annotator(
             "another --img-size"
         ) from error
     dtype = compute_dtype(settings.precision.mixed, world.device)
-    own_config = trained.data_config
-    annotator = Annotator(
-        model, settings.labels.token_label_teacher_top_k, dtype, compiler_of(settings).features(model)
-    )
-    pixels = (data_config["mean"], data_config["std"]), (own_config["mean"], own_config["std"])
+    compiled = compiler_of(settings).features(model)
+    annotator = Annotator(model, settings.labels.token_label_teacher_top_k, dtype, compiled)
+    seen, expected = ((config["mean"], config["std"]) for config in (data_config, trained.data_config))
     name += " (EMA)" if trained.ema else ""
     areas = {image_size: labelled_area(model, image_size) for image_size in sizes}
-    return OnlineAnnotator(name, annotator, *pixels, areas, settings.labels.maps.label_tail == "exact", trained.notes)
+    exact_tail = settings.labels.maps.label_tail == "exact"
+    return OnlineAnnotator(name, annotator, seen, expected, areas, exact_tail, trained.notes)

@@ -42,26 +42,15 @@ def create_optimizer(
     """Build the optimizer of `--opt` for the trainable parameters of the bare (unwrapped) model.
 
     One-dimensional parameters, biases and the names in `model.no_weight_decay()` get no weight decay. With layer decay,
-    parameter groups contain `lr_scale`. `set_lr` sets the learning rates.
-
-    Args:
-        model: The model, which is already on its device.
-        lr: The learning rate until `set_lr` sets one.
-        device: The parameters' device; None takes that of the first parameter.
-
-    Raises:
-        UserError: The optimizer is unknown or not installed, or a flag has no effect on it.
+    parameter groups contain `lr_scale`. `set_lr` sets the learning rates. The model is already on its `device`; None
+    takes that of the first parameter. Raise UserError if the optimizer is unknown or not installed, or a flag has no
+    effect on it.
     """
     device = device or next(model.parameters()).device
     name = _check_optimizer(flags, distributed, device)
-    options: dict[str, Any] = {
-        "opt": flags.opt,
-        "lr": lr,
-        "weight_decay": flags.weight_decay,
-        "momentum": flags.momentum,
-    }
+    options: dict[str, Any] = {"opt": flags.opt, "lr": lr, "weight_decay": flags.weight_decay}
     betas = None if flags.opt_betas is None else tuple(flags.opt_betas)
-    further = {"eps": flags.opt_eps, "betas": betas, "layer_decay": flags.layer_decay}
+    further = {"eps": flags.opt_eps, "betas": betas, "layer_decay": flags.layer_decay, "momentum": flags.momentum}
     options |= {name: value for name, value in further.items() if value is not None}
     if twice := {"eps", "betas"} & options.keys() & flags.opt_kwargs.keys():
         raise UserError(f"--opt-kwargs {min(twice)}=... contradicts --opt-{min(twice)}: keep one of them")

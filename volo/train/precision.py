@@ -29,11 +29,7 @@ DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
 def compute_dtype(flags: MixedPrecision, device: torch.device) -> torch.dtype | None:
-    """Return the autocast dtype of `--model-dtype` or `--amp`; None for float32.
-
-    Raises:
-        UserError: The flags ask for float16 on a CPU.
-    """
+    """Return the autocast dtype of `--model-dtype` or `--amp`; None for float32. float16 on a CPU is a UserError."""
     if flags.model_dtype == "bfloat16":
         return torch.bfloat16
     if not flags.amp:
@@ -53,10 +49,8 @@ class WorkingCopy:
     After a backward pass the copy's gradients are added to the master's, which sum up micro-batches. After a step the
     master's weights are copied back. The copy runs under bfloat16 autocast, with norms and softmax in float32.
     Autocast on a float32 model casts weights in every forward pass and gradients in every backward pass, and its
-    activations are float32 from the position embedding on. With the copy, all of these are bfloat16.
-
-    Attributes:
-        module: The module that computes; its parameters have the names of `master`'s.
+    activations are float32 from the position embedding on. With the copy (`module`, with the names of `master`), all of
+    these are bfloat16.
     """
 
     def __init__(self, master: nn.Module) -> None:
@@ -93,10 +87,8 @@ class WorkingCopy:
             torch._foreach_add_([weight for weight, _ in old], [cast for _, cast in old])
 
     def return_to_copy(self) -> None:
-        """Move the accumulated gradients back to the copy, rounded, so that the next backward pass adds to them.
-
-        DistributedDataParallel knows only the copy, and sends the gradients that it has after that pass.
-        """
+        """Move the accumulated gradients back to the copy, rounded, so that the next backward pass adds to them:
+        DistributedDataParallel knows only the copy, and sends the gradients that it has after that pass."""
         for weight, cast in self._pairs:
             if weight.grad is not None:
                 cast.grad = weight.grad.to(cast.dtype)
@@ -104,12 +96,8 @@ class WorkingCopy:
 
 
 class RunningStatistics:
-    """The running statistics of BatchNorm layers. Forward passes change them before it is known whether the step is
-    skipped.
-
-    Args:
-        model: The model in training mode; layers that are in evaluation mode are left out.
-    """
+    """The running statistics of a model's BatchNorm layers, except of those in evaluation mode. Forward passes change
+    them before it is known whether the step is skipped."""
 
     def __init__(self, model: nn.Module) -> None:
         self._views: dict[torch.dtype, list[Tensor]] = {}  # one-dimensional views of the model's buffers
@@ -142,12 +130,9 @@ class RunningStatistics:
 
 @dataclass(frozen=True)
 class Clipping:
-    """How gradients are clipped before a step; `threshold` is the limit.
-
-    Attributes:
-        mode: `"norm"` (2-norm of all gradients), `"value"` (each element) or `"agc"` (adaptive, per unit).
-        heads: Modules that `"agc"` doesn't clip, as in timm and the paper (arXiv 2102.06171, section 4.1).
-    """
+    """How gradients are clipped before a step, to the limit `threshold`: by the mode `"norm"` (2-norm of them all),
+    `"value"` (each element) or `"agc"` (adaptive, per unit), which doesn't clip the `heads`, as in timm and the paper
+    (arXiv 2102.06171, section 4.1)."""
 
     threshold: float
     mode: str = "norm"
@@ -165,13 +150,8 @@ class Clipping:
 
 
 class SkippedSteps:
-    """Counts the steps that were skipped because a gradient was not finite.
-
-    `note` leaves its argument on the device. The other methods, except `restore_counts`, wait for the device.
-
-    Args:
-        limit: `check` raises after more than this many skipped steps in a row.
-    """
+    """Counts the steps that were skipped because a gradient was not finite. `note` leaves its argument on the device.
+    The other methods, except `restore_counts`, wait for the device."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
@@ -183,10 +163,8 @@ class SkippedSteps:
         self._steps.append(outcome)
 
     def pop(self) -> dict[int, bool]:
-        """Return the steps skipped since the last call: True if this rank's loss was not finite.
-
-        Keys count back from the newest step: -1, -2, ...
-        """
+        """Return the steps skipped since the last call, counted back from the newest one (-1, -2, ...): True if this
+        rank's loss was not finite."""
         self._counts, steps, self._steps = self.counts(), self._finished_steps(), []
         return {number - len(steps): own for number, (broken, own) in enumerate(steps) if broken}
 
@@ -207,10 +185,7 @@ class SkippedSteps:
 
     def check(self) -> int:
         """Return how many steps were skipped in the whole run. This synchronises, so call it once per log interval.
-
-        Raises:
-            NonFiniteError: The newest steps, more than `limit` in a row, were skipped.
-        """
+        Raise NonFiniteError if the newest steps, more than `limit` in a row, were skipped."""
         in_a_row, skipped = self.counts()
         if in_a_row > self.limit:
             raise NonFiniteError(
@@ -225,11 +200,9 @@ class Precision:
     """Autocast, loss scaling, clipping, and the step that skips non-finite gradients.
 
     Args:
-        device: Device on which the model trains.
         amp_dtype: Dtype of autocast; None for float32.
-        clip: How to clip gradients; None doesn't.
         max_nonfinite: `skipped.check` raises after more than this many skipped steps in a row, 16 more with a scaler.
-        working_copy: The bfloat16 copy that computes; None if the model itself computes.
+        working_copy: What computes in place of the model, if anything.
         norm_of: Returns the 2-norm of the parameters' gradients.
     """
 
@@ -269,11 +242,8 @@ class Precision:
         return nullcontext() if self.amp_dtype is None else torch.autocast(self.device.type, dtype=self.amp_dtype)
 
     def backward(self, loss: Tensor, reduced: bool = False) -> None:
-        """Accumulate the gradients of `loss`; scale it first if float16 needs that.
-
-        Args:
-            reduced: Whether this backward pass averages the accumulated gradients over the ranks.
-        """
+        """Accumulate the gradients of `loss`, scaled if float16 needs that. If `reduced`, this backward pass averages
+        the accumulated gradients over the ranks."""
         self._loss_broken.logical_or_(~torch.isfinite(loss.detach()))
         if self.working_copy is not None and reduced:
             self.working_copy.return_to_copy()
@@ -283,11 +253,8 @@ class Precision:
 
     def step(self, optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter]) -> tuple[Tensor, Tensor]:
         """Clip the gradients, step unless one of them is not finite, and clear them. All ranks decide alike whether to
-        step, because they have the same all-reduced gradients.
-
-        Returns:
-            The 2-norm of the gradients before clipping, a scalar on the device, and the argument of `skipped.note`.
-        """
+        step, because they have the same all-reduced gradients. Return the 2-norm of the gradients before clipping, a
+        scalar on the device, and the argument of `skipped.note`."""
         if self.scaler is not None:
             self.scaler.unscale_(optimizer)
         norm = self._norm_of(parameters)
@@ -338,16 +305,10 @@ _OWN_FORWARD = (nn.Conv1d.forward, nn.Conv2d.forward, nn.Conv3d.forward)  # thes
 def check_convolutions(
     model: nn.Module, input_size: tuple[int, int, int], dtype: torch.dtype | None, device: torch.device
 ) -> list[str]:
-    """Let convolutions that this processor computes wrong in bfloat16 run in float32; return a warning about them.
-
+    """Let convolutions that this processor computes wrong in bfloat16 run in float32; return a warning about them. The
+    float32 model, on its device and in its memory format, will compute in `dtype`; only bfloat16 on a CPU is tested.
     Weights and their dtypes stay unchanged, and copies of the model do the same. Every rank must call this, because
-    processors may differ.
-
-    Args:
-        model: The float32 model on its device and in its memory format.
-        input_size: (channels, H, W) of the images.
-        dtype: Dtype in which the model will compute; only bfloat16 on a CPU is tested.
-    """
+    processors may differ."""
     if dtype is not torch.bfloat16 or device.type != "cpu":
         return []
     layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, _ConvNd)}

@@ -64,14 +64,8 @@ _VALIDATIONS = 60
 
 @dataclass(frozen=True)
 class Run:
-    """The surroundings of training.
-
-    Attributes:
-        settings: Final settings: from command line and recipe, completed from the data and the checkpoint.
-        guard: Yields batches until the run has to stop.
-        start: What the run has begun as.
-        lock: Keeps other jobs out of the directory.
-    """
+    """The surroundings of training: the final settings, completed from the data and the checkpoint; the guard, which
+    yields batches until the run has to stop; what the run has begun as; the lock that keeps other jobs out."""
 
     settings: TrainSettings
     world: World
@@ -92,8 +86,7 @@ class Training:
 
     Attributes:
         state: Model, optimizer, scaler, moving average and the position in the run.
-        forward_model: The module that a step calls: the state's model or its working copy, perhaps compiled or
-            distributed.
+        forward_model: What a step calls: the state's model or its working copy, perhaps compiled or distributed.
         average: The module that validates the moving average; None if it is not validated.
         lr_formula: How the peak learning rate was computed, for the log.
         arithmetic: Operations of a step; None if they can't be counted, and on ranks that write no records.
@@ -117,12 +110,7 @@ class Training:
 
 def recipe_from_nothing(settings: TrainSettings, images: int, world_size: int) -> TrainSettings:
     """Return the settings over the recipe for few images from nothing, if the command names no recipe, no model and no
-    weights, and the folder holds few images; published commands name a model. The fewer images, the more epochs.
-
-    Args:
-        images: Number of training images.
-        world_size: Number of processes that see different images.
-    """
+    weights, and the folder holds few images; published commands name a model. The fewer images, the more epochs."""
     typed = {name: settings[name] for name, source in settings.sources.items() if source == "command line"}
     synthetic = settings.images.loading.data_backend == "synthetic"
     if {"model", "config", *STARTS} & typed.keys() or synthetic or images > _FEW_IMAGES:
@@ -142,18 +130,10 @@ def recipe_from_nothing(settings: TrainSettings, images: int, world_size: int) -
 def resolve_args(
     settings: TrainSettings, checkpoint: dict[str, Any], images: int, classes: int, world_size: int
 ) -> tuple[TrainSettings, dict[str, int], list[str]]:
-    """Return the settings completed from data and checkpoint, the `batch_record`, and lines for the user.
-
-    Args:
-        checkpoint: Content of the checkpoint that the run resumes; {} for a fresh start.
-        images: Number of training images.
-        classes: Number of their classes.
-        world_size: Number of processes that see different images.
-
-    Raises:
-        UserError: `--drop-path-mode subset` would drop nothing from batches of the resulting size, or a flag doesn't
-            accept the checkpoint's value.
-    """
+    """Return the settings completed from the numbers of training images and their classes and from the checkpoint that
+    the run resumes ({} for a fresh start), the `batch_record`, and lines for the user. `world_size` processes see
+    different images. Raise UserError if `--drop-path-mode subset` would drop nothing from batches of the resulting
+    size, or a flag doesn't accept the checkpoint's value."""
     recorded = settings_from_checkpoint(checkpoint, settings, world_size)
     fitted = fit_to_data(settings, checkpoint, recorded, images, classes, world_size)
     begun = {name: value for name, value in fitted.items() if recorded.get(name) == value}
@@ -306,16 +286,13 @@ def batch_record(batch_size: int, steps: int, world_size: int, asked_steps: int)
 
 
 def steps_to_keep(checkpoint: dict[str, Any], batch_size: int, steps: int, world_size: int) -> tuple[int, str | None]:
-    """Return the accumulation steps for a resumed run, and a line for the user.
-
-    If only the number of processes has changed and full batches can add up to the old global batch, that is kept, so
-    that every update has the same images. Otherwise the flags are followed, with a warning.
-    """
-    if (recorded := _recorded_batch(checkpoint)) is None:
-        return steps, None
+    """Return the accumulation steps for a resumed run, and a line for the user. If only the number of processes has
+    changed and full batches can add up to the old global batch, that is kept, so that every update has the same images.
+    Otherwise the flags are followed, with a warning."""
+    recorded = _recorded_batch(checkpoint) or {"global": 0}
     before = recorded["global"]
-    now = batch_size * steps * world_size
     per_step = batch_size * world_size
+    now = per_step * steps
     if before == now or before < 1:
         return steps, None
     if recorded["asked"] == batch_size * steps and before % per_step == 0:

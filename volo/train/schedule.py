@@ -14,21 +14,16 @@ _NEAR = 0.1  # a curve's last rate lies at most so far above its end, as a share
 
 
 def resolve_lr(flags: Schedule, global_batch: int) -> tuple[float, str]:
-    """Return the peak learning rate, and the formula that gave it.
-
-    Args:
-        global_batch: Images per update: images per device x devices x accumulation steps.
-    """
+    """Return the peak learning rate for updates of `global_batch` images, and the formula that gave it."""
     if flags.lr is not None:
         return flags.lr, f"{flags.lr:g} (--lr)"
-    ratio = global_batch / flags.lr_base_size
+    factor = global_batch / flags.lr_base_size
+    formula = f"{global_batch} / {flags.lr_base_size}"
     if flags.lr_base_scale == "sqrt":
-        lr = flags.lr_base * math.sqrt(ratio)
-        factor = f"sqrt({global_batch} / {flags.lr_base_size})"
-    else:
-        lr = flags.lr_base * ratio
-        factor = f"{global_batch} / {flags.lr_base_size}"
-    return lr, f"{lr:g} = --lr-base {flags.lr_base:g} x global batch {factor}"
+        factor = math.sqrt(factor)
+        formula = f"sqrt({formula})"
+    lr = flags.lr_base * factor
+    return lr, f"{lr:g} = --lr-base {flags.lr_base:g} x global batch {formula}"
 
 
 class LrSchedule:
@@ -36,20 +31,12 @@ class LrSchedule:
 
     The curve is timm's. By default it changes once per epoch, as published; with `sched_on_updates` at every update.
     The epochs include the warm-up unless `warmup_prefix`. Then `cooldown_epochs` with the smallest rate follow (cosine,
-    tanh, poly, wsd, rsqrt).
+    tanh, poly, wsd, rsqrt). UserError tells of a decay that is longer than the run, and of epochs that it doesn't have.
 
     Attributes:
+        peak: The highest learning rate.
         total_epochs: Epochs of the curve, including the cool-down.
-        last_epoch: Epochs after which the run ends; fewer with `stop_epoch`.
-
-    Args:
-        checkpoints: Says where the run ends (`--stop-epoch`), and which epochs it saves.
-        seed: The key of the noise.
-        lr: Peak learning rate.
-        updates_per_epoch: Optimizer steps per epoch, at least 1.
-
-    Raises:
-        UserError: The decay is longer than the run, or the curve has no epoch `stop_epoch`.
+        last_epoch: Epochs after which the run ends; fewer with `--stop-epoch`.
     """
 
     def __init__(self, flags: Schedule, checkpoints: Checkpoints, seed: int, lr: float, updates_per_epoch: int) -> None:
@@ -66,12 +53,11 @@ class LrSchedule:
             created = create_scheduler_v2(self._optimizer, **curve, updates_per_epoch=updates_per_epoch)
             self._scheduler, self.total_epochs = created
         except ValueError as error:
-            of = (
-                f"--epochs {flags.epochs}, --warmup-epochs {flags.warmup_epochs}, --decay-epochs {flags.decay_epochs:g}"
-            )
+            of = f"--epochs {flags.epochs}, --warmup-epochs {flags.warmup_epochs}"
             least = "the decay takes at least one epoch (or update: --sched-on-updates), at most all after the warm-up"
             reason = "--lr-stable-timescale is missing" if "timescale" in str(error) else least
-            raise UserError(f"--sched {flags.sched} with {of}: {reason}") from error
+            given = f"--sched {flags.sched} with {of}, --decay-epochs {flags.decay_epochs:g}"
+            raise UserError(f"{given}: {reason}") from error
         self.last_epoch: int = checkpoints.stop_epoch or self.total_epochs
         # A branch may end before epochs that the recipe saves (`surprises` warns of it).
         saved = 0 if checkpoints.resume or checkpoints.branch else max(checkpoints.save_epochs or [0])
@@ -97,9 +83,8 @@ class LrSchedule:
         """The last update's rate and the one that the curve promises for its end, if the last is well above it."""
         flags = self._flags
         last = self(self.total_epochs * self.updates_per_epoch - 1)
-        falls = {"cosine": flags.lr_cycle_limit, "step": 1, "multistep": len(flags.decay_milestones)}.get(
-            flags.sched, 0
-        )
+        times = {"cosine": flags.lr_cycle_limit, "step": 1, "multistep": len(flags.decay_milestones)}
+        falls = times.get(flags.sched, 0)
         end = flags.min_lr if flags.sched in ENDING_SCHEDULES else self.peak * flags.decay_rate**falls
         stable = self.decay_begins < math.inf
         before = self(int(self.decay_begins)) if stable else self.peak * flags.decay_rate ** max(0, falls - 1)

@@ -50,11 +50,7 @@ class Step:
 
     def compute(self, batch: Batch, drawn: Drawn, share: float | Tensor, last: bool) -> StepResult:
         """Do the device's part of a step. Numbers that change between steps are tensors: a graph repeats others.
-
-        Args:
-            share: Share of this batch's images in those of the update.
-            last: Whether this is the update's last micro-batch.
-        """
+        `share` is that of this batch's images in those of the update; `last` tells its last micro-batch."""
         state, precision = self.state, self.precision
         with synchronised(self.forward_model, last):
             with precision.autocast():  # targets, both heads with MixToken, loss

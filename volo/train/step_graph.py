@@ -74,11 +74,8 @@ def step_of(run: Run, training: Training) -> Step:
 
 
 def why_launched(run: Run, training: Training) -> str:
-    """Return the reason why steps are not repeated as a graph; "" if they are.
-
-    Raises:
-        UserError: They can't be, although `--cuda-graph` asks for it.
-    """
+    """Return the reason why steps are not repeated as a graph; "" if they are. Raise UserError if they can't be,
+    although `--cuda-graph` asks for it."""
     reason = _hindrance(run, training) if run.world.device.type == "cuda" else "this is no GPU"
     if reason and run.settings.precision.cuda_graph:
         raise UserError(f"--cuda-graph: steps can't be repeated as a CUDA graph ({reason}); leave it out")
@@ -145,11 +142,7 @@ class _SizeState:
 
 class StepGraph(Step):
     """A step that is launched at first and later repeated as a graph, one per image size; batches of another shape are
-    always launched.
-
-    Attributes:
-        numbers: Graphs read from it a micro-batch's share of its update, then the learning rate of each group.
-    """
+    always launched. Graphs read from `numbers` a micro-batch's share of its update, then each group's learning rate."""
 
     def __init__(self, run: Run, training: Training) -> None:
         super().__init__(run, training)
@@ -263,10 +256,8 @@ class StepGraph(Step):
     def _capture_and_compare(self, batch: Batch, key: StepKey) -> str:
         """Do one update with this batch twice from the same state, launched and as a graph, and then restore the state.
         Return how the results differ beyond rounding, or why there is no graph; "" if all is well, or if this update
-        shows nothing: then a later one is tried. All ranks return alike.
-
-        The host waits for this once per image size, and holds a copy of the weights and all other state.
-        """
+        shows nothing: then a later one is tried. All ranks return alike. The host waits for this once per image size,
+        and holds a copy of the weights and all other state."""
         drawn = self.criterion.draw(batch, key)
         share = batch.size / batch.key.update_samples
         self.precision.keeps_gradients = len(self._kinds) > 1

@@ -32,7 +32,6 @@ class TrainedModel:
         ema: Whether the weights are the moving average of the checkpoint.
         config: The checkpoint's `model_config`, and `label_names` of a described model without one.
         data_config: How images are prepared, from `data_config_of`.
-        notes: Lines for the user.
     """
 
     model: TimmModel
@@ -55,7 +54,7 @@ def load_model(
     num_classes: int | None = None,
     use_ema: bool | None = None,
 ) -> TrainedModel:
-    """Build the model of a checkpoint, or a published one, and load its weights.
+    """Build the model of a checkpoint, or a published one, and load its weights. Raise UserError if they don't fit.
 
     Args:
         path: Path of the checkpoint; None for published weights.
@@ -63,9 +62,6 @@ def load_model(
             loads it if training used it.
         num_classes: Number of classes if the checkpoint does not record it.
         use_ema: Whether to take the moving average of the weights; None takes what training selected by.
-
-    Raises:
-        UserError: The model or file does not exist, or the weights don't fit.
     """
     with blamed_on(path):
         checkpoint = read_checkpoint(path) if path is not None else {}
@@ -81,8 +77,7 @@ def load_model(
             kwargs = kwargs | {"img_size": tuple(config["img_size"])}
         model = build_model(request, kwargs, count_weights(checkpoint))
         if path is not None:
-            if dense is None:
-                dense = bool(config.get("dense_head"))
+            dense = bool(config.get("dense_head")) if dense is None else dense
             if dense and dense_head_of(checkpoint, use_ema, path):
                 model = with_dense_head(model, request.image_size)
             report = load_weights(model, path, use_ema, checkpoint)
@@ -107,14 +102,8 @@ def load_frozen(
 
     Args:
         model: What `--model` would name; None takes it from the checkpoint.
-        path: Path of the checkpoint; None takes the published weights.
-        input_size: (channels, H, W) of the run's images.
-        other_sizes: Further image sizes (H, W) that it has to take.
+        input_size: (channels, H, W) of the run's images; it has to take `other_sizes` (H, W), too.
         student: Further arguments of `take_classes`, if the network has to have the student's classes.
-        dense: As in `load_model`.
-
-    Raises:
-        UserError: As in `load_model`; or the network takes images of another number of channels, or has other classes.
     """
     channels, height, width = input_size
     sizes = tuple(other_sizes)
@@ -128,14 +117,8 @@ def load_frozen(
 
 def take_classes(trained: TrainedModel, class_names: Classes, count: int, whose: str) -> list[str]:
     """Renumber the classes of a model as `count` classes, of which the first have `class_names`, if the model names its
-    own; it may have more classes than these. Return lines for the user.
-
-    Args:
-        whose: What has so many classes, for messages.
-
-    Raises:
-        UserError: The model lacks a class, or names none and has another number of them.
-    """
+    own; it may have more classes than these. Return lines for the user. Raise UserError if the model lacks a class, or
+    names none and has another number of them than `whose`, as messages name the student."""
     names = own_names(trained.config, class_names)
     lines, missing = number_classes(trained.model, names, class_names, count)
     if missing:
@@ -153,11 +136,8 @@ def take_classes(trained: TrainedModel, class_names: Classes, count: int, whose:
 def with_recorded(
     request: ModelRequest, config: dict[str, Any], checkpoint: dict[str, Any], path: str | Path | None
 ) -> ModelRequest:
-    """Complete what the flags ask for from the checkpoint: model, class count, channels and image size.
-
-    Raises:
-        UserError: Neither the flags nor the checkpoint names the model.
-    """
+    """Complete what the flags ask for from the checkpoint: model, class count, channels and image size. Raise UserError
+    if neither names the model."""
     name = request.name or config.get("name") or checkpoint.get("arch")
     if not name:
         remedy = "add --model NAME" if request.file_flag else "name a checkpoint that does"
@@ -167,17 +147,14 @@ def with_recorded(
         request,
         name=name,
         num_classes=request.num_classes or config.get("num_classes"),
-        channels=request.channels or config.get("in_chans"),
+        in_chans=request.in_chans or config.get("in_chans"),
         image_size=request.image_size or (None if size is None else to_2tuple(size)),
     )
 
 
 def choose_weights(checkpoint: dict[str, Any]) -> tuple[bool | None, list[str]]:
-    """Return whether to take the moving average (see `tlt.io.weights.weights_entry`), and lines for the user.
-
-    Without `--use-ema` and `--no-use-ema` the weights are those that training used to select its best epoch. If the
-    file doesn't say, they are the plain weights, as in timm's validate.py.
-    """
+    """Return whether to take the moving average (see `tlt.io.weights.weights_entry`), and lines for the user. Weights
+    are those by which training selected its best epoch; if the file doesn't say, the plain ones, as in timm."""
     if not any(isinstance(checkpoint.get(key), dict) for key in EMA_KEYS):
         return None, []
     selected = selected_by_ema(checkpoint)
