@@ -82,7 +82,6 @@ from volo.train.model import (
     build_named_model,
     compiler_of,
     data_config_of,
-    freeze_backbone,
     heads_of,
     init_heads,
     meshes_of,
@@ -357,7 +356,9 @@ def load_start(model: TimmModel, network: Network, logger: Logger, class_names: 
     if network.head_init_scale is not None or network.head_init_bias is not None:
         init_heads(model, network.head_init_scale, network.head_init_bias)
     if network.freeze:
-        freeze_backbone(model)
+        model.requires_grad_(False)
+        for head in heads_of(model):
+            head.requires_grad_(True)
     return model
 
 

@@ -66,9 +66,7 @@ def report_dry_run(run: Run, training: Training) -> None:
             _, side, batch = max((batch * math.prod(side), side, batch) for batch, side in batches)
             size = (size[0], *side)
             settings = settings.decide("data", batch_size=batch)
-            run.logger.line(
-                f"of the batches, those of {settings.images.batch_size} images of {size[1]} px have the most pixels:"
-            )
+            run.logger.line(f"of the batches, those of {batch} images of {side[0]} px have the most pixels:")
         shape = StepShape(size, device_type, precision.amp_dtype, dense)
         model = training.state.model
         computing = model if precision.working_copy is None else precision.working_copy.module

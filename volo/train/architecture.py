@@ -188,7 +188,6 @@ def model_kwargs(request: ModelRequest) -> dict[str, Any]:
     for key, argument in request.kwargs.items():
         value = to_2tuple(argument) if key == "img_size" else argument
         if kwargs.setdefault(key, value) != value:
-            raise UserError(
-                f"--model-kwargs {key}={value} contradicts the flag for it, which says {kwargs[key]}: keep one of them"
-            )
+            flag = f"the flag for it, which says {kwargs[key]}"
+            raise UserError(f"--model-kwargs {key}={value} contradicts {flag}: keep one of them")
     return kwargs

@@ -116,10 +116,8 @@ def compile_errors_told(backend: str | None) -> Iterator[None]:
             raise
         inner = getattr(error, "inner_exception", None) or error
         reason = " ".join(f"{type(inner).__name__}: {inner}".split())[:300]  # cuts off torch's general advice
-        raise UserError(
-            f"--torchcompile {backend}: torch can't compile this ({reason}): try another "
-            "--torchcompile-scope, or leave --torchcompile out; --debug shows all"
-        ) from error
+        remedy = "try another --torchcompile-scope, or leave --torchcompile out; --debug shows all"
+        raise UserError(f"--torchcompile {backend}: torch can't compile this ({reason}): {remedy}") from error
 
 
 def stems(model: nn.Module) -> list[nn.Module]:

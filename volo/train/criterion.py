@@ -74,7 +74,6 @@ class TokenLabelCriterion(TokenLabelLoss):
     """Class loss plus dense loss on token labels, with MixToken.
 
     Args:
-        mix_token: Whether to draw a MixToken box for each batch.
         mix: Mixup or CutMix of the images and their labels, which precedes MixToken; None for neither.
         published_sum: Whether smoothed targets sum to 1 + s / C (`--compat target-sum`).
         annotator: Labels each batch before it is mixed; None if the batch has labels already, or needs none.

@@ -23,13 +23,9 @@ from volo.train.data import open_labels
 
 class DenseScore:
     """Compares the top class of every token of validation images with that of its label, at the same place. Tokens
-    whose label prefers no class are left out; one of several top classes of a label is right.
-
-    Args:
-        path: Folder of the images' label maps, which `maps` says how to read and `flag` names.
-        model: A model with a trained dense head, neither compiled nor wrapped in DistributedDataParallel.
-        data_config: `input_size` in validation.
-    """
+    whose label prefers no class are left out; one of several top classes of a label is right. `maps` says how to read
+    the folder `path` of label maps, which `flag` names. The model has a trained dense head, and is neither compiled nor
+    wrapped in DistributedDataParallel; `data_config` has the `input_size` of validation."""
 
     def __init__(
         self,

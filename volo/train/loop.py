@@ -98,9 +98,8 @@ def train_epoch(run: Run, training: Training, step: Step, meter: Meter, saver: S
     state = training.state
     model = training.forward_model
     loader = training.loader
-    precision = training.precision
     set_train_mode(model, run.settings.norms.freeze_bn or run.settings.network.freeze)
-    precision.begin(model)
+    training.precision.begin(model)
     micro_batch = 0
     meter.begin()
     first = state.update - state.epoch * state.updates_per_epoch
@@ -192,14 +191,9 @@ def evaluate(
     guard: Callable[[Iterable[Batch]], Iterable[Batch]] = iter,
     dense: DenseScore | None = None,
 ) -> Evaluation:
-    """Evaluate `model` on every image of `loader`, on all ranks together. Raise UserError if an image was not seen
-    exactly once, or none could be read.
-
-    Args:
-        on_outputs: Called with the logits (B, C) and the batch, for further metrics.
-        guard: Wraps the iteration over batches (`volo.cluster.watchdog`).
-        dense: Compares the tokens' predictions with the label maps of the batches.
-    """
+    """Evaluate `model` on every image of `loader`, on all ranks together. `on_outputs` gets the logits (B, C) and the
+    batch, for further metrics; `guard` wraps the iteration over batches (`volo.cluster.watchdog`); `dense` compares the
+    tokens' predictions with label maps. Raise UserError if an image was not seen exactly once, or none was readable."""
     model.eval()
     sums = Sums(("images", "top1", "top5", "loss", "unreadable"), world)
     answers = Answers(len(loader.dataset), world)
@@ -219,9 +213,8 @@ def evaluate(
     images = int(totals["images"])
     unreadable = int(totals["unreadable"])
     if images + unreadable != len(loader.dataset):
-        raise UserError(
-            f"validation saw {images + unreadable} images of {len(loader.dataset)}: restart the run, this is a defect"
-        )
+        seen = f"validation saw {images + unreadable} images of {len(loader.dataset)}"
+        raise UserError(f"{seen}: restart the run, this is a defect")
     if images == 0:
         raise UserError(f"none of the {len(loader.dataset)} validation images can be read")
     seconds = time.perf_counter() - began

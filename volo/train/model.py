@@ -291,13 +291,6 @@ def heads_of(model: TimmModel) -> list[nn.Module]:
     return heads + ([model.aux_head] if isinstance(model, TOKEN_LABEL_MODELS) else [])
 
 
-def freeze_backbone(model: TimmModel) -> None:
-    """Freeze everything except the heads (`--freeze`)."""
-    model.requires_grad_(False)
-    for head in heads_of(model):
-        head.requires_grad_(True)
-
-
 def init_heads(model: TimmModel, scale: float | None, bias: float | None) -> None:
     """Multiply the heads' initial weights by `scale` and set their biases (`--head-init-scale`, `--head-init-bias`)."""
     heads: list[Any] = heads_of(model)

@@ -87,10 +87,8 @@ def load_online_annotator(
     except UserError as error:
         raise UserError(f"{flag}: {error}") from error
     except Exception as error:  # layers raise errors of any type for a wrong image size
-        raise UserError(
-            f"{flag} does not take images of {size[1]} x {size[2]} px ({reason_of(error)}): use another annotator, or "
-            "another --img-size"
-        ) from error
+        reason = f"{flag} does not take images of {size[1]} x {size[2]} px ({reason_of(error)})"
+        raise UserError(f"{reason}: use another annotator, or another --img-size") from error
     dtype = compute_dtype(settings.precision.mixed, world.device)
     compiled = compiler_of(settings).features(model)
     annotator = Annotator(model, settings.labels.token_label_teacher_top_k, dtype, compiled)

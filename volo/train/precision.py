@@ -55,11 +55,10 @@ class WorkingCopy:
 
     def __init__(self, master: nn.Module) -> None:
         norms = [module for module in master.modules() if isinstance(module, _NORMS)]
-        shared = [tensor for norm in norms for tensor in (*norm.parameters(), *norm.buffers())]
-        self.module = copy.deepcopy(master, {id(tensor): tensor for tensor in shared})
-        shared_ids = {id(tensor) for tensor in shared}
+        shared = {id(tensor): tensor for norm in norms for tensor in (*norm.parameters(), *norm.buffers())}
+        self.module = copy.deepcopy(master, dict(shared))  # deepcopy adds what it copies to its dictionary
         for parameter in self.module.parameters():
-            if id(parameter) not in shared_ids:
+            if id(parameter) not in shared:
                 parameter.data = parameter.data.bfloat16()
         pairs = zip(master.parameters(), self.module.parameters(), strict=True)
         self._pairs = [(weight, cast) for weight, cast in pairs if weight is not cast]

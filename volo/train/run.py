@@ -90,7 +90,6 @@ class Training:
         average: The module that validates the moving average; None if it is not validated.
         lr_formula: How the peak learning rate was computed, for the log.
         arithmetic: Operations of a step; None if they can't be counted, and on ranks that write no records.
-        distillation: The teachers and their losses; None without teachers.
         dense_score: Compares tokens with labels in validation; None without `--val-label-data`.
     """
 

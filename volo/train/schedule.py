@@ -34,7 +34,6 @@ class LrSchedule:
     tanh, poly, wsd, rsqrt). UserError tells of a decay that is longer than the run, and of epochs that it doesn't have.
 
     Attributes:
-        peak: The highest learning rate.
         total_epochs: Epochs of the curve, including the cool-down.
         last_epoch: Epochs after which the run ends; fewer with `--stop-epoch`.
     """

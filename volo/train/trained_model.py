@@ -98,13 +98,9 @@ def load_frozen(
     student: tuple[Classes, int, str] | None = None,
     dense: bool | None = None,
 ) -> TrainedModel:
-    """Build a network that a run uses but doesn't train, as `load_model` does.
-
-    Args:
-        model: What `--model` would name; None takes it from the checkpoint.
-        input_size: (channels, H, W) of the run's images; it has to take `other_sizes` (H, W), too.
-        student: Further arguments of `take_classes`, if the network has to have the student's classes.
-    """
+    """Build a network that a run uses but doesn't train, as `load_model` does, for the run's images of `input_size`
+    (channels, H, W) and `other_sizes` (H, W). `model` is what `--model` would name, None takes it from the checkpoint;
+    `student` has further arguments of `take_classes`, if the network has to have the student's classes."""
     channels, height, width = input_size
     sizes = tuple(other_sizes)
     request = ModelRequest(name=model or "", pretrained=path is None, image_size=(height, width), other_sizes=sizes)
