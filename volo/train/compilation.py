@@ -66,10 +66,8 @@ class Compiler:
     def check_scope(self, model: nn.Module) -> None:
         """Raise UserError for `--torchcompile-scope blocks` if the model doesn't name its blocks."""
         if self.flags.torchcompile_scope == "blocks" and not _blocks(model):
-            raise UserError(
-                f"--torchcompile-scope blocks: only VOLO and LV-ViT name their blocks, {self.name} is compiled as a "
-                "whole: --torchcompile-scope model"
-            )
+            whole = f"{self.name} is compiled as a whole: --torchcompile-scope model"
+            raise UserError(f"--torchcompile-scope blocks: only VOLO and LV-ViT name their blocks, {whole}")
 
     def _scope(self, model: nn.Module) -> str:
         """Return which part of a model is compiled: "blocks" or "model"."""

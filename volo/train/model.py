@@ -80,9 +80,8 @@ def build_model(request: ModelRequest, recorded: dict[str, Any] | None = None, w
         reason = reason_of(error)
         if fetched and not folder and "loading state_dict" not in reason:
             instead = f" with {request.file_flag}" if request.file_flag else " in its place"
-            raise UserError(
-                f"--model {name}: its published weights can't be fetched ({reason}): name a file of them{instead}"
-            ) from error
+            remedy = f"name a file of them{instead}"
+            raise UserError(f"--model {name}: its published weights can't be fetched ({reason}): {remedy}") from error
         raise UserError(f"--model {request.name} cannot be built with {kwargs}: {reason}") from error
     try:
         channels, *own_size = data_config_of(request, model)["input_size"]
