@@ -28,11 +28,11 @@ from torch import Tensor
 
 import tlt
 import volo.models  # noqa: F401  registers them
-from benchmarks.rounds import OUTPUT, BenchmarkSettings, Range, Rows
+from benchmarks.rounds import BenchmarkSettings, Measuring, Range, Rows
 from tlt.models.token_labeling import DENSE_SHARE
 from tlt.upstream.behaviour import label_view
 from volo.config import value_types as t
-from volo.config.fields import setting
+from volo.config.fields import flag, taken
 from volo.config.settings_shared import DEBUG
 
 VALIDATION = 1000
@@ -80,13 +80,13 @@ ARMS = {
 class Flags(BenchmarkSettings):
     """Runs"""
 
-    directory: str = setting("output/ablation", "finished runs, and the scenes", t.DIR)
-    arms: list[str] = setting([arm for arm in ARMS if not ARMS[arm].few], ", ".join(ARMS), tuple(ARMS), metavar="ARM")
-    seeds: int = setting(5, "seeds of each arm, from 0", t.POSITIVE)
-    epochs: int = setting(10, "epochs of a run", t.POSITIVE)
-    images: int = setting(3000, "training scenes", t.Number(int, low=50))
-    jobs: int = setting(2, "runs at a time, one thread each", t.POSITIVE)
-    output: str = OUTPUT()
+    directory: t.Dir = flag("output/ablation", "finished runs, and the scenes")
+    arms: list[str] = flag([arm for arm in ARMS if not ARMS[arm].few], ", ".join(ARMS), tuple(ARMS), metavar="ARM")
+    seeds: t.Positive = flag(5, "seeds of each arm, from 0")
+    epochs: t.Positive = flag(10, "epochs of a run")
+    images: int = flag(3000, "training scenes", t.Number(int, low=50))
+    jobs: t.Positive = flag(2, "runs at a time, one thread each")
+    output: t.File = taken(Measuring, "output")
     debug: bool = DEBUG()
 
 

@@ -24,9 +24,9 @@ from tlt.errors import UserError
 from tlt.mixtoken import Box, mix_tokens, unmix_tokens
 from volo.cluster.distributed import World, choose_device
 from volo.config import value_types as t
-from volo.config.fields import changed, flags_of, group, setting
+from volo.config.fields import flag, flags_of, group, switch, taken
 from volo.config.rules import check_train
-from volo.config.settings_shared import DEBUG, DEVICE, Compilation, MixedPrecision, Pixels
+from volo.config.settings_shared import Pixels
 from volo.config.settings_train import Precision, TrainSettings
 from volo.train.architecture import requested_by
 from volo.train.compilation import compile_errors_told
@@ -64,41 +64,27 @@ COLUMNS = (
 )
 # Of logits, loss and norm of the gradient, relative to ours in float32 without anything that is fast.
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 5e-2}
-MODEL = partial(setting, ["volo_d1"], "VOLO or LV-ViT, one after the other", t.NAME)
-IMG_SIZE = partial(changed, Pixels, "img_size")
+MODEL = partial(flag, ["volo_d1"], "VOLO or LV-ViT, one after the other")
+IMG_SIZE = partial(taken, Pixels, "img_size")
 
 
 def peers(*names: str) -> Any:
     """Return the field of `--peer`."""
-    return setting(["timm"], f"what ours is compared with: {', '.join(names)}", names, nargs="*", metavar="ARM")
+    return flag(["timm"], f"what ours is compared with: {', '.join(names)}", names, nargs="*", metavar="ARM")
+
+
+def speed(without: str = "") -> Any:
+    """Return the group of train.py's flags about precision and speed."""
+    return group(Precision, f"grad_checkpointing torchscript cuda_graph activation_memory_budget {without}")
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Compilation(Compilation):
-    torchcompile_mode: str | None = changed(Compilation, "torchcompile_mode", after="torchcompile_scope")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Speed:
-    """Precision and speed"""
-
-    mixed: MixedPrecision = group(MixedPrecision)
-    channels_last: bool = changed(Precision, "channels_last")
-    outlook_kernel: str = changed(Precision, "outlook_kernel")
-    compilation: _Compilation = group(_Compilation)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Measuring:
+class Measuring(shared.Measuring):
     """Measuring"""
 
-    device: str | None = DEVICE()
-    rounds: int = shared.ROUNDS(5)
-    steps: int = setting(1, "batches of an arm in each round", t.POSITIVE)
-    warm_up: int = setting(2, "batches of each arm before the first round", t.POSITIVE)
-    profile: bool = setting(False, "after the rounds, where the time of ours goes (torch.profiler)")
-    output: str = shared.OUTPUT()
-    debug: bool = DEBUG()
+    steps: t.Positive = flag(1, "batches of an arm in each round")
+    warm_up: t.Positive = flag(2, "batches of each arm before the first round")
+    profile: bool = switch("after the rounds, where the time of ours goes (torch.profiler)")
 
 
 class Arm(NamedTuple):

@@ -30,12 +30,13 @@ from timm.data.auto_augment import RandAugment
 from torch import Tensor
 
 import tlt
-from benchmarks.rounds import OUTPUT, ROUNDS, BenchmarkSettings, Range, Rows, in_turns, speedup, synchronize
+from benchmarks import rounds
+from benchmarks.rounds import BenchmarkSettings, Range, Rows, in_turns, speedup, synchronize
 from tlt.data.loader import DEFAULT_TIMEOUT
 from volo.cluster.distributed import choose_device
 from volo.config import value_types as t
-from volo.config.fields import group, setting
-from volo.config.settings_shared import DEBUG, DEVICE, FILE_BACKENDS
+from volo.config.fields import flag, group
+from volo.config.settings_shared import FILE_BACKENDS
 
 CROPS = "crops"
 BATCHES = "batches"
@@ -47,32 +48,28 @@ CELLS = 18  # of the label maps, as the published ones
 Epochs = Callable[[], Iterable[Tensor]]  # the images of the batches of an epoch
 _COLUMNS = ("augmentation", "workers", "part", "loader", "images/s", "CPU ms an image", "x timm", "note")
 
-IMAGE_SIZE = partial(setting, [500, 375], "width and height if made", t.POSITIVE, nargs=2)
-IMG_SIZE = partial(setting, 224, "height and width of the crops", t.POSITIVE)
+IMAGE_SIZE = partial(flag, [500, 375], "width and height if made", nargs=2)
+IMG_SIZE = partial(flag, 224, "height and width of the crops")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Images:
     """Images"""
 
-    data_dir: str = setting("", "image folders with a split train (else some are made)", t.DIR)
-    images: int = setting(256, "how many", t.POSITIVE)
-    image_size: list[int] = IMAGE_SIZE()
-    img_size: int = IMG_SIZE()
-    aa: str = setting("rand-m9-mstd0.5-inc1", "RandAugment in timm's grammar", t.TEXT, metavar="POLICY")
-    batch_size: int = setting(32, "images per batch", t.POSITIVE, names="-b --batch-size")
+    data_dir: t.Dir = flag("", "image folders with a split train (else some are made)")
+    images: t.Positive = flag(256, "how many")
+    image_size: list[t.Positive] = IMAGE_SIZE()
+    img_size: t.Positive = IMG_SIZE()
+    aa: str = flag("rand-m9-mstd0.5-inc1", "RandAugment in timm's grammar", metavar="POLICY")
+    batch_size: t.Positive = flag(32, "images per batch", also="-b")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Measuring:
+class Measuring(rounds.Measuring):
     """Measuring"""
 
-    backend: list[str] = setting(["torchvision"], ", ".join(FILE_BACKENDS), FILE_BACKENDS, metavar="NAME")
-    workers: int = setting(2, "processes, measured after none; 0: none alone", t.COUNT)
-    device: str | None = DEVICE()
-    rounds: int = ROUNDS(5)
-    output: str = OUTPUT()
-    debug: bool = DEBUG()
+    backend: list[str] = flag(["torchvision"], ", ".join(FILE_BACKENDS), FILE_BACKENDS, metavar="NAME")
+    workers: t.Count = flag(2, "processes, measured after none; 0: none alone")
 
 
 @dataclass(frozen=True, kw_only=True)

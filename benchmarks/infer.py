@@ -20,7 +20,8 @@ from benchmarks.rounds import BenchmarkSettings, Rows
 from tlt.models.folding import fold_batchnorm
 from volo.cluster.distributed import choose_device
 from volo.config import value_types as t
-from volo.config.fields import group, setting
+from volo.config.fields import flag, group
+from volo.config.settings_train import Precision as PrecisionSettings
 from volo.train.architecture import requested_by
 from volo.train.compilation import begin_step, compile_errors_told
 from volo.train.model import TimmModel, compiler_of, data_config_of
@@ -31,9 +32,9 @@ from volo.train.precision import Precision, compute_dtype
 class Models:
     """Model"""
 
-    model: list[str] = arms.MODEL()
-    img_size: int | None = arms.IMG_SIZE()
-    batch_size: int = setting(8, "images", t.POSITIVE, names="-b --batch-size")
+    model: list[t.Name] = arms.MODEL()
+    img_size: t.Positive | None = arms.IMG_SIZE()
+    batch_size: t.Positive = flag(8, "images", also="-b")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +53,7 @@ class Flags(BenchmarkSettings):
     """The settings of `benchmark.py infer`."""
 
     models: Models = group(Models)
-    speed: arms.Speed = group(arms.Speed)
+    speed: PrecisionSettings = arms.speed("no_cuda_graph model_dtype")
     peers: Peers = group(Peers)
     measuring: arms.Measuring = group(arms.Measuring)
 

@@ -20,12 +20,12 @@ import torch
 from timm.models.volo import OutlookAttention as TimmOutlookAttention
 from torch import Tensor, nn
 
+from benchmarks import rounds
 from benchmarks.arms import check_same, exact_float32
-from benchmarks.rounds import OUTPUT, ROUNDS, BenchmarkSettings, Range, Rows, in_turns, speedup, synchronize
+from benchmarks.rounds import BenchmarkSettings, Range, Rows, in_turns, speedup, synchronize
 from volo.cluster.distributed import choose_device
 from volo.config import value_types as t
-from volo.config.fields import group, setting
-from volo.config.settings_shared import DEBUG, DEVICE
+from volo.config.fields import flag, group, switch
 from volo.kernels import KERNELS, outlook_attention
 from volo.models.volo import VARIANTS
 
@@ -40,21 +40,17 @@ WIDTHS = {name: (row.dims[0], row.heads[0]) for name, row in VARIANTS.items()}
 class Sizes:
     """Sizes"""
 
-    batch_size: int = setting(8, "images", t.POSITIVE, names="-b --batch-size")
-    model: list[str] = setting(["volo_d1", "volo_d5"], ", ".join(WIDTHS), tuple(WIDTHS), metavar="NAME")
-    cells: int = setting(28, "rows and columns; 28 at 224 px, 64 at 512", t.POSITIVE)
-    dtypes: list[str] = setting(["float32", "bfloat16"], "of values and logits", tuple(DTYPES))
+    batch_size: t.Positive = flag(8, "images", also="-b")
+    model: list[str] = flag(["volo_d1", "volo_d5"], ", ".join(WIDTHS), tuple(WIDTHS), metavar="NAME")
+    cells: t.Positive = flag(28, "rows and columns; 28 at 224 px, 64 at 512")
+    dtypes: list[str] = flag(["float32", "bfloat16"], "of values and logits", tuple(DTYPES))
 
 
 @dataclass(frozen=True, kw_only=True)
-class Measuring:
+class Measuring(rounds.Measuring):
     """Measuring"""
 
-    no_compile: bool = setting(False, "without the compiled arms")
-    device: str | None = DEVICE()
-    rounds: int = ROUNDS(15)
-    output: str = OUTPUT()
-    debug: bool = DEBUG()
+    no_compile: bool = switch("without the compiled arms")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +58,7 @@ class Flags(BenchmarkSettings):
     """The settings of `benchmark.py outlook`."""
 
     sizes: Sizes = group(Sizes)
-    measuring: Measuring = group(Measuring)
+    measuring: Measuring = group(Measuring, rounds=15)
 
 
 class Case(NamedTuple):

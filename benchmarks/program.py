@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from benchmarks.rounds import BenchmarkSettings
-from volo.config.fields import Settings, setting
+from volo.config.fields import Settings, flag
 from volo.config.parser import Program
 
 COMMANDS = ("step", "infer", "outlook", "data", "run", "ablation")
@@ -29,7 +29,7 @@ COMMANDS = ("step", "infer", "outlook", "data", "run", "ablation")
 class _Command(Settings):
     """Command"""
 
-    command: str = setting(None, "what to measure", COMMANDS, positional=True)
+    command: str = flag(None, "what to measure", COMMANDS, positional=True)
 
 
 _BENCHMARK = Program("python benchmark.py", "COMMAND [flags]", "Measure this machine.", _Command)

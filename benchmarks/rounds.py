@@ -19,7 +19,6 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime, timezone
-from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -30,10 +29,9 @@ from tlt.errors import UserError
 from tlt.io.files import os_errors_as
 from tlt.io.jobs import available_cpus
 from volo.config import value_types as t
-from volo.config.fields import Settings, setting
+from volo.config.fields import Settings, flag
+from volo.config.settings_shared import DEBUG, DEVICE
 
-ROUNDS = partial(setting, help="rounds of all alternatives, which take turns", type=t.POSITIVE)
-OUTPUT = partial(setting, "", "append each row to it as a line of JSON", t.FILE)
 Name = TypeVar("Name", bound=Hashable)
 
 
@@ -42,6 +40,16 @@ class BenchmarkSettings(Settings):
     """What was typed. Each command has a subclass with its flags, `--output` among them."""
 
     command_line: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measuring:
+    """Measuring"""
+
+    device: t.Device | None = DEVICE()
+    rounds: t.Positive = flag(5, "rounds of all alternatives, which take turns")
+    output: t.File = flag("", "append each row to it as a line of JSON")
+    debug: bool = DEBUG()
 
 
 class Range(NamedTuple):

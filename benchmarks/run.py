@@ -23,13 +23,12 @@ from pathlib import Path
 
 import tlt
 from benchmarks.data import CLASSES, IMAGE_SIZE, IMG_SIZE, make_images, make_labels
-from benchmarks.rounds import OUTPUT, ROUNDS, BenchmarkSettings, Rows
+from benchmarks.rounds import BenchmarkSettings, Measuring, Rows
 from tlt.errors import UserError
 from tlt.io.jobs import default_workers
 from volo.cluster.distributed import choose_device
 from volo.config import value_types as t
-from volo.config.fields import group, setting
-from volo.config.settings_shared import DEBUG, DEVICE
+from volo.config.fields import flag, group
 
 TIMM = "timm"
 OURS = "ours"
@@ -46,33 +45,23 @@ _BFLOAT16_OF_TIMM = "--amp --amp-dtype bfloat16"
 class Programs:
     """Programs"""
 
-    timm: str = setting("", "checkout of timm whose train.py is timed, too", t.DIR)
-    model: str = setting("volo_d1", "VOLO, LV-ViT or any of timm's, which get no token labels", t.NAME)
-    img_size: int = IMG_SIZE()
-    batch_size: int = setting(256, "images per batch", t.POSITIVE, names="-b --batch-size")
-    workers: int = setting(default_workers(), "processes that decode", t.COUNT)
-    epochs: int = setting(2, "of each program; the last one counts", t.POSITIVE)
+    timm: t.Dir = flag("", "checkout of timm whose train.py is timed, too")
+    model: t.Name = flag("volo_d1", "VOLO, LV-ViT or any of timm's, which get no token labels")
+    img_size: t.Positive = IMG_SIZE()
+    batch_size: t.Positive = flag(256, "images per batch", also="-b")
+    workers: t.Count = flag(default_workers(), "processes that decode")
+    epochs: t.Positive = flag(2, "of each program; the last one counts")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Images:
     """Images"""
 
-    data_dir: str = setting("", "image folders with splits train and val (else some are made)", t.DIR)
-    token_label_data: str = setting("", "label maps of --data-dir", t.PATH)
-    images: int = setting(1024, "how many are made", t.POSITIVE)
-    copies: int = setting(32, "links to each, which are images of their own for the programs", t.POSITIVE)
-    image_size: list[int] = IMAGE_SIZE()
-
-
-@dataclass(frozen=True, kw_only=True)
-class Measuring:
-    """Measuring"""
-
-    device: str | None = DEVICE()
-    rounds: int = ROUNDS(1)
-    output: str = OUTPUT()
-    debug: bool = DEBUG()
+    data_dir: t.Dir = flag("", "image folders with splits train and val (else some are made)")
+    token_label_data: t.Path = flag("", "label maps of --data-dir")
+    images: t.Positive = flag(1024, "how many are made")
+    copies: t.Positive = flag(32, "links to each, which are images of their own for the programs")
+    image_size: list[t.Positive] = IMAGE_SIZE()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +70,7 @@ class Flags(BenchmarkSettings):
 
     programs: Programs = group(Programs)
     images: Images = group(Images)
-    measuring: Measuring = group(Measuring)
+    measuring: Measuring = group(Measuring, rounds=1)
 
 
 def run(settings: Flags) -> None:

@@ -30,8 +30,8 @@ from tlt.targets import Targets
 from volo.cluster.distributed import World, choose_device
 from volo.cluster.watchdog import Watchdog
 from volo.config import value_types as t
-from volo.config.fields import changed, group, setting
-from volo.config.settings_train import Optimizer, Regularisation, TrainPrecision
+from volo.config.fields import flag, group, taken
+from volo.config.settings_train import Optimizer, Regularisation
 from volo.config.settings_train import Precision as PrecisionSettings
 from volo.train.architecture import requested_by
 from volo.train.compilation import compile_errors_told
@@ -52,22 +52,14 @@ class Models:
     Without --drop-path stochastic depth is that of the model's recipe.
     """
 
-    model: list[str] = arms.MODEL()
-    img_size: int | None = arms.IMG_SIZE()
-    batch_size: int | None = setting(None, "images (8; on a GPU 96)", t.POSITIVE, names="-b --batch-size")
-    drop_path: float | None = changed(Regularisation, "drop_path")
-    drop_path_mode: str = changed(Regularisation, "drop_path_mode")
-    grad_checkpointing: bool = changed(PrecisionSettings, "grad_checkpointing")
-    clip_grad: float | None = changed(Optimizer, "clip_grad")
-    opt: str = changed(Optimizer, "opt")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Speed(arms.Speed):
-    """Precision and speed"""
-
-    mixed: TrainPrecision = group(TrainPrecision)
-    no_cuda_graph: bool = changed(PrecisionSettings, "no_cuda_graph", after="")
+    model: list[t.Name] = arms.MODEL()
+    img_size: t.Positive | None = arms.IMG_SIZE()
+    batch_size: t.Positive | None = flag(None, "images (8; on a GPU 96)", also="-b")
+    drop_path: t.Share | None = taken(Regularisation, "drop_path")
+    drop_path_mode: str = taken(Regularisation, "drop_path_mode")
+    grad_checkpointing: bool = taken(PrecisionSettings, "grad_checkpointing")
+    clip_grad: t.AboveZero | None = taken(Optimizer, "clip_grad")
+    opt: t.Name = taken(Optimizer, "opt")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,7 +79,7 @@ class Flags(BenchmarkSettings):
     """The settings of `benchmark.py step`."""
 
     models: Models = group(Models)
-    speed: Speed = group(Speed)
+    speed: PrecisionSettings = arms.speed()
     peers: Peers = group(Peers)
     measuring: arms.Measuring = group(arms.Measuring)
 
@@ -138,7 +130,9 @@ class _Case:
         return self._build(arm)
 
     def _build(self, arm: Arm) -> TrainStep:
-        if not arm.settings.precision.no_cuda_graph:  # one that can't be captured makes others of its stream unusable
+        if (
+            not arm.settings.precision.compilation.no_cuda_graph
+        ):  # one that can't be captured makes others of its stream unusable
             use_own_stream(self.device)
         return TrainStep(arm, arms.build(arm, self.first, self.device), self.criterion, self.batches, self.device)
 
@@ -183,7 +177,7 @@ class TrainStep:
         training.criterion = self._criterion = _KeptLogits(**vars(criterion))
         run: Any = SimpleNamespace(settings=settings, world=World(0, 0, 1, device))
         self._told: list[str] = []
-        self._launched = settings.precision.no_cuda_graph
+        self._launched = settings.precision.compilation.no_cuda_graph
         run.logger = SimpleNamespace(line=self._told.append)
         run.guard = SimpleNamespace(watchdog=Watchdog(0, 0, 0, lambda **_: None))  # never started
         self._stream = torch.cuda.current_stream() if device.type == "cuda" else None

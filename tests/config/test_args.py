@@ -281,7 +281,7 @@ def test_every_flag_is_read_by_name_outside_of_the_parser() -> None:
 def test_compat_is_resolved_to_the_rows_that_change_something() -> None:
     args = TRAIN.parse(["/data", *LABELS.split(), "--smoothing", "0", "--compat", "upstream"])
     assert args.labels.compat == ["label-crop", "label-scale", "label-area", "uncovered"]
-    assert args.labels.uncovered == "uniform" and TRAIN.parse(["/data"]).labels.compat is None
+    assert args.labels.maps.uncovered == "uniform" and TRAIN.parse(["/data"]).labels.compat is None
 
 
 @pytest.mark.parametrize(

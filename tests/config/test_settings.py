@@ -36,7 +36,7 @@ def test_names_in_fields_are_settings_of_the_program(program: str) -> None:
     kind = COMMANDS[program].program.settings
     flags = flags_of(kind)
     for row in flags.values():
-        named = {*row.excludes, row.after} - {""}
+        named = {*row.excludes}
         for need in row.needs:
             for value in ("x", ""):  # so that each side of an `or` is asked
                 need.met(asked := Asked(kind, value))

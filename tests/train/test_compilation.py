@@ -18,7 +18,6 @@ from tlt.models.layers import WHOLE, ResidualBlock, draw_masks
 from volo.cluster.distributed import World
 from volo.cluster.shard import distribute
 from volo.config.settings_shared import Compilation
-from volo.config.settings_train import TrainCompilation
 from volo.train.compilation import Compiler, compile_errors_told, stems
 from volo.train.model import wrap_model
 
@@ -192,7 +191,7 @@ def test_compiled_draws_are_a_function_of_the_seed() -> None:
 
 def test_the_memory_budget_is_torchs() -> None:
     with torch._functorch.config.patch(activation_memory_budget=1.0):  # and put it back afterwards
-        Compiler(TrainCompilation(torchcompile="eager", activation_memory_budget=0.3), "lvvit_test").model(
+        Compiler(Compilation(torchcompile="eager", activation_memory_budget=0.3), "lvvit_test").model(
             small("lvvit_test")
         )
         assert torch._functorch.config.activation_memory_budget == 0.3

@@ -3,25 +3,27 @@
     @dataclass(frozen=True, kw_only=True)
     class Precision:
         '''Precision and speed'''
-        amp: bool = setting(False, "mixed precision", names="--amp --native-amp")
-        amp_dtype: Literal["float16", "bfloat16"] | None = setting(None, "(float16 on GPUs)", needs="--amp")
+        amp: bool = switch("mixed precision", also="--native-amp")
+        amp_dtype: Literal["float16", "bfloat16"] | None = flag(None, "(float16 on GPUs)", needs="--amp")
 
 A field says everything about its flag; the parser is made of the fields (`parser.py`). A class of `Settings` has the
 groups of a program: each is a section of its `--help`, titled by the docstring. A group may hold another one, which
-programs share. This module imports nothing slow, so that `--help` answers at once.
+programs share, whole or without some of its settings. This module imports nothing slow, so that `--help` answers at
+once.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Set
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from functools import partial
 from types import NoneType, UnionType
-from typing import Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from tlt.errors import UserError
 from volo.config.checkpoint_files import single_checkpoint
-from volo.config.value_types import WEIGHTS, key_value
+from volo.config.value_types import PLAIN, WEIGHTS
 
 # Where a value comes from. A later one overrules an earlier one, but data and checkpoint complete what the user left
 # open. "other flags": the value follows from those that the user has set.
@@ -53,7 +55,6 @@ class Flag:
             command line overrides others in a recipe, unless the command line switches it off.
         refused: Why the flag must keep its default; "" if it can be set.
         required: Says what is missing without the flag; "" if the flag can be left out.
-        after: The flag that it follows in `--help`, if that is not the field before.
         path: Names of the groups that hold the field, from the outermost to the innermost.
     """
 
@@ -69,7 +70,6 @@ class Flag:
     excludes: tuple[str, ...] = ()
     refused: str = ""
     required: str = ""
-    after: str = ""
     path: tuple[str, ...] = ()
 
     @property
@@ -90,49 +90,51 @@ class Flag:
         return f"{self.label} {' '.join(map(str, items)) if isinstance(items, list) else items}"
 
 
-def setting(
-    default: Any,
-    help: str,
-    type: ValueType = None,
-    *,
-    names: str = "",
-    positional: bool = False,
-    needs: Needs = (),
-    **more: Any,
-) -> Any:
+def flag(default: Any, help: str, type: ValueType = None, *, needs: Needs = (), **more: Any) -> Any:
     """Return a field for a setting.
 
     Args:
-        type: Converts one value, or lists the choices. Of switches (bool), `Literal` and dict the annotation says it.
-        names: Spellings of the flag, separated by spaces; "--the-name" if empty.
+        type: Lists the choices, where the annotation does not.
         needs: Conditions without which the flag has no effect. A text is what the user has to type: "--flag" must be
             set, "--flag word" must have this value, or have it among others.
-        more: Further attributes of `Flag`.
+        more: Further attributes of `Flag`; `positional=True`; `names`, separated by spaces, in place of "--the-name";
+            or `also`, which are names beside it.
     """
-    flag = {"help": help, "type": type, "names": names, "positional": positional, "needs": _all_of(needs), **more}
-    return _field(default, flag)
+    return _field(default, {"help": help, "type": type, "needs": _all_of(needs), **more})
+
+
+switch = partial(flag, False)
 
 
 def needing(first: str | Need) -> Callable[..., Any]:
-    """Return a function like `setting`, for settings with a need that is checked before their own ones."""
+    """Return a function like `flag`, for settings with a need that is checked before their own ones."""
 
     def needy(*args: Any, needs: Needs = (), **more: Any) -> Any:
-        return setting(*args, needs=(*_all_of(first), *_all_of(needs)), **more)
+        return flag(*args, needs=(*_all_of(first), *_all_of(needs)), **more)
 
     return needy
 
 
-def changed(kind: type, name: str, needs: Needs | None = None, **changes: Any) -> Any:
-    """Return the field `name` of another group with changes: to its needs, or to what `setting` takes."""
-    before = next(f for f in fields(kind) if f.name == name)
-    value = before.default if before.default_factory is MISSING else before.default_factory()
-    changes |= {} if needs is None else {"needs": _all_of(needs)}
-    return _field(value, {**before.metadata["flag"], **changes})
+def taken(kind: type, name: str) -> Any:
+    """Return the field `name` of another group, for one more group."""
+    (other,) = (f for f in fields(kind) if f.name == name)
+    return _field(other.default, other.metadata["flag"])
 
 
-def group(kind: Callable[[], Any]) -> Any:
-    """Return a field for a group of settings, with its defaults."""
-    return field(default_factory=kind)
+def group(
+    kind: Callable[..., Any], without: str = "", *, text: str = "", needs: Needs = (), own: bool = True, **changes: Any
+) -> Any:
+    """Return a field for a group of settings.
+
+    Args:
+        without: Names of settings and groups inside it that this program has no flags for, separated by spaces.
+        text: Title and note, if they aren't those of the group's docstring.
+        needs: Of all its settings, checked before their own ones.
+        own: False: without their own needs.
+        changes: Other defaults.
+    """
+    here = {"without": {*without.split()}, "text": text, "needs": _all_of(needs), "own": own}
+    return field(default_factory=partial(kind, **changes), metadata=here)
 
 
 def _field(default: Any, flag: dict[str, Any]) -> Any:
@@ -169,29 +171,44 @@ class Section(NamedTuple):
 def sections_of(kind: type) -> list[Section]:
     """Return the sections of a program's `--help`: the groups of its settings. Settings without groups are one section,
     and so is a group with what is inside it."""
-    hints = get_type_hints(kind)
-    groups = [(hints[f.name], f.name) for f in fields(kind) if is_dataclass(hints[f.name])]
-    groups = groups if issubclass(kind, Settings) else []
+    settings = kind()
+    groups = (
+        [f for f in fields(kind) if is_dataclass(getattr(settings, f.name))] if isinstance(settings, Settings) else []
+    )
     sections = []
-    for owner, name in groups or [(kind, "")]:
-        title, _, note = (owner.__doc__ or "").partition("\n")
-        every = list(_flags(owner, (name,) if name else ()))
-        flags = [flag for flag in every if not flag.after]
-        for flag in every:
-            if flag.after:
-                flags.insert(1 + [other.dest for other in flags].index(flag.after), flag)
-        sections.append(Section(title, " ".join(note.split()) or None, flags))
-    return sections
+    for f in groups:
+        owner = getattr(settings, f.name)
+        sections.append(_section(f.metadata["text"] or owner.__doc__, _flags(owner, (f.name,), **f.metadata)))
+    return sections or [_section(kind.__doc__, _flags(settings, ()))]
 
 
-def _flags(owner: type, path: tuple[str, ...]) -> Iterator[Flag]:
-    hints = get_type_hints(owner)
+def _section(text: str | None, flags: Iterator[Flag]) -> Section:
+    title, _, note = (text or "").partition("\n")
+    return Section(title, " ".join(note.split()) or None, list(flags))
+
+
+def _flags(
+    owner: Any,
+    path: tuple[str, ...],
+    without: Set[str] = frozenset(),
+    needs: Needs = (),
+    own: bool = True,
+    text: str = "",
+) -> Iterator[Flag]:
+    """Yield the flags of a group, and of those inside it, with what is said of it where it is used."""
+    hints = get_type_hints(type(owner), include_extras=True)
     for f in fields(owner):
-        if is_dataclass(hints[f.name]):
-            yield from _flags(hints[f.name], (*path, f.name))
+        if f.name in without:
+            continue
+        value = getattr(owner, f.name)
+        if is_dataclass(value):
+            inner = f.metadata
+            yield from _flags(
+                value, (*path, f.name), without | inner["without"], needs + inner["needs"], own and inner["own"]
+            )
         elif "flag" in f.metadata:
-            default = f.default if f.default_factory is MISSING else f.default_factory()
-            yield _flag(f.name, hints[f.name], default, path, **f.metadata["flag"])
+            row = f.metadata["flag"]
+            yield _flag(f.name, hints[f.name], value, path, **row | {"needs": needs + row["needs"] * own})
 
 
 def _flag(
@@ -199,9 +216,10 @@ def _flag(
     hint: Any,
     default: Any,
     path: tuple[str, ...],
-    names: str,
-    positional: bool,
     type: ValueType,
+    names: str = "",
+    also: str = "",
+    positional: bool = False,
     **more: Any,
 ) -> Flag:
     """Return a flag; what its field leaves open follows from the annotation."""
@@ -211,12 +229,16 @@ def _flag(
         (hint,) = get_args(hint)
         more.setdefault("nargs", "+")
     if get_origin(hint) is dict:
-        type = key_value
         more = {"nargs": "*", "metavar": "K=V", **more}
     if get_origin(hint) is Literal:
         type = get_args(hint)
-    spellings = (dest,) if positional else tuple(names.split()) or (f"--{dest.replace('_', '-')}",)
-    return Flag(dest, spellings, type, default, path=path, **more)
+    elif get_origin(hint) is Annotated:
+        (type,) = hint.__metadata__
+    else:
+        type = type or PLAIN.get(get_origin(hint) or hint)
+    own = dest if positional else f"--{dest.replace('_', '-')}"
+    spellings = names.split() or sorted([own, *also.split()], key=lambda name: name.startswith("--"))
+    return Flag(dest, tuple(spellings), type, default, path=path, **more)
 
 
 _FLAGS: dict[type, dict[str, Flag]] = {}

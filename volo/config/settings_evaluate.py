@@ -13,10 +13,10 @@ from typing import Literal
 from tlt.errors import UserError
 from volo.config import value_types as t
 from volo.config.checkpoint_files import best_or_last
-from volo.config.fields import Need, Settings, changed, group, needing, setting
+from volo.config.fields import Need, Settings, flag, group, needing, switch
 from volo.config.parser import Program
 from volo.config.rules import check_folder, check_weights, join_data_dir
-from volo.config.settings_data import LabelMaps
+from volo.config.settings_data import LabelMaps, Loading
 from volo.config.settings_shared import (
     BIND,
     CHANNELS_LAST,
@@ -25,18 +25,16 @@ from volo.config.settings_shared import (
     DEBUG,
     DEVICE,
     FILES,
-    INDUCTOR,
     OUTLOOK_KERNEL,
     TORCHSCRIPT,
     Compilation,
-    LimitedLoading,
-    Loading,
     MixedPrecision,
     Pixels,
     TrainedNetwork,
 )
 
 FOLDER = Need("a folder as --checkpoint", lambda s: os.path.isdir(s["checkpoint"]))
+TRAINS_LOADING = "use_multi_epochs_loader drop_last full_decode"  # settings of train.py alone
 HEADS = Need("the heads' outputs (--knn and --probe look at features)", lambda s: not (s["knn"] or s["probe"]))
 CLASSES = Need("classes of images (--probe has masks)", lambda s: not s["probe"])
 OWN_HEADS = Need(
@@ -48,27 +46,13 @@ OWN_HEADS = Need(
 class Precision:
     """Precision and speed"""
 
-    device: str | None = DEVICE()
-    mixed: MixedPrecision = group(MixedPrecision)
+    device: t.Device | None = DEVICE()
+    mixed: MixedPrecision = group(MixedPrecision, "model_dtype")
     channels_last: bool = CHANNELS_LAST()
+    compilation: Compilation = group(Compilation, "cuda_graph no_cuda_graph activation_memory_budget")
     outlook_kernel: str = OUTLOOK_KERNEL()
-
-
-@dataclass(frozen=True, kw_only=True)
-class CompiledPrecision(Precision):
-    """Precision and speed"""
-
-    compilation: Compilation = group(Compilation)
-    outlook_kernel: str = OUTLOOK_KERNEL(after="torchcompile_scope")
     torchscript: bool = TORCHSCRIPT()
     legacy_jit: bool = TORCHSCRIPT()
-
-
-@dataclass(frozen=True, kw_only=True)
-class Binding:
-    """Distributed"""
-
-    bind: str = BIND()
 
 
 _of_classes = needing(CLASSES)
@@ -80,91 +64,58 @@ _probing = needing("--probe")
 class ValidationImages:
     """Data"""
 
-    data: str | None = setting(
-        None, "dataset: DATA/SPLIT/CLASS/IMAGE, or shards", t.SOURCE, positional=True, nargs="?", metavar="DATA"
+    data: t.Source | None = flag(
+        None, "dataset: DATA/SPLIT/CLASS/IMAGE, or shards", positional=True, nargs="?", metavar="DATA"
     )
-    data_dir_option: str | None = setting(None, "the same as a flag", t.DIR, names="--data-dir")
-    split: str = setting("validation", "folder of the images (val is found too)", t.NAME)
+    data_dir_option: t.Dir | None = flag(None, "the same as a flag", names="--data-dir")
+    split: t.Name = flag("validation", "folder of the images (val is found too)")
     dataset: str = DATASET(needs=(CLASSES, FILES))
-    class_map: str = CLASS_MAP(needs=(CLASSES, FILES))
-    image_list: str = _of_classes("", "these images alone, one CLASS/FILE a line", t.FILE)
-    num_samples: int | None = _of_classes(None, "so many images, evenly spaced over the split", t.POSITIVE)
+    class_map: t.File = CLASS_MAP(needs=(CLASSES, FILES))
+    image_list: t.File = _of_classes("", "these images alone, one CLASS/FILE a line")
+    num_samples: t.Positive | None = _of_classes(None, "so many images, evenly spaced over the split")
     crop_mode: Literal["", "center", "squash", "border"] = _of_classes("", "(the model's own)")
-    batch_size: int = setting(256, "images per device", t.POSITIVE, names="-b --batch-size")
+    batch_size: t.Positive = flag(256, "images per device", also="-b")
     pixels: Pixels = group(Pixels)
-    loading: LimitedLoading = group(LimitedLoading)
-    tf_preprocessing: bool = setting(
-        False, "refused", refused="TensorFlow's preprocessing is not supported: remove the flag"
-    )
+    loading: Loading = group(Loading, TRAINS_LOADING)
+    tf_preprocessing: bool = switch("refused", refused="TensorFlow's preprocessing is not supported: remove the flag")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ValidatedNetwork(TrainedNetwork):
     """Model"""
 
-    all: bool = setting(False, "every checkpoint in a folder; without it the best, in a run's directory", needs=FOLDER)
+    all: bool = switch("every checkpoint in a folder; without it the best, in a run's directory", needs=FOLDER)
     test_pool: bool = _of_heads(False, "test-time pooling")
-    no_test_pool: bool = setting(False, "the default", excludes=("test_pool",))
-
-
-@dataclass(frozen=True, kw_only=True)
-class ValidationMaps(LabelMaps):
-    """How label maps are read."""
-
-    token_label_area: Literal["full", "center"] | None = changed(
-        LabelMaps, "token_label_area", needs="--token-label-data"
-    )
-    label_tail: Literal["zero", "exact"] = changed(LabelMaps, "label_tail", needs="--token-label-data")
-    bad_label: Literal["stop", "skip", "uniform"] = changed(LabelMaps, "bad_label", needs="--token-label-data")
+    no_test_pool: bool = switch("the default", excludes=("test_pool",))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Results:
     """Results"""
 
-    knn: str = setting(
-        "", "in place of the heads: accuracy of the nearest of these training images, CLASS/IMAGE", t.DIR
-    )
-    probe: Literal["", "seg"] = setting(
+    knn: t.Dir = flag("", "in place of the heads: accuracy of the nearest of these training images, CLASS/IMAGE")
+    probe: Literal["", "seg"] = flag(
         "", "DATA/SPLIT/images and masks: mIoU of a linear layer on tokens", excludes=("knn",)
     )
-    epochs: int | None = _probing(None, "of its training (500 updates of 16 images, at least 10)", t.POSITIVE)
-    lr: float = _probing(1e-3, "its learning rate, which falls to 0 as a cosine does", t.ABOVE_ZERO)
-    real_labels: str = _of_heads("", "real.json: accuracy on ImageNet's reassessed labels", t.FILE)
-    valid_labels: str = _of_heads("", "class numbers, one per line: rank among these alone", t.FILE)
-    token_label_data: str = _of_heads("", "label maps of these images: measure dense_top1", t.DIR, needs=OWN_HEADS)
-    maps: ValidationMaps = group(ValidationMaps)
-    confusion: str = _of_heads("", "write there what is taken for what: pictures, tables", t.DIR)
-    results_file: str = setting("", "write the results there", t.FILE)
-    results_format: Literal["csv", "json"] = setting("csv", "format of --results-file", needs="--results-file")
-    log_freq: int = _of_heads(50, "batches between lines of the log", t.POSITIVE)
-    retry: bool = setting(False, "halve --batch-size where it does not fit into memory (one process)")
+    epochs: t.Positive | None = _probing(None, "of its training (500 updates of 16 images, at least 10)")
+    lr: t.AboveZero = _probing(1e-3, "its learning rate, which falls to 0 as a cosine does")
+    real_labels: t.File = _of_heads("", "real.json: accuracy on ImageNet's reassessed labels")
+    valid_labels: t.File = _of_heads("", "class numbers, one per line: rank among these alone")
+    token_label_data: t.Dir = _of_heads("", "label maps of these images: measure dense_top1", needs=OWN_HEADS)
+    maps: LabelMaps = group(LabelMaps, "uncovered", needs="--token-label-data", own=False)
+    confusion: t.Dir = _of_heads("", "write there what is taken for what: pictures, tables")
+    results_file: t.File = flag("", "write the results there")
+    results_format: Literal["csv", "json"] = flag("csv", "format of --results-file", needs="--results-file")
+    log_freq: t.Positive = _of_heads(50, "batches between lines of the log")
+    retry: bool = switch("halve --batch-size where it does not fit into memory (one process)")
     debug: bool = DEBUG()
 
 
 @dataclass(frozen=True, kw_only=True)
-class ValidationCompilation(Compilation):
-    """What torch.compile does with a model."""
-
-    torchcompile: str | None = changed(Compilation, "torchcompile", needs=HEADS)
-    torchcompile_mode: str | None = changed(Compilation, "torchcompile_mode", needs=(HEADS, INDUCTOR))
-    torchcompile_scope: Literal["blocks", "model"] | None = changed(
-        Compilation, "torchcompile_scope", needs=(HEADS, "--torchcompile")
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
-class ValidationPrecision(CompiledPrecision):
-    """Precision and speed"""
-
-    compilation: ValidationCompilation = group(ValidationCompilation)
-
-
-@dataclass(frozen=True, kw_only=True)
-class ValidateDistributed:
+class Distributed:
     """Distributed"""
 
-    num_gpu: int = setting(1, "more are refused", t.COUNT, refused="start one process per GPU with torchrun")
+    num_gpu: t.Count = flag(1, "more are refused", refused="start one process per GPU with torchrun")
     bind: str = BIND()
 
 
@@ -175,8 +126,8 @@ class ValidateSettings(Settings):
     images: ValidationImages = group(ValidationImages)
     network: ValidatedNetwork = group(ValidatedNetwork)
     results: Results = group(Results)
-    precision: ValidationPrecision = group(ValidationPrecision)
-    distributed: ValidateDistributed = group(ValidateDistributed)
+    precision: Precision = group(Precision)
+    distributed: Distributed = group(Distributed)
 
 
 def _check_validate(settings: ValidateSettings) -> ValidateSettings:
@@ -204,25 +155,25 @@ VALIDATE = Program(
 class LabelledImages:
     """Data"""
 
-    data: str = setting(
-        None, "images: DATA/SPLIT/CLASS/IMAGE, DATA/CLASS/IMAGE or shards", t.SOURCE, positional=True, metavar="DATA"
+    data: t.Source = flag(
+        None, "images: DATA/SPLIT/CLASS/IMAGE, DATA/CLASS/IMAGE or shards", positional=True, metavar="DATA"
     )
-    token_label_root: str = setting(None, "folder of the label archive", t.SOURCE, positional=True, metavar="OUT")
+    token_label_root: t.Source = flag(None, "folder of the label archive", positional=True, metavar="OUT")
     dataset: str = DATASET(needs=FILES)
-    split: str = setting("train", "folder of the images", t.NAME)
-    batch_size: int = setting(32, "images per device", t.POSITIVE, names="-b --batch-size")
+    split: t.Name = flag("train", "folder of the images")
+    batch_size: t.Positive = flag(32, "images per device", also="-b")
     pixels: Pixels = group(Pixels)
-    loading: LimitedLoading = group(LimitedLoading)
+    loading: Loading = group(Loading, TRAINS_LOADING)
 
 
 @dataclass(frozen=True, kw_only=True)
 class WrittenLabels:
     """Labels"""
 
-    top_k: int = setting(5, "classes kept per cell of the map", t.POSITIVE)
-    no_log_sum_exp: bool = setting(False, "without what --label-tail exact needs, a sixth smaller")
-    transfer: bool = setting(False, "the annotator's classes are not the folder's: measure no accuracy")
-    overwrite: bool = setting(False, "replace the archive in OUT, and nothing else")
+    top_k: t.Positive = flag(5, "classes kept per cell of the map")
+    no_log_sum_exp: bool = switch("without what --label-tail exact needs, a sixth smaller")
+    transfer: bool = switch("the annotator's classes are not the folder's: measure no accuracy")
+    overwrite: bool = switch("replace the archive in OUT, and nothing else")
     debug: bool = DEBUG()
 
 
@@ -233,8 +184,8 @@ class LabelSettings(Settings):
     images: LabelledImages = group(LabelledImages)
     network: TrainedNetwork = group(TrainedNetwork)
     written: WrittenLabels = group(WrittenLabels)
-    precision: CompiledPrecision = group(CompiledPrecision)
-    distributed: Binding = group(Binding)
+    precision: Precision = group(Precision)
+    distributed: Distributed = group(Distributed, "num_gpu")
 
 
 def _check_label(settings: LabelSettings) -> LabelSettings:
@@ -260,24 +211,24 @@ _EMBEDDING_FILES = (".safetensors", ".npz")
 class PredictedImages:
     """Images"""
 
-    paths: list[str] = setting(None, "images, and folders with images at any depth", t.PATH, positional=True)
-    batch_size: int = setting(64, "images per device", t.POSITIVE, names="-b --batch-size")
+    paths: list[t.Path] = flag(None, "images, and folders with images at any depth", positional=True)
+    batch_size: t.Positive = flag(64, "images per device", also="-b")
     pixels: Pixels = group(Pixels)
-    loading: Loading = group(Loading)  # any number of unreadable images is reported and left out
+    loading: Loading = group(
+        Loading, f"{TRAINS_LOADING} max_bad_images"
+    )  # any number of unreadable images is reported and left out
 
 
 @dataclass(frozen=True, kw_only=True)
 class Predictions:
     """Predictions"""
 
-    topk: int = setting(5, "most probable classes of an image", t.POSITIVE)
-    output: str = setting(
-        "", "write them there: .csv, .json or .parquet (a table on the terminal)", t.FILE, names="-o --output"
-    )
-    class_names: str = setting("", "a name per line (the checkpoint's; ImageNet's for 1000 classes)", t.FILE)
-    token_maps: str = setting("", "a picture of what the dense head says of each token", t.DIR)
-    embeddings: str = setting("", ".safetensors or .npz: pooled features and those of tokens, kept in memory", t.FILE)
-    embeddings_pooled_only: bool = setting(False, "without the features of the tokens", needs="--embeddings")
+    topk: t.Positive = flag(5, "most probable classes of an image")
+    output: t.File = flag("", "write them there: .csv, .json or .parquet (a table on the terminal)", also="-o")
+    class_names: t.File = flag("", "a name per line (the checkpoint's; ImageNet's for 1000 classes)")
+    token_maps: t.Dir = flag("", "a picture of what the dense head says of each token")
+    embeddings: t.File = flag("", ".safetensors or .npz: pooled features and those of tokens, kept in memory")
+    embeddings_pooled_only: bool = switch("without the features of the tokens", needs="--embeddings")
     debug: bool = DEBUG()
 
 
@@ -288,7 +239,7 @@ class PredictSettings(Settings):
     images: PredictedImages = group(PredictedImages)
     network: TrainedNetwork = group(TrainedNetwork)
     predictions: Predictions = group(Predictions)
-    precision: Precision = group(Precision)
+    precision: Precision = group(Precision, "compilation torchscript legacy_jit")
 
 
 def _check_predict(settings: PredictSettings) -> PredictSettings:

@@ -9,7 +9,7 @@ from typing import Literal
 
 from tlt.errors import UserError
 from volo.config import value_types as t
-from volo.config.fields import Settings, group, setting
+from volo.config.fields import Settings, flag, group, switch
 from volo.config.parser import Program
 from volo.config.rules import check_weights
 from volo.config.settings_shared import BIND, DEBUG, DEVICE, Pixels, TrainedNetwork
@@ -23,23 +23,15 @@ OPSET = 18  # the lowest that torch's exporter writes, and so the most widely su
 class ExportedFile:
     """File"""
 
-    output: str = setting("", "file to write; it must not exist", t.FILE, names="-o --output")
-    format: str | None = setting(None, "ONNX or torch.export's .pt2 (what the file's ending says)", tuple(ENDINGS))
-    opset: int = setting(OPSET, "of ONNX", t.Number(int, low=OPSET))
-    to_hf: str = setting("", "a folder for the Hugging Face Hub in place of a file", t.DIR)
-    licence: str = setting("", "for the model card", t.NAME, names="--licence --license", needs="--to-hf")
-    origin_url: str = setting("", "for the model card", t.TEXT, metavar="URL", needs="--to-hf")
-    dense: bool = setting(False, "two outputs: class logits (B, K) and token logits (B, N, K)")
-    model_dtype: Literal["float32", "float16", "bfloat16"] = setting("float32", "of weights and arithmetic")
+    output: t.File = flag("", "file to write; it must not exist", also="-o")
+    format: str | None = flag(None, "ONNX or torch.export's .pt2 (what the file's ending says)", tuple(ENDINGS))
+    opset: int = flag(OPSET, "of ONNX", t.Number(int, low=OPSET))
+    to_hf: t.Dir = flag("", "a folder for the Hugging Face Hub in place of a file")
+    licence: t.Name = flag("", "for the model card", also="--license", needs="--to-hf")
+    origin_url: str = flag("", "for the model card", metavar="URL", needs="--to-hf")
+    dense: bool = switch("two outputs: class logits (B, K) and token logits (B, N, K)")
+    model_dtype: Literal["float32", "float16", "bfloat16"] = flag("float32", "of weights and arithmetic")
     debug: bool = DEBUG()
-
-
-@dataclass(frozen=True, kw_only=True)
-class ExportPixels(Pixels):
-    """Images
-
-    The size is the file's; the rest is only recorded in it.
-    """
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +40,7 @@ class ExportSettings(Settings):
 
     file: ExportedFile = group(ExportedFile)
     network: TrainedNetwork = group(TrainedNetwork)
-    pixels: ExportPixels = group(ExportPixels)
+    pixels: Pixels = group(Pixels, text="Images\n\nThe size is the file's; the rest is only recorded in it.")
 
 
 def _check_export(settings: ExportSettings) -> ExportSettings:
@@ -89,9 +81,9 @@ EXPORT = Program(
 class AttentionPicture:
     """Pictures"""
 
-    image: str = setting(None, "image file", t.SOURCE, positional=True, metavar="IMAGE")
-    output: str = setting("", "picture", t.FILE, names="-o --output", required="where shall the picture go?")
-    query: list[float] = setting([0.5, 0.5], "place looked from: x, y shares", t.SHARE, nargs=2)
+    image: t.Source = flag(None, "image file", positional=True, metavar="IMAGE")
+    output: t.File = flag("", "picture", also="-o", required="where shall the picture go?")
+    query: list[t.Share] = flag([0.5, 0.5], "place looked from: x, y shares", nargs=2)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,7 +91,7 @@ class ImagesAndDevice:
     """Images and device"""
 
     pixels: Pixels = group(Pixels)
-    device: str | None = DEVICE()
+    device: t.Device | None = DEVICE()
     debug: bool = DEBUG()
 
 
@@ -125,9 +117,9 @@ ATTENTION = Program(
 class ReportSettings(Settings):
     """Report"""
 
-    run: str = setting(None, "directory of a run", t.SOURCE, positional=True, metavar="RUN")
-    quick: bool = setting(False, "don't read the checkpoints through to verify them")
-    html: bool = setting(False, "also write RUN/report.html: these texts, the curves, the first batch, the settings")
+    run: t.Source = flag(None, "directory of a run", positional=True, metavar="RUN")
+    quick: bool = switch("don't read the checkpoints through to verify them")
+    html: bool = switch("also write RUN/report.html: these texts, the curves, the first batch, the settings")
     debug: bool = DEBUG()
 
 
@@ -140,7 +132,7 @@ REPORT = Program(
 class SlurmSettings(Settings):
     """Slurm"""
 
-    directory: str = setting(None, "a new folder", t.SOURCE, positional=True, metavar="DIR")
+    directory: t.Source = flag(None, "a new folder", positional=True, metavar="DIR")
     debug: bool = DEBUG()
 
 
@@ -151,8 +143,8 @@ SLURM = Program("slurm", "DIR", "Write batch scripts for Slurm and recipes into 
 class SampleSettings(Settings):
     """Sample"""
 
-    directory: str = setting(None, "a new folder", t.SOURCE, positional=True, metavar="DIR")
-    images: int | None = setting(None, "how many, a fifth of them held out (all 1,797)", t.POSITIVE)
+    directory: t.Source = flag(None, "a new folder", positional=True, metavar="DIR")
+    images: t.Positive | None = flag(None, "how many, a fifth of them held out (all 1,797)")
     debug: bool = DEBUG()
 
 
@@ -163,7 +155,7 @@ SAMPLE = Program("sample", "DIR", "Write a folder of images to try everything wi
 class LaunchSettings(Settings):
     """Launch"""
 
-    processes: int = setting(None, "how many, one per GPU", t.POSITIVE, positional=True)
+    processes: t.Positive = flag(None, "how many, one per GPU", positional=True)
     command: str = "train"
     flags: tuple[str, ...] = ()
 
@@ -195,20 +187,14 @@ LAUNCH = _Launch(
 class PushSettings(Settings):
     """Push"""
 
-    repository: str = setting(
-        None, "on the Hub; it is made where it is not there", t.TEXT, positional=True, metavar="ORG/NAME"
+    repository: str = flag(None, "on the Hub; it is made where it is not there", positional=True, metavar="ORG/NAME")
+    folder: t.Dir = flag(
+        "", "what volo export --to-hf wrote", names="--from", required="the folder that volo export --to-hf wrote"
     )
-    folder: str = setting(
-        "",
-        "what volo export --to-hf wrote",
-        t.DIR,
-        names="--from",
-        required="the folder that volo export --to-hf wrote",
-    )
-    private: bool = setting(False, "make the repository private")
-    revision: str = setting("", "branch (main)", t.NAME)
-    message: str = setting("Upload model", "of the commit", t.TEXT)
-    dry_run: bool = setting(False, "list the files, send nothing")
+    private: bool = switch("make the repository private")
+    revision: t.Name = flag("", "branch (main)")
+    message: str = flag("Upload model", "of the commit")
+    dry_run: bool = switch("list the files, send nothing")
     debug: bool = DEBUG()
 
 
@@ -219,20 +205,20 @@ PUSH = Program("push", "ORG/NAME --from DIR", "Upload a model to the Hugging Fac
 class Fitness:
     """What the run needs"""
 
-    data: list[str] = setting([], "images and labels: readable, equal on all nodes", t.PATH)
-    output: str | None = setting(None, "where checkpoints go: writable, see --free-gb", t.DIR)
-    free_gb: float = setting(20.0, "free space that --output must have", t.AMOUNT, metavar="GB", needs="--output")
-    shm_gb: float = setting(1.0, "free /dev/shm per rank, for data workers", t.AMOUNT, metavar="GB")
-    min_bandwidth: float | None = setting(None, "bus bandwidth per process, all-reduce", t.ABOVE_ZERO, metavar="GB/S")
+    data: list[t.Path] = flag([], "images and labels: readable, equal on all nodes")
+    output: t.Dir | None = flag(None, "where checkpoints go: writable, see --free-gb")
+    free_gb: t.Amount = flag(20.0, "free space that --output must have", metavar="GB", needs="--output")
+    shm_gb: t.Amount = flag(1.0, "free /dev/shm per rank, for data workers", metavar="GB")
+    min_bandwidth: t.AboveZero | None = flag(None, "bus bandwidth per process, all-reduce", metavar="GB/S")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ranks:
     """Ranks and output"""
 
-    device: str | None = DEVICE()
+    device: t.Device | None = DEVICE()
     bind: str = BIND()
-    timeout: float = setting(120.0, "wait this long for all ranks", t.Number(float, 1, 3600), metavar="S")
+    timeout: float = flag(120.0, "wait this long for all ranks", t.Number(float, 1, 3600), metavar="S")
     debug: bool = DEBUG()
 
 

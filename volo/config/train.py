@@ -50,7 +50,7 @@ class _Train(Program[TrainSettings]):
         if settings.schedule.sched in STABLE_SCHEDULES and not settings.set_by_user("decay_epochs"):
             settings = settings.decide("other flags", decay_epochs=0.2)
         settings = check_train(join_data_dir(settings, "DATA_DIR", "data_dir"))
-        if explicit.get("uncovered", settings.labels.uncovered) != settings.labels.uncovered:
+        if explicit.get("uncovered", settings.labels.maps.uncovered) != settings.labels.maps.uncovered:
             raise UserError(f"--uncovered {explicit['uncovered']} contradicts --compat uncovered: keep one of them")
         return settings
 

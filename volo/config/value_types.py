@@ -7,8 +7,9 @@ import ast
 import math
 import os
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, TypeAlias
 
 from tlt.io.text import leads_out
 
@@ -50,7 +51,7 @@ class Number:
         return f"at least {self.low:g}" if math.isinf(self.high) else f"{self.low:g} to {self.high:g}"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Text:
     """A type of values: any text."""
 
@@ -60,7 +61,7 @@ class Text:
         return text
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Place(Text):
     """A type of values: a file, folder or model. `~` at the beginning or after `local-dir:` is the home folder.
 
@@ -78,21 +79,6 @@ def possible_name(path: str) -> str:
     if "\0" in path or any(len(name.encode(errors="replace")) > 255 for name in path.split("/")):
         raise argparse.ArgumentTypeError(f"{path[:40]!r}... is no name of a file: it has more than 255 bytes, or NUL")
     return path
-
-
-# The types of values. A tuple of words is also a type: the value must be one of them.
-INT = Number(int)
-COUNT = Number(int, low=0)
-POSITIVE = Number(int, low=1)
-EPOCHS = Number(int, low=0, high=10**6)
-FLOAT = Number(float)
-AMOUNT = Number(float, low=0)
-ABOVE_ZERO = Number(float, positive=True)
-SEED = Number(int, low=0, high=2**63 - 1)
-SHARE = Number(float, low=0, high=1)
-NAME, TEXT = map(Text, ("NAME", "TEXT"))
-PATH, FILE, DIR, SOURCE = map(Place, ("PATH", "FILE", "DIR", "NAME"))
-WEIGHTS = Place("PATH")  # path of a checkpoint; `check_flags` replaces a folder by `single_checkpoint`
 
 
 def name_below(text: str) -> str:
@@ -119,7 +105,7 @@ def key_value(text: str) -> tuple[str, Any]:
 
 def count_or_auto(text: str) -> int | str:
     """A type of values: a whole number from 1 on, or `auto`. Raises argparse.ArgumentTypeError for other text."""
-    return text if text == "auto" else int(POSITIVE(text))
+    return text if text == "auto" else int(Number(int, low=1)(text))
 
 
 def device_name(text: str) -> str:
@@ -132,3 +118,25 @@ def device_name(text: str) -> str:
             f"{text!r} names several: CUDA_VISIBLE_DEVICES chooses GPUs, volo launch N starts a process for each"
         )
     return f"cuda:{int(gpu[1])}" if gpu else {"gpu": "cuda"}.get(name, name)
+
+
+# What an annotation says of a value: its type, and how the text of a command line becomes one.
+Positive: TypeAlias = Annotated[int, Number(int, low=1)]
+Count: TypeAlias = Annotated[int, Number(int, low=0)]
+Epochs: TypeAlias = Annotated[int, Number(int, low=0, high=10**6)]
+Seed: TypeAlias = Annotated[int, Number(int, low=0, high=2**63 - 1)]
+Amount: TypeAlias = Annotated[float, Number(float, low=0)]
+AboveZero: TypeAlias = Annotated[float, Number(float, positive=True)]
+Share: TypeAlias = Annotated[float, Number(float, low=0, high=1)]
+CountOrAuto: TypeAlias = Annotated[int | str, count_or_auto]
+Name: TypeAlias = Annotated[str, Text("NAME")]
+NameBelow: TypeAlias = Annotated[str, name_below]
+Device: TypeAlias = Annotated[str, device_name]
+Path: TypeAlias = Annotated[str, Place("PATH")]
+File: TypeAlias = Annotated[str, Place("FILE")]
+Dir: TypeAlias = Annotated[str, Place("DIR")]
+Source: TypeAlias = Annotated[str, Place("NAME")]
+WEIGHTS = Place("PATH")  # path of a checkpoint; `check_flags` replaces a folder by `single_checkpoint`
+Weights: TypeAlias = Annotated[str, WEIGHTS]
+# What a plain annotation says.
+PLAIN: dict[type, Callable[[str], Any]] = {int: Number(int), float: Number(float), str: Text("TEXT"), dict: key_value}

@@ -32,8 +32,7 @@ from tlt.io.jobs import SearchProgress, default_workers
 from tlt.io.text import lookalikes, printable, some_names
 from volo.cluster.distributed import World
 from volo.cluster.launch import launch_of
-from volo.config.settings_data import Augmentation, LabelMaps
-from volo.config.settings_shared import LimitedLoading, Loading
+from volo.config.settings_data import Augmentation, LabelMaps, Loading
 from volo.config.settings_train import TrainSettings
 
 HELD_OUT_FILE = "validation_images.txt"  # in the run directory: lists the images that `--val-fraction` holds out
@@ -277,14 +276,13 @@ def validation_loader(
     unreadable images; None allows as many as `--max-bad-images` does. `keep_workers` keeps processes between epochs."""
     # The decoder does not scale here: validation resizes whole images, with the same filters in all backends.
     workers = workers_of(loading.workers)
-    limit = loading.max_bad_images if isinstance(loading, LimitedLoading) else None
     backend = create_backend(loading.data_backend, loading.max_pixels, workers, world.device)
     return EvalLoader(
         eval_dataset(folder, data_config, backend=backend, labels=labels),
         batch_size,
         EvalStage(data_config["mean"], data_config["std"]).to(world.device),
         workers=min(workers, math.ceil(len(folder) / batch_size)),  # none of them is without a batch
-        skips=skips or SkipCounter(len(folder), limit),
+        skips=skips or SkipCounter(len(folder), loading.max_bad_images),
         **_feeding(loading, world, keep_workers),
     )
 

@@ -309,7 +309,7 @@ def model_config(
 ) -> dict[str, Any]:
     """Return the record from which other programs build and evaluate the model as it was trained."""
     flags = settings.labels
-    labels: dict[str, Any] = {"compat": flags.compat or [], "uncovered": flags.uncovered}
+    labels: dict[str, Any] = {"compat": flags.compat or [], "uncovered": flags.maps.uncovered}
     labels |= {"label_tail": flags.maps.label_tail}
     labels |= {"teacher": flags.token_label_teacher} if flags.token_label_teacher else {}
     built = architecture_of(settings.network.model)

@@ -77,10 +77,10 @@ def why_launched(run: Run, training: Training) -> str:
     """Return the reason why steps are not repeated as a graph; "" if they are. Raise UserError if they can't be,
     although `--cuda-graph` asks for it."""
     reason = _hindrance(run, training) if run.world.device.type == "cuda" else "this is no GPU"
-    if reason and run.settings.precision.cuda_graph:
+    if reason and run.settings.precision.compilation.cuda_graph:
         raise UserError(f"--cuda-graph: steps can't be repeated as a CUDA graph ({reason}); leave it out")
     unseen = "nobody has seen a graph on several GPUs yet, --cuda-graph asks for it"
-    return unseen if run.world.size > 1 and not (reason or run.settings.precision.cuda_graph) else reason
+    return unseen if run.world.size > 1 and not (reason or run.settings.precision.compilation.cuda_graph) else reason
 
 
 def _hindrance(run: Run, training: Training) -> str:
@@ -95,7 +95,7 @@ def _hindrance(run: Run, training: Training) -> str:
     hooks = [hook for module in model.modules() for kind in kinds for hook in getattr(module, kind).values()]
     plain = isinstance(model, DistributedDataParallel) and not model.find_unused_parameters  # not compiled as a whole
     reasons = {
-        "--no-cuda-graph": settings.precision.no_cuda_graph,
+        "--no-cuda-graph": settings.precision.compilation.no_cuda_graph,
         divided: bool(divided),
         f"--torchcompile-mode {mode} makes graphs": mode in CUDA_GRAPH_MODES,
         "--token-label-teacher": bool(settings.labels.token_label_teacher),
