@@ -15,7 +15,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -76,7 +76,6 @@ ARMS = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
 class Flags(BenchmarkSettings):
     """Runs"""
 

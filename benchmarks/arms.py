@@ -10,7 +10,6 @@ import gc
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -78,7 +77,6 @@ def speed(without: str = "") -> Any:
     return group(Precision, f"grad_checkpointing torchscript cuda_graph activation_memory_budget {without}")
 
 
-@dataclass(frozen=True, kw_only=True)
 class Measuring(shared.Measuring):
     """Measuring"""
 

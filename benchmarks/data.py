@@ -17,7 +17,6 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -35,7 +34,7 @@ from benchmarks.rounds import BenchmarkSettings, Range, Rows, in_turns, speedup,
 from tlt.data.loader import DEFAULT_TIMEOUT
 from volo.cluster.distributed import choose_device
 from volo.config import value_types as t
-from volo.config.fields import flag, group
+from volo.config.fields import Group, flag, group
 from volo.config.settings_shared import FILE_BACKENDS
 
 CROPS = "crops"
@@ -52,8 +51,7 @@ IMAGE_SIZE = partial(flag, [500, 375], "width and height if made", nargs=2)
 IMG_SIZE = partial(flag, 224, "height and width of the crops")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Images:
+class Images(Group):
     """Images"""
 
     data_dir: t.Dir = flag("", "image folders with a split train (else some are made)")
@@ -64,7 +62,6 @@ class Images:
     batch_size: t.Positive = flag(32, "images per batch", also="-b")
 
 
-@dataclass(frozen=True, kw_only=True)
 class Measuring(rounds.Measuring):
     """Measuring"""
 
@@ -72,7 +69,6 @@ class Measuring(rounds.Measuring):
     workers: t.Count = flag(2, "processes, measured after none; 0: none alone")
 
 
-@dataclass(frozen=True, kw_only=True)
 class Flags(BenchmarkSettings):
     """The settings of `benchmark.py data`."""
 

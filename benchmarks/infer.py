@@ -8,7 +8,6 @@ checked before: its logits against those of our model in float32 without any of 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -20,7 +19,7 @@ from benchmarks.rounds import BenchmarkSettings, Rows
 from tlt.models.folding import fold_batchnorm
 from volo.cluster.distributed import choose_device
 from volo.config import value_types as t
-from volo.config.fields import flag, group
+from volo.config.fields import Group, flag, group
 from volo.config.settings_train import Precision as PrecisionSettings
 from volo.train.architecture import requested_by
 from volo.train.compilation import begin_step, compile_errors_told
@@ -28,8 +27,7 @@ from volo.train.model import TimmModel, compiler_of, data_config_of
 from volo.train.precision import Precision, compute_dtype
 
 
-@dataclass(frozen=True, kw_only=True)
-class Models:
+class Models(Group):
     """Model"""
 
     model: list[t.Name] = arms.MODEL()
@@ -37,8 +35,7 @@ class Models:
     batch_size: t.Positive = flag(8, "images", also="-b")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Peers:
+class Peers(Group):
     """Peers
 
     timm: its VOLO in eager mode; timm-compile: compiled. Ours: eager: not compiled; reference: that, without fused
@@ -48,7 +45,6 @@ class Peers:
     peer: list[str] = arms.peers("timm", "timm-compile", "eager", "reference", "unfolded")
 
 
-@dataclass(frozen=True, kw_only=True)
 class Flags(BenchmarkSettings):
     """The settings of `benchmark.py infer`."""
 

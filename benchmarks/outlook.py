@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
@@ -25,7 +24,7 @@ from benchmarks.arms import check_same, exact_float32
 from benchmarks.rounds import BenchmarkSettings, Range, Rows, in_turns, speedup, synchronize
 from volo.cluster.distributed import choose_device
 from volo.config import value_types as t
-from volo.config.fields import flag, group, switch
+from volo.config.fields import Group, flag, group, switch
 from volo.kernels import KERNELS, outlook_attention
 from volo.models.volo import VARIANTS
 
@@ -36,8 +35,7 @@ _COLUMNS = ("model", "type", "arm", "ms", "x timm", "off by", "note")
 WIDTHS = {name: (row.dims[0], row.heads[0]) for name, row in VARIANTS.items()}
 
 
-@dataclass(frozen=True, kw_only=True)
-class Sizes:
+class Sizes(Group):
     """Sizes"""
 
     batch_size: t.Positive = flag(8, "images", also="-b")
@@ -46,14 +44,12 @@ class Sizes:
     dtypes: list[str] = flag(["float32", "bfloat16"], "of values and logits", tuple(DTYPES))
 
 
-@dataclass(frozen=True, kw_only=True)
 class Measuring(rounds.Measuring):
     """Measuring"""
 
     no_compile: bool = switch("without the compiled arms")
 
 
-@dataclass(frozen=True, kw_only=True)
 class Flags(BenchmarkSettings):
     """The settings of `benchmark.py outlook`."""
 

@@ -16,7 +16,7 @@ import importlib
 import shlex
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from benchmarks.rounds import BenchmarkSettings
 from volo.config.fields import Settings, flag
@@ -25,7 +25,6 @@ from volo.config.parser import Program
 COMMANDS = ("step", "infer", "outlook", "data", "run", "ablation")
 
 
-@dataclass(frozen=True, kw_only=True)
 class _Command(Settings):
     """Command"""
 

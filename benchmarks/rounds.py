@@ -17,7 +17,6 @@ import time
 import traceback
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from datetime import datetime, timezone
 from importlib.metadata import version
 from pathlib import Path
@@ -29,21 +28,19 @@ from tlt.errors import UserError
 from tlt.io.files import os_errors_as
 from tlt.io.jobs import available_cpus
 from volo.config import value_types as t
-from volo.config.fields import Settings, flag
+from volo.config.fields import Group, Settings, flag
 from volo.config.settings_shared import DEBUG, DEVICE
 
 Name = TypeVar("Name", bound=Hashable)
 
 
-@dataclass(frozen=True, kw_only=True)
 class BenchmarkSettings(Settings):
     """What was typed. Each command has a subclass with its flags, `--output` among them."""
 
     command_line: str = ""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Measuring:
+class Measuring(Group):
     """Measuring"""
 
     device: t.Device | None = DEVICE()

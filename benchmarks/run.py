@@ -17,7 +17,6 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 
@@ -28,7 +27,7 @@ from tlt.errors import UserError
 from tlt.io.jobs import default_workers
 from volo.cluster.distributed import choose_device
 from volo.config import value_types as t
-from volo.config.fields import flag, group
+from volo.config.fields import Group, flag, group
 
 TIMM = "timm"
 OURS = "ours"
@@ -41,8 +40,7 @@ _BFLOAT16 = "--model-dtype bfloat16"
 _BFLOAT16_OF_TIMM = "--amp --amp-dtype bfloat16"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Programs:
+class Programs(Group):
     """Programs"""
 
     timm: t.Dir = flag("", "checkout of timm whose train.py is timed, too")
@@ -53,8 +51,7 @@ class Programs:
     epochs: t.Positive = flag(2, "of each program; the last one counts")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Images:
+class Images(Group):
     """Images"""
 
     data_dir: t.Dir = flag("", "image folders with splits train and val (else some are made)")
@@ -64,7 +61,6 @@ class Images:
     image_size: list[t.Positive] = IMAGE_SIZE()
 
 
-@dataclass(frozen=True, kw_only=True)
 class Flags(BenchmarkSettings):
     """The settings of `benchmark.py run`."""
 

@@ -30,7 +30,7 @@ from tlt.targets import Targets
 from volo.cluster.distributed import World, choose_device
 from volo.cluster.watchdog import Watchdog
 from volo.config import value_types as t
-from volo.config.fields import flag, group, taken
+from volo.config.fields import Group, flag, group, taken
 from volo.config.settings_train import Optimizer, Regularisation
 from volo.config.settings_train import Precision as PrecisionSettings
 from volo.train.architecture import requested_by
@@ -45,8 +45,7 @@ from volo.train.step_graph import WARM_UP, StepGraph, step_of, use_own_stream
 DROP_PATH = {"volo_d1": 0.1, "volo_d2": 0.2, "volo_d3": 0.5, "volo_d4": 0.5, "volo_d5": 0.75}  # of the recipes
 
 
-@dataclass(frozen=True, kw_only=True)
-class Models:
+class Models(Group):
     """Model
 
     Without --drop-path stochastic depth is that of the model's recipe.
@@ -62,8 +61,7 @@ class Models:
     opt: t.Name = taken(Optimizer, "opt")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Peers:
+class Peers(Group):
     """Peers
 
     timm: its VOLO with both heads, in eager mode and otherwise in our precision; -compile: compiled; -amp: with
@@ -74,7 +72,6 @@ class Peers:
     peer: list[str] = arms.peers(*(name for name in arms.ARMS if name != "unfolded"))
 
 
-@dataclass(frozen=True, kw_only=True)
 class Flags(BenchmarkSettings):
     """The settings of `benchmark.py step`."""
 

@@ -1,7 +1,6 @@
 """Settings as fields: a group of settings is a frozen dataclass, and a setting a field of it.
 
-    @dataclass(frozen=True, kw_only=True)
-    class Precision:
+    class Precision(Group):
         '''Precision and speed'''
         amp: bool = switch("mixed precision", also="--native-amp")
         amp_dtype: Literal["float16", "bfloat16"] | None = flag(None, "(float16 on GPUs)", needs="--amp")
@@ -16,18 +15,46 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Set
-from dataclasses import dataclass, field, fields, is_dataclass, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import (
+    TYPE_CHECKING,
+    Annotated,
+    Any,
+    Literal,
+    NamedTuple,
+    TypeVar,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 from tlt.errors import UserError
 from volo.config.checkpoint_files import single_checkpoint
 from volo.config.value_types import PLAIN, WEIGHTS
 
+if TYPE_CHECKING:
+    from typing_extensions import dataclass_transform
+else:
+
+    def dataclass_transform(**_: Any) -> Callable[[type], type]:
+        """Stands in for it, which Python 3.10 does not have."""
+        return lambda kind: kind
+
+
 # Where a value comes from. A later one overrules an earlier one, but data and checkpoint complete what the user left
 # open. "other flags": the value follows from those that the user has set.
 Source = Literal["default", "recipe", "command line", "other flags", "data", "checkpoint"]
+
+
+@dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(field,))
+class Group:
+    """A group of settings. A subclass is a frozen dataclass; its docstring is the title in `--help`, and a note."""
+
+    def __init_subclass__(cls) -> None:
+        dataclass(frozen=True, kw_only=True)(cls)
 
 
 class Need(NamedTuple):
@@ -173,7 +200,9 @@ def sections_of(kind: type) -> list[Section]:
     and so is a group with what is inside it."""
     settings = kind()
     groups = (
-        [f for f in fields(kind) if is_dataclass(getattr(settings, f.name))] if isinstance(settings, Settings) else []
+        [f for f in fields(kind) if isinstance(getattr(settings, f.name), Group)]
+        if isinstance(settings, Settings)
+        else []
     )
     sections = []
     for f in groups:
@@ -201,7 +230,7 @@ def _flags(
         if f.name in without:
             continue
         value = getattr(owner, f.name)
-        if is_dataclass(value):
+        if isinstance(value, Group):
             inner = f.metadata
             yield from _flags(
                 value, (*path, f.name), without | inner["without"], needs + inner["needs"], own and inner["own"]
@@ -251,8 +280,7 @@ def flags_of(kind: type) -> dict[str, Flag]:
     return _FLAGS[kind]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Settings:
+class Settings(Group):
     """All settings of a program. Subclasses have its groups.
 
     `settings["epochs"]` is a setting by its name alone, for what concerns any setting: records, messages, recipes.
@@ -309,7 +337,7 @@ S = TypeVar("S", bound=Settings)
 
 def _replaced(owner: Any, changes: Mapping[str, Any]) -> Any:
     """Return a group with changes; those to a group inside it are a mapping."""
-    inside = {k: _replaced(getattr(owner, k), v) for k, v in changes.items() if is_dataclass(getattr(owner, k))}
+    inside = {k: _replaced(getattr(owner, k), v) for k, v in changes.items() if isinstance(getattr(owner, k), Group)}
     return replace(owner, **{**changes, **inside})
 
 

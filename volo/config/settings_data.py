@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from tlt import kinds
 from volo.config import value_types as t
-from volo.config.fields import Need, flag, group, needing, switch
+from volo.config.fields import Group, Need, flag, group, needing, switch
 from volo.config.settings_shared import CLASS_MAP, DATASET, FILE_BACKENDS, FILES, Pixels
 
 
@@ -56,8 +55,7 @@ PROCESSES = need(
 AUGMENTED = need("augmentation (--no-aug)", lambda s: not s.augment.no_aug)
 
 
-@dataclass(frozen=True, kw_only=True)
-class LabelMaps:
+class LabelMaps(Group):
     """How label maps are read."""
 
     token_label_area: Literal["full", "center"] | None = flag(
@@ -83,8 +81,7 @@ class LabelMaps:
 _on_files = needing(FILES)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Loading:
+class Loading(Group):
     """How images are read, decoded and brought to the device. train.py alone takes all its settings and backends."""
 
     workers: t.Count | None = flag(
@@ -101,15 +98,13 @@ class Loading:
     loader_timeout: t.Count = flag(300, "seconds to wait for a batch; 0: for ever", metavar="S")
 
 
-@dataclass(frozen=True, kw_only=True)
 class TrainLoading(Loading):
     """Loading of train.py, which can do without files."""
 
     data_backend: str = flag("torchvision", "what decodes and resizes images", (*FILE_BACKENDS, "synthetic"))
 
 
-@dataclass(frozen=True, kw_only=True)
-class Images:
+class Images(Group):
     """Data"""
 
     data_dir: t.Source | None = flag(
@@ -137,8 +132,7 @@ _sized = needing("--train-img-sizes")
 PROGRESSIVE = "--train-size-schedule progressive"
 
 
-@dataclass(frozen=True, kw_only=True)
-class ImageSizes:
+class ImageSizes(Group):
     """Image sizes"""
 
     train_img_sizes: list[t.Positive] | None = flag(None, "sides in px: train each batch on images of one of them")
@@ -161,8 +155,7 @@ _labelling = needing("--token-label")
 _annotating = needing("--token-label-teacher")
 
 
-@dataclass(frozen=True, kw_only=True)
-class TokenLabels:
+class TokenLabels(Group):
     """Token labels"""
 
     token_label: bool = switch("train every output token on its own label, with MixToken")
@@ -193,8 +186,7 @@ SEVERAL = need("several teachers (--kd-model-name A B)", lambda s: len(s.teacher
 _taught = needing("--kd-model-name")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Teachers:
+class Teachers(Group):
     """Distillation
 
     One value of --kd-... is for all teachers, else there is one for each.
@@ -220,8 +212,7 @@ class Teachers:
 _augmented = needing(AUGMENTED)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Augmentation:
+class Augmentation(Group):
     """Augmentation"""
 
     no_aug: bool = switch("squash the image to its size and do nothing else to it; not with the flags below")

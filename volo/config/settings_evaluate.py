@@ -7,13 +7,12 @@ names its model.
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
 from typing import Literal
 
 from tlt.errors import UserError
 from volo.config import value_types as t
 from volo.config.checkpoint_files import best_or_last
-from volo.config.fields import Need, Settings, flag, group, needing, switch
+from volo.config.fields import Group, Need, Settings, flag, group, needing, switch
 from volo.config.parser import Program
 from volo.config.rules import check_folder, check_weights, join_data_dir
 from volo.config.settings_data import LabelMaps, Loading
@@ -34,7 +33,9 @@ from volo.config.settings_shared import (
 )
 
 FOLDER = Need("a folder as --checkpoint", lambda s: os.path.isdir(s["checkpoint"]))
-TRAINS_LOADING = "use_multi_epochs_loader drop_last full_decode"  # settings of train.py alone
+# Settings of train.py alone.
+TRAINS_LOADING = "use_multi_epochs_loader drop_last full_decode"
+TRAINS_COMPILATION = "cuda_graph no_cuda_graph activation_memory_budget"
 HEADS = Need("the heads' outputs (--knn and --probe look at features)", lambda s: not (s["knn"] or s["probe"]))
 CLASSES = Need("classes of images (--probe has masks)", lambda s: not s["probe"])
 OWN_HEADS = Need(
@@ -42,14 +43,13 @@ OWN_HEADS = Need(
 )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Precision:
+class Precision(Group):
     """Precision and speed"""
 
     device: t.Device | None = DEVICE()
     mixed: MixedPrecision = group(MixedPrecision, "model_dtype")
     channels_last: bool = CHANNELS_LAST()
-    compilation: Compilation = group(Compilation, "cuda_graph no_cuda_graph activation_memory_budget")
+    compilation: Compilation = group(Compilation, TRAINS_COMPILATION)
     outlook_kernel: str = OUTLOOK_KERNEL()
     torchscript: bool = TORCHSCRIPT()
     legacy_jit: bool = TORCHSCRIPT()
@@ -60,8 +60,7 @@ _of_heads = needing(HEADS)
 _probing = needing("--probe")
 
 
-@dataclass(frozen=True, kw_only=True)
-class ValidationImages:
+class ValidationImages(Group):
     """Data"""
 
     data: t.Source | None = flag(
@@ -80,7 +79,6 @@ class ValidationImages:
     tf_preprocessing: bool = switch("refused", refused="TensorFlow's preprocessing is not supported: remove the flag")
 
 
-@dataclass(frozen=True, kw_only=True)
 class ValidatedNetwork(TrainedNetwork):
     """Model"""
 
@@ -89,8 +87,7 @@ class ValidatedNetwork(TrainedNetwork):
     no_test_pool: bool = switch("the default", excludes=("test_pool",))
 
 
-@dataclass(frozen=True, kw_only=True)
-class Results:
+class Results(Group):
     """Results"""
 
     knn: t.Dir = flag("", "in place of the heads: accuracy of the nearest of these training images, CLASS/IMAGE")
@@ -111,22 +108,26 @@ class Results:
     debug: bool = DEBUG()
 
 
-@dataclass(frozen=True, kw_only=True)
-class Distributed:
+class ValidationPrecision(Precision):
+    """Precision and speed"""
+
+    compilation: Compilation = group(Compilation, TRAINS_COMPILATION, needs=HEADS)
+
+
+class Distributed(Group):
     """Distributed"""
 
     num_gpu: t.Count = flag(1, "more are refused", refused="start one process per GPU with torchrun")
     bind: str = BIND()
 
 
-@dataclass(frozen=True, kw_only=True)
 class ValidateSettings(Settings):
     """The settings of validate.py."""
 
     images: ValidationImages = group(ValidationImages)
     network: ValidatedNetwork = group(ValidatedNetwork)
     results: Results = group(Results)
-    precision: Precision = group(Precision)
+    precision: ValidationPrecision = group(ValidationPrecision)
     distributed: Distributed = group(Distributed)
 
 
@@ -151,8 +152,7 @@ VALIDATE = Program(
 )
 
 
-@dataclass(frozen=True, kw_only=True)
-class LabelledImages:
+class LabelledImages(Group):
     """Data"""
 
     data: t.Source = flag(
@@ -166,8 +166,7 @@ class LabelledImages:
     loading: Loading = group(Loading, TRAINS_LOADING)
 
 
-@dataclass(frozen=True, kw_only=True)
-class WrittenLabels:
+class WrittenLabels(Group):
     """Labels"""
 
     top_k: t.Positive = flag(5, "classes kept per cell of the map")
@@ -177,7 +176,6 @@ class WrittenLabels:
     debug: bool = DEBUG()
 
 
-@dataclass(frozen=True, kw_only=True)
 class LabelSettings(Settings):
     """The settings of generate_label.py."""
 
@@ -207,8 +205,7 @@ _OUTPUTS = (".csv", ".json", ".parquet")
 _EMBEDDING_FILES = (".safetensors", ".npz")
 
 
-@dataclass(frozen=True, kw_only=True)
-class PredictedImages:
+class PredictedImages(Group):
     """Images"""
 
     paths: list[t.Path] = flag(None, "images, and folders with images at any depth", positional=True)
@@ -219,8 +216,7 @@ class PredictedImages:
     )  # any number of unreadable images is reported and left out
 
 
-@dataclass(frozen=True, kw_only=True)
-class Predictions:
+class Predictions(Group):
     """Predictions"""
 
     topk: t.Positive = flag(5, "most probable classes of an image")
@@ -232,7 +228,6 @@ class Predictions:
     debug: bool = DEBUG()
 
 
-@dataclass(frozen=True, kw_only=True)
 class PredictSettings(Settings):
     """The settings of `volo predict`."""
 

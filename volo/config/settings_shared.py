@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
 from tlt.data.sources import KINDS
 from volo.config import value_types as t
-from volo.config.fields import Need, flag, switch
+from volo.config.fields import Group, Need, flag, switch
 
 POOLS = ("fast", "avg", "max", "avgmax", "avgmaxc", "token")
 INTERPOLATIONS = ("", "bilinear", "bicubic")
@@ -35,8 +34,7 @@ BIND = partial(
 )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Pixels:
+class Pixels(Group):
     """Size and colours of the images that the model sees. None and "" stand for the model's own."""
 
     img_size: t.Positive | None = flag(None, "image side in px (the model's own)", excludes=("input_size",))
@@ -47,8 +45,7 @@ class Pixels:
     interpolation: str = flag("", "resize filter in validation (the model's own)", INTERPOLATIONS)
 
 
-@dataclass(frozen=True, kw_only=True)
-class MixedPrecision:
+class MixedPrecision(Group):
     """In which type the operations compute."""
 
     amp: bool = switch("mixed precision, by torch under each of these names", also="--apex-amp --native-amp")
@@ -56,8 +53,7 @@ class MixedPrecision:
     model_dtype: Literal["float32", "bfloat16"] = flag("float32", "bfloat16: throughout, float32 master weights")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Compilation:
+class Compilation(Group):
     """What torch.compile does with a model."""
 
     torchcompile: str | None = flag(None, "compile (inductor)", nargs="?", metavar="BACKEND", const="inductor")
@@ -72,8 +68,7 @@ class Compilation:
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class TrainedNetwork:
+class TrainedNetwork(Group):
     """Model"""
 
     model: t.Source | None = flag(None, "model (what the checkpoint says)", also="-m")

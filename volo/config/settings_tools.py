@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Literal
 
 from tlt.errors import UserError
 from volo.config import value_types as t
-from volo.config.fields import Settings, flag, group, switch
+from volo.config.fields import Group, Settings, flag, group, switch
 from volo.config.parser import Program
 from volo.config.rules import check_weights
 from volo.config.settings_shared import BIND, DEBUG, DEVICE, Pixels, TrainedNetwork
@@ -19,8 +19,7 @@ ENDINGS = {"onnx": ".onnx", "torch-export": ".pt2"}
 OPSET = 18  # the lowest that torch's exporter writes, and so the most widely supported
 
 
-@dataclass(frozen=True, kw_only=True)
-class ExportedFile:
+class ExportedFile(Group):
     """File"""
 
     output: t.File = flag("", "file to write; it must not exist", also="-o")
@@ -34,7 +33,6 @@ class ExportedFile:
     debug: bool = DEBUG()
 
 
-@dataclass(frozen=True, kw_only=True)
 class ExportSettings(Settings):
     """The settings of `volo export`."""
 
@@ -77,8 +75,7 @@ EXPORT = Program(
 )
 
 
-@dataclass(frozen=True, kw_only=True)
-class AttentionPicture:
+class AttentionPicture(Group):
     """Pictures"""
 
     image: t.Source = flag(None, "image file", positional=True, metavar="IMAGE")
@@ -86,8 +83,7 @@ class AttentionPicture:
     query: list[t.Share] = flag([0.5, 0.5], "place looked from: x, y shares", nargs=2)
 
 
-@dataclass(frozen=True, kw_only=True)
-class ImagesAndDevice:
+class ImagesAndDevice(Group):
     """Images and device"""
 
     pixels: Pixels = group(Pixels)
@@ -95,7 +91,6 @@ class ImagesAndDevice:
     debug: bool = DEBUG()
 
 
-@dataclass(frozen=True, kw_only=True)
 class AttentionSettings(Settings):
     """The settings of `volo attention`."""
 
@@ -113,7 +108,6 @@ ATTENTION = Program(
 )
 
 
-@dataclass(frozen=True, kw_only=True)
 class ReportSettings(Settings):
     """Report"""
 
@@ -128,7 +122,6 @@ REPORT = Program(
 )
 
 
-@dataclass(frozen=True, kw_only=True)
 class SlurmSettings(Settings):
     """Slurm"""
 
@@ -139,7 +132,6 @@ class SlurmSettings(Settings):
 SLURM = Program("slurm", "DIR", "Write batch scripts for Slurm and recipes into a folder.", SlurmSettings)
 
 
-@dataclass(frozen=True, kw_only=True)
 class SampleSettings(Settings):
     """Sample"""
 
@@ -151,7 +143,6 @@ class SampleSettings(Settings):
 SAMPLE = Program("sample", "DIR", "Write a folder of images to try everything with: scans of digits.", SampleSettings)
 
 
-@dataclass(frozen=True, kw_only=True)
 class LaunchSettings(Settings):
     """Launch"""
 
@@ -183,7 +174,6 @@ LAUNCH = _Launch(
 )
 
 
-@dataclass(frozen=True, kw_only=True)
 class PushSettings(Settings):
     """Push"""
 
@@ -201,8 +191,7 @@ class PushSettings(Settings):
 PUSH = Program("push", "ORG/NAME --from DIR", "Upload a model to the Hugging Face Hub.", PushSettings)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Fitness:
+class Fitness(Group):
     """What the run needs"""
 
     data: list[t.Path] = flag([], "images and labels: readable, equal on all nodes")
@@ -212,8 +201,7 @@ class Fitness:
     min_bandwidth: t.AboveZero | None = flag(None, "bus bandwidth per process, all-reduce", metavar="GB/S")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Ranks:
+class Ranks(Group):
     """Ranks and output"""
 
     device: t.Device | None = DEVICE()
@@ -222,7 +210,6 @@ class Ranks:
     debug: bool = DEBUG()
 
 
-@dataclass(frozen=True, kw_only=True)
 class PreflightSettings(Settings):
     """The settings of `volo preflight`."""
 

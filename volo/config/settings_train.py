@@ -9,11 +9,10 @@ are not set, `--lr` and `--token-label-size`: see docs/flags.md. Newer flags hav
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, Literal
 
 from volo.config import value_types as t
-from volo.config.fields import Need, Settings, flag, flags_of, group, needing, switch
+from volo.config.fields import Group, Need, Settings, flag, flags_of, group, needing, switch
 from volo.config.settings_data import LABELLED, Augmentation, Images, ImageSizes, Teachers, TokenLabels
 from volo.config.settings_shared import (
     BIND,
@@ -83,8 +82,7 @@ TRACKED = need(
 )
 
 
-@dataclass(frozen=True, kw_only=True)
-class RunSettings:
+class RunSettings(Group):
     """Run"""
 
     config: t.File = flag("", "YAML recipe, or its name; flags win over it", also="-c")
@@ -96,8 +94,7 @@ class RunSettings:
     debug: bool = DEBUG()
 
 
-@dataclass(frozen=True, kw_only=True)
-class Network:
+class Network(Group):
     """Model"""
 
     model: t.Source = flag("volo_d1", "volo_d1..d5, lvvit_t/s/m/l or any timm model")
@@ -118,8 +115,7 @@ class Network:
     model_kwargs: dict[str, Any] = MODEL_KWARGS()
 
 
-@dataclass(frozen=True, kw_only=True)
-class Optimizer:
+class Optimizer(Group):
     """Optimizer"""
 
     opt: t.Name = flag("adamw", "any of timm's; fused... from apex where it is installed")
@@ -136,8 +132,7 @@ class Optimizer:
     grad_accum_steps: t.Positive = flag(1, "batches per update")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Schedule:
+class Schedule(Group):
     """Schedule"""
 
     lr: t.Amount | None = flag(
@@ -176,8 +171,7 @@ class Schedule:
     lr_noise_std: t.Amount = flag(1.0, "relative standard deviation of the noise", needs="--lr-noise")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Regularisation:
+class Regularisation(Group):
     """Regularisation"""
 
     smoothing: t.Share = flag(0.1, "label smoothing", needs=LABELLED)
@@ -212,8 +206,7 @@ class Regularisation:
         return self.mixup > 0 or self.cuts
 
 
-@dataclass(frozen=True, kw_only=True)
-class BatchNorms:
+class BatchNorms(Group):
     """BatchNorm"""
 
     bn_momentum: t.Share | None = flag(None, "momentum of every BatchNorm", needs=STATISTICS)
@@ -228,8 +221,7 @@ class BatchNorms:
 _averaging = needing("--model-ema")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Average:
+class Average(Group):
     """EMA"""
 
     model_ema: bool = switch("keep a moving average of the weights and validate it too")
@@ -240,8 +232,7 @@ class Average:
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Precision:
+class Precision(Group):
     """Precision and speed"""
 
     mixed: MixedPrecision = group(MixedPrecision)
@@ -255,8 +246,7 @@ class Precision:
 _validated = needing(LABELLED)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Checkpoints:
+class Checkpoints(Group):
     """Checkpoints and logging"""
 
     resume: t.Path = flag("", "checkpoint to go on from, or auto: the newest of the run")
@@ -281,8 +271,7 @@ class Checkpoints:
     tta: int = flag(0, "test-time augmentation; more than 1 is refused", t.Number(int, 0, 1))
 
 
-@dataclass(frozen=True, kw_only=True)
-class Tracking:
+class Tracking(Group):
     """Trackers"""
 
     log_wandb: bool = switch(f"send metrics to {TRACKERS['wandb']}")
@@ -298,8 +287,7 @@ class Tracking:
     wandb_tags: list[str] | None = flag(None, "tags of the W&B run", metavar="TAG", needs="--log-wandb")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Distributed:
+class Distributed(Group):
     """Distributed"""
 
     shard: t.Positive = flag(1, "divide weights, gradients, optimizer state and EMA among N ranks (FSDP2)")
@@ -312,7 +300,6 @@ class Distributed:
     bind: str = BIND()
 
 
-@dataclass(frozen=True, kw_only=True)
 class TrainSettings(Settings):
     """The settings of train.py. Each group is a section of `--help`."""
 
