@@ -43,11 +43,8 @@ def program_of(command: str) -> Program[BenchmarkSettings]:
 
 
 def parse_benchmark(argv: Sequence[str] | None = None) -> BenchmarkSettings:
-    """Return the settings of the command that `argv` (None: sys.argv) names.
-
-    Raises:
-        UserError: An unknown command or flag, or a wrong value.
-    """
+    """Return the settings of the command that `argv` (None: sys.argv) names. Raises UserError: an unknown command or
+    flag, or a wrong value."""
     words = sys.argv[1:] if argv is None else list(argv)
     command = words[0] if words and words[0] in COMMANDS else _BENCHMARK.parse(words).command
     settings = program_of(command).parse(words[1:])

@@ -20,11 +20,7 @@ def best_or_last(folder: str) -> Path | None:
 
 
 def checkpoints_in(folder: str, flag: str) -> list[Path]:
-    """Return the checkpoints in a folder, in natural order.
-
-    Raises:
-        UserError: The folder holds no checkpoint.
-    """
+    """Return the checkpoints in a folder, in natural order. Raises UserError: the folder holds no checkpoint."""
     every = Path(folder).iterdir()
     files = [path for path in every if path.is_file() and path.name.endswith(ENDINGS) and path.name[0] != "."]
     if not files:
@@ -33,11 +29,8 @@ def checkpoints_in(folder: str, flag: str) -> list[Path]:
 
 
 def single_checkpoint(folder: str, flag: str) -> Path:
-    """Return the checkpoint that a folder stands for: `best_or_last`, or the only checkpoint in it.
-
-    Raises:
-        UserError: The folder is not a run directory, and holds no checkpoint or several.
-    """
+    """Return the checkpoint that a folder stands for: `best_or_last`, or the only checkpoint in it. Raises UserError:
+    the folder is not a run directory, and holds no checkpoint or several."""
     if file := best_or_last(folder):
         return file
     first, *others = checkpoints_in(folder, flag)

@@ -109,12 +109,15 @@ class Flag:
         """The flag's name in messages: its first long name."""
         return next((name for name in self.names if name.startswith("--")), self.names[0])
 
+    def words(self, value: Any) -> list[str]:
+        """Return the flag with this value as words of a command line."""
+        items = [f"{key}={item}" for key, item in value.items()] if isinstance(value, dict) else value
+        words = [] if self.switch else items if isinstance(items, list) else [items]
+        return [self.label, *map(str, words)]
+
     def as_typed(self, value: Any) -> str:
         """Return the flag with this value as it is written on a command line."""
-        if self.switch:
-            return self.label
-        items = [f"{key}={item}" for key, item in value.items()] if isinstance(value, dict) else value
-        return f"{self.label} {' '.join(map(str, items)) if isinstance(items, list) else items}"
+        return " ".join(self.words(value))
 
 
 def flag(default: Any, help: str, type: ValueType = None, *, needs: Needs = (), **more: Any) -> Any:
@@ -199,15 +202,11 @@ def sections_of(kind: type) -> list[Section]:
     """Return the sections of a program's `--help`: the groups of its settings. Settings without groups are one section,
     and so is a group with what is inside it."""
     settings = kind()
-    groups = (
-        [f for f in fields(kind) if isinstance(getattr(settings, f.name), Group)]
-        if isinstance(settings, Settings)
-        else []
-    )
-    sections = []
-    for f in groups:
-        owner = getattr(settings, f.name)
-        sections.append(_section(f.metadata["text"] or owner.__doc__, _flags(owner, (f.name,), **f.metadata)))
+    sections = [
+        _section(f.metadata["text"] or owner.__doc__, _flags(owner, (f.name,), **f.metadata))
+        for f in fields(kind)
+        if isinstance(settings, Settings) and isinstance(owner := getattr(settings, f.name), Group)
+    ]
     return sections or [_section(kind.__doc__, _flags(settings, ()))]
 
 
@@ -343,11 +342,8 @@ def _replaced(owner: Any, changes: Mapping[str, Any]) -> Any:
 
 def check_flags(settings: S) -> S:
     """Refuse flags that are missing, can't be set, contradict each other, or have no effect. Replace folders of
-    checkpoints by files, with a line for the log for each, unless the flag `--all` is set.
-
-    Raises:
-        UserError: The message is about the first flag that is refused.
-    """
+    checkpoints by files, with a line for the log for each, unless the flag `--all` is set. Raises UserError: the
+    message is about the first flag that is refused."""
     flags = flags_of(type(settings))
     given = {row.dest: value for row in flags.values() if (value := settings[row.dest]) != row.default}
     rows = [flags[dest] for dest in given]

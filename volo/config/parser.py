@@ -56,20 +56,13 @@ class FlagParser(argparse.ArgumentParser):
                 _add(place, row, {*self._names} if undo else None)
 
     def error(self, message: str) -> NoReturn:
-        """Raise a UserError with `message`, which is a single line.
-
-        Raises:
-            UserError: Always.
-        """
+        """Raise a UserError with `message`, which is a single line."""
         message = message.replace("ignored explicit argument", "a switch takes no value:")
         raise UserError(f"{message} (see {self.prog} --help)")
 
     def explicit(self, argv: Sequence[str] | None = None) -> dict[str, Any]:
-        """Return the values of the flags in `argv` (None: sys.argv) by destination, without defaults.
-
-        Raises:
-            UserError: A flag is unknown (the message suggests the nearest one), or its value is wrong or missing.
-        """
+        """Return the values of the flags in `argv` (None: sys.argv) by destination, without defaults. Raises UserError:
+        a flag is unknown (the message suggests the nearest one), or its value is wrong or missing."""
         parsed, unknown = self.parse_known_args(argv)
         if flags := [self._unknown(item) for item in unknown if item.startswith("-")]:
             self.error("; ".join(flags))
@@ -147,11 +140,8 @@ class Program(Generic[S]):
         return FlagParser(self.name, self.usage, self.does, self.settings, self.undo)
 
     def parse(self, argv: Sequence[str] | None = None) -> S:
-        """Parse a command line (None: sys.argv).
-
-        Raises:
-            UserError: A flag is unknown, a value is wrong, flags contradict each other, or one has no effect.
-        """
+        """Parse a command line (None: sys.argv). Raises UserError: a flag is unknown, a value is wrong, flags
+        contradict each other, or one has no effect."""
         return self.check(self.settings().decide("command line", **self.parser().explicit(argv)))
 
 

@@ -27,11 +27,8 @@ def shipped(folder: str) -> Path:
 
 
 def recipe_file(name: str) -> str:
-    """Return the path of the file that `-c` names: a path, or the name of one of this project's recipes.
-
-    Raises:
-        UserError: There is neither; the message names the nearest recipe, or lists all.
-    """
+    """Return the path of the file that `-c` names: a path, or the name of one of this project's recipes. Raises
+    UserError: there is neither; the message names the nearest recipe, or lists all."""
     recipes = {file.stem: str(file) for file in sorted(shipped("configs").glob("*.yaml"))}
     if os.path.lexists(name) or not name:
         return name
@@ -122,11 +119,8 @@ def _mapping(path: str) -> tuple[dict[Any, Any], dict[Any, list[str]]]:
 
 
 def convert(row: Flag, value: Any, parser: FlagParser, written: Sequence[str] = ()) -> Any:
-    """Convert `value` as the flag `row` does on the command line; `written` is the text of its items.
-
-    Raises:
-        UserError: The flag doesn't accept the value.
-    """
+    """Convert `value` as the flag `row` does on the command line; `written` is the text of its items. Raises UserError:
+    the flag doesn't accept the value."""
     if row.switch:
         if not isinstance(value, bool):
             raise UserError(f"{shortened(value)} is neither true nor false")

@@ -131,10 +131,7 @@ def _check_divided(s: TrainSettings, flag: str) -> None:
 
 def check_train(s: TrainSettings) -> TrainSettings:
     """Refuse what train.py can't do. Return the settings with those that follow from others, and lines for the log.
-
-    Raises:
-        UserError: Flags contradict each other, or a flag has no effect.
-    """
+    Raises UserError: flags contradict each other, or a flag has no effect."""
     check_folder(s.images.data_dir, s.images.dataset, s.images.loading.data_backend, "DATA_DIR")
     _check_model(s.network.model, "--finetune")
     if s.teachers.kd_model_name == [""]:  # in a recipe it means no teacher
@@ -154,11 +151,8 @@ def check_train(s: TrainSettings) -> TrainSettings:
 
 
 def check_weights(settings: S, network: TrainedNetwork, pixels: Pixels, compilation: Compilation | None = None) -> S:
-    """Check the flags about images, and decide where the weights come from, in all programs except train.py.
-
-    Raises:
-        UserError: There are two sources of weights or none, or a flag has no effect.
-    """
+    """Check the flags about images, and decide where the weights come from, in all programs except train.py. Raises
+    UserError: there are two sources of weights or none, or a flag has no effect."""
     _check_model(network.model or "", "--checkpoint")
     settings = check_flags(settings)
     _check_pixels(pixels)
@@ -187,11 +181,8 @@ class TeacherSettings(NamedTuple):
 
 
 def teachers_of(teachers: Teachers) -> list[TeacherSettings]:
-    """Return the settings of each teacher, of which the flags give one value for all, or one for each.
-
-    Raises:
-        UserError: A flag has neither one value nor one per teacher, or `--kd-view whole` is used without tokens.
-    """
+    """Return the settings of each teacher, of which the flags give one value for all, or one for each. Raises
+    UserError: a flag has neither one value nor one per teacher, or `--kd-view whole` is used without tokens."""
     flags: dict[str, Sequence[Any]] = {
         "--kd-model-name": teachers.kd_model_name,
         "--kd-distill-type": teachers.kd_distill_type,
@@ -260,11 +251,8 @@ def _check_trackers(tracking: Tracking) -> None:
 
 
 def join_data_dir(settings: S, label: str, name: str) -> S:
-    """Return the settings with the data folder, which is given as a positional argument or as `--data-dir`.
-
-    Raises:
-        UserError: Both are given, and they differ.
-    """
+    """Return the settings with the data folder, which is given as a positional argument or as `--data-dir`. Raises
+    UserError: both are given, and they differ."""
     option, positional = settings["data_dir_option"], settings[name]
     if option and positional and option != positional:
         raise UserError(f"{label} is given twice: {positional} and --data-dir {option}")

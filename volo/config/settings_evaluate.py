@@ -10,27 +10,13 @@ import os
 from typing import Literal
 
 from tlt.errors import UserError
+from volo.config import settings_shared as shared
 from volo.config import value_types as t
 from volo.config.checkpoint_files import best_or_last
 from volo.config.fields import Group, Need, Settings, flag, group, needing, switch
 from volo.config.parser import Program
 from volo.config.rules import check_folder, check_weights, join_data_dir
 from volo.config.settings_data import LabelMaps, Loading
-from volo.config.settings_shared import (
-    BIND,
-    CHANNELS_LAST,
-    CLASS_MAP,
-    DATASET,
-    DEBUG,
-    DEVICE,
-    FILES,
-    OUTLOOK_KERNEL,
-    TORCHSCRIPT,
-    Compilation,
-    MixedPrecision,
-    Pixels,
-    TrainedNetwork,
-)
 
 FOLDER = Need("a folder as --checkpoint", lambda s: os.path.isdir(s["checkpoint"]))
 # Settings of train.py alone.
@@ -46,13 +32,13 @@ OWN_HEADS = Need(
 class Precision(Group):
     """Precision and speed"""
 
-    device: t.Device | None = DEVICE()
-    mixed: MixedPrecision = group(MixedPrecision, "model_dtype")
-    channels_last: bool = CHANNELS_LAST()
-    compilation: Compilation = group(Compilation, TRAINS_COMPILATION)
-    outlook_kernel: str = OUTLOOK_KERNEL()
-    torchscript: bool = TORCHSCRIPT()
-    legacy_jit: bool = TORCHSCRIPT()
+    device: t.Device | None = shared.DEVICE()
+    mixed: shared.MixedPrecision = group(shared.MixedPrecision, "model_dtype")
+    channels_last: bool = shared.CHANNELS_LAST()
+    compilation: shared.Compilation = group(shared.Compilation, TRAINS_COMPILATION)
+    outlook_kernel: str = shared.OUTLOOK_KERNEL()
+    torchscript: bool = shared.TORCHSCRIPT()
+    legacy_jit: bool = shared.TORCHSCRIPT()
 
 
 _of_classes = needing(CLASSES)
@@ -68,18 +54,18 @@ class ValidationImages(Group):
     )
     data_dir_option: t.Dir | None = flag(None, "the same as a flag", names="--data-dir")
     split: t.Name = flag("validation", "folder of the images (val is found too)")
-    dataset: str = DATASET(needs=(CLASSES, FILES))
-    class_map: t.File = CLASS_MAP(needs=(CLASSES, FILES))
+    dataset: str = shared.DATASET(needs=(CLASSES, shared.FILES))
+    class_map: t.File = shared.CLASS_MAP(needs=(CLASSES, shared.FILES))
     image_list: t.File = _of_classes("", "these images alone, one CLASS/FILE a line")
     num_samples: t.Positive | None = _of_classes(None, "so many images, evenly spaced over the split")
     crop_mode: Literal["", "center", "squash", "border"] = _of_classes("", "(the model's own)")
     batch_size: t.Positive = flag(256, "images per device", also="-b")
-    pixels: Pixels = group(Pixels)
+    pixels: shared.Pixels = group(shared.Pixels)
     loading: Loading = group(Loading, TRAINS_LOADING)
     tf_preprocessing: bool = switch("refused", refused="TensorFlow's preprocessing is not supported: remove the flag")
 
 
-class ValidatedNetwork(TrainedNetwork):
+class ValidatedNetwork(shared.TrainedNetwork):
     """Model"""
 
     all: bool = switch("every checkpoint in a folder; without it the best, in a run's directory", needs=FOLDER)
@@ -105,20 +91,20 @@ class Results(Group):
     results_format: Literal["csv", "json"] = flag("csv", "format of --results-file", needs="--results-file")
     log_freq: t.Positive = _of_heads(50, "batches between lines of the log")
     retry: bool = switch("halve --batch-size where it does not fit into memory (one process)")
-    debug: bool = DEBUG()
+    debug: bool = shared.DEBUG()
 
 
 class ValidationPrecision(Precision):
     """Precision and speed"""
 
-    compilation: Compilation = group(Compilation, TRAINS_COMPILATION, needs=HEADS)
+    compilation: shared.Compilation = group(shared.Compilation, TRAINS_COMPILATION, needs=HEADS)
 
 
 class Distributed(Group):
     """Distributed"""
 
     num_gpu: t.Count = flag(1, "more are refused", refused="start one process per GPU with torchrun")
-    bind: str = BIND()
+    bind: str = shared.BIND()
 
 
 class ValidateSettings(Settings):
@@ -159,10 +145,10 @@ class LabelledImages(Group):
         None, "images: DATA/SPLIT/CLASS/IMAGE, DATA/CLASS/IMAGE or shards", positional=True, metavar="DATA"
     )
     token_label_root: t.Source = flag(None, "folder of the label archive", positional=True, metavar="OUT")
-    dataset: str = DATASET(needs=FILES)
+    dataset: str = shared.DATASET(needs=shared.FILES)
     split: t.Name = flag("train", "folder of the images")
     batch_size: t.Positive = flag(32, "images per device", also="-b")
-    pixels: Pixels = group(Pixels)
+    pixels: shared.Pixels = group(shared.Pixels)
     loading: Loading = group(Loading, TRAINS_LOADING)
 
 
@@ -173,14 +159,14 @@ class WrittenLabels(Group):
     no_log_sum_exp: bool = switch("without what --label-tail exact needs, a sixth smaller")
     transfer: bool = switch("the annotator's classes are not the folder's: measure no accuracy")
     overwrite: bool = switch("replace the archive in OUT, and nothing else")
-    debug: bool = DEBUG()
+    debug: bool = shared.DEBUG()
 
 
 class LabelSettings(Settings):
     """The settings of generate_label.py."""
 
     images: LabelledImages = group(LabelledImages)
-    network: TrainedNetwork = group(TrainedNetwork)
+    network: shared.TrainedNetwork = group(shared.TrainedNetwork)
     written: WrittenLabels = group(WrittenLabels)
     precision: Precision = group(Precision)
     distributed: Distributed = group(Distributed, "num_gpu")
@@ -210,7 +196,7 @@ class PredictedImages(Group):
 
     paths: list[t.Path] = flag(None, "images, and folders with images at any depth", positional=True)
     batch_size: t.Positive = flag(64, "images per device", also="-b")
-    pixels: Pixels = group(Pixels)
+    pixels: shared.Pixels = group(shared.Pixels)
     loading: Loading = group(
         Loading, f"{TRAINS_LOADING} max_bad_images"
     )  # any number of unreadable images is reported and left out
@@ -225,14 +211,14 @@ class Predictions(Group):
     token_maps: t.Dir = flag("", "a picture of what the dense head says of each token")
     embeddings: t.File = flag("", ".safetensors or .npz: pooled features and those of tokens, kept in memory")
     embeddings_pooled_only: bool = switch("without the features of the tokens", needs="--embeddings")
-    debug: bool = DEBUG()
+    debug: bool = shared.DEBUG()
 
 
 class PredictSettings(Settings):
     """The settings of `volo predict`."""
 
     images: PredictedImages = group(PredictedImages)
-    network: TrainedNetwork = group(TrainedNetwork)
+    network: shared.TrainedNetwork = group(shared.TrainedNetwork)
     predictions: Predictions = group(Predictions)
     precision: Precision = group(Precision, "compilation torchscript legacy_jit")
 

@@ -153,11 +153,8 @@ class LaunchSettings(Settings):
 
 class _Launch(Program[LaunchSettings]):
     def parse(self, argv: Sequence[str] | None = None) -> LaunchSettings:
-        """Parse the first word, and leave the other words to the program that is started.
-
-        Raises:
-            UserError: The number of processes is missing.
-        """
+        """Parse the first word, and leave the other words to the program that is started. Raises UserError: the number
+        of processes is missing."""
         words = list(sys.argv[1:] if argv is None else argv)
         settings = super().parse(words[:1])
         if words[1:2] in (["train"], ["label"], ["validate"], ["preflight"]):

@@ -11,21 +11,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Literal
 
+from volo.config import settings_shared as shared
 from volo.config import value_types as t
 from volo.config.fields import Group, Need, Settings, flag, flags_of, group, needing, switch
 from volo.config.settings_data import LABELLED, Augmentation, Images, ImageSizes, Teachers, TokenLabels
-from volo.config.settings_shared import (
-    BIND,
-    CHANNELS_LAST,
-    DEBUG,
-    DEVICE,
-    MODEL_KWARGS,
-    OUTLOOK_KERNEL,
-    POOL,
-    TORCHSCRIPT,
-    Compilation,
-    MixedPrecision,
-)
 
 DROP_PATH_MODES = ("mask", "subset")
 _NO_DROP_BLOCK = "no VOLO or LV-ViT has DropBlock; use --drop-path (other models: --model-kwargs drop_block_rate=...)"
@@ -89,9 +78,9 @@ class RunSettings(Group):
     output: t.Dir = flag("", "folder for run directories (output/train)")
     experiment: t.NameBelow = flag("", "name of the run directory (TIME-MODEL-SIZE)", metavar="NAME")
     seed: t.Seed = flag(42, "seed of weights, data order, augmentation and MixToken")
-    device: t.Device | None = DEVICE()
+    device: t.Device | None = shared.DEVICE()
     dry_run: bool = switch("check flags, data and model, print what would run, and stop before the first step")
-    debug: bool = DEBUG()
+    debug: bool = shared.DEBUG()
 
 
 class Network(Group):
@@ -109,10 +98,10 @@ class Network(Group):
     num_classes: t.Positive | None = flag(None, "number of classes (the class folders)")
     in_chans: int | None = flag(None, "3: RGB; 1: grey (the model's own)", t.Number(int, 1, 3))
     freeze: bool = switch("train the heads alone (linear probe), with BatchNorm's running statistics")
-    gp: str | None = POOL()
+    gp: str | None = shared.POOL()
     head_init_scale: float | None = flag(None, "multiply the heads' initial weights")
     head_init_bias: float | None = flag(None, "initial value of the heads' biases")
-    model_kwargs: dict[str, Any] = MODEL_KWARGS()
+    model_kwargs: dict[str, Any] = shared.MODEL_KWARGS()
 
 
 class Optimizer(Group):
@@ -235,12 +224,12 @@ class Average(Group):
 class Precision(Group):
     """Precision and speed"""
 
-    mixed: MixedPrecision = group(MixedPrecision)
-    channels_last: bool = CHANNELS_LAST()
+    mixed: shared.MixedPrecision = group(shared.MixedPrecision)
+    channels_last: bool = shared.CHANNELS_LAST()
     grad_checkpointing: bool = switch("recompute activations in the backward pass to save memory")
-    compilation: Compilation = group(Compilation)
-    outlook_kernel: str = OUTLOOK_KERNEL()
-    torchscript: bool = TORCHSCRIPT()
+    compilation: shared.Compilation = group(shared.Compilation)
+    outlook_kernel: str = shared.OUTLOOK_KERNEL()
+    torchscript: bool = shared.TORCHSCRIPT()
 
 
 _validated = needing(LABELLED)
@@ -297,7 +286,7 @@ class Distributed(Group):
         0, "of old launchers; where set, LOCAL_RANK or SLURM_LOCALID wins", names="--local_rank --local-rank"
     )
     dist_timeout: t.Positive = flag(120, "end a run that hangs for S (600 at start, validation, saves)", metavar="S")
-    bind: str = BIND()
+    bind: str = shared.BIND()
 
 
 class TrainSettings(Settings):

@@ -30,19 +30,13 @@ class _Train(Program[TrainSettings]):
         return parser
 
     def parse(self, argv: Sequence[str] | None = None) -> TrainSettings:
-        """Parse train.py's command line (`argv`, or sys.argv if None) over its recipe (`-c`).
-
-        Raises:
-            UserError: A flag or key is unknown, a value is wrong, flags contradict each other, or one has no effect.
-        """
+        """Parse train.py's command line (`argv`, or sys.argv if None) over its recipe (`-c`). Raises UserError: a flag
+        or key is unknown, a value is wrong, flags contradict each other, or one has no effect."""
         return self.over_recipe(self.parser().explicit(argv))
 
     def over_recipe(self, explicit: dict[str, Any]) -> TrainSettings:
         """Return the settings that `explicit`, the values of a command line, makes over the recipe that it names.
-
-        Raises:
-            UserError: As `parse`.
-        """
+        Raises UserError: as `parse`."""
         parser = self.parser()
         recipe = load_yaml(explicit["config"], parser) if explicit.get("config") else {}
         settings = TrainSettings().decide("recipe", **_not_overruled(recipe, explicit, parser.flags))
@@ -66,10 +60,7 @@ TRAIN = _Train(
 
 def checked_settings(recorded: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values of train.py's flags that a checkpoint records, by destination; empty values are left out.
-
-    Raises:
-        UserError: A flag doesn't accept its value.
-    """
+    Raises UserError: a flag doesn't accept its value."""
     parser = TRAIN.parser()
     checked = {}
     for dest, value in recorded.items():
@@ -85,14 +76,13 @@ def checked_settings(recorded: Mapping[str, Any]) -> dict[str, Any]:
 def changed_flags(settings: Mapping[str, Any]) -> dict[str, list[str]]:
     """Return, by destination, the command-line words that set train.py's flags to recorded values; flags at their
     defaults are left out."""
-    words_of = {}
-    for dest, row in TRAIN.parser().flags.items():
-        value = settings.get(dest)
-        if row.label.startswith("--") and value is not None and row.default not in (value, [value]):
-            pairs = [f"{key}={item}" for key, item in value.items()] if isinstance(value, dict) else value
-            words = [] if row.switch else pairs if isinstance(pairs, list) else [pairs]
-            words_of[dest] = [row.label, *map(str, words)]
-    return words_of
+    return {
+        dest: row.words(value)
+        for dest, row in TRAIN.parser().flags.items()
+        if row.label.startswith("--")
+        and (value := settings.get(dest)) is not None
+        and row.default not in (value, [value])
+    }
 
 
 def _not_overruled(recipe: Mapping[str, Any], explicit: Mapping[str, Any], flags: Mapping[str, Flag]) -> dict[str, Any]:

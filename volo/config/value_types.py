@@ -16,11 +16,8 @@ from tlt.io.text import leads_out
 
 @dataclass(frozen=True)
 class Number:
-    """A type of values: an int or a finite float in [low, high]; with `positive` it must also be above 0.
-
-    Raises:
-        argparse.ArgumentTypeError: The text is no such number. argparse puts the flag's name before the message.
-    """
+    """A type of values: an int or a finite float in [low, high]; with `positive` it must also be above 0. Raises
+    argparse.ArgumentTypeError: the text is no such number. argparse puts the flag's name before the message."""
 
     kind: type[int] | type[float]
     low: float = -math.inf
@@ -63,11 +60,8 @@ class Text:
 
 @dataclass(frozen=True, eq=False)
 class Place(Text):
-    """A type of values: a file, folder or model. `~` at the beginning or after `local-dir:` is the home folder.
-
-    Raises:
-        argparse.ArgumentTypeError: No file can have such a name.
-    """
+    """A type of values: a file, folder or model. `~` at the beginning or after `local-dir:` is the home folder. Raises
+    argparse.ArgumentTypeError: no file can have such a name."""
 
     def __call__(self, text: str) -> str:
         prefix = "local-dir:" * text.startswith("local-dir:")
@@ -89,11 +83,8 @@ def name_below(text: str) -> str:
 
 
 def key_value(text: str) -> tuple[str, Any]:
-    """A type of values: KEY=VALUE as a pair; VALUE is a Python literal, or else text.
-
-    Raises:
-        argparse.ArgumentTypeError: The key or "=" is missing.
-    """
+    """A type of values: KEY=VALUE as a pair; VALUE is a Python literal, or else text. Raises
+    argparse.ArgumentTypeError: the key or "=" is missing."""
     key, equals, value = text.partition("=")
     if not equals or not key:
         raise argparse.ArgumentTypeError(f"{text!r} is not KEY=VALUE")
