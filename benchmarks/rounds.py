@@ -74,11 +74,8 @@ class Timing(NamedTuple):
 
 
 def in_turns(works: Mapping[Name, Callable[[], int]], rounds: int) -> dict[Name, Timing]:
-    """Do each work once a round, after an unmeasured round; each round begins with another one.
-
-    Args:
-        works: Functions that return how many units of work they did, once the device has finished them.
-    """
+    """Do each work once a round, after an unmeasured round; each round begins with another one. A work returns how many
+    units it did, once the device has finished them."""
     names = list(works)
     timings = {name: Timing([], []) for name in works}
     for number in range(rounds + 1):

@@ -11,7 +11,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from shutil import get_terminal_size
 from typing import Any, Generic, NoReturn
@@ -28,32 +28,24 @@ class FlagParser(argparse.ArgumentParser):
     """An ArgumentParser that raises UserError, and suggests the nearest flag for an unknown one.
 
     Abbreviated flags are refused, because a flag added later could silently change what an abbreviation means.
-
-    Args:
-        program: Command of `volo`, or another way to start the program.
-        usage: Text after the program's name.
-        settings: The class of the program's settings.
-        undo: Add `--no-X` for every switch `--X`, and `--X` for `--no-X`, which undo a recipe's switch, unless that is
-            a flag of its own.
     """
 
-    instead: Mapping[str, str] = {}  # for flags that only another program has: what this one has in their place
-
-    def __init__(self, program: str, usage: str, description: str, settings: type, undo: bool = False) -> None:
-        name = _started_as(program)
+    def __init__(self, program: Program[Any]) -> None:
+        name = _started_as(program.name)
         epilog = "Values in brackets are the defaults, words in parentheses what happens without the flag."
-        epilog += " --no-X turns a switch off that a recipe turns on, and --X a switch --no-X." if undo else ""
+        epilog += " --no-X turns a switch off that a recipe turns on, and --X a switch --no-X." if program.undo else ""
         width = min(get_terminal_size().columns, 120) - 2
         columns = partial(WholeWords, max_help_position=34, width=width)
-        usage = fill(f"{name} {usage}", width - 7, " " * 7)
-        super().__init__(name, usage, description, epilog, formatter_class=columns, allow_abbrev=False)
+        usage = fill(f"{name} {program.usage}", width - 7, " " * 7)
+        super().__init__(name, usage, program.does, epilog, formatter_class=columns, allow_abbrev=False)
         self.add_argument("--version", action="version", version=f"volo-tlt {__version__}")
-        self.flags = flags_of(settings)
+        self.flags = flags_of(program.settings)
+        self.instead = program.instead
         self._names = {name: row for row in self.flags.values() for name in row.names}
-        for section in sections_of(settings):
+        for section in sections_of(program.settings):
             place = self.add_argument_group(section.title, section.note)
             for row in section.flags:
-                _add(place, row, {*self._names} if undo else None)
+                _add(place, row, {*self._names} if program.undo else None)
 
     def error(self, message: str) -> NoReturn:
         """Raise a UserError with `message`, which is a single line."""
@@ -125,8 +117,16 @@ class FlagParser(argparse.ArgumentParser):
 
 @dataclass(frozen=True)
 class Program(Generic[S]):
-    """A program: its name, the rest of its usage line, its description, its settings, and a check that returns them
-    complete."""
+    """A program of `volo`, or another one.
+
+    Attributes:
+        name: The command of `volo`, or how else the program is started.
+        usage: The rest of its usage line.
+        check: Returns the settings complete.
+        undo: Add `--no-X` for every switch `--X`, and `--X` for `--no-X`, which undo a recipe's switch, unless that is
+            a flag of its own.
+        instead: For flags that only another program has: what this one has in their place.
+    """
 
     name: str
     usage: str
@@ -134,10 +134,11 @@ class Program(Generic[S]):
     settings: type[S]
     check: Callable[[S], S] = check_flags
     undo: bool = False
+    instead: Mapping[str, str] = field(default_factory=dict)
 
     def parser(self) -> FlagParser:
         """Return a new parser for this program's flags."""
-        return FlagParser(self.name, self.usage, self.does, self.settings, self.undo)
+        return FlagParser(self)
 
     def parse(self, argv: Sequence[str] | None = None) -> S:
         """Parse a command line (None: sys.argv). Raises UserError: a flag is unknown, a value is wrong, flags

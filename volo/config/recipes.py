@@ -56,16 +56,8 @@ class _Loader(yaml.SafeLoader):
 
 
 def load_yaml(path: str, parser: FlagParser) -> dict[str, Any]:
-    """Read a recipe: a mapping from flag names (dashes or underscores) to values.
-
-    Values are checked as on the command line: type, range, choices, number of values.
-
-    Args:
-        path: Path of the YAML file, or name of one of this project's recipes.
-        parser: Parser of the program.
-
-    Returns:
-        Values by destination.
+    """Read a recipe, a path or a name of one of this project's: a mapping from flag names (dashes or underscores) to
+    values. Return them by destination, checked as on the command line: type, range, choices, number of values.
 
     Raises:
         UserError: The file can't be read or isn't a plain mapping, a key is unknown (the message suggests the nearest

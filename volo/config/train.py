@@ -15,7 +15,7 @@ from typing import Any
 from tlt.errors import UserError
 from volo.config.fields import Flag, flags_of
 from volo.config.flags_timm import TIMM_FLAGS
-from volo.config.parser import FlagParser, Program
+from volo.config.parser import Program
 from volo.config.recipes import convert, load_yaml
 from volo.config.rules import check_train, join_data_dir
 from volo.config.settings_data import AUGMENTED, TokenLabels
@@ -23,12 +23,6 @@ from volo.config.settings_train import STABLE_SCHEDULES, TrainSettings
 
 
 class _Train(Program[TrainSettings]):
-    def parser(self) -> FlagParser:
-        """Return the parser, which also knows the names of timm's flags."""
-        parser = super().parser()
-        parser.instead = TIMM_FLAGS
-        return parser
-
     def parse(self, argv: Sequence[str] | None = None) -> TrainSettings:
         """Parse train.py's command line (`argv`, or sys.argv if None) over its recipe (`-c`). Raises UserError: a flag
         or key is unknown, a value is wrong, flags contradict each other, or one has no effect."""
@@ -55,6 +49,7 @@ TRAIN = _Train(
     "Train VOLO, LV-ViT or any timm model. Token labels are optional.",
     TrainSettings,
     undo=True,
+    instead=TIMM_FLAGS,
 )
 
 
