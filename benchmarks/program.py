@@ -31,7 +31,7 @@ class _Command(Settings):
     command: str = flag(None, "what to measure", COMMANDS, positional=True)
 
 
-_BENCHMARK = Program("python benchmark.py", "COMMAND [flags]", "Measure this machine.", _Command)
+_BENCHMARK = Program("python benchmark.py", "COMMAND [flags]", _Command, does="Measure this machine.")
 
 
 def program_of(command: str) -> Program[BenchmarkSettings]:
@@ -39,7 +39,7 @@ def program_of(command: str) -> Program[BenchmarkSettings]:
     train.py does."""
     module = importlib.import_module(f"benchmarks.{command}")
     does = (module.__doc__ or "").partition("\n")[0]
-    return Program(f"python benchmark.py {command}", "[flags]", does, module.Flags, check=lambda settings: settings)
+    return Program(f"python benchmark.py {command}", "[flags]", module.Flags, lambda settings: settings, does)
 
 
 def parse_benchmark(argv: Sequence[str] | None = None) -> BenchmarkSettings:

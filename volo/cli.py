@@ -53,7 +53,7 @@ def main() -> int:
         lines = ["usage: volo COMMAND [flags]      volo COMMAND --help      volo --version\n"]
         for name, command in COMMANDS.items():
             script = f" ({SCRIPTS[name]})" if name in SCRIPTS else ""
-            lines.append(f"  {name:<12}{command.program.does.partition('. ')[0].rstrip('.')}{script}")
+            lines.append(f"  {name:<12}{command.program.description.partition('. ')[0].rstrip('.')}{script}")
         print("\n".join(lines))  # in one write, so that a reader that stops early (`| head`) breaks no pipe
         return 0
     if name == "--version":

@@ -37,7 +37,7 @@ class FlagParser(argparse.ArgumentParser):
         width = min(get_terminal_size().columns, 120) - 2
         columns = partial(WholeWords, max_help_position=34, width=width)
         usage = fill(f"{name} {program.usage}", width - 7, " " * 7)
-        super().__init__(name, usage, program.does, epilog, formatter_class=columns, allow_abbrev=False)
+        super().__init__(name, usage, program.description, epilog, formatter_class=columns, allow_abbrev=False)
         self.add_argument("--version", action="version", version=f"volo-tlt {__version__}")
         self.flags = flags_of(program.settings)
         self.instead = program.instead
@@ -123,6 +123,7 @@ class Program(Generic[S]):
         name: The command of `volo`, or how else the program is started.
         usage: The rest of its usage line.
         check: Returns the settings complete.
+        does: What it does, if the docstring of its settings doesn't say it: that of a class without groups is a title.
         undo: Add `--no-X` for every switch `--X`, and `--X` for `--no-X`, which undo a recipe's switch, unless that is
             a flag of its own.
         instead: For flags that only another program has: what this one has in their place.
@@ -130,11 +131,16 @@ class Program(Generic[S]):
 
     name: str
     usage: str
-    does: str
     settings: type[S]
     check: Callable[[S], S] = check_flags
+    does: str = ""
     undo: bool = False
     instead: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def description(self) -> str:
+        """What it does."""
+        return self.does or self.settings.__doc__ or ""
 
     def parser(self) -> FlagParser:
         """Return a new parser for this program's flags."""

@@ -24,10 +24,7 @@ class _Groups(Protocol):
     def augment(self) -> Augmentation: ...
 
 
-def need(of: str, met: Callable[[_Groups], bool]) -> Need:
-    """Return a need of a setting of train.py. Its test is written with the groups, so that mypy checks the names."""
-    return Need(of, met)
-
+need: Callable[[str, Callable[[_Groups], bool]], Need] = Need  # with the groups, so that mypy checks the names
 
 DENSE = "dense targets (--token-label-data, --token-label-teacher or a --token-label-size; with size 1 there are none)"
 DENSE_TARGETS = need(DENSE, lambda s: s.labels.token_label_size != 1)

@@ -108,7 +108,7 @@ class Distributed(Group):
 
 
 class ValidateSettings(Settings):
-    """The settings of validate.py."""
+    """Measure the accuracy of a checkpoint. Of a run's directory it is the best; --all measures all of a folder."""
 
     images: ValidationImages = group(ValidationImages)
     network: ValidatedNetwork = group(ValidatedNetwork)
@@ -129,13 +129,7 @@ def _check_validate(settings: ValidateSettings) -> ValidateSettings:
     return check_weights(settings, settings.network, images.pixels, compilation)
 
 
-VALIDATE = Program(
-    "validate",
-    "DATA --checkpoint PATH [flags]",
-    "Measure the accuracy of a checkpoint. Of a run's directory it is the best; --all measures all of a folder.",
-    ValidateSettings,
-    _check_validate,
-)
+VALIDATE = Program("validate", "DATA --checkpoint PATH [flags]", ValidateSettings, _check_validate)
 
 
 class LabelledImages(Group):
@@ -163,7 +157,7 @@ class WrittenLabels(Group):
 
 
 class LabelSettings(Settings):
-    """The settings of generate_label.py."""
+    """Write a token-label map for every image. OUT gets files CLASS/IMAGE.pt, or is one archive."""
 
     images: LabelledImages = group(LabelledImages)
     network: shared.TrainedNetwork = group(shared.TrainedNetwork)
@@ -179,11 +173,7 @@ def _check_label(settings: LabelSettings) -> LabelSettings:
 
 
 GENERATE_LABEL = Program(
-    "label",
-    "DATA OUT --model NAME [--checkpoint PATH | --pretrained] [flags]",
-    "Write a token-label map for every image. OUT gets files CLASS/IMAGE.pt, or is one archive.",
-    LabelSettings,
-    _check_label,
+    "label", "DATA OUT --model NAME [--checkpoint PATH | --pretrained] [flags]", LabelSettings, _check_label
 )
 
 # File endings for predictions and embeddings.
@@ -215,7 +205,7 @@ class Predictions(Group):
 
 
 class PredictSettings(Settings):
-    """The settings of `volo predict`."""
+    """Predict the classes of images; write token maps and features."""
 
     images: PredictedImages = group(PredictedImages)
     network: shared.TrainedNetwork = group(shared.TrainedNetwork)
@@ -234,10 +224,4 @@ def _check_predict(settings: PredictSettings) -> PredictSettings:
     return check_weights(settings, settings.network, settings.images.pixels)
 
 
-PREDICT = Program(
-    "predict",
-    "PATH [PATH ...] --checkpoint PATH [flags]",
-    "Predict the classes of images; write token maps and features.",
-    PredictSettings,
-    _check_predict,
-)
+PREDICT = Program("predict", "PATH [PATH ...] --checkpoint PATH [flags]", PredictSettings, _check_predict)

@@ -34,7 +34,7 @@ class ExportedFile(Group):
 
 
 class ExportSettings(Settings):
-    """The settings of `volo export`."""
+    """Write a trained model as a file that runs without this project. It is ONNX, or torch.export's .pt2."""
 
     file: ExportedFile = group(ExportedFile)
     network: TrainedNetwork = group(TrainedNetwork)
@@ -66,13 +66,7 @@ def _format(output: str, asked: str | None) -> str:
     return asked or meant or ""
 
 
-EXPORT = Program(
-    "export",
-    "-o FILE --checkpoint PATH [flags]",
-    "Write a trained model as a file that runs without this project. It is ONNX, or torch.export's .pt2.",
-    ExportSettings,
-    _check_export,
-)
+EXPORT = Program("export", "-o FILE --checkpoint PATH [flags]", ExportSettings, _check_export)
 
 
 class AttentionPicture(Group):
@@ -92,7 +86,7 @@ class ImagesAndDevice(Group):
 
 
 class AttentionSettings(Settings):
-    """The settings of `volo attention`."""
+    """Draw what the attention layers of VOLO or LV-ViT look at."""
 
     picture: AttentionPicture = group(AttentionPicture)
     network: TrainedNetwork = group(TrainedNetwork)
@@ -102,7 +96,6 @@ class AttentionSettings(Settings):
 ATTENTION = Program(
     "attention",
     "IMAGE -o FILE --checkpoint PATH [flags]",
-    "Draw what the attention layers of VOLO or LV-ViT look at.",
     AttentionSettings,
     lambda s: check_weights(s, s.network, s.images.pixels),
 )
@@ -118,7 +111,7 @@ class ReportSettings(Settings):
 
 
 REPORT = Program(
-    "report", "RUN [flags]", "Report what happened to a run: starts, speed, checkpoints, faults.", ReportSettings
+    "report", "RUN [flags]", ReportSettings, does="Report what happened to a run: starts, speed, checkpoints, faults."
 )
 
 
@@ -129,7 +122,7 @@ class SlurmSettings(Settings):
     debug: bool = DEBUG()
 
 
-SLURM = Program("slurm", "DIR", "Write batch scripts for Slurm and recipes into a folder.", SlurmSettings)
+SLURM = Program("slurm", "DIR", SlurmSettings, does="Write batch scripts for Slurm and recipes into a folder.")
 
 
 class SampleSettings(Settings):
@@ -140,7 +133,9 @@ class SampleSettings(Settings):
     debug: bool = DEBUG()
 
 
-SAMPLE = Program("sample", "DIR", "Write a folder of images to try everything with: scans of digits.", SampleSettings)
+SAMPLE = Program(
+    "sample", "DIR", SampleSettings, does="Write a folder of images to try everything with: scans of digits."
+)
 
 
 class LaunchSettings(Settings):
@@ -165,9 +160,9 @@ class _Launch(Program[LaunchSettings]):
 LAUNCH = _Launch(
     "launch",
     "N [train|label|validate|preflight] [DATA] [flags of that command]",
-    "Start a command in N processes of this machine. It is train unless another is named, as in distributed_train.sh. "
-    "Several machines and other settings: variables of the environment, docs/multinode.md.",
     LaunchSettings,
+    does="Start a command in N processes of this machine. It is train unless another is named, as in "
+    "distributed_train.sh. Several machines and other settings: variables of the environment, docs/multinode.md.",
 )
 
 
@@ -185,7 +180,7 @@ class PushSettings(Settings):
     debug: bool = DEBUG()
 
 
-PUSH = Program("push", "ORG/NAME --from DIR", "Upload a model to the Hugging Face Hub.", PushSettings)
+PUSH = Program("push", "ORG/NAME --from DIR", PushSettings, does="Upload a model to the Hugging Face Hub.")
 
 
 class Fitness(Group):
@@ -208,15 +203,10 @@ class Ranks(Group):
 
 
 class PreflightSettings(Settings):
-    """The settings of `volo preflight`."""
+    """Check that the machines are fit for a run."""
 
     fitness: Fitness = group(Fitness)
     ranks: Ranks = group(Ranks)
 
 
-PREFLIGHT = Program(
-    "preflight",
-    "[flags]   (as many processes as the run will have)",
-    "Check that the machines are fit for a run.",
-    PreflightSettings,
-)
+PREFLIGHT = Program("preflight", "[flags]   (as many processes as the run will have)", PreflightSettings)

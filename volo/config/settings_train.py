@@ -21,10 +21,7 @@ _NO_DROP_BLOCK = "no VOLO or LV-ViT has DropBlock; use --drop-path (other models
 _SPLITS = "AugMix splits and the Jensen-Shannon loss are not supported: remove the flag"
 
 
-def need(of: str, met: Callable[[TrainSettings], bool]) -> Need:
-    """Return a need, whose test is written with the groups, so that mypy checks the names."""
-    return Need(of, met)
-
+need: Callable[[str, Callable[[TrainSettings], bool]], Need] = Need  # with the groups, so that mypy checks the names
 
 MIXING = need("--mixup or --cutmix", lambda s: s.regular.mixes)
 BOTH_MIX = need("--mixup and --cutmix", lambda s: s.regular.mixup > 0 and s.regular.cuts)
@@ -290,7 +287,7 @@ class Distributed(Group):
 
 
 class TrainSettings(Settings):
-    """The settings of train.py. Each group is a section of `--help`."""
+    """Train VOLO, LV-ViT or any timm model. Token labels are optional."""
 
     run: RunSettings = group(RunSettings)
     images: Images = group(Images)

@@ -43,14 +43,7 @@ class _Train(Program[TrainSettings]):
         return settings
 
 
-TRAIN = _Train(
-    "train",
-    "[-c RECIPE.yaml] DATA_DIR [flags]",
-    "Train VOLO, LV-ViT or any timm model. Token labels are optional.",
-    TrainSettings,
-    undo=True,
-    instead=TIMM_FLAGS,
-)
+TRAIN = _Train("train", "[-c RECIPE.yaml] DATA_DIR [flags]", TrainSettings, undo=True, instead=TIMM_FLAGS)
 
 
 def checked_settings(recorded: Mapping[str, Any]) -> dict[str, Any]:
