@@ -74,7 +74,7 @@ def test_a_pulled_cable_ends_both_hosts_which_name_each_other(hosts, data, tmp_p
 
 @pytest.mark.parametrize(
     ("wrong", "flag", "message"),
-    [(0, "--device cuda", "this machine shows 0"), (1, "--no-such-flag", "error: unknown flag --no-such-flag")],
+    [(0, "--device cuda", "there is no GPU cuda:0"), (1, "--no-such-flag", "error: unknown flag --no-such-flag")],
 )
 def test_fault_64_host_that_cannot_begin_ends_both(hosts, data, wrong, flag, message):
     flags = [f"{FLAGS} {flag if rank == wrong else ''}" for rank in (0, 1)]
