@@ -42,11 +42,8 @@ class NotWrittenError(UserError):
 
 
 def save_checkpoint(path: Path, payload: dict[str, Any]) -> None:
-    """Write a checkpoint so that `path` is the complete old or new file at any instant, even after a power cut.
-
-    Raises:
-        NotWrittenError: Writing failed. The old file is unchanged, and no temporary file is left.
-    """
+    """Write a checkpoint so that `path` is the complete old or new file at any instant, even after a power cut. Raises
+    NotWrittenError if that fails: the old file is unchanged then, and no temporary file is left."""
 
     def write(staged: Path) -> None:
         # Pass a file object instead of a path: torch's own writer loses the system's reason for a failure (ENOSPC).
@@ -60,11 +57,8 @@ def save_checkpoint(path: Path, payload: dict[str, Any]) -> None:
 
 
 def duplicate(source: Path, target: Path) -> None:
-    """Give `source` a second name atomically; copy the file if the file system has no hard links.
-
-    Raises:
-        NotWrittenError: This failed, and `target` is unchanged.
-    """
+    """Give `source` a second name atomically; copy the file if the file system has no hard links. Raises
+    NotWrittenError if that fails, and `target` is unchanged then."""
 
     def fill(staged: Path) -> None:
         try:
@@ -181,16 +175,14 @@ class Save:
 class CheckpointDir:
     """Writes the checkpoints of one run. Construct it on rank 0 only.
 
-    An epoch counts as kept if its file is there. Every checkpoint holds the scores of all epochs.
+    An epoch counts as kept if its file is there. Every checkpoint holds the scores of all epochs. Raises UserError if
+    the directory can't be made.
 
     Args:
         directory: Created if missing. Temporary files of an interrupted write are removed.
         keep: Number of files `checkpoint-N.pth.tar` to keep (`--checkpoint-hist`), at least 1.
         ranked_by: Name of the score (`TrainState.scores`) that ranks epochs.
         milestones: Numbers of finished epochs after which a file is written and kept for ever.
-
-    Raises:
-        UserError: The directory can't be made.
     """
 
     def __init__(
@@ -208,14 +200,12 @@ class CheckpointDir:
             raise UserError(f"cannot write checkpoints to {directory}: {error.strerror}") from error
 
     def plan(self, payload: dict[str, Any], ranked: bool = True) -> Save:
-        """Return a save of `payload`, which `TrainState.state_dict` made, and add the epoch's metric to it.
+        """Return a save of `payload`, which `TrainState.state_dict` made, and add the epoch's metric to it. Raises
+        NonFiniteError if the weights hold NaN or infinity.
 
         Args:
             ranked: True saves after an epoch, ranked by its score; a missing, NaN or infinite score ranks below every
                 number and is never the best. False saves only `last.pth.tar`.
-
-        Raises:
-            NonFiniteError: The weights hold NaN or infinity.
         """
         if ranked:
             epoch = payload["epoch"]
@@ -226,11 +216,8 @@ class CheckpointDir:
         return Save(payload, ranked, tensor_bytes(payload))
 
     def write(self, save: Save) -> None:
-        """Write the file and update the directory. Any thread may call and repeat this, but only one at a time.
-
-        Raises:
-            NotWrittenError: Writing failed. Existing files are unchanged, but obsolete ones may be removed.
-        """
+        """Write the file and update the directory. Any thread may call and repeat this, but only one at a time. Raises
+        NotWrittenError if writing fails: existing files are unchanged then, but obsolete ones may be removed."""
         save_checkpoint(self.directory / LAST, save.payload)
         if save.ranked:
             with explained(self.directory / LAST, lambda: save.size):

@@ -79,7 +79,8 @@ def load_weights(
 ) -> FinetuneReport:
     """Load weights whose names and shapes must all fit, except in three cases: the position embedding may be of another
     image size, the classes in another order, and the file may lack the dense head that `with_dense_head` added to a
-    timm model.
+    timm model. Raises UserError if the file can't be read, holds NaN, or is of another model (the message names it if
+    it can).
 
     Args:
         model: The bare model, or one wrapped by DDP or torch.compile.
@@ -87,9 +88,6 @@ def load_weights(
         use_ema: True loads the moving average, False the plain weights, None the moving average if there is one.
         checkpoint: The result of `read_checkpoint(path)`, which avoids reading the file twice.
         class_names: Names of the model's classes, by which it takes the rows of heads if the file names its own.
-
-    Raises:
-        UserError: The file can't be read, holds NaN, or is of another model (the message names it if it can).
     """
     checkpoint = read_checkpoint(path) if checkpoint is None else checkpoint
     fit, report = _fit(model, checkpoint, use_ema, path, class_names)
@@ -110,10 +108,8 @@ def load_finetune(
 
     The position embedding is resized, and the input convolution is adapted as in timm. Both heads keep the rows of the
     classes that have the same names; without names they are dropped if the numbers of classes differ. Arguments as in
-    `load_weights`.
-
-    Raises:
-        UserError: The file can't be read, holds NaN, belongs to another architecture, or almost nothing of it fits.
+    `load_weights`. Raises UserError if the file can't be read, holds NaN, belongs to another architecture, or almost
+    nothing of it fits.
     """
     checkpoint = read_checkpoint(path)
     fit, report = _fit(model, checkpoint, use_ema, path, class_names)

@@ -20,10 +20,8 @@ def model_config_of(checkpoint: dict[str, Any], path: str | Path = "the checkpoi
     """Return the checked `model_config` of a checkpoint, or None if it has none (published files, timm's).
 
     All keys are optional: name, kwargs, num_classes, img_size (H, W), val_img_size (H, W), in_chans, dense_head,
-    crop_pct, crop_mode, mean, std, interpolation, class_names, labels. Keys that later versions add are ignored.
-
-    Raises:
-        UserError: A value has the wrong type or range.
+    crop_pct, crop_mode, mean, std, interpolation, class_names, labels. Keys that later versions add are ignored. Raises
+    UserError if a value has the wrong type or range.
     """
     config = checkpoint.get("model_config")
     if config is None:

@@ -42,11 +42,8 @@ def newest_checkpoint(directory: Path) -> Found:
 
 
 def verified(path: Path) -> dict[str, Any]:
-    """Return the content of a checkpoint.
-
-    Raises:
-        UserError: It can't be read, is damaged, or its weights are not finite.
-    """
+    """Return the content of a checkpoint. Raises UserError if it can't be read, is damaged, or its weights are not
+    finite."""
     checkpoint = read_checkpoint(path)
     check_finite(state_dict_of(checkpoint, use_ema=False, path=path), path)
     return checkpoint
@@ -112,15 +109,13 @@ def fingerprint(folder: ImageSource, labels: LabelReader | None, teacher: str | 
 
 
 def check_same_data(checkpoint: dict[str, Any], current: dict[str, Any], path: str | Path, allow: bool) -> list[str]:
-    """Compare a checkpoint's data with the data of this run; return lines for the user.
+    """Compare a checkpoint's data with the data of this run; return lines for the user. Raises UserError if the data
+    differ, and `allow` is False.
 
     Args:
         checkpoint: If it has no fingerprint, nothing is compared.
         current: The result of `fingerprint` in this run.
         allow: Warn about other data instead of refusing them (`--allow-changed-data`).
-
-    Raises:
-        UserError: The data differ, and `allow` is False.
     """
     recorded = table(checkpoint, DATA_KEY)
     changed = [text for name, text in _DATA.items() if name in recorded and recorded[name] != current[name]]

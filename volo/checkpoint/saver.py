@@ -162,11 +162,8 @@ class Saver:
                 self._finish_pending()
 
     def finish(self) -> None:
-        """Wait until everything is on disk.
-
-        Raises:
-            NotWrittenError: The run's last save can't be written, even after the retries.
-        """
+        """Wait until everything is on disk. Raises NotWrittenError if the run's last save can't be written, even after
+        the retries."""
         self._ending = True
         self._finish_pending()
         for seconds in _FINAL_RETRIES:

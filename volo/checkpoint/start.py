@@ -120,16 +120,14 @@ class Start:
 
 
 def decide_start(asked: Asked, report: Callable[[str], None], hold: Callable[[Path], None] | None) -> Start:
-    """Decide what the run begins as, read its checkpoint, and make its directory if that is a new one.
+    """Decide what the run begins as, read its checkpoint, and make its directory if that is a new one. Raises UserError
+    if the directory holds checkpoints that no flag asks for, is in use, or can't be made; or the checkpoint that a flag
+    names can't be read.
 
     Args:
         report: Receives a line if a newer run is another experiment.
         hold: Keeps other jobs out of a directory before a checkpoint is looked for. None (`--dry-run`) keeps out
             nobody, and then no directory is made.
-
-    Raises:
-        UserError: The directory holds checkpoints that no flag asks for, is in use, or can't be made; or the checkpoint
-            that a flag names can't be read.
     """
     launched = run_of_launch(asked.root, asked.experiment, asked.resumed)  # 1
     directory, reason = (launched, "an earlier start began there") if launched else _directory(asked, report)

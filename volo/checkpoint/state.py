@@ -93,15 +93,13 @@ class TrainState:
     def load(self, checkpoint: dict[str, Any], path: str | Path, load_optimizer: bool = True) -> list[str]:
         """Restore the state from a checkpoint of this project, timm or the published code; return lines for the user.
 
-        Nothing changes unless everything fits. The arguments in the file are ignored.
+        Nothing changes unless everything fits. The arguments in the file are ignored. Raises UserError if architecture,
+        head, image size or optimizer differ, or weights are NaN.
 
         Args:
             checkpoint: The result of `tlt.io.weights.read_checkpoint`.
             path: Path of the file, for messages.
             load_optimizer: False (`--no-resume-opt`) starts with a new optimizer and loss scaler.
-
-        Raises:
-            UserError: Architecture, head, image size or optimizer differ, or weights are NaN.
         """
         weights = self._checked_weights(checkpoint, path, use_ema=False)
         has_ema = any(isinstance(checkpoint.get(key), dict) for key in EMA_KEYS)
@@ -170,11 +168,7 @@ def _position(
     checkpoint: dict[str, Any], updates_per_epoch: int, path: str | Path
 ) -> tuple[int, int, dict[int, dict[str, float]], dict[str, Any], dict[str, Tensor]]:
     """Return epoch, update, scores, progress and statistics at which the checkpoint's run stopped, with defaults for
-    what the file lacks.
-
-    Raises:
-        UserError: An entry is invalid.
-    """
+    what the file lacks. Raises UserError if an entry is invalid."""
     with blamed_on(path, "does not tell where its run stopped"):
         epoch = int(checkpoint.get("epoch", 0))
         if "epoch" in checkpoint and checkpoint.get("version", 1) >= _FORMAT:
@@ -257,10 +251,8 @@ def checked_optimizer_state(
 
     Its entry `optimizer` may hold anything. The entries `optimizer_class` (class name) and `optimizer_params`
     (parameter names in the order of the state) may be missing. Without names, states are assigned by position in the
-    parameter groups, which changes with weight decay and layer decay.
-
-    Raises:
-        UserError: The state does not fit; the message has the remedy.
+    parameter groups, which changes with weight decay and layer decay. Raises UserError with the remedy if the state
+    does not fit.
     """
     own_class = type(optimizer).__name__
     groups = optimizer.param_groups
@@ -291,11 +283,8 @@ def _regrouped(
     saved: dict[str, Any], names: list[str], own_names: list[str], groups: list[dict[str, Any]]
 ) -> dict[str, Any]:
     """Rearrange `saved`, whose parameters have `names`, into the `groups` of an optimizer whose parameters have
-    `own_names`. Each new group gets the options of its first parameter's old group.
-
-    Raises:
-        ValueError: The two sets of names differ.
-    """
+    `own_names`. Each new group gets the options of its first parameter's old group. Raises ValueError if the two sets
+    of names differ."""
     if others := sorted({*names} ^ {*own_names}):
         raise ValueError(f"it is of other parameters ({len(others)}, such as {others[0]})")
     group_of = {index: group for group in saved["param_groups"] for index in group["params"]}

@@ -118,11 +118,8 @@ def run(settings: AttentionSettings) -> int:
 
 
 def attention_layers(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the attention layers in the model's order, by the name of their block.
-
-    Raises:
-        UserError: The model has no layer whose weights can be computed here.
-    """
+    """Return the attention layers in the model's order, by the name of their block. Raises UserError if the model has
+    no layer whose weights can be computed here."""
     every = model.named_modules()
     kinds = tuple(_ROWS)
     if matching := {name.removesuffix(".attn"): module for name, module in every if isinstance(module, kinds)}:

@@ -66,13 +66,11 @@ class ExportModule(nn.Module):
 
 
 def trace(module: ExportModule, images: Tensor) -> ExportedProgram:
-    """Return the module as a graph for any number of images of this size.
+    """Return the module as a graph for any number of images of this size. Raises UserError if the model can't be
+    traced.
 
     Args:
         images: At least two images, because torch would treat a batch size of one as a constant.
-
-    Raises:
-        UserError: The model can't be traced.
     """
     try:
         with torch.no_grad():
@@ -82,11 +80,8 @@ def trace(module: ExportModule, images: Tensor) -> ExportedProgram:
 
 
 def write_onnx(program: ExportedProgram, outputs: list[str], config: str, path: Path, opset: int) -> None:
-    """Write one .onnx file that contains the weights, and `model_config` in its metadata.
-
-    Raises:
-        UserError: The weights are too large for one file, or torch can't write this opset or one of the model's layers.
-    """
+    """Write one .onnx file that contains the weights, and `model_config` in its metadata. Raises UserError if the
+    weights are too large for one file, or torch can't write this opset or one of the model's layers."""
     size = sum(t.numel() * t.element_size() for t in program.state_dict.values())
     if size > _LARGEST_ONNX:
         raise UserError(f"{size / 2**30:.1f} GiB of weights: an ONNX file ends at 2 GiB; use --format torch-export")
@@ -119,11 +114,8 @@ def write_onnx(program: ExportedProgram, outputs: list[str], config: str, path: 
 
 
 def load_onnx(path: Path) -> Callable[[Tensor], tuple[Tensor, ...]]:
-    """Return the file as a function on the CPU, which onnxruntime computes.
-
-    Raises:
-        UserError: onnxruntime can't run it: it is too old for the opset, or lacks an operator for this dtype.
-    """
+    """Return the file as a function on the CPU, which onnxruntime computes. Raises UserError if onnxruntime can't run
+    it: it is too old for the opset, or lacks an operator for this dtype."""
     runtime = require("onnxruntime", extra="onnx")
     try:
         session = runtime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
@@ -192,11 +184,8 @@ def run_all(compute: Callable[[Tensor], tuple[Tensor, ...]], batches: list[Tenso
 
 
 def check_outputs(got: list[Tensor], expected: list[Tensor], dtype: str) -> None:
-    """Compare the outputs of the file with those of the model, and print the difference.
-
-    Raises:
-        UserError: The difference is larger than rounding can explain.
-    """
+    """Compare the outputs of the file with those of the model, and print the difference. Raises UserError if the
+    difference is larger than rounding can explain."""
     shares = [(g - e).abs().max() / e.abs().max() for g, e in zip(got, expected, strict=True)]
     worst = torch.stack(shares).max().item()  # NaN if any share is NaN
     print(f"largest difference from the model in PyTorch, in float32: {worst:.1e} of the largest logit", flush=True)

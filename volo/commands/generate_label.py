@@ -89,11 +89,8 @@ def label_folder(settings: LabelSettings, world: World) -> None:
 
 def check(settings: LabelSettings, trained: TrainedModel, folder: ImageSource) -> list[str]:
     """Give the annotator's classes the numbers of the class folders, unless `--transfer` allows other classes. Return
-    lines for the user.
-
-    Raises:
-        UserError: The classes differ, the annotator has no classes, or the flags ask for a crop.
-    """
+    lines for the user. Raises UserError if the classes differ, the annotator has no classes, or the flags ask for a
+    crop."""
     ours = folder.class_names
     if settings.images.pixels.crop_pct not in (None, 1.0):
         raise UserError(
@@ -109,11 +106,8 @@ def check(settings: LabelSettings, trained: TrainedModel, folder: ImageSource) -
 
 
 def prepare_annotator(settings: LabelSettings, trained: TrainedModel, world: World) -> Annotator:
-    """Put the annotator on its device, with the precision of the flags.
-
-    Raises:
-        UserError: The model can't give exact dense logits.
-    """
+    """Put the annotator on its device, with the precision of the flags. Raises UserError if the model can't give exact
+    dense logits."""
     precision = place(trained, world, settings.precision.mixed, settings.precision.channels_last)
     images = torch.randn(2, *trained.data_config["input_size"], device=world.device)
     check_dense(trained.model, images, f"--model {trained.name}")
@@ -154,11 +148,8 @@ def make_labels(
     annotator: Annotator,
     world: World,
 ) -> None:
-    """Label the pending rows and finish the archive. The ranks share the batches that contain a pending row.
-
-    Raises:
-        UserError: A logit is NaN or infinite, or the disk is full.
-    """
+    """Label the pending rows and finish the archive. The ranks share the batches that contain a pending row. Raises
+    UserError if a logit is NaN or infinite, or the disk is full."""
     size = settings.images.batch_size
     wanted = set(pending)
     starts = sorted({row // size * size for row in pending})[world.rank :: world.size]
@@ -199,13 +190,11 @@ def finish(
     pending: set[int],
     skipped: list[dict[str, str]],
 ) -> None:
-    """Finish the archive, and print what it contains and how well it agrees with the class folders.
+    """Finish the archive, and print what it contains and how well it agrees with the class folders. Raises UserError if
+    more images are unreadable than `--max-bad-images` allows, or all are; or the disk is full.
 
     Args:
         skipped: For each rank, the images that could not be read: path and reason.
-
-    Raises:
-        UserError: More images are unreadable than `--max-bad-images` allows, or all are; or the disk is full.
     """
     counter = SkipCounter(len(folder), settings.images.loading.max_bad_images)
     counter.record(Skipped(*item) for of_rank in skipped for item in of_rank.items())

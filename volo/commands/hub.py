@@ -40,15 +40,12 @@ _OF_OTHERS = (
 
 
 def write_folder(trained: TrainedModel, checkpoint: str, folder: Path, licence: str, origin_url: str) -> str:
-    """Write the folder; return a line for the user.
+    """Write the folder; return a line for the user. Raises UserError if the folder is not empty, or can't be written.
 
     Args:
         checkpoint: Path of the weights' checkpoint, whose run has accuracy and settings; "" for published weights.
         licence: The Hub's name of the licence (`apache-2.0`); with "" the card says that none is stated.
         origin_url: Address where the model comes from; "" leaves it out.
-
-    Raises:
-        UserError: The folder is not empty, or can't be written.
     """
     name = name_in_timm(trained)
     classes = trained.model.num_classes
@@ -147,11 +144,8 @@ def _accuracy(trained: TrainedModel, checkpoint: str) -> list[str]:
 
 
 def run(settings: PushSettings) -> int:
-    """Upload the folder, or list what would be uploaded.
-
-    Raises:
-        UserError: The folder is not of that kind, or the Hub refuses it.
-    """
+    """Upload the folder, or list what would be uploaded. Raises UserError if the folder is not of that kind, or the Hub
+    refuses it."""
     folder = Path(settings.folder)
     missing = [name for name in ("config.json", "model.safetensors") if not (folder / name).is_file()]
     if missing:

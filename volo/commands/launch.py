@@ -51,11 +51,8 @@ def main(argv: Sequence[str]) -> int:
 
 
 def described(env: Mapping[str, str]) -> dict[str, Any]:
-    """Return the fields of `volo.cluster.elastic.Launcher` that environment variables set.
-
-    Raises:
-        UserError: A variable is missing or out of range, or its address can't be reached from other nodes.
-    """
+    """Return the fields of `volo.cluster.elastic.Launcher` that environment variables set. Raises UserError if a
+    variable is missing or out of range, or its address can't be reached from other nodes."""
     settings: dict[str, Any] = {}
     if env.get("LOG_DIR"):
         raise UserError("LOG_DIR is no longer read: torchrun --log-dir DIR --tee 3 writes a log of each process")

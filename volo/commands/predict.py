@@ -111,11 +111,8 @@ def predict_all(settings: PredictSettings) -> list[Prediction]:
 
 
 def find_images(paths: list[str]) -> InputImages:
-    """Return the given images, and those in the given folders at any depth in natural order.
-
-    Raises:
-        UserError: There is no such file or folder, or a folder can't be read or holds no image.
-    """
+    """Return the given images, and those in the given folders at any depth in natural order. Raises UserError if there
+    is no such file or folder, or a folder can't be read or holds no image."""
     inputs = InputImages([], [], [])
     for path in paths:
         if os.path.isdir(path):
@@ -136,12 +133,8 @@ def find_images(paths: list[str]) -> InputImages:
 
 
 def check_outputs(wanted: Predictions, inputs: InputImages) -> None:
-    """Check, before the model runs, that its results can be written.
-
-    Raises:
-        UserError: A file exists already, a folder is not writable, a package is missing, or two token maps would have
-            the same name.
-    """
+    """Check, before the model runs, that its results can be written. Raises UserError if a file exists already, a
+    folder is not writable, a package is missing, or two token maps would have the same name."""
     for flag, path in (("--output", wanted.output), ("--embeddings", wanted.embeddings)):
         if path:
             refuse_existing(path, flag)
@@ -168,12 +161,9 @@ def check_model(wanted: Predictions, trained: TrainedModel) -> None:
 
 
 def names_of_classes(path: str, trained: TrainedModel) -> list[str]:
-    """Return the name of each class from `--class-names`, the checkpoint or ImageNet, or else its number.
-
-    Raises:
-        UserError: The file can't be read, its number of names is not the model's number of classes, or it contradicts
-            the checkpoint.
-    """
+    """Return the name of each class from `--class-names`, the checkpoint or ImageNet, or else its number. Raises
+    UserError if the file can't be read, its number of names is not the model's number of classes, or it contradicts the
+    checkpoint."""
     count = trained.model.num_classes
     if not path:
         known = class_names(trained.config, count)
@@ -196,7 +186,8 @@ def predict(
     files: list[str],
     names: list[str],
 ) -> tuple[list[int], dict[str, Tensor]]:
-    """Run the model on all images, and draw the token maps.
+    """Run the model on all images, and draw the token maps. Raises UserError if no image can be read, or the model
+    doesn't have the requested features.
 
     Args:
         files: File name of each image's token map.
@@ -204,9 +195,6 @@ def predict(
 
     Returns:
         The indices of the images that could be read, and the results of `look` for them.
-
-    Raises:
-        UserError: No image can be read, or the model doesn't have the requested features.
     """
     read: list[int] = []
     parts: dict[str, list[Tensor]] = defaultdict(list)
@@ -239,10 +227,7 @@ def tell_unreadable(loader: EvalLoader) -> int:
 def look(model: TimmModel, images: Tensor, wanted: Predictions, precision: Precision) -> dict[str, Tensor]:
     """Run the model on normalised images (B, 3, H, W) and return rows on the CPU: `probability` and `class_id` (B, k)
     of the top classes, the features of `embed`, and for token maps `TOKEN_CLASSES` (B, tokens), each token's top class.
-
-    Raises:
-        UserError: The flags ask for features that the model doesn't have.
-    """
+    Raises UserError if the flags ask for features that the model doesn't have."""
     outputs: dict[str, Tensor] = {}
     with precision.autocast():
         if wanted.embeddings:
@@ -262,13 +247,10 @@ def look(model: TimmModel, images: Tensor, wanted: Predictions, precision: Preci
 
 def embed(model: TimmModel, last: Any, images: Tensor, pooled_only: bool) -> dict[str, Tensor]:
     """Return the features that enter the class head (B, D), and those of the image's tokens (B, T, D), row by row,
-    without class token and registers.
+    without class token and registers. Raises UserError if the model doesn't pool its features, or they are not spatial.
 
     Args:
         last: `model.forward_features(images)`.
-
-    Raises:
-        UserError: The model doesn't pool its features, or they are not spatial.
     """
     rows = {"pooled": model.forward_head(last, pre_logits=True)}
     if rows["pooled"].ndim != 2:
@@ -305,11 +287,8 @@ def draw_token_maps(
 
 
 def report(wanted: Predictions, paths: list[str], names: list[str], rows: dict[str, Tensor]) -> Rows:
-    """Write the files. Print the table if it is short, or if no file is requested. Return the `prediction_rows`.
-
-    Raises:
-        NotWrittenError: A file can't be written.
-    """
+    """Write the files. Print the table if it is short, or if no file is requested. Return the `prediction_rows`. Raises
+    NotWrittenError if a file can't be written."""
     predictions: Rows = []
     if "class_id" in rows:
         ids, probabilities = (rows.pop(name)[:, : wanted.topk] for name in ("class_id", "probability"))
@@ -348,11 +327,8 @@ def prediction_rows(paths: Sequence[str], ids: Tensor, probabilities: Tensor, na
 
 
 def write_predictions(path: Path, rows: Rows) -> None:
-    """Write the rows as .csv, .json (a list of objects) or .parquet, atomically.
-
-    Raises:
-        NotWrittenError: Writing failed, and the old file is unchanged.
-    """
+    """Write the rows as .csv, .json (a list of objects) or .parquet, atomically. Raises NotWrittenError if writing
+    fails; the old file is unchanged then."""
 
     def fill(staged: Path) -> None:
         if path.suffix == ".parquet":
@@ -371,10 +347,8 @@ def write_predictions(path: Path, rows: Rows) -> None:
 def write_embeddings(path: Path, paths: Sequence[str], embeddings: dict[str, Tensor]) -> None:
     """Write (N, ...) tensors and the N paths of their rows, atomically.
 
-    The paths are the array `paths` in a .npz, and the JSON list `paths` in the metadata of a .safetensors.
-
-    Raises:
-        NotWrittenError: Writing failed, and the old file is unchanged.
+    The paths are the array `paths` in a .npz, and the JSON list `paths` in the metadata of a .safetensors. Raises
+    NotWrittenError if writing fails; the old file is unchanged then.
     """
     texts = list(map(in_text, paths))
 

@@ -96,11 +96,7 @@ class Start:
 
 
 def read_records(folder: Path) -> Records:
-    """Read the files of a run directory.
-
-    Raises:
-        UserError: The folder is not a run directory, or can't be read.
-    """
+    """Read the files of a run directory. Raises UserError if the folder is not a run directory, or can't be read."""
     if not any((folder / name).is_file() for name in (EVENTS, METRICS)):
         raise UserError(f"{folder} is no run directory: it holds neither {EVENTS} nor {METRICS}")
     with os_errors_as(lambda error: f"{folder} can't be read: {error.strerror}"):

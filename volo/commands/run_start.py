@@ -65,10 +65,8 @@ def open_start(settings: TrainSettings, world: World, logger: Logger) -> Iterato
     its directory.
 
     Rank 0 takes the lock before it looks for a checkpoint, so that no other job saves a newer one. If nothing was
-    written to a directory that was created for the run, it is removed at the end.
-
-    Raises:
-        UserError: The checkpoint that a flag names can't be read, or another job uses the directory.
+    written to a directory that was created for the run, it is removed at the end. Raises UserError if the checkpoint
+    that a flag names can't be read, or another job uses the directory.
     """
     decided: Start | None = None
     try:
@@ -86,11 +84,8 @@ def open_start(settings: TrainSettings, world: World, logger: Logger) -> Iterato
 
 
 def restore_state(run: Run, training: Training) -> None:
-    """Restore the state from the checkpoint, free the checkpoint's memory, and apply `--start-epoch`.
-
-    Raises:
-        UserError: The checkpoint is of another model, other data or a longer run, or the ranks read different files.
-    """
+    """Restore the state from the checkpoint, free the checkpoint's memory, and apply `--start-epoch`. Raises UserError
+    if the checkpoint is of another model, other data or a longer run, or the ranks read different files."""
     settings = run.settings
     logger = run.logger
     state = training.state
@@ -132,11 +127,7 @@ def restore_state(run: Run, training: Training) -> None:
 
 def _check_way(path: Path, run: Run, training: Training) -> None:
     """Check that something is left to train, unless the run itself has finished. Report a branch, which continues from
-    another run's checkpoint.
-
-    Raises:
-        UserError: No epoch is left.
-    """
+    another run's checkpoint. Raises UserError if no epoch is left."""
     settings = run.settings
     state = training.state
     schedule = training.schedule
@@ -358,13 +349,11 @@ def outcome(run: Run, training: Training) -> tuple[str, str]:
 def check_smallest_batch(
     settings: TrainSettings, model: nn.Module, size: tuple[int, int, int], stream: IndexStream
 ) -> None:
-    """Check that the model can be trained on a batch of one image, if an epoch has such a batch.
+    """Check that the model can be trained on a batch of one image, if an epoch has such a batch. Raises UserError if
+    BatchNorm would normalise a single value, at which torch would fail in the middle of the epoch.
 
     Args:
         size: (channels, H, W); if the run has several image sizes, the smallest is checked instead.
-
-    Raises:
-        UserError: BatchNorm would normalise a single value, at which torch would fail in the middle of the epoch.
     """
     if stream.smallest_batch > 1 or (settings.norms.sync_bn and stream.world_size > 1):  # covers all ranks' images
         return

@@ -20,11 +20,8 @@ HELD_OUT_EVERY = 5
 
 
 def run(settings: SampleSettings) -> int:
-    """Write the folder.
-
-    Raises:
-        UserError: The folder exists already or can't be written, or scikit-learn is missing.
-    """
+    """Write the folder. Raises UserError if the folder exists already or can't be written, or scikit-learn is
+    missing."""
     folder = Path(settings.directory)
     if folder.exists():
         raise UserError(f"{folder} is there already: name a new folder")

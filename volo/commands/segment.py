@@ -50,11 +50,8 @@ Examples = dict[int, tuple[Tensor, np.ndarray]]  # image number: tokens (h, w, D
 def segmentation_row(
     settings: ValidateSettings, trained: TrainedModel, precision: Precision, world: World
 ) -> dict[str, Any]:
-    """Return the result row of `--probe seg`. It is the same for any number of ranks, up to rounding.
-
-    Raises:
-        UserError: The model has no spatial tokens, or images, masks or their classes can't be used.
-    """
+    """Return the result row of `--probe seg`. It is the same for any number of ranks, up to rounding. Raises UserError
+    if the model has no spatial tokens, or images, masks or their classes can't be used."""
     size = trained.data_config["input_size"][1:]
     grid, positions, channels, *_ = find_tokens(trained.model, size)
     window = positions.window(grid, size)

@@ -17,11 +17,8 @@ exec "${PYTHON:-python3}" -m volo launch "$@"
 
 
 def run(settings: SlurmSettings) -> int:
-    """Write scripts and recipes into a new or empty folder.
-
-    Raises:
-        UserError: The folder is not empty, or can't be written.
-    """
+    """Write scripts and recipes into a new or empty folder. Raises UserError if the folder is not empty, or can't be
+    written."""
     folder = Path(settings.directory)
     with os_errors_as(lambda error: f"{folder} can't be written: {error.strerror}"):
         folder.mkdir(parents=True, exist_ok=True)

@@ -206,15 +206,12 @@ def say_what_is_confused(
 def open_folder(
     settings: ValidateSettings, config: dict[str, Any], numbers: Sequence[int], world: World
 ) -> ImageSource:
-    """Open the validation images, with classes numbered as in training.
+    """Open the validation images, with classes numbered as in training. Raises UserError if a class folder is not among
+    the checkpoint's classes, there are more classes than outputs, or `--class-map` contradicts the checkpoint.
 
     Args:
         config: The checkpoint's record or a description, which may have names of classes.
         numbers: Those of the model's classes that are measured.
-
-    Raises:
-        UserError: A class folder is not among the checkpoint's classes, there are more classes than outputs, or
-            `--class-map` contradicts the checkpoint.
     """
     listed = read_class_map(settings.images.class_map) if settings.images.class_map else None
     folder = open_images(settings.images.data, settings.images.split, settings.images.dataset, listed, allow_root=True)
@@ -234,11 +231,7 @@ def open_folder(
 
 
 def write_results(path: Path, rows: list[dict[str, Any]], kind: str) -> None:
-    """Write the rows as CSV with a header, or as a JSON list.
-
-    Raises:
-        UserError: The file can't be written.
-    """
+    """Write the rows as CSV with a header, or as a JSON list. Raises UserError if the file can't be written."""
     with os_errors_as(lambda error: f"--results-file {path}: {error.strerror}"):
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("w", newline="", encoding="utf-8") as file:
@@ -251,11 +244,8 @@ def write_results(path: Path, rows: list[dict[str, Any]], kind: str) -> None:
 
 
 def read_numbers(path: str) -> list[int]:
-    """Read class numbers from a text file, one per line (`--valid-labels`).
-
-    Raises:
-        UserError: The file can't be read, or contains something else.
-    """
+    """Read class numbers from a text file, one per line (`--valid-labels`). Raises UserError if the file can't be read,
+    or contains something else."""
     try:
         return [int(line) for line in read_bytes(path).decode("utf-8-sig").split()]
     except (OSError, ValueError) as error:

@@ -40,10 +40,7 @@ class Sums:
 
     def restore(self, by_rank: Sequence[Sequence[float]]) -> None:
         """Continue from the sums that `by_rank` returned. If the number of ranks has changed, rank 0 gets their total.
-
-        Raises:
-            ValueError: A row does not have one number per name.
-        """
+        Raises ValueError if a row does not have one number per name."""
         rows = torch.tensor(by_rank, dtype=torch.float64).reshape(-1, len(self.names))
         ranks = self.world.data_size
         if len(rows) != ranks:

@@ -178,15 +178,13 @@ class RunRecords:
 
     def rewind(self, epoch: int, update: int) -> int:
         """Remove the records after a position from metrics.jsonl and summary.csv, since the run will repeat them.
+        Raises UserError if the files can't be written.
 
         Args:
             epoch, update: Numbers of finished epochs and of optimizer steps done.
 
         Returns:
             The number of lines removed from metrics.jsonl.
-
-        Raises:
-            UserError: The files can't be written.
         """
         file = self.path / METRICS
         lines = file.read_bytes().splitlines() if file.is_file() else []

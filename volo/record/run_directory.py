@@ -29,10 +29,8 @@ _WAIT = 2.0  # seconds to wait for the lock: before filelock 4, data workers of 
 def check_writable(folder: Path, flag: str) -> None:
     """Check that results can be written in `folder`, or in the nearest existing parent if `folder` doesn't exist.
 
-    This creates and removes a temporary folder, because permissions are not enough (root, read-only mounts).
-
-    Raises:
-        UserError: Nothing can be written there.
+    This creates and removes a temporary folder, because permissions are not enough (root, read-only mounts). Raises
+    UserError if nothing can be written there.
     """
     there = folder
     with os_errors_as(lambda error: f"{flag} {folder}: nothing can be written in {there} ({error.strerror})"):
@@ -155,11 +153,8 @@ class RunLock:
             self._lock.release()
 
     def acquire(self, directory: Path) -> None:
-        """Take the lock of an existing directory, on rank 0. Do nothing if this process holds it already.
-
-        Raises:
-            UserError: Another job holds it.
-        """
+        """Take the lock of an existing directory, on rank 0. Do nothing if this process holds it already. Raises
+        UserError if another job holds it."""
         if self._lock is not None:
             return
         self._path = directory / _LOCK
@@ -175,11 +170,8 @@ class RunLock:
         self._lock, self._inode = lock, os.stat(self._path).st_ino
 
     def check(self) -> None:
-        """If the directory was removed, create it again and take its lock again. Do nothing without the lock.
-
-        Raises:
-            UserError: Another job has taken the directory meanwhile.
-        """
+        """If the directory was removed, create it again and take its lock again. Do nothing without the lock. Raises
+        UserError if another job has taken the directory meanwhile."""
         if self._lock is None:
             return
         directory = self._path.parent
