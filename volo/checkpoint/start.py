@@ -121,7 +121,7 @@ class Start:
 
 def decide_start(asked: Asked, report: Callable[[str], None], hold: Callable[[Path], None] | None) -> Start:
     """Decide what the run begins as, read its checkpoint, and make its directory if that is a new one. Raises UserError
-    if the directory holds checkpoints that no flag asks for, is in use, or can't be made; or the checkpoint that a flag
+    if the directory holds checkpoints that no flag asks for, is in use, or can't be made; or if the checkpoint that a flag
     names can't be read.
 
     Args:

@@ -96,23 +96,17 @@ def run(settings: AttentionSettings) -> int:
     trained = load(settings.network, settings.images.pixels)
     data_config = trained.data_config
     model = trained.model.to(device)
-    batch = eval_dataset(ImageFolder("", [settings.picture.image], np.zeros(1, np.int64), []), data_config).load(
-        BatchKey(0, (0,))
-    )
+    images = ImageFolder("", [picture.image], np.zeros(1, np.int64), [])
+    batch = eval_dataset(images, data_config).load(BatchKey(0, (0,)))
     if batch.skipped:
         raise UserError(f"image {printable(picture.image)}: {batch.skipped[0][1]}")
     image = batch.images[0]  # (3, H, W) uint8, as evaluation prepares it
-    content = view(
-        model,
-        EvalStage(data_config["mean"], data_config["std"]).to(device)(image[None].to(device)),
-        settings.picture.query,
-    )
+    normalise = EvalStage(data_config["mean"], data_config["std"]).to(device)
+    content = view(model, normalise(image[None].to(device)), picture.query)
     title = f"{picture.image}: {trained.name}, {image.shape[1]} x {image.shape[2]} px"
     names = class_names(trained.config, model.num_classes)
-    save_figure(
-        draw_attention(image.permute(1, 2, 0).numpy(), content, settings.picture.query, names, title),
-        settings.picture.output,
-    )
+    figure = draw_attention(image.permute(1, 2, 0).numpy(), content, picture.query, names, title)
+    save_figure(figure, picture.output)
     print(f"wrote {printable(picture.output)}", flush=True)
     return 0
 
@@ -226,9 +220,8 @@ def draw_attention(image: Pixels, content: View, query: Sequence[float], names: 
         for axes, heat in zip(row, maps, strict=False):
             low = np.min(heat.values)
             high = np.max(heat.values)
-            note = f"{heat.name}: {low:.2f} to {high:.2f} x even" + ", nearly even" * bool(
-                1 / _EVEN < low <= high < _EVEN
-            )
+            nearly = ", nearly even" if 1 / _EVEN < low <= high < _EVEN else ""
+            note = f"{heat.name}: {low:.2f} to {high:.2f} x even{nearly}"
             _caption(axes, f"{heat.what}\n{note}" if axes is row[0] else note)
             show_image(axes, grey, muted=True)  # the only colours are those of the map
             extent = (0, heat.values.shape[1] * heat.cell, heat.values.shape[0] * heat.cell, 0)

@@ -82,8 +82,7 @@ def trace(module: ExportModule, images: Tensor) -> ExportedProgram:
 def write_onnx(program: ExportedProgram, outputs: list[str], config: str, path: Path, opset: int) -> None:
     """Write one .onnx file that contains the weights, and `model_config` in its metadata. Raises UserError if the
     weights are too large for one file, or torch can't write this opset or one of the model's layers."""
-    size = sum(t.numel() * t.element_size() for t in program.state_dict.values())
-    if size > _LARGEST_ONNX:
+    if (size := tensor_bytes(program.state_dict)) > _LARGEST_ONNX:
         raise UserError(f"{size / 2**30:.1f} GiB of weights: an ONNX file ends at 2 GiB; use --format torch-export")
     logging.disable(logging.CRITICAL)  # silences the exporter's messages about its internals
     try:

@@ -75,9 +75,8 @@ def label_folder(settings: LabelSettings, world: World) -> None:
         made_by: dict[str, Any] = {"--model-kwargs": settings.network.model_kwargs}
         with suppress(BadImage):
             made_by["sha256 of the first image"] = hashlib.sha256(folder.read(0)).hexdigest()[:16]
-        writer = ArchiveWriter(
-            settings.images.token_label_root, info, folder.paths, settings.written.overwrite and first, first, made_by
-        )
+        overwrite = settings.written.overwrite and first
+        writer = ArchiveWriter(root, info, folder.paths, overwrite, first, made_by)
     if from_primary(writer.complete):
         writer.close()
         return say([f"{printable(root)} was complete already"], world.is_primary)
@@ -92,10 +91,9 @@ def check(settings: LabelSettings, trained: TrainedModel, folder: ImageSource) -
     lines for the user. Raises UserError if the classes differ, the annotator has no classes, or the flags ask for a
     crop."""
     ours = folder.class_names
-    if settings.images.pixels.crop_pct not in (None, 1.0):
-        raise UserError(
-            f"--crop-pct {settings.images.pixels.crop_pct:g}: the whole image is labelled: leave it out, or give 1.0"
-        )
+    crop = settings.images.pixels.crop_pct
+    if crop not in (None, 1.0):
+        raise UserError(f"--crop-pct {crop:g}: the whole image is labelled: leave it out, or give 1.0")
     if not trained.model.num_classes:
         raise UserError(f"--model {trained.name} has no classes: give --num-classes and weights with a head")
     try:
@@ -126,16 +124,18 @@ def describe(settings: LabelSettings, trained: TrainedModel, folder: ImageSource
         weights = f"sha256 {digest}, EMA" if trained.ema else f"sha256 {digest}"
     annotator = {"model": trained.name, "weights": weights, "input_size": data_config["input_size"], "resize": "squash"}
     annotator |= {key: data_config[key] for key in ("interpolation", "mean", "std")}
-    annotator["amp_dtype"] = (settings.precision.mixed.amp_dtype or "default") if settings.precision.mixed.amp else None
+    mixed = settings.precision.mixed
+    written = settings.written
+    annotator["amp_dtype"] = (mixed.amp_dtype or "default") if mixed.amp else None
     return LabelInfo(
-        min(settings.written.top_k, count),
+        min(written.top_k, count),
         grid,
         count,
         "full" if area == FULL_AREA else area,
         annotator,
-        class_names(trained.config, count) or None if settings.written.transfer else folder.class_names,
-        transfer=settings.written.transfer,
-        log_sum_exp=not settings.written.no_log_sum_exp,
+        class_names(trained.config, count) or None if written.transfer else folder.class_names,
+        transfer=written.transfer,
+        log_sum_exp=not written.no_log_sum_exp,
     )
 
 
@@ -204,9 +204,8 @@ def finish(
     absent = sorted(row for row in pending if folder.path(row) in counter.reasons)
     for row in absent:
         writer.write_absent(row)
-    agreement = writer.finish(
-        [folder.paths[row] for row in absent], None if settings.written.transfer else folder.classes
-    )
+    classes = None if settings.written.transfer else folder.classes
+    agreement = writer.finish([folder.paths[row] for row in absent], classes)
     info = writer.info
     print(
         f"{len(pending) - len(absent)} label maps of {info.k} classes on {info.grid[0]} x {info.grid[1]} cells "

@@ -85,26 +85,26 @@ def predict_all(settings: PredictSettings) -> list[Prediction]:
     say(settings.notes)
     inputs = find_images(settings.images.paths)
     warn(inputs.warnings)
-    check_outputs(settings.predictions, inputs)
-    world = world_of_one(settings.precision.device)
-    kernel = settings.precision.outlook_kernel
-    dense = bool(settings.predictions.token_maps)
-    trained = load(settings.network, settings.images.pixels, dense=dense, outlook_kernel=kernel)
-    check_model(settings.predictions, trained)
-    names = names_of_classes(settings.predictions.class_names, trained)
+    wanted = settings.predictions
+    images = settings.images
+    flags = settings.precision
+    check_outputs(wanted, inputs)
+    world = world_of_one(flags.device)
+    dense = bool(wanted.token_maps)
+    trained = load(settings.network, images.pixels, dense=dense, outlook_kernel=flags.outlook_kernel)
+    check_model(wanted, trained)
+    names = names_of_classes(wanted.class_names, trained)
     fold_batchnorm(trained.model)
-    precision = place(trained, world, settings.precision.mixed, settings.precision.channels_last)
+    precision = place(trained, world, flags.mixed, flags.channels_last)
     # Load them as validation does, but let any number of them be unreadable.
     count = len(inputs.paths)
     folder = ImageFolder("", inputs.paths, np.zeros(count, np.int64), [])
     skips = SkipCounter(count, limit=count)
-    loader = validation_loader(
-        settings.images.loading, folder, settings.images.batch_size, trained.data_config, world, skips=skips
-    )
-    read, rows = predict(settings.predictions, trained, loader, precision, inputs.names, names)
+    loader = validation_loader(images.loading, folder, images.batch_size, trained.data_config, world, skips=skips)
+    read, rows = predict(wanted, trained, loader, precision, inputs.names, names)
     print(f"{len(read)} images predicted, {len(loader.skips.reasons)} could not be read", flush=True)
     paths = [inputs.paths[index] for index in read]
-    found = report(settings.predictions, paths, names, rows)
+    found = report(wanted, paths, names, rows)
     k = len(found) // len(paths)
     classes = [[row[3:] for row in found[k * number : k * (number + 1)]] for number in range(len(paths))]
     return [Prediction(path, of[0][0] if of else "", of) for path, of in zip(paths, classes, strict=True)]

@@ -87,6 +87,7 @@ def restore_state(run: Run, training: Training) -> None:
     """Restore the state from the checkpoint, free the checkpoint's memory, and apply `--start-epoch`. Raises UserError
     if the checkpoint is of another model, other data or a longer run, or the ranks read different files."""
     settings = run.settings
+    flags = settings.checkpoints
     logger = run.logger
     state = training.state
     start = run.start
@@ -96,24 +97,19 @@ def restore_state(run: Run, training: Training) -> None:
     if path is not None:
         with blamed_on(path):
             check_behaviour(checkpoint, path)
-            messages += check_same_data(
-                checkpoint, state.metadata[DATA_KEY], path, settings.checkpoints.allow_changed_data
-            )
+            messages += check_same_data(checkpoint, state.metadata[DATA_KEY], path, flags.allow_changed_data)
             count, ours = (state.metadata["model_config"][key] for key in ("num_classes", "class_names"))
             theirs = own_names(model_config_of(checkpoint, path) or {}, ours)
             if rows_by_name(theirs, ours, (count, count)) is not None:
                 raise UserError(f"it has other classes ({first_difference(theirs, ours)}): --finetune goes by names")
             # A run that is started again, or a branch that goes on from its own, has passed --no-resume-opt already.
-            flags = settings.checkpoints
             passed = start.kind is Kind.RESTARTED or (flags.branch != "" and start.kind is not Kind.BRANCH)
-            with_optimizer = passed or not flags.no_resume_opt
-            messages += state.load(checkpoint, path, with_optimizer)
+            messages += state.load(checkpoint, path, load_optimizer=passed or not flags.no_resume_opt)
             messages += changed_settings(checkpoint.get("args"), settings_of(settings))
         messages.append(f"resumed {path}: {state.epoch} epochs, {state.update} updates done")
         checkpoint.clear()  # it occupies as much memory as the state
     check_same_position(state, path)
-    for message in messages:
-        logger.line(message)
+    logger.line(*messages)
     first = settings.schedule.start_epoch
     if first is not None:
         _start_epoch(run, training, first)
@@ -134,11 +130,8 @@ def _check_way(path: Path, run: Run, training: Training) -> None:
     own = run.start.kind is not Kind.BRANCH
     last = schedule.total_epochs if own else schedule.last_epoch
     if state.update + (not own) > last * state.updates_per_epoch:
-        limit = (
-            f"--stop-epoch {last}"
-            if last == settings.checkpoints.stop_epoch
-            else f"--epochs {settings.schedule.epochs}"
-        )
+        stops = last == settings.checkpoints.stop_epoch
+        limit = f"--stop-epoch {last}" if stops else f"--epochs {settings.schedule.epochs}"
         raise UserError(
             f"{limit}: {path} is of {state.epoch} epochs, the run has {last}: nothing is left to train; name a larger "
             "number, or an earlier checkpoint"
@@ -183,7 +176,7 @@ def _start_epoch(run: Run, training: Training, first: int) -> None:
 
 def check_same_position(state: TrainState, path: Path | None) -> None:
     """Raise UserError unless all ranks are at the same update; otherwise they would wait for each other for ever."""
-    positions = sorted({(epoch, update) for epoch, update in from_all([state.epoch, state.update])})
+    positions = sorted(set(map(tuple, from_all([state.epoch, state.update]))))
     if len(positions) > 1:
         updates = " and ".join(str(update) for _, update in positions)
         raise UserError(
@@ -211,15 +204,13 @@ def open_run(run: Run, training: Training) -> Saver:
             logger.open(records, work, training.arithmetic)
             if dropped := records.rewind(state.epoch, state.update):
                 logger.line(f"{dropped} records of what is done again now are removed")
-            logger.track(
-                trackers_of(settings.tracking), settings.tracking.tracker_project, settings.tracking.wandb_tags or []
-            )
+            tracking = settings.tracking
+            logger.track(trackers_of(tracking), tracking.tracker_project, tracking.wandb_tags or [])
             metric = ranked_by(settings.values())
             checkpoints = CheckpointDir(run.directory, flags.checkpoint_hist, metric, flags.save_epochs)
     logger.open_events(run.directory)
     if checkpoints is not None and run.start.file is not None and run.start.kind is not Kind.BRANCH:
-        for message in checkpoints.restore(state, run.start.file):
-            logger.line(message)
+        logger.line(*checkpoints.restore(state, run.start.file))
     logger.line(f"run directory: {run.directory}")
     if importlib.util.find_spec("matplotlib") is None:
         logger.line(f"no pictures will be drawn (curves, first batch, confusion): {install_command('plot')}")
@@ -290,8 +281,8 @@ def describe(run: Run, training: Training) -> None:
         f"{precision}, {threads} thread{'s' * (threads > 1)}"
     )
     missing = training.dense_score.warnings if training.dense_score else []
-    for line in missing + surprises(settings, training.schedule, training.loader.dataset.classes):
-        logger.line(f"warning: {line}")
+    warnings = missing + surprises(settings, training.schedule, training.loader.dataset.classes)
+    logger.line(*(f"warning: {text}" for text in warnings))
 
 
 def surprises(settings: TrainSettings, schedule: LrSchedule, classes: np.ndarray) -> list[str]:
@@ -314,9 +305,8 @@ def surprises(settings: TrainSettings, schedule: LrSchedule, classes: np.ndarray
             f"the learning rate ends at {missed[0]:.3g}, the {flags.sched} curve at {missed[1]:.3g}: "
             f"{remedies.get(flags.sched, nearer)} would take it there"
         )
-    if never := [
-        str(epoch) for epoch in sorted(settings.checkpoints.save_epochs or ()) if epoch > schedule.total_epochs
-    ]:
+    saved = sorted(settings.checkpoints.save_epochs or ())
+    if never := [str(epoch) for epoch in saved if epoch > schedule.total_epochs]:
         lines.append(f"--save-epochs {' '.join(never)}: the run has {schedule.total_epochs} epochs")
     if schedule.total_updates < _FEW_UPDATES:
         lines.append(f"{schedule.total_updates} updates are few: more --epochs or a smaller --batch-size give more")

@@ -59,15 +59,9 @@ def segmentation_row(
     train, validation = (
         _examples(settings.images, trained, split, precision, world) for split in ("train", settings.images.split)
     )
-    layer = _trained(
-        settings.results,
-        settings.images.data or "",
-        train,
-        max_over_ranks(max(train, default=-1)) + 1,
-        channels,
-        window,
-        world,
-    )
+    folder = settings.images.data or ""
+    images = max_over_ranks(max(train, default=-1)) + 1
+    layer = _trained(settings.results, folder, train, images, channels, window, world)
     confusion = torch.zeros(256 * 256, dtype=torch.int64, device=world.device)
     for tokens, mask in validation.values():
         predicted = _at_pixels(F.linear(tokens.to(world.device), *layer), mask.shape, window).argmax(0)
@@ -76,9 +70,7 @@ def segmentation_row(
     confusion = sum_over_ranks(confusion).view(256, 256)[:_LEFT_OUT, :_LEFT_OUT]
     percent, classes = mean_iou(confusion)
     if not classes:
-        raise UserError(
-            f"--probe seg: no pixel of the validation masks in {printable(settings.images.data or '')} has a class"
-        )
+        raise UserError(f"--probe seg: no pixel of the validation masks in {printable(folder)} has a class")
     pixels = sum((np.bincount(mask.ravel(), minlength=256) for _, mask in train.values()), np.zeros(256, np.int64))
     learned = sum_over_ranks(torch.from_numpy(pixels))[:_LEFT_OUT].to(confusion)
     if never := ((confusion.sum(1) > 0) & (learned == 0)).nonzero().flatten().tolist():

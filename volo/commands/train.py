@@ -133,11 +133,8 @@ def train_on_ranks(settings: TrainSettings) -> TrainResult:
     watchdog = Watchdog(launch.rank, hangs, loads, partial(logger.event, "fault"))
     watchdog.start()
     try:
-        with (
-            logger.end_noted(),
-            lost_rank_explained(),
-            compile_errors_told(settings.precision.compilation.torchcompile),
-        ):
+        compiles = settings.precision.compilation.torchcompile
+        with logger.end_noted(), lost_rank_explained(), compile_errors_told(compiles):
             world = init_world(settings.run.device, settings.distributed.local_rank, timeout, JOIN_S)
             use_own_stream(world.device)
             result = start(settings, world, logger, StopGuard(STOP, watchdog, max_over_ranks))
@@ -163,32 +160,25 @@ def start(settings: TrainSettings, world: World, logger: Logger, guard: StopGuar
     folders = open_folders(settings, world.data_size, on_progress)
     settings = recipe_from_nothing(settings, len(folders.train), world.data_size)
     note_start(settings, world, logger)
-    for note in settings.notes:
-        logger.line(note)
+    logger.line(*settings.notes)
     with open_start(settings, world, logger) as (begun, lock):
         fraction, seed = settings.images.val_fraction, settings.run.seed
         folders = hold_out(fraction, seed, folders, *([begun.file.parent] if begun.file else []), begun.directory)
         images = len(folders.train)
         classes = len(folders.train.class_names)
         resolved, batch, messages = resolve_args(settings, begun.checkpoint, images, classes, world.data_size)
-        for message in messages:
-            logger.line(message)
+        logger.line(*messages)
         run = Run(resolved, world, logger, guard, begun, lock)
         torch.manual_seed(run.settings.run.seed)  # the same initial weights on every rank
         model, notes = build_named_model(run.settings, folders.train.class_names)
-        for note in notes:
-            logger.line(note)
+        logger.line(*notes)
+        flags = run.settings.labels
+        synthetic = run.settings.images.loading.data_backend == "synthetic"
         labels, warnings = open_labels(
-            run.settings.labels.token_label_data,
-            run.settings.labels.maps,
-            folders.train,
-            model.num_classes,
-            on_progress,
-            synthetic=run.settings.images.loading.data_backend == "synthetic",
+            flags.token_label_data, flags.maps, folders.train, model.num_classes, on_progress, synthetic=synthetic
         )
         beyond = [] if run.settings.teachers.kd_only else check_num_classes(folders.train, model.num_classes)
-        for warning in folders.warnings + beyond + warnings:
-            logger.line(f"warning: {warning}")
+        logger.line(*(f"warning: {warning}" for warning in folders.warnings + beyond + warnings))
         if world.is_primary and (agreement := label_agreement(labels, folders.train)):
             logger.line(agreement)
         training = build(run, folders, labels, model, batch)
@@ -230,8 +220,7 @@ def build(run: Run, folders: Folders, labels: LabelReader | None, model: TimmMod
     model = prepare_model(model, settings, world)
     for network in (model,) if online is None else (model, online.annotator.model):
         for size in (input_size[1:], *other_sizes(settings.sizes)):
-            for line in check_convolutions(network, (input_size[0], *size), dtype, world.device):
-                run.logger.line(line)
+            run.logger.line(*check_convolutions(network, (input_size[0], *size), dtype, world.device))
     # 6. What the loop calls: the model or its copy, compiled and distributed. `--shard` divides the model in place.
     ema = create_ema(model, settings.ema, bool(sharding_flag(settings.distributed)))
     working_copy, forward_model, average = wrap_models(settings, model, ema, world)
@@ -287,8 +276,8 @@ def load_annotator(
 
     online = load_online_annotator(run.settings, model, data_config, images.class_names, run.world)
     size = sum(p.numel() for p in online.annotator.model.parameters())
-    for line in (f"{size / 1e6:.2f} M parameters", *online.notes):
-        run.logger.line(f"annotator {online.name}: {line}")
+    notes = (f"{size / 1e6:.2f} M parameters", *online.notes)
+    run.logger.line(*(f"annotator {online.name}: {note}" for note in notes))
     return online
 
 
@@ -315,15 +304,9 @@ def build_validation(
         score = DenseScore(*place, model, data_config, images, run.world)
     flags = settings.images
     batch_size = flags.validation_batch_size or flags.batch_size * flags.validation_batch_size_multiplier
-    loader = validation_loader(
-        flags.loading,
-        images,
-        batch_size,
-        data_config,
-        run.world,
-        score.labels if score else None,
-        keep_workers=flags.loading.use_multi_epochs_loader,
-    )
+    maps = score.labels if score else None
+    keep = flags.loading.use_multi_epochs_loader
+    loader = validation_loader(flags.loading, images, batch_size, data_config, run.world, maps, keep_workers=keep)
     return loader, score
 
 
@@ -386,10 +369,8 @@ def train(run: Run, training: Training) -> None:
             tell_batch_script("begun")
         try:
             checkpointing = run.settings.precision.grad_checkpointing
-            with (
-                out_of_memory_explained(run.settings.images.batch_size, checkpointing),
-                garbage_collected_by_the_loop(),
-            ):
+            memory = out_of_memory_explained(run.settings.images.batch_size, checkpointing)
+            with memory, garbage_collected_by_the_loop():
                 train_epochs(run, training, saver)
         except Stopped as stop:
             logger.event("fault" if stop.__cause__ else "signal", reason=str(stop), exit_code=stop.exit_code)
@@ -410,8 +391,7 @@ def train(run: Run, training: Training) -> None:
     logger.line(f"done: {state.update} updates, {spent}; results in {run.directory}")
     if run.world.is_primary and (run.directory / ANSWERS).is_file():
         classes = state.metadata["model_config"]["num_classes"]
-        for line in show_answers(run.directory, training.validation.dataset, classes):
-            logger.line(line)
+        logger.line(*show_answers(run.directory, training.validation.dataset, classes))
     best, verdict = outcome(run, training)
     if best:
         logger.line(best)

@@ -43,7 +43,7 @@ from volo.commands.segment import features_of, segmentation_row
 from volo.config.checkpoint_files import checkpoints_in
 from volo.config.settings_evaluate import ValidateSettings
 from volo.record.confusion import CLASSES, MOST, Confusion, show_answers
-from volo.record.metrics import Sums
+from volo.record.metrics import Sums, top_classes
 from volo.record.run_directory import check_writable
 from volo.train.compilation import Compiler
 from volo.train.data import listed_images, part, validation_loader
@@ -64,27 +64,29 @@ def run(settings: ValidateSettings) -> int:
 
 def validate(settings: ValidateSettings, world: World) -> None:
     """Evaluate every checkpoint, print a line for each, and write the results file."""
+    results = settings.results
+    network = settings.network
     say(settings.notes, world.is_primary)
-    if settings.results.retry and world.size > 1:  # one rank could be out of memory while the others wait for it
+    if results.retry and world.size > 1:  # one rank could be out of memory while the others wait for it
         raise UserError(f"--retry works with one process, there are {world.size}: use a smaller -b")
-    if settings.results.results_file:
-        refuse_existing(settings.results.results_file, "--results-file")
-        check_writable(Path(settings.results.results_file).parent, "--results-file")
-    if settings.results.confusion:
-        for file in Path(settings.results.confusion).glob(f"{'*/' * settings.network.all}{CLASSES}"):
+    if results.results_file:
+        refuse_existing(results.results_file, "--results-file")
+        check_writable(Path(results.results_file).parent, "--results-file")
+    if results.confusion:
+        for file in Path(results.confusion).glob(f"{'*/' * network.all}{CLASSES}"):
             refuse_existing(file, "--confusion")
-        check_writable(Path(settings.results.confusion), "--confusion")
+        check_writable(Path(results.confusion), "--confusion")
     rows = list[dict[str, Any]]()
     faults = list[str]()
     row_of: dict[tuple[int, int], dict[str, Any]] = {}
-    single = Path(settings.network.checkpoint) if settings.network.checkpoint else None  # None means pretrained weights
-    for path in checkpoints_in(settings.network.checkpoint, "--checkpoint") if settings.network.all else [single]:
+    single = Path(network.checkpoint) if network.checkpoint else None  # None means pretrained weights
+    for path in checkpoints_in(network.checkpoint, "--checkpoint") if network.all else [single]:
         inode = (path.stat().st_dev, path.stat().st_ino) if path and path.exists() else (0, len(row_of))
         try:
             if inode not in row_of:  # a file may have several names
                 row_of[inode], settings = evaluate_with_retry(settings, path, world)
         except UserError as error:
-            if not settings.network.all or str(path) not in str(error):
+            if not network.all or str(path) not in str(error):
                 raise
             faults.append(str(error))  # the other files may be sound
             warn(faults[-1:], world.is_primary)
@@ -93,10 +95,8 @@ def validate(settings: ValidateSettings, world: World) -> None:
         if world.is_primary:
             print(json.dumps(rows[-1]), flush=True)
         with primary_first():
-            if (
-                world.is_primary and settings.results.results_file
-            ):  # after each checkpoint, because the command may be stopped
-                write_results(Path(settings.results.results_file), rows, settings.results.results_format)
+            if world.is_primary and results.results_file:  # each time, because the command may be stopped
+                write_results(Path(results.results_file), rows, results.results_format)
     if faults:
         raise UserError(f"{len(faults)} of {len(faults) + len(rows)} files were not measured (--all): {faults[0]}")
 
@@ -119,13 +119,16 @@ def evaluate_with_retry(
 
 def evaluate_checkpoint(settings: ValidateSettings, path: Path | None, world: World) -> dict[str, Any]:
     """Evaluate one checkpoint, and return its row of the results."""
+    results = settings.results
+    images = settings.images
+    flags = settings.precision
     trained = load(
         settings.network,
-        settings.images.pixels,
+        images.pixels,
         path,
-        dense=bool(settings.results.token_label_data),
-        outlook_kernel=settings.precision.outlook_kernel,
-        crop_mode=settings.images.crop_mode,
+        dense=bool(results.token_label_data),
+        outlook_kernel=flags.outlook_kernel,
+        crop_mode=images.crop_mode,
         on_this_rank=world.is_primary,
     )
     model, data_config = trained.model, trained.data_config
@@ -133,28 +136,28 @@ def evaluate_checkpoint(settings: ValidateSettings, path: Path | None, world: Wo
     fold_batchnorm(model)
     if settings.network.test_pool:
         pool_at_test_time(trained)
-    numbers = read_numbers(settings.results.valid_labels) if settings.results.valid_labels else None
+    numbers = read_numbers(results.valid_labels) if results.valid_labels else None
     if numbers is not None:
         trained.model = ChosenClasses(model, numbers)
-    precision = place(trained, world, settings.precision.mixed, settings.precision.channels_last)
+    precision = place(trained, world, flags.mixed, flags.channels_last)
 
-    if settings.results.probe:
+    if results.probe:
         return segmentation_row(settings, trained, precision, world)
-    if not model.num_classes and not settings.results.knn:
+    if not model.num_classes and not results.knn:
         raise UserError(f"{path or trained.name} has no class head, only features: measure these by --knn")
     folder = open_folder(settings, trained.config, numbers or range(model.num_classes), world)
-    if settings.results.knn:
+    if results.knn:
         return knn_row(settings, trained, folder, precision, world)
     score = None
-    if settings.results.token_label_data:
-        labels = settings.results.token_label_data, settings.results.maps, "--token-label-data"
+    if results.token_label_data:
+        labels = results.token_label_data, results.maps, "--token-label-data"
         score = DenseScore(*labels, model, data_config, folder, world)
     warn(score.warnings if score else [], world.is_primary)
     maps = score.labels if score else None
-    loader = validation_loader(settings.images.loading, folder, settings.images.batch_size, data_config, world, maps)
-    real = RealLabels(settings.results.real_labels, loader.dataset, world) if settings.results.real_labels else None
-    watch = watcher(settings.results.log_freq, loader, world, real)
-    compiled = Compiler(settings.precision.compilation, trained.name).model(trained.model)
+    loader = validation_loader(images.loading, folder, images.batch_size, data_config, world, maps)
+    real = RealLabels(results.real_labels, loader.dataset, world) if results.real_labels else None
+    watch = watcher(results.log_freq, loader, world, real)
+    compiled = Compiler(flags.compilation, trained.name).model(trained.model)
     result = evaluate(compiled, loader, precision, world, watch, dense=score)
     warn(loader.skips.take_lines() + loader.bad_labels.take_lines())
     say([str(result)], world.is_primary)
@@ -213,18 +216,19 @@ def open_folder(
         config: The checkpoint's record or a description, which may have names of classes.
         numbers: Those of the model's classes that are measured.
     """
-    listed = read_class_map(settings.images.class_map) if settings.images.class_map else None
-    folder = open_images(settings.images.data, settings.images.split, settings.images.dataset, listed, allow_root=True)
+    wanted = settings.images
+    listed = read_class_map(wanted.class_map) if wanted.class_map else None
+    folder = open_images(wanted.data, wanted.split, wanted.dataset, listed, allow_root=True)
     known = [] if settings.results.knn else own_names(config, folder.class_names)
     names = [known[number] for number in numbers if number < len(known)]
     if listed:
         check_numbers("--class-map", listed, names)
     elif names:
         folder.number_by(names)
-    if settings.images.image_list:
-        folder = part(folder, listed_images(folder, settings.images.image_list))
-    if settings.images.num_samples is not None and settings.images.num_samples < len(folder):
-        folder = folder.select(np.linspace(0, len(folder) - 1, settings.images.num_samples).round().astype(int))
+    if wanted.image_list:
+        folder = part(folder, listed_images(folder, wanted.image_list))
+    if wanted.num_samples is not None and wanted.num_samples < len(folder):
+        folder = folder.select(np.linspace(0, len(folder) - 1, wanted.num_samples).round().astype(int))
     beyond = [] if settings.results.knn else check_num_classes(folder, len(numbers))
     warn(folder.warnings + beyond, world.is_primary)
     return folder
@@ -283,7 +287,7 @@ class RealLabels:
 
     def add(self, logits: Tensor, indices: Tensor) -> None:
         """Count a batch. Raises UserError if an image is not in ImageNet's validation set."""
-        best = logits.topk(min(5, logits.shape[1]), dim=1).indices.tolist()
+        best = top_classes(logits).tolist()
         for index, ranked in zip(indices.tolist(), best, strict=True):
             name = Path(self.dataset.path(index)).stem
             if name not in self.labels:

@@ -119,16 +119,15 @@ class Logger:
             if self.trackers is not None:
                 self.trackers.close(code)
 
-    def line(self, text: str) -> None:
-        """Print a line on rank 0, and add it to log.txt."""
-        if not self.world.is_primary:
-            return
-        shown = fill(text, get_terminal_size().columns - 1, "  ") if sys.stdout.isatty() else text
-        if self._bar is None:
-            print(shown, flush=True)
-        else:
-            tqdm.write(shown, file=sys.stdout)
-        self._log(text)
+    def line(self, *texts: str) -> None:
+        """Print each text as a line on rank 0, and add it to log.txt."""
+        for text in texts if self.world.is_primary else ():
+            shown = fill(text, get_terminal_size().columns - 1, "  ") if sys.stdout.isatty() else text
+            if self._bar is None:
+                print(shown, flush=True)
+            else:
+                tqdm.write(shown, file=sys.stdout)
+            self._log(text)
 
     def detail(self, text: str) -> None:
         """Add a line to log.txt on rank 0, and print it unless a bar and one line an epoch are shown."""
@@ -145,8 +144,7 @@ class Logger:
         for path, why in skipped:
             name = printable(path)
             self.event(kind, path=name, reason=why)
-            text = f"left out {name}: {why}" if kind == "skipped-image" else f"label of {name}: {why}"
-            self.warning(text)
+            self.warning(f"left out {name}: {why}" if kind == "skipped-image" else f"label of {name}: {why}")
 
     def warning(self, text: str) -> None:
         """Print a warning on any rank."""

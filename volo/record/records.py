@@ -164,9 +164,8 @@ class RunRecords:
             "versions": versions(),
             "world_size": world_size,
             "device": device,
-            "fitted": [
-                name for name in FITTED if not settings.set_by_user(name)
-            ],  # settings determined by the data or a checkpoint
+            # Settings that the data or a checkpoint determine.
+            "fitted": [name for name in FITTED if not settings.set_by_user(name)],
         }
         starts = [*filter(None, starts_of(self.path)), start]  # events.jsonl also has those of a damaged file
         self._settings = settings_of(settings)
