@@ -102,12 +102,8 @@ class Saver:
         self._last_save = time.monotonic()
 
     def after_update(self) -> None:
-        """Save if a save is due. Call this between two updates of an epoch.
-
-        Raises:
-            NotWrittenError: Too many saves have failed.
-            NonFiniteError: The weights hold NaN or infinity.
-        """
+        """Save if a save is due. Call this between two updates of an epoch. Raises NotWrittenError if too many saves
+        have failed, and NonFiniteError if the weights hold NaN or infinity."""
         self._look_at_pending()
         if not (reason := self._due()):
             return
@@ -133,14 +129,9 @@ class Saver:
     def save_now(self, reason: str) -> None:
         """Save because the run stops, and return when the file is on disk; do nothing if this update is saved already.
 
-        No step follows, so the weights are written without a copy in memory.
-
-        Args:
-            reason: Why the run stops, for the log, such as "SIGTERM".
-
-        Raises:
-            NotWrittenError: The file can't be written, even after the retries.
-            NonFiniteError: The weights hold NaN or infinity.
+        No step follows, so the weights are written without a copy in memory. The log gets the `reason`, such as
+        "SIGTERM". Raises NotWrittenError if the file can't be written, even after the retries, and NonFiniteError if
+        the weights hold NaN or infinity.
         """
         self._on_save()
         self._ending = True

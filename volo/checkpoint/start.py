@@ -121,8 +121,8 @@ class Start:
 
 def decide_start(asked: Asked, report: Callable[[str], None], hold: Callable[[Path], None] | None) -> Start:
     """Decide what the run begins as, read its checkpoint, and make its directory if that is a new one. Raises UserError
-    if the directory holds checkpoints that no flag asks for, is in use, or can't be made; or if the checkpoint that a flag
-    names can't be read.
+    if the directory holds checkpoints that no flag asks for, is in use, or can't be made; or if the checkpoint that a
+    flag names can't be read.
 
     Args:
         report: Receives a line if a newer run is another experiment.

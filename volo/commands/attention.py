@@ -165,11 +165,8 @@ def outlook_attention(layer: OutlookAttention, x: Tensor) -> Tensor:
 
 @torch.no_grad()
 def view(model: Any, image: Tensor, query: Sequence[float]) -> View:
-    """Run the model on one normalised image (1, 3, H, W), and compute the attention of some of its layers.
-
-    Args:
-        query: Position of the token whose attention is shown, (x, y) as shares of the image.
-    """
+    """Run the model on one normalised image (1, 3, H, W), and compute the attention of some of its layers to the token
+    at `query`, (x, y) as shares of the image."""
     features, inputs = forward_with_inputs(model, image)
     grid = model.token_grid(tuple(image.shape[-2:]))
     cell = model.patch_size * model.mix_scale

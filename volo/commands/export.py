@@ -66,12 +66,8 @@ class ExportModule(nn.Module):
 
 
 def trace(module: ExportModule, images: Tensor) -> ExportedProgram:
-    """Return the module as a graph for any number of images of this size. Raises UserError if the model can't be
-    traced.
-
-    Args:
-        images: At least two images, because torch would treat a batch size of one as a constant.
-    """
+    """Return the module as a graph for any number of images of the size of these, at least two, because torch would
+    treat a batch size of one as a constant. Raises UserError if the model can't be traced."""
     try:
         with torch.no_grad():
             return torch.export.export(module, (images,), dynamic_shapes={INPUT: {0: Dim("batch", min=1)}})

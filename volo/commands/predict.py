@@ -247,11 +247,8 @@ def look(model: TimmModel, images: Tensor, wanted: Predictions, precision: Preci
 
 def embed(model: TimmModel, last: Any, images: Tensor, pooled_only: bool) -> dict[str, Tensor]:
     """Return the features that enter the class head (B, D), and those of the image's tokens (B, T, D), row by row,
-    without class token and registers. Raises UserError if the model doesn't pool its features, or they are not spatial.
-
-    Args:
-        last: `model.forward_features(images)`.
-    """
+    without class token and registers, from `last`, the result of `model.forward_features(images)`. Raises UserError if
+    the model doesn't pool its features, or they are not spatial."""
     rows = {"pooled": model.forward_head(last, pre_logits=True)}
     if rows["pooled"].ndim != 2:
         raise UserError(f"--embeddings: {type(model).__name__} doesn't pool its features here: choose a --gp")

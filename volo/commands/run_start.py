@@ -365,11 +365,8 @@ def step_arithmetic(
     run: Run, model: nn.Module, criterion: Criterion, input_size: tuple[int, int, int]
 ) -> Arithmetic | None:
     """Count a step's operations without computing anything or drawing random numbers. Return None if torch can't count
-    them, which is said, if images have several sizes, or if this rank writes no records.
-
-    Args:
-        input_size: (channels, H, W).
-    """
+    them, which is said, if images have several sizes, or if this rank writes no records. `input_size` is (channels, H,
+    W)."""
     settings, device = run.settings, run.world.device
     if settings.run.dry_run or settings.sizes.train_img_sizes or not run.world.is_primary:
         return None

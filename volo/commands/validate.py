@@ -120,15 +120,13 @@ def evaluate_with_retry(
 def evaluate_checkpoint(settings: ValidateSettings, path: Path | None, world: World) -> dict[str, Any]:
     """Evaluate one checkpoint, and return its row of the results."""
     results = settings.results
-    images = settings.images
-    flags = settings.precision
     trained = load(
         settings.network,
-        images.pixels,
+        settings.images.pixels,
         path,
         dense=bool(results.token_label_data),
-        outlook_kernel=flags.outlook_kernel,
-        crop_mode=images.crop_mode,
+        outlook_kernel=settings.precision.outlook_kernel,
+        crop_mode=settings.images.crop_mode,
         on_this_rank=world.is_primary,
     )
     model, data_config = trained.model, trained.data_config
@@ -139,8 +137,7 @@ def evaluate_checkpoint(settings: ValidateSettings, path: Path | None, world: Wo
     numbers = read_numbers(results.valid_labels) if results.valid_labels else None
     if numbers is not None:
         trained.model = ChosenClasses(model, numbers)
-    precision = place(trained, world, flags.mixed, flags.channels_last)
-
+    precision = place(trained, world, settings.precision.mixed, settings.precision.channels_last)
     if results.probe:
         return segmentation_row(settings, trained, precision, world)
     if not model.num_classes and not results.knn:
@@ -154,10 +151,10 @@ def evaluate_checkpoint(settings: ValidateSettings, path: Path | None, world: Wo
         score = DenseScore(*labels, model, data_config, folder, world)
     warn(score.warnings if score else [], world.is_primary)
     maps = score.labels if score else None
-    loader = validation_loader(images.loading, folder, images.batch_size, data_config, world, maps)
+    loader = validation_loader(settings.images.loading, folder, settings.images.batch_size, data_config, world, maps)
     real = RealLabels(results.real_labels, loader.dataset, world) if results.real_labels else None
     watch = watcher(results.log_freq, loader, world, real)
-    compiled = Compiler(flags.compilation, trained.name).model(trained.model)
+    compiled = Compiler(settings.precision.compilation, trained.name).model(trained.model)
     result = evaluate(compiled, loader, precision, world, watch, dense=score)
     warn(loader.skips.take_lines() + loader.bad_labels.take_lines())
     say([str(result)], world.is_primary)

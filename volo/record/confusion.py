@@ -161,12 +161,9 @@ class Confusion:
 
 
 def neighbours_together(shares: Floats) -> list[int]:
-    """Return an order of the classes in which those that are confused with each other lie together. Chains of classes
-    are joined, beginning with the greatest mean confusion, at the ends that are confused most.
-
-    Args:
-        shares: (n, n) share of the images of each class (row) that got each answer.
-    """
+    """Return an order of the classes in which those that are confused with each other lie together, given the `shares`
+    (n, n) of the images of each class (row) that got each answer. Chains of classes are joined, beginning with the
+    greatest mean confusion, at the ends that are confused most."""
     between = shares + shares.T
     chains = [[number] for number in range(len(shares))]
     while len(chains) > 1:

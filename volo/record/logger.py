@@ -102,10 +102,8 @@ class Logger:
 
     @contextmanager
     def end_noted(self) -> Iterator[None]:
-        """After the block, add an `end` event with exit code and reason, on rank 0 and on every rank that fails.
-
-        Pass the exit code to the trackers as well.
-        """
+        """After the block, add an `end` event with exit code and reason, on rank 0 and on every rank that fails. Pass
+        the exit code to the trackers as well."""
         failure: BaseException | None = None
         try:
             yield
@@ -232,13 +230,8 @@ class Logger:
     def epoch(
         self, epoch: int, totals: EpochTotals, evaluations: dict[str, Evaluation], best: float | None, since: int = 0
     ) -> None:
-        """Print an epoch's line, write its record, and its row in summary.csv.
-
-        Call this before the epoch's checkpoint is saved. A run that is killed in between repeats the epoch.
-
-        Args:
-            best: The best score so far, `since` so many epochs.
-        """
+        """Print an epoch's line, write its record, and its row in summary.csv; `best` is the best score so far, `since`
+        so many epochs. Call this before the epoch's checkpoint is saved: a run killed in between repeats the epoch."""
         if self._bar is not None:
             self._bar.close()
             self._bar = None

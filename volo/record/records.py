@@ -176,15 +176,9 @@ class RunRecords:
             write_whole(self.path / name, content)
 
     def rewind(self, epoch: int, update: int) -> int:
-        """Remove the records after a position from metrics.jsonl and summary.csv, since the run will repeat them.
-        Raises UserError if the files can't be written.
-
-        Args:
-            epoch, update: Numbers of finished epochs and of optimizer steps done.
-
-        Returns:
-            The number of lines removed from metrics.jsonl.
-        """
+        """Remove the records after so many finished epochs and optimizer steps from metrics.jsonl and summary.csv,
+        since the run will repeat them; return the number of lines removed from metrics.jsonl. Raises UserError if the
+        files can't be written."""
         file = self.path / METRICS
         lines = file.read_bytes().splitlines() if file.is_file() else []
         earlier = [line for line in lines if _is_before(line, epoch, update)]
@@ -195,10 +189,8 @@ class RunRecords:
         return len(lines) - len(earlier)
 
     def sync(self) -> None:
-        """Write the records to the disk if possible, because a checkpoint must not outlive them.
-
-        Write the files of `record_start` again if they were removed.
-        """
+        """Write the records to the disk if possible, because a checkpoint must not outlive them. Write the files of
+        `record_start` again if they were removed."""
         for name in [name for name in self._started if not (self.path / name).exists()]:
             with suppress(OSError):
                 write_whole(self.path / name, self._started[name])

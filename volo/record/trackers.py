@@ -237,11 +237,8 @@ def values_of(record: dict[str, Any]) -> dict[str, float]:
 
 
 def how_it_ended(training: int) -> int | None:
-    """Wait at most POLL_S; return the run's exit code, or None while it goes on.
-
-    Args:
-        training: Id of the training process. A data worker may hold the other end of the pipe after that has ended.
-    """
+    """Wait at most POLL_S; return the run's exit code, or None while it goes on. `training` is the id of its process: a
+    data worker may hold the other end of the pipe after that has ended."""
     if select.select([sys.stdin], [], [], POLL_S)[0]:
         return int(os.read(sys.stdin.fileno(), 16) or 1)
     return 1 if os.getppid() != training else None
