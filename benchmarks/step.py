@@ -175,7 +175,7 @@ class TrainStep:
         run: Any = SimpleNamespace(settings=settings, world=World(0, 0, 1, device))
         self._told: list[str] = []
         self._launched = settings.precision.compilation.no_cuda_graph
-        run.logger = SimpleNamespace(line=self._told.append)
+        run.logger = SimpleNamespace(line=lambda *texts: self._told.extend(texts))
         run.guard = SimpleNamespace(watchdog=Watchdog(0, 0, 0, lambda **_: None))  # never started
         self._stream = torch.cuda.current_stream() if device.type == "cuda" else None
         self.step = step_of(run, training)

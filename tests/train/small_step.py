@@ -35,7 +35,7 @@ def small_run(flags: str, images: int = 27, seen: int = 0) -> tuple[Any, Trainin
     args = TRAIN.parse([*FLAGS.split(), *flags.split()])
     args, batch, _ = resolve_args(args, {}, images, 4, 1)
     logger = Mock(lines=[])
-    logger.line = logger.lines.append
+    logger.line = lambda *texts: logger.lines.extend(texts)
     guard = SimpleNamespace(iterate_until_stopped=partial(_spoilt, count(seen)), watchdog=Mock())
     run: Any = Run(args, World(0, 0, 1, device), logger, guard, Mock(), Mock())
     torch.manual_seed(args.run.seed)
