@@ -32,7 +32,8 @@ LABELLED = "--token-label --token-label-data synthetic"
 def small_run(flags: str, images: int = 27, seen: int = 0) -> tuple[Any, Training]:
     """What runs have that steps look at, and what is trained. `seen`: batches that a resumed one has had."""
     use_own_stream(device := torch.device("cuda", 0))
-    args = TRAIN.parse([*FLAGS.split(), *flags.split()])
+    few_blocks = "" if "--model" in flags else " --model-kwargs layers=[1,1,0,0]"  # of each kind one
+    args = TRAIN.parse(f"{FLAGS}{few_blocks} {flags}".split())
     args, batch, _ = resolve_args(args, {}, images, 4, 1)
     logger = Mock(lines=[])
     logger.line = lambda *texts: logger.lines.extend(texts)
