@@ -323,7 +323,8 @@ class Settings(Group):
         flags_by: dict[str, list[str]] = {}
         for name, row in flags_of(type(self)).items():
             if (value := self[name]) != row.default:
-                flags_by.setdefault(self.sources.get(name, "default"), []).append(row.as_typed(value))
+                text = row.as_typed(value) if row.label.startswith("-") else str(value)
+                flags_by.setdefault(self.sources.get(name, "default"), []).append(text)
         return [f"set by {source}: {' '.join(flags)}" for source, flags in flags_by.items()]
 
     def set_by_user(self, name: str) -> bool:

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tlt.errors import UserError
-from volo.config.fields import Flag, flags_of
+from volo.config.fields import flags_of
 from volo.config.flags_timm import TIMM_FLAGS
 from volo.config.parser import Program
 from volo.config.recipes import convert, load_yaml
@@ -31,9 +31,8 @@ class _Train(Program[TrainSettings]):
     def over_recipe(self, explicit: dict[str, Any]) -> TrainSettings:
         """Return the settings that `explicit`, the values of a command line, makes over the recipe that it names.
         Raises UserError: as `parse`."""
-        parser = self.parser()
-        recipe = load_yaml(explicit["config"], parser) if explicit.get("config") else {}
-        settings = TrainSettings().decide("recipe", **_not_overruled(recipe, explicit, parser.flags))
+        recipe = load_yaml(explicit["config"], self.parser()) if explicit.get("config") else {}
+        settings = TrainSettings().decide("recipe", **_not_overruled(recipe, explicit))
         settings = settings.decide("command line", **explicit)
         if settings.schedule.sched in STABLE_SCHEDULES and not settings.set_by_user("decay_epochs"):
             settings = settings.decide("other flags", decay_epochs=0.2)
@@ -66,15 +65,16 @@ def changed_flags(settings: Mapping[str, Any]) -> dict[str, list[str]]:
     defaults are left out."""
     return {
         dest: row.words(value)
-        for dest, row in TRAIN.parser().flags.items()
+        for dest, row in flags_of(TrainSettings).items()
         if row.label.startswith("--")
         and (value := settings.get(dest)) is not None
         and row.default not in (value, [value])
     }
 
 
-def _not_overruled(recipe: Mapping[str, Any], explicit: Mapping[str, Any], flags: Mapping[str, Flag]) -> dict[str, Any]:
+def _not_overruled(recipe: Mapping[str, Any], explicit: Mapping[str, Any]) -> dict[str, Any]:
     """Return the recipe without the values that the command line overrides."""
+    flags = flags_of(TrainSettings)
     switched_on = {dest for dest, value in explicit.items() if value is not False and value != ""}
     void = {other for dest in switched_on for other in flags[dest].excludes}
     void |= {dest for dest, row in flags.items() if switched_on & set(row.excludes)}
