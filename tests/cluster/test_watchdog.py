@@ -96,9 +96,17 @@ import os, signal, sys
 from volo.cluster.stopping import STOP
 from volo.commands.console import run_program
 from volo.config.fields import Settings
+from tlt.errors import UserError
 with STOP.handled():
     code = run_program(lambda argv: Settings(), "program")
 print(code, run_program(lambda argv: Settings(), "another"))
+
+def refuse(argv):  # a launcher signals all ranks when one has refused its flags, which others still read
+    os.kill(os.getpid(), signal.SIGTERM)
+    raise UserError("unknown flag")
+
+with STOP.handled():
+    print(run_program(refuse, "another"))
 """
 
 
@@ -108,7 +116,9 @@ def test_signal_waits_until_the_program_is_loaded(tmp_path):
     (tmp_path / "another.py").write_text("run = lambda args: 0\n")
     command, env = [sys.executable, "-c", TOLD_WHILE_LOADED], {**os.environ, "PYTHONPATH": python_path(ROOT, tmp_path)}
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=LIMIT)
-    assert done.stdout.split() == ["loaded", "85", "0"], done.stderr
+    assert done.stdout.split() == ["loaded", "85", "0", "2"], done.stderr
+    lines = ["SIGTERM: this run stops as soon as it has saved; once more: at once", "stopped by SIGTERM"]
+    assert done.stderr.splitlines() == [*lines, "error: unknown flag"]
 
 
 SUSPENDED = """

@@ -48,6 +48,7 @@ class StopSignal:
     def __init__(self) -> None:
         self.number: int | None = None  # number of the first signal
         self._since = 0.0
+        self._begun = False
         self._raises = False
         self._ends_process = True
 
@@ -68,6 +69,7 @@ class StopSignal:
         hangup = getattr(signal, "SIGHUP", None)
         nohup = {hangup} if hangup is not None and signal.getsignal(hangup) is signal.SIG_IGN else set()
         self._ends_process = ends_process
+        self._begun = not ends_process  # who calls from Python has read the flags before
         before = {number: signal.signal(number, self._received) for number in _SIGNALS if number not in nohup}
         try:
             yield
@@ -80,6 +82,13 @@ class StopSignal:
                 ignored = ends_process and self.number is not None and number != _ALARM
                 signal.signal(number, signal.SIG_IGN if ignored else handler)
             self.number = None  # the next run in this process starts without a signal
+
+    def begin(self) -> None:
+        """Print from now on that a signal has come, also one that came before. Until the flags are accepted nothing
+        could stop: a launcher signals the ranks that still read the flags when one has refused them."""
+        self._begun = True
+        if self.number is not None:
+            self._tell(self.number)
 
     @contextmanager
     def raising(self) -> Iterator[None]:
@@ -110,9 +119,8 @@ class StopSignal:
         elif self.number is None:
             self._since = time.monotonic()  # before the number: another signal may come in between
             self.number = number
-            with suppress(OSError):  # the terminal may be closed; not print(), which the signal may have interrupted
-                message = "this run stops as soon as it has saved; once more: at once"
-                os.write(2, f"{signal.Signals(number).name}: {message}\n".encode())
+            if self._begun:
+                self._tell(number)
         elif time.monotonic() - self._since > _SAME_WARNING_S:
             if number == signal.SIGINT and not self._ends_process:
                 raise KeyboardInterrupt
@@ -121,6 +129,12 @@ class StopSignal:
             signal.alarm(1)
         elif self._raises:
             self.check()
+
+    @staticmethod
+    def _tell(number: int) -> None:
+        message = "this run stops as soon as it has saved; once more: at once"
+        with suppress(OSError):  # the terminal may be closed; not print(), which the signal may have interrupted
+            os.write(2, f"{signal.Signals(number).name}: {message}\n".encode())
 
 
 STOP = StopSignal()

@@ -128,6 +128,7 @@ def _run(parse: Parse, module: str, argv: Sequence[str] | None) -> int:
     try:
         launch = launch_of(os.environ)
         settings = bound(parse(argv))
+        STOP.begin()
         program = importlib.import_module(module)  # outside `raising`: an exception while torch's C++ loads would abort
         with STOP.raising():
             return program.run(settings)
