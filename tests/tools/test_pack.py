@@ -15,9 +15,8 @@ from PIL import Image
 from tests.labels.packed import SHAPE, label_map, make_tree, write_images
 from tlt.data.sources.folder import scan_folder
 from tlt.errors import UserError
-from tlt.io.output_folder import marker_crc
+from tlt.io.output_folder import META_NAME, marker_crc
 from tlt.label_map import LabelMap, centre_square
-from tlt.labels.archive import META_NAME
 from tlt.labels.archive_writer import ArchiveWriter
 from tlt.labels.label_info import Agreement, LabelInfo
 from tlt.labels.store import LabelStore, open_labels

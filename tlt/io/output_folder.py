@@ -19,6 +19,7 @@ from tlt.errors import UserError
 from tlt.io.files import read_json, sync_folder, write_whole
 from tlt.io.text import printable
 
+META_NAME = "meta.json"  # the marker of an archive with one row per image
 _SHOWN = 60  # characters of a setting in a message
 
 

@@ -15,9 +15,10 @@ import torch
 
 from tlt.errors import MachineFault, UserError, one_of
 from tlt.io.names import Names
+from tlt.io.output_folder import META_NAME
 from tlt.io.text import first_difference, lookalikes, printable, some_names
 from tlt.label_map import FULL_AREA, NO_AREA, Area, LabelMap, centre_square
-from tlt.labels.archive import META_NAME, ArchiveReader
+from tlt.labels.archive import ArchiveReader
 from tlt.labels.label_info import AREAS, Agreement, LabelInfo
 from tlt.labels.shards import ShardReader, shard_folder
 from tlt.labels.tree import TreeReader, usual_label_name

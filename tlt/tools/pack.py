@@ -15,9 +15,10 @@ from tlt.io.files import os_errors_as
 from tlt.io.jobs import Progress
 from tlt.io.text import leads_out, natural_sorted, printable
 from tlt.label_map import LabelMap
-from tlt.labels.archive import ArchiveReader, read_description
+from tlt.labels.archive import LABELS, ArchiveReader
 from tlt.labels.archive_writer import ArchiveWriter
 from tlt.labels.label_info import INFO_NAME, LabelInfo, agreement_text
+from tlt.labels.rows import read_description
 from tlt.labels.tree import find_labels, label_files_below, label_names, read_map, write_map
 
 _COMPARED = 100  # rows of an interrupted command that are compared with the tree
@@ -102,7 +103,7 @@ def unpack(archive: str, out: str, overwrite: bool = False) -> list[str]:
     written first. An image without a label gets no file. Raise UserError if the archive is incomplete or damaged, or
     `out` can't be written or holds something other than a tree from such a command."""
     root = Path(out)
-    info, names = read_description(archive)
+    info, names = read_description(archive, LABELS)
     reader = ArchiveReader(archive, names)
     # The label file of the image, or the one whose name the row has.
     labels = [name if name.endswith(".pt") else usual for name, usual in zip(names, label_names(names), strict=True)]
