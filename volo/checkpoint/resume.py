@@ -1,4 +1,7 @@
-"""Finds the newest checkpoint of a run, and checks that a checkpoint's data are those of this run."""
+"""Finds the newest checkpoint in a directory, and checks that a checkpoint's data are those of this run.
+
+`volo.checkpoint.start` decides in which directory a run goes on.
+"""
 
 from __future__ import annotations
 

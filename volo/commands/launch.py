@@ -1,5 +1,7 @@
 """`python volo/commands/launch.py N PROGRAM [flags]` starts N processes on this node; launch.sh lists its variables.
 
+`volo.cluster.elastic` starts and ends the processes.
+
 As a script it imports no models, and imports torch only after checking its arguments. Exit code: that of the process
 that failed first for a reason of its own; 2 for a user's mistake; 5 if the nodes don't come together.
 """

@@ -1,4 +1,9 @@
-"""Learning rates: a pure function of an update's number."""
+"""The learning rate of an update, a pure function of its number: the peak (`resolve_lr`) and the curve (`LrSchedule`).
+
+`volo.train.loop.train_epoch` multiplies it by the size of the update (`--variable-batch-loss-scale`), and
+`volo.train.optim.set_lr` by each group's `lr_scale` (`--layer-decay`); with CUDA graphs it is rounded to float32.
+`fit_to_data` in `volo.train.run` decides the defaults that follow from the data.
+"""
 
 from __future__ import annotations
 
