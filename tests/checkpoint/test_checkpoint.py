@@ -20,7 +20,7 @@ from volo.checkpoint.resume import newest_checkpoint
 from volo.checkpoint.state import TrainState
 
 
-def test_top_k_is_timms(tmp_path: Path) -> None:
+def test_top_k_is_timms(tmp_path):
     """Against timm's saver, random metrics with ties, epochs without a metric, both directions."""
     for trial in range(6):
         generator, decreasing = random.Random(trial), trial % 2 == 0
@@ -42,7 +42,7 @@ def test_top_k_is_timms(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), None])
-def test_fault_12_nan_is_never_best_not_even_after_resume(tmp_path: Path, bad: float | None) -> None:
+def test_fault_12_nan_is_never_best_not_even_after_resume(tmp_path, bad):
     state, files = build(), CheckpointDir(tmp_path, keep=2)
     train(state)
     assert save(files, state, bad) is None
@@ -58,7 +58,7 @@ def test_fault_12_nan_is_never_best_not_even_after_resume(tmp_path: Path, bad: f
     assert names(tmp_path) == {"last.pth.tar", "model_best.pth.tar", "checkpoint-1.pth.tar", "checkpoint-3.pth.tar"}
 
 
-def test_weights_with_nan_are_not_saved(tmp_path: Path) -> None:
+def test_weights_with_nan_are_not_saved(tmp_path):
     state, files = build(), CheckpointDir(tmp_path)
     train(state)
     save(files, state, 1.0)
@@ -71,7 +71,7 @@ def test_weights_with_nan_are_not_saved(tmp_path: Path) -> None:
     assert (tmp_path / "last.pth.tar").read_bytes() == kept
 
 
-def test_names_of_an_epoch_share_a_file_that_later_saves_spare(tmp_path: Path) -> None:
+def test_names_of_an_epoch_share_a_file_that_later_saves_spare(tmp_path):
     state, files = build(), CheckpointDir(tmp_path)
     train(state)
     save(files, state, 1.0)
@@ -88,7 +88,7 @@ def test_names_of_an_epoch_share_a_file_that_later_saves_spare(tmp_path: Path) -
     assert (again.epoch, again.update, again.scores) == (2, 10, state.scores)
 
 
-def test_file_system_without_hard_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_file_system_without_hard_links(tmp_path, monkeypatch):
     def refuse(*_: Any) -> None:
         raise OSError(1, "Operation not permitted")
 
@@ -129,7 +129,7 @@ def spied(monkeypatch: pytest.MonkeyPatch, stop_at: int | None = None) -> list[s
     return events
 
 
-def test_fault_02_order_of_syncs_and_renames(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fault_02_order_of_syncs_and_renames(tmp_path, monkeypatch):
     events = spied(monkeypatch)
     save_checkpoint(tmp_path / "last.pth.tar", {"x": 1})
     staged = f".staged-{os.getpid()}-last.pth.tar"
@@ -138,9 +138,7 @@ def test_fault_02_order_of_syncs_and_renames(tmp_path: Path, monkeypatch: pytest
 
 
 @pytest.mark.parametrize("number", [errno.EINVAL, errno.EOPNOTSUPP, errno.EIO])
-def test_unsyncable_folder(
-    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_unsyncable_folder(number, tmp_path, monkeypatch, capfd):
     """Shared folders of virtual machines and mounts by CIFS and sshfs refuse it. A disk's error is a failure."""
     fsync = os.fsync
 
@@ -168,7 +166,7 @@ def two_epochs_of_three(directory: Path) -> tuple[TrainState, CheckpointDir]:
     return state, files
 
 
-def test_fault_01_killed_before_any_step_of_a_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fault_01_killed_before_any_step_of_a_save(tmp_path, monkeypatch):
     straight, files = two_epochs_of_three(tmp_path / "straight")
     save(files, straight, 3.0)
     finished, at = False, 0
@@ -195,7 +193,7 @@ def test_fault_01_killed_before_any_step_of_a_save(tmp_path: Path, monkeypatch: 
     assert at > 8
 
 
-def test_fault_01_leftovers_are_never_read_and_removed_at_start(tmp_path: Path) -> None:
+def test_fault_01_leftovers_are_never_read_and_removed_at_start(tmp_path):
     state = build(epoch=1, update=4)
     save(CheckpointDir(tmp_path), state, 1.0)
     for name in (".staged-1-last.pth.tar", "tmp.pth.tar", "recovery-9-9.pth.tar", "superseded-checkpoint-9.pth.tar"):

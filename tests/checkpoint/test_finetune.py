@@ -48,7 +48,7 @@ def empty_state(name: str, **kwargs: Any) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("load", [load_weights, load_finetune, load_pretrained_weights])
-def test_nan_weights_are_refused_and_nothing_is_loaded(tmp_path: Path, load: Any) -> None:
+def test_nan_weights_are_refused_and_nothing_is_loaded(tmp_path, load):
     state, model = states(build(seed=1)), build(seed=2)
     state["network.2.0.mlp.fc1.bias"][3] = float("nan")
     torch.save(state, tmp_path / "x")
@@ -61,7 +61,7 @@ def test_nan_weights_are_refused_and_nothing_is_loaded(tmp_path: Path, load: Any
 @pytest.mark.parametrize(
     ("name", "size", "load"), [("volo_test", (48, 80), load_weights), ("lvvit_test", (64, 96), load_finetune)]
 )
-def test_position_embedding_is_resized(tmp_path: Path, name: str, size: tuple[int, int], load: Any) -> None:
+def test_position_embedding_is_resized(tmp_path, name, size, load):
     source, model = build(name, seed=1), build(name, seed=2, img_size=size)
     torch.save(source.state_dict(), tmp_path / "x")
     report = load(model, tmp_path / "x")
@@ -95,9 +95,7 @@ SWIN = {"window_size": 4, "embed_dim": 16, "depths": (1, 1, 1, 1), "num_heads": 
         ("tnt_s_patch16_224", {"depth": 1}, ["patch_pos"]),
     ],
 )
-def test_timm_models_resize_as_timm_does(
-    tmp_path: Path, name: str, kwargs: dict[str, Any], resized: list[str], load: Any
-) -> None:
+def test_timm_models_resize_as_timm_does(tmp_path, name, kwargs, resized, load):
     kwargs, size = {**kwargs, "num_classes": 10}, (64, 160)
     source, model = build(name, seed=1, img_size=128, **kwargs), build(name, seed=2, img_size=size, **kwargs)
     torch.save(source.state_dict(), tmp_path / "bare")
@@ -118,7 +116,7 @@ def test_timm_models_resize_as_timm_does(
         ("levit_128s", {}, "stages.0.blocks.0.attn.attention_biases"),
     ],
 )
-def test_weights_timm_cannot_resize_are_copied(tmp_path: Path, name: str, kwargs: dict[str, Any], misfit: str) -> None:
+def test_weights_timm_cannot_resize_are_copied(tmp_path, name, kwargs, misfit):
     torch.save(build(name, img_size=128, **kwargs).state_dict(), tmp_path / "x")
     model = build(name, img_size=96, num_classes=3, **kwargs)
     before = states(model)
@@ -129,7 +127,7 @@ def test_weights_timm_cannot_resize_are_copied(tmp_path: Path, name: str, kwargs
 
 @pytest.mark.parametrize(("name", "kwargs"), [("lvvit_test", {}), ("vit_tiny_patch16_224", NARROW)])
 @pytest.mark.parametrize("size", [(64, 64), (128, 32)])
-def test_weights_of_an_oblong_grid(tmp_path: Path, name: str, kwargs: dict[str, Any], size: tuple[int, int]) -> None:
+def test_weights_of_an_oblong_grid(tmp_path, name, kwargs, size):
     source, model = build(name, seed=1, img_size=(32, 128), **kwargs), build(name, seed=2, img_size=size, **kwargs)
     payload = {"state_dict": source.state_dict(), "model_config": {"img_size": [32, 128]}}
     torch.save(payload, tmp_path / "x")
@@ -138,7 +136,7 @@ def test_weights_of_an_oblong_grid(tmp_path: Path, name: str, kwargs: dict[str, 
     assert torch.equal(model.pos_embed, source.pos_embed)  # 2 x 8 tokens, not the square 4 x 4
 
 
-def test_channels_are_adapted_as_by_timm_or_dropped(file: Path, tmp_path: Path) -> None:
+def test_channels_are_adapted_as_by_timm_or_dropped(file, tmp_path):
     name = "patch_embed.conv.0.weight"
     model = build(in_chans=1)
     report = load_finetune(model, file)
@@ -150,7 +148,7 @@ def test_channels_are_adapted_as_by_timm_or_dropped(file: Path, tmp_path: Path) 
     assert report.dropped == report.missing == [name]
 
 
-def test_everything_at_once_and_the_report(file: Path) -> None:
+def test_everything_at_once_and_the_report(file):
     state = torch.load(file)["state_dict"]
     del state["norm.bias"]
     torch.save(state | {"extra.weight": torch.zeros(3)}, file)
@@ -165,7 +163,7 @@ def test_everything_at_once_and_the_report(file: Path) -> None:
     assert "missing 5: " in text and "norm.bias" in text
 
 
-def test_weights_that_do_not_fit_are_told_with_the_remedy(file: Path) -> None:
+def test_weights_that_do_not_fit_are_told_with_the_remedy(file):
     model = build(num_classes=7)
     before = states(model)
     for other, reason in (
@@ -188,7 +186,7 @@ def test_weights_that_do_not_fit_are_told_with_the_remedy(file: Path) -> None:
 
 
 @pytest.mark.parametrize("load", [load_weights, load_finetune])
-def test_another_model_is_named_by_the_files_word(tmp_path: Path, load: Any) -> None:
+def test_another_model_is_named_by_the_files_word(tmp_path, load):
     record = {"arch": "resnet10t", "state_dict": empty_state("resnet10t"), "model_config": {"class_names": THEIRS}}
     torch.save(record, tmp_path / "x")
     model = timm.create_model("test_resnet")
@@ -197,7 +195,7 @@ def test_another_model_is_named_by_the_files_word(tmp_path: Path, load: Any) -> 
             load(model, tmp_path / "x", class_names=names)
 
 
-def test_file_that_fits_nothing(tmp_path: Path) -> None:
+def test_file_that_fits_nothing(tmp_path):
     model = build()
     before = states(model)
     for state in ({"foo": torch.zeros(3)}, {"cls_token": torch.zeros(1, 1, 64), "foo": torch.zeros(3)}):
@@ -207,7 +205,7 @@ def test_file_that_fits_nothing(tmp_path: Path) -> None:
     assert unchanged(before, model)
 
 
-def test_published_loader_drops_heads_by_the_files_own_count(file: Path) -> None:
+def test_published_loader_drops_heads_by_the_files_own_count(file):
     model = build(num_classes=7, img_size=96)
     load_pretrained_weights(model, file, num_classes=7)  # strict: all but the heads has to fit
     assert model.pos_embed.shape == (1, 6, 6, 64)
@@ -217,7 +215,7 @@ def test_published_loader_drops_heads_by_the_files_own_count(file: Path) -> None
         load_pretrained_weights(model, file, num_classes=12)
 
 
-def test_model_config_is_checked() -> None:
+def test_model_config_is_checked():
     config = {"name": "volo_d1", "kwargs": {"drop_path_rate": 0.1}, "img_size": [224, 192], "dense_head": False}
     config |= {"crop_pct": 0.96, "std": [0.5, 0.5, 0.5], "class_names": ["a", "b"]}
     assert model_config_of({"model_config": config | {"of_a_later_version": 1, "labels": None}}) == config
@@ -231,7 +229,7 @@ def test_model_config_is_checked() -> None:
     ("kwargs", {"checkpoint_path": "other.pth"}), ("kwargs", {"depth": 10**6}), ("kwargs", {"layers": [4] * 101}),
     ("kwargs", {"layers": functools.reduce(lambda inner, _: [inner, inner], range(60), [])}),  # 2^60, written out
 ])  # fmt: skip
-def test_model_config_of_a_wrong_kind(key: str, value: Any) -> None:
+def test_model_config_of_a_wrong_kind(key, value):
     with pytest.raises(UserError, match=f"file.pth: model_config has {key}"):
         model_config_of({"model_config": {key: value}}, "file.pth")
 
@@ -250,7 +248,7 @@ THEIRS = ["cat", "dog", "owl", "ox"]
         (["a", "b", "c", "d"], ""),
     ],
 )
-def test_rows_of_heads_go_by_the_names_of_the_classes(tmp_path: Path, name: str, ours: list[str], said: str) -> None:
+def test_rows_of_heads_go_by_the_names_of_the_classes(tmp_path, name, ours, said):
     kwargs = NARROW if name.startswith("vit") else {}
     kwargs |= {"img_size": 64} if name != "resnet10t" else {}
     torch.manual_seed(1)
@@ -299,7 +297,5 @@ def test_rows_of_heads_go_by_the_names_of_the_classes(tmp_path: Path, name: str,
         (["a", "b", "c"], ["c", "a"], (2, 2), None),  # more names than classes
     ],
 )
-def test_class_names_decide(
-    theirs: list[str], ours: list[str], counts: tuple[int, int], rows: list[int] | None
-) -> None:
+def test_class_names_decide(theirs, ours, counts, rows):
     assert rows_by_name(theirs, ours, counts) == rows

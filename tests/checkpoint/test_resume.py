@@ -6,7 +6,6 @@ import os
 import zipfile
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -21,7 +20,7 @@ from volo.checkpoint.checkpoint import CheckpointDir, save_checkpoint
 from volo.checkpoint.resume import DATA_KEY, check_same_data, fingerprint, newest_checkpoint, verified
 
 
-def test_fault_03_the_newest_by_number_or_none(tmp_path: Path) -> None:
+def test_fault_03_the_newest_by_number_or_none(tmp_path):
     for directory in (tmp_path, tmp_path / "none"):
         assert newest_checkpoint(directory) == (None, {}, [])
     for epoch in (9, 10, 2):  # neither order of names nor of times is that of epochs
@@ -52,7 +51,7 @@ def with_nan(content: bytes) -> bytes:
         (with_nan, "0.weight holds 1 NaN"),
     ],
 )
-def test_fault_04_05_06_auto_skips_damaged_files_and_says_so(tmp_path: Path, damage: Any, reason: str) -> None:
+def test_fault_04_05_06_auto_skips_damaged_files_and_says_so(tmp_path, damage, reason):
     three_epochs(tmp_path)
     for name in ("last.pth.tar", "checkpoint-2.pth.tar"):
         separate(tmp_path / name, damage((tmp_path / name).read_bytes()))
@@ -66,7 +65,7 @@ def test_fault_04_05_06_auto_skips_damaged_files_and_says_so(tmp_path: Path, dam
     assert newest_checkpoint(tmp_path).path == tmp_path / "last.pth.tar"
 
 
-def test_fault_04_16_explicit_path_has_to_be_good(tmp_path: Path) -> None:
+def test_fault_04_16_explicit_path_has_to_be_good(tmp_path):
     with pytest.raises(UserError, match="no such checkpoint"):
         verified(tmp_path / "x.pth.tar")
     three_epochs(tmp_path)
@@ -76,7 +75,7 @@ def test_fault_04_16_explicit_path_has_to_be_good(tmp_path: Path) -> None:
         verified(path)
 
 
-def test_going_back_to_an_older_epoch(tmp_path: Path) -> None:
+def test_going_back_to_an_older_epoch(tmp_path):
     three_epochs(tmp_path)
     state, files, messages = resumed(tmp_path, tmp_path / "checkpoint-0.pth.tar")
     assert state.epoch == 1 and "checkpoint-1.pth.tar" not in names(tmp_path)
@@ -96,7 +95,7 @@ FOUND = [{"top1": 90.0, "loss": 0.2, "top1_ema": 10.0}, {"top1": 70.0, "loss": 0
 @pytest.mark.parametrize(("before", "after", "best"), [
     ("loss", "top1", 0), ("top1", "loss", 1), ("top1", "top1_ema", 1), ("top1", "top5", None),
 ])  # fmt: skip
-def test_fault_12_other_ranking_compares_alike(tmp_path: Path, before: str, after: str, best: int | None) -> None:
+def test_fault_12_other_ranking_compares_alike(tmp_path, before, after, best):
     state, files = build(), CheckpointDir(tmp_path, ranked_by=before)
     for scores in FOUND:
         train(state)
@@ -116,7 +115,7 @@ def test_fault_12_other_ranking_compares_alike(tmp_path: Path, before: str, afte
     assert epoch_of(tmp_path / "model_best.pth.tar") == first.epoch
 
 
-def test_resuming_into_another_directory(tmp_path: Path) -> None:
+def test_resuming_into_another_directory(tmp_path):
     three_epochs(tmp_path / "old")
     before = names(tmp_path / "old")
     state = build()
@@ -133,7 +132,7 @@ def folder(paths: list[str], classes: list[int], names: list[str]) -> ImageFolde
     return ImageFolder("/data/train", paths, np.array(classes), names)
 
 
-def test_a_fingerprint_is_the_sha256_of_a_line_for_each_image() -> None:
+def test_a_fingerprint_is_the_sha256_of_a_line_for_each_image():
     paths, classes = ["a/1.jpg", "b/1.jpg", "a/\udcff.jpg", "a/2.jpg", "b/2.jpg"], [0, 11, 0, 0, 11]
     lines = b"a\0b" + b"".join(b"\n%s\0%d" % pair for pair in zip(map(os.fsencode, paths), classes, strict=True))
     for listed in (paths, Names(paths)):
@@ -141,7 +140,7 @@ def test_a_fingerprint_is_the_sha256_of_a_line_for_each_image() -> None:
         assert fingerprint(images, None)["images"] == hashlib.sha256(lines).hexdigest()
 
 
-def test_other_data_are_refused_unless_they_are_allowed() -> None:
+def test_other_data_are_refused_unless_they_are_allowed():
     images = folder(["a/1.jpg", "b/1.jpg", "b/\udcff.jpg"], [0, 1, 1], ["a", "b"])
     mine = fingerprint(images, None)
     saved = {DATA_KEY: mine}

@@ -85,7 +85,7 @@ def ended(saver: Saver) -> None:
 
 
 @pytest.mark.parametrize("synchronous", [False, True])
-def test_training_goes_on_and_the_file_holds_what_was(tmp_path: Path, world: World, synchronous: bool) -> None:
+def test_training_goes_on_and_the_file_holds_what_was(tmp_path, world, synchronous):
     state = build()
     saver, logger = saver_of(state, tmp_path, synchronous=synchronous)
     if not synchronous:
@@ -102,7 +102,7 @@ def test_training_goes_on_and_the_file_holds_what_was(tmp_path: Path, world: Wor
     assert [(kind, fields["update"]) for kind, fields in logger.events] == [("checkpoint", 4)]
 
 
-def test_the_copy_keeps_strides_and_types() -> None:
+def test_the_copy_keeps_strides_and_types():
     weight = torch.arange(6.0).view(2, 3).t()
     copied, _ = host_copy({"a": weight, "b": {"c": weight}, "betas": (0.9, 0.999), "empty": torch.zeros(0)})
     kept = weight.clone()
@@ -111,7 +111,7 @@ def test_the_copy_keeps_strides_and_types() -> None:
     assert copied["a"].stride() == weight.stride() and copied["empty"].shape == (0,)
 
 
-def test_writing_waits_for_the_whole_copy(tmp_path: Path, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_writing_waits_for_the_whole_copy(tmp_path, world, monkeypatch):
     writes_before = list[int]()
     complete = SimpleNamespace(synchronize=lambda: writes_before.append(world.writes))
     monkeypatch.setattr(module, "host_copy", lambda payload: (payload, complete))
@@ -122,7 +122,7 @@ def test_writing_waits_for_the_whole_copy(tmp_path: Path, world: World, monkeypa
         assert writes_before[epoch:] == [epoch]
 
 
-def test_intervals_count_updates_minutes_and_unfinished_saves(tmp_path: Path, world: World) -> None:
+def test_intervals_count_updates_minutes_and_unfinished_saves(tmp_path, world):
     state = build(updates_per_epoch=100)
     saver, logger = saver_of(state, tmp_path, every_updates=3, every_minutes=2.0, check_interval=2)
     for update, now in ((1, 0), (3, 0), (4, 119), (5, 190), (6, 190), (7, 308), (8, 309), (10, 311)):
@@ -146,7 +146,7 @@ def test_intervals_count_updates_minutes_and_unfinished_saves(tmp_path: Path, wo
 
 
 @pytest.mark.parametrize(("code", "synchronous"), [(errno.ENOSPC, False), (errno.ESTALE, True)])
-def test_fault_14_failed_save_is_tried_again(tmp_path: Path, world: World, code: int, synchronous: bool) -> None:
+def test_fault_14_failed_save_is_tried_again(tmp_path, world, code, synchronous):
     state = build()
     saver, logger = saver_of(state, tmp_path, synchronous=synchronous)
     an_epoch(saver, 50.0)
@@ -173,7 +173,7 @@ def test_fault_14_failed_save_is_tried_again(tmp_path: Path, world: World, code:
     assert read_checkpoint(tmp_path / "model_best.pth.tar")["epoch"] == 1
 
 
-def test_fault_14_failed_save_gives_way_and_is_not_ranked(tmp_path: Path, world: World) -> None:
+def test_fault_14_failed_save_gives_way_and_is_not_ranked(tmp_path, world):
     state = build()
     saver, logger = saver_of(state, tmp_path)
     for metric, world.error in ((50.0, None), (99.0, errno.ENOSPC), (60.0, None)):
@@ -185,7 +185,7 @@ def test_fault_14_failed_save_gives_way_and_is_not_ranked(tmp_path: Path, world:
     assert same(again, state) and messages == []
 
 
-def test_failed_save_leaves_no_copy_of_weights(tmp_path: Path, world: World) -> None:
+def test_failed_save_leaves_no_copy_of_weights(tmp_path, world):
     """The loop has switched the garbage collector off, and a copy is as large as the model."""
     saver, _ = saver_of(build(), tmp_path)
     gc.disable()
@@ -202,7 +202,7 @@ def test_failed_save_leaves_no_copy_of_weights(tmp_path: Path, world: World) -> 
         gc.enable()
 
 
-def test_fault_14_too_many_failed_saves_are_exit_code_4(tmp_path: Path, world: World) -> None:
+def test_fault_14_too_many_failed_saves_are_exit_code_4(tmp_path, world):
     saver, _ = saver_of(build(), tmp_path, max_failed=2)
     for world.error in (errno.ENOSPC, None, errno.ENOSPC, errno.ENOSPC):  # those before one that went well don't count
         an_epoch(saver, 1.0)
@@ -213,7 +213,7 @@ def test_fault_14_too_many_failed_saves_are_exit_code_4(tmp_path: Path, world: W
     assert caught.value.exit_code == 4
 
 
-def test_fault_14_last_save_is_retried_then_fails_the_run(tmp_path: Path, world: World) -> None:
+def test_fault_14_last_save_is_retried_then_fails_the_run(tmp_path, world):
     saver, logger = saver_of(build(), tmp_path)
 
     def sleep(seconds: float) -> None:
@@ -231,7 +231,7 @@ def test_fault_14_last_save_is_retried_then_fails_the_run(tmp_path: Path, world:
 
 
 @pytest.mark.parametrize("most", [0, 10])
-def test_fault_14_save_of_a_signal_is_retried_as_long(tmp_path: Path, world: World, most: int) -> None:
+def test_fault_14_save_of_a_signal_is_retried_as_long(tmp_path, world, most):
     saver, logger = saver_of(build(), tmp_path, max_failed=most)
     assert an_epoch(saver, 1.0) is not None
     train(saver.state)
@@ -246,7 +246,7 @@ def test_fault_14_save_of_a_signal_is_retried_as_long(tmp_path: Path, world: Wor
     assert world.slept == [1.0, 5.0, 30.0] and saver.saved_at[1] == 8
 
 
-def test_other_ranks_take_part_unless_it_is_on_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_ranks_take_part_unless_it_is_on_disk(monkeypatch):
     """A signal right after an epoch: rank 0 saves nothing more, and others that began to would wait for it for ever."""
     state, logger, collected = build(), RememberingLogger(), list[int]()
     state.current_progress = lambda: {"calls": collected.append(1)}  # type: ignore[func-returns-value]

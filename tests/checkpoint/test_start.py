@@ -74,9 +74,7 @@ AGAIN = "--again x"  # the launcher has started it before, and run.json is of th
         (f"{AGAIN} {BRANCH} --experiment mine", f"{TRUNK} mine/run.json mine/last", "RESTARTED mine mine/last"),
     ],
 )  # fmt: skip
-def test_what_a_run_begins_as(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: str, there: str, becomes: str
-) -> None:
+def test_what_a_run_begins_as(tmp_path, monkeypatch, flags, there, becomes):
     monkeypatch.chdir(tmp_path)
     for update, name in enumerate(there.split()):
         write(Path(name), update)
@@ -142,7 +140,7 @@ LABELS = "--token-label --token-label-data l"
         (f"{LABELS} --val-label-data v", f"{LABELS} --val-label-data moved --val-img-size 64", True),
     ],
 )
-def test_an_experiment_is_what_was_asked_for(tmp_path: Path, before: str, now: str, same: bool) -> None:
+def test_an_experiment_is_what_was_asked_for(tmp_path, before, now, same):
     def asked(flags: str) -> TrainSettings:
         line = f"/data --model resnet10t --img-size 32 --output {tmp_path} --resume auto {flags}"
         return TRAIN.parse(line.split())

@@ -20,7 +20,7 @@ from volo.record.run_directory import changed_settings
 
 
 @pytest.mark.parametrize("opt", ["adamw", "sgd", "lookahead_lamb"])
-def test_fault_10_interrupted_run_equals_uninterrupted(tmp_path: Path, opt: str) -> None:
+def test_fault_10_interrupted_run_equals_uninterrupted(tmp_path, opt):
     straight, first = build(optimizer=opt), build(optimizer=opt)
     train(straight, 3)
     train(first, 2)
@@ -32,7 +32,7 @@ def test_fault_10_interrupted_run_equals_uninterrupted(tmp_path: Path, opt: str)
     assert same(straight, second)
 
 
-def test_fault_61_payload_is_plain_data(tmp_path: Path) -> None:
+def test_fault_61_payload_is_plain_data(tmp_path):
     save(CheckpointDir(tmp_path), build(epoch=1, update=4), 1.0)
     checkpoint = torch.load(tmp_path / "last.pth.tar", weights_only=True)
     assert checkpoint["args"] == {"lr": 0.1, "data": "/data", "scale": [0.08, 1.0]}
@@ -49,7 +49,7 @@ def test_fault_61_payload_is_plain_data(tmp_path: Path) -> None:
     assert line.endswith("before, (0.08, 1.0) now") and len(line) < 1000
 
 
-def test_timm_reads_ours(tmp_path: Path) -> None:
+def test_timm_reads_ours(tmp_path):
     state = build()
     train(state, 3)
     save(CheckpointDir(tmp_path), state, 1.0)
@@ -64,7 +64,7 @@ def test_timm_reads_ours(tmp_path: Path) -> None:
     assert not torch.equal(expected["state_dict"]["0.weight"], expected["state_dict_ema"]["0.weight"])
 
 
-def test_we_resume_timms(tmp_path: Path) -> None:
+def test_we_resume_timms(tmp_path):
     theirs = build(scaler=False)
     train(theirs, 2)
     args = argparse.Namespace(model="tiny", lr=5.0)
@@ -79,7 +79,7 @@ def test_we_resume_timms(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("saved", "now"), [("sgd", "adamw"), ("adamw", "sgd")])
-def test_fault_15_another_optimizer_suggests_no_resume_opt(saved: str, now: str) -> None:
+def test_fault_15_another_optimizer_suggests_no_resume_opt(saved, now):
     first, second = build(optimizer=saved), build(seed=1, optimizer=now)
     train(first)
     payload = first.state_dict()
@@ -118,7 +118,7 @@ def states_of(state: TrainState) -> list[list[Tensor]]:
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "lookahead_adamw", "momentum"])
-def test_optimizer_state_follows_parameters_across_groups(optimizer: str) -> None:
+def test_optimizer_state_follows_parameters_across_groups(optimizer):
     runs = {flags: stepped(grouped(flags, optimizer)) for flags in GROUPS}
     for before, now in itertools.pairwise([*GROUPS, GROUPS[1], GROUPS[0], GROUPS[2]]):
         first, second, payload = runs[before], grouped(now, optimizer, seed=1), payload_of(runs[before])
@@ -135,7 +135,7 @@ def test_optimizer_state_follows_parameters_across_groups(optimizer: str) -> Non
         grouped(now, optimizer, frozen=True).load(payload, "file.pth")
 
 
-def test_optimizer_state_of_other_parameters() -> None:
+def test_optimizer_state_of_other_parameters():
     state = build()
     train(state)
     for spoil, reason in (
@@ -155,7 +155,7 @@ def test_optimizer_state_of_other_parameters() -> None:
         build(seed=1).load(payload, "file.pth")
 
 
-def test_ema_and_loss_scale_that_only_one_side_has() -> None:
+def test_ema_and_loss_scale_that_only_one_side_has():
     train(full := build())
     messages = build(seed=1, ema=False, scaler=False).load(payload_of(full), "file.pth")
     assert len(messages) == 2 and "--model-ema is off" in messages[0] and "scales no loss" in messages[1]
@@ -179,7 +179,7 @@ def of_model(name: str, **kwargs: Any) -> TrainState:
         (lambda: of_model("volo_test", img_size=96), "pos_embed.*--img-size.*--finetune"),
     ],
 )
-def test_fault_15_resume_into_another_model(other: Any, message: str) -> None:
+def test_fault_15_resume_into_another_model(other, message):
     payload = payload_of(of_model("volo_test"))
     state = other()
     before = tensors(state.model.state_dict())
@@ -188,7 +188,7 @@ def test_fault_15_resume_into_another_model(other: Any, message: str) -> None:
     assert all(map(torch.equal, before, tensors(state.model.state_dict())))
 
 
-def test_timms_first_format_counts_from_the_next_epoch() -> None:
+def test_timms_first_format_counts_from_the_next_epoch():
     payload = payload_of(build(epoch=3, update=12))
     for changes, epoch in (({}, 3), ({"version": 1}, 2)):
         (state := build()).load(payload | changes | {"updates_per_epoch": 5}, "file.pth")  # of other lengths
@@ -196,6 +196,6 @@ def test_timms_first_format_counts_from_the_next_epoch() -> None:
 
 
 @pytest.mark.parametrize("wrong", [{"epoch": "x"}, {"epoch": -7}, {"update": None}, {"scores": {1: "x"}}])
-def test_position_that_is_none(wrong: dict[str, Any]) -> None:
+def test_position_that_is_none(wrong):
     with pytest.raises(UserError, match="file.pth does not tell where its run stopped"):
         build().load(payload_of(build(epoch=1, update=4)) | wrong, "file.pth")

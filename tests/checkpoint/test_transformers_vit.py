@@ -42,7 +42,7 @@ def _request(*flags: str) -> ModelRequest:
         {"num_labels": 7, "hidden_size": 192, "num_hidden_layers": 12, "patch_size": 16},
     ],
 )
-def test_logits_are_those_of_transformers(settings: dict[str, Any], tmp_path: Path) -> None:
+def test_logits_are_those_of_transformers(settings, tmp_path):
     theirs = _saved("ViTForImageClassification", tmp_path, **settings)
     (tmp_path / "preprocessor_config.json").write_text(json.dumps({"image_mean": [0.4], "image_std": [0.3]}))
     request = _request("--model", f"local-dir:{tmp_path}", "--pretrained")
@@ -56,7 +56,7 @@ def test_logits_are_those_of_transformers(settings: dict[str, Any], tmp_path: Pa
 
 
 @pytest.mark.parametrize("of_file", [True, False], ids=["names of files", "names of modules"])
-def test_fine_tuning_takes_the_backbone_alone(of_file: bool, tmp_path: Path) -> None:
+def test_fine_tuning_takes_the_backbone_alone(of_file, tmp_path):
     theirs = _saved("ViTModel", tmp_path)
     path = tmp_path / "model.safetensors"
     if not of_file:
@@ -76,7 +76,7 @@ def test_fine_tuning_takes_the_backbone_alone(of_file: bool, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("kind", ["git-lfs", "cut", "NaN", "none", "another model's"])
-def test_weights_of_a_folder_are_checked_like_any(kind: str, tmp_path: Path) -> None:
+def test_weights_of_a_folder_are_checked_like_any(kind, tmp_path):
     _saved("ViTForImageClassification", tmp_path)
     file, named = tmp_path / "model.safetensors", "model.safetensors"
     weights = safetensors.torch.load_file(file)
@@ -98,7 +98,7 @@ def test_weights_of_a_folder_are_checked_like_any(kind: str, tmp_path: Path) -> 
     assert "\n" not in str(caught.value) and "fetched" not in str(caught.value)
 
 
-def test_what_timm_lacks_is_told(tmp_path: Path) -> None:
+def test_what_timm_lacks_is_told(tmp_path):
     _saved("ViTForImageClassification", tmp_path, hidden_act="relu")
     with pytest.raises(UserError, match="hidden_act relu, this ViT has gelu"):
         build_model(_request("--model", f"local-dir:{tmp_path}"))

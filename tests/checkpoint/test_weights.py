@@ -67,7 +67,7 @@ def assert_equal(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]
 
 
 @pytest.mark.parametrize("form", ["zip", "legacy", "safetensors"])
-def test_files_of_torch_and_safetensors_are_read_by_content(tmp_path: Path, form: str) -> None:
+def test_files_of_torch_and_safetensors_are_read_by_content(tmp_path, form):
     args = argparse.Namespace(lr=1e-3, names=["a"])  # timm's
     for name in ("x.pth.tar", "x.safetensors"):
         write(tmp_path / name, form, {"state_dict": weights(), "epoch": 3, "args": args})
@@ -89,9 +89,7 @@ class Payload:
 
 @pytest.mark.parametrize("legacy", [False, True])
 @pytest.mark.parametrize("read", [read_checkpoint, peek_checkpoint])
-def test_fault_17_malicious_pickle_is_not_run(
-    tmp_path: Path, legacy: bool, read: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_fault_17_malicious_pickle_is_not_run(tmp_path, legacy, read, monkeypatch):
     monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
     witness, path = tmp_path / "witness", tmp_path / "evil.pth.tar"
     content = {"state_dict": weights(), "args": argparse.Namespace(x=Payload(witness))}
@@ -103,7 +101,7 @@ def test_fault_17_malicious_pickle_is_not_run(
     assert witness.exists()
 
 
-def test_fault_05_bit_flip_names_the_record(good: Path) -> None:
+def test_fault_05_bit_flip_names_the_record(good):
     with zipfile.ZipFile(good) as archive:
         record = next(r for r in archive.infolist() if r.filename.endswith("data/1"))
     content = bytearray(good.read_bytes())
@@ -116,7 +114,7 @@ def test_fault_05_bit_flip_names_the_record(good: Path) -> None:
 
 
 @pytest.mark.parametrize("form", ["zip", "legacy", "safetensors"])
-def test_fault_04_truncated_file(tmp_path: Path, form: str) -> None:
+def test_fault_04_truncated_file(tmp_path, form):
     path = tmp_path / "x.pth.tar"
     write(path, form, {"state_dict": weights()})
     whole = path.read_bytes()
@@ -125,7 +123,7 @@ def test_fault_04_truncated_file(tmp_path: Path, form: str) -> None:
         assert ("empty" in refusal(path)) == (share == 0)
 
 
-def test_fault_18_compressed_record_is_refused(tmp_path: Path, good: Path) -> None:
+def test_fault_18_compressed_record_is_refused(tmp_path, good):
     bomb = tmp_path / "bomb.pth.tar"
     with zipfile.ZipFile(good) as old, zipfile.ZipFile(bomb, "w") as new:
         for record in old.infolist():
@@ -135,7 +133,7 @@ def test_fault_18_compressed_record_is_refused(tmp_path: Path, good: Path) -> No
     assert "data/0 is compressed" in refusal(bomb)
 
 
-def test_fault_16_missing_and_special_files(tmp_path: Path, good: Path) -> None:
+def test_fault_16_missing_and_special_files(tmp_path, good):
     os.mkfifo(tmp_path / "fifo")
     for name in ("nothing.pth", "fifo"):
         assert "no such checkpoint, or no regular file" in refusal(tmp_path / name)
@@ -143,7 +141,7 @@ def test_fault_16_missing_and_special_files(tmp_path: Path, good: Path) -> None:
     assert "a directory: name a checkpoint in it; a .pth.tar is not to be unpacked" in refusal(tmp_path / "unpacked")
 
 
-def test_other_files_are_told_by_how_they_begin(tmp_path: Path, good: Path) -> None:
+def test_other_files_are_told_by_how_they_begin(tmp_path, good):
     path = tmp_path / "d1_224_84.2.pth.tar"
     pointer = b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 106\n"
     for content in (pointer, b"\n<!DOCTYPE html><html>", b"hello", gzip.compress(good.read_bytes())):
@@ -161,7 +159,7 @@ def test_other_files_are_told_by_how_they_begin(tmp_path: Path, good: Path) -> N
     assert "holds a list" in refusal(path)
 
 
-def test_ema_or_plain() -> None:
+def test_ema_or_plain():
     plain, ema = weights(), {k: v + 1 for k, v in weights().items()}
     both = {"state_dict": plain, "state_dict_ema": ema}
     for checkpoint, use_ema, expected in (
@@ -176,7 +174,7 @@ def test_ema_or_plain() -> None:
         state_dict_of({"state_dict_ema": ema}, use_ema=False)
 
 
-def test_prefixes_of_wrappers_are_removed() -> None:
+def test_prefixes_of_wrappers_are_removed():
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
     bare = {k: v.clone() for k, v in model.state_dict().items()}
     inner = nn.Sequential(torch.compile(model[0]), model[1])
@@ -197,7 +195,7 @@ def test_prefixes_of_wrappers_are_removed() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_fault_06_non_finite_weights_name_the_tensor(dtype: torch.dtype) -> None:
+def test_fault_06_non_finite_weights_name_the_tensor(dtype):
     state = {k: v.to(dtype) for k, v in weights().items()} | {"steps": torch.tensor(3)}
     state["bound"] = torch.tensor(float("inf"))  # that bounds nothing
     check_finite(state, "file.pth")
@@ -257,7 +255,7 @@ OTHERS: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
 
 @pytest.mark.parametrize("legacy", [False, True])
 @pytest.mark.parametrize("whose", OTHERS)
-def test_checkpoints_of_others(tmp_path: Path, whose: str, legacy: bool) -> None:
+def test_checkpoints_of_others(tmp_path, whose, legacy):
     make, prefix = OTHERS[whose]
     model = timm.create_model("test_resnet", num_classes=3)
     state = {name: torch.full_like(value, 2) for name, value in model.state_dict().items()}
@@ -284,7 +282,7 @@ def test_checkpoints_of_others(tmp_path: Path, whose: str, legacy: bool) -> None
     assert f"weights: {entry}" in load_model(request, tmp_path / "x.pth").notes[-1]
 
 
-def test_what_few_names_share_is_no_prefix() -> None:
+def test_what_few_names_share_is_no_prefix():
     own = ["norm.weight", "norm.bias", "head.weight", "blocks.0.norm.weight", "blocks.0.norm.bias"]
     assert foreign_prefix(["encoder.norm.weight", "encoder.norm.bias", "encoder.x", "y", "z"], own) == ""
     assert foreign_prefix([*own, *(f"ema.{name}" for name in own)], own) == ""

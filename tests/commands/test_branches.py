@@ -1,12 +1,11 @@
 """One trunk at a constant rate, several lengths: milestones, a run that stops early, branches with their own decay."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.commands.conftest import QUICK, Call, Make, metrics
+from tests.commands.conftest import QUICK, metrics
 from tests.commands.test_exact_resume import assert_same_state
 from tests.conftest import write_dataset
 from tests.same_records import without_times
@@ -22,9 +21,7 @@ def files(run: Path) -> set[str]:
     return {path.name.removesuffix(".pth.tar") for path in run.glob("*.pth.tar")}
 
 
-def test_two_branches_end_as_runs_of_their_lengths(
-    call: Call, make_dataset: Make, tmp_path: Path, stop_at: Callable[[set[int]], None]
-) -> None:
+def test_two_branches_end_as_runs_of_their_lengths(call, make_dataset, tmp_path, stop_at):
     flags = f"{make_dataset()} {FLAGS} --model-ema --model-ema-decay 0.9 --output {tmp_path}"
     trunk, recipe = tmp_path / "trunk", f"{flags} --save-epochs 2 4 --checkpoint-hist 1 --experiment trunk"
     assert call("train", f"{flags} --epochs 4 --experiment whole").code == 0
@@ -125,20 +122,20 @@ RESUME, BRANCH = "--resume {}", "--branch {} --resume auto"  # tests/checkpoint/
         ),
     ],
 )
-def test_what_no_branch_can_be(call: Call, milestone: Path, tmp_path: Path, begin: str, flags: str, told: str) -> None:
+def test_what_no_branch_can_be(call, milestone, tmp_path, begin, flags, told):
     begin = begin.format(milestone)
     ended = call("train", f"{milestone.parents[1]}/data {QUICK} {flags} --output {tmp_path} {begin}")
     assert ended.refused(told.format(milestone)), ended
     assert not [*tmp_path.iterdir()]
 
 
-def test_a_run_that_begins_after_its_end_leaves_nothing(call: Call, milestone: Path, tmp_path: Path) -> None:
+def test_a_run_that_begins_after_its_end_leaves_nothing(call, milestone, tmp_path):
     command = f"{milestone.parents[1]}/data {QUICK} --epochs 4 --stop-epoch 2 --start-epoch 3 --output {tmp_path}"
     assert call("train", command).refused("--start-epoch 3: the run has epochs 0 to 1 (--stop-epoch)")
     assert not [*tmp_path.iterdir()]
 
 
-def test_a_trunk_is_asked_for_no_milestone_beyond_its_end(call: Call, milestone: Path, tmp_path: Path) -> None:
+def test_a_trunk_is_asked_for_no_milestone_beyond_its_end(call, milestone, tmp_path):
     command = f"{milestone.parents[1]}/data {QUICK} --epochs 4 --save-epochs 3 5 --output {tmp_path}"
     assert call("train", command).refused("--save-epochs 5: the run has 4 epochs")
     branch = call("train", f"{command} --experiment b --resume {milestone} --sched wsd --decay-epochs 3")
@@ -152,7 +149,7 @@ def test_a_trunk_is_asked_for_no_milestone_beyond_its_end(call: Call, milestone:
     assert never.code == 0 and "warning: --save-epochs 50: the run has 4 epochs" in never.out
 
 
-def test_a_rate_that_jumps_where_a_decay_had_begun_is_told(call: Call, milestone: Path, tmp_path: Path) -> None:
+def test_a_rate_that_jumps_where_a_decay_had_begun_is_told(call, milestone, tmp_path):
     data = f"{milestone.parents[1]}/data {QUICK} --sched wsd --output {tmp_path}"
     assert call("train", f"{data} --epochs 4 --decay-epochs 3 --save-epochs 2 3 --experiment trunk").ok()
     jumps = "warning: the learning rate jumps from "

@@ -3,14 +3,13 @@
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
 from tests.commands import interrupted_train
-from tests.commands.conftest import QUICK, ROOT, Call, Make, TrainedRun, launch, metrics
+from tests.commands.conftest import QUICK, ROOT, launch, metrics
 from tests.conftest import LIMIT, python_path
 from tests.same_records import without_times
 from tests.train.small_run import tensors
@@ -41,9 +40,7 @@ def assert_same(whole: Path, cut: Path) -> None:
         assert (cut / name).read_text() == (whole / name).read_text(), name
 
 
-def test_fault_11_resumes_with_other_workers_and_shards(
-    call: Call, make_dataset: Make, make_labels: Make, tmp_path: Path, stop_at: Callable[[set[int]], None]
-) -> None:
+def test_fault_11_resumes_with_other_workers_and_shards(call, make_dataset, make_labels, tmp_path, stop_at):
     data, packed = make_dataset(train=21), tmp_path / "packed"
     labels = make_labels(data)
     assert tlt_cli.main(["pack-images", str(data), str(packed), "--labels", str(labels), "--workers", "1"]) == 0
@@ -69,7 +66,7 @@ def test_fault_11_resumes_with_other_workers_and_shards(
         "--train-img-sizes 16 32 --train-batch-sizes 4 2 --train-size-schedule progressive",
     ],
 )
-def test_fault_11_interrupted_on_two_ranks(make_dataset: Make, make_labels: Make, tmp_path: Path, more: str) -> None:
+def test_fault_11_interrupted_on_two_ranks(make_dataset, make_labels, tmp_path, more):
     """Within an epoch the ranks have other running statistics, in the average too, and other sums of losses."""
     data = make_dataset(train=24)
     flags = (
@@ -92,7 +89,7 @@ def test_fault_11_interrupted_on_two_ranks(make_dataset: Make, make_labels: Make
 
 
 @pytest.mark.slow
-def test_fault_13_two_ranks_keep_the_global_batch_of_one(call: Call, make_dataset: Make, tmp_path: Path) -> None:
+def test_fault_13_two_ranks_keep_the_global_batch_of_one(call, make_dataset, tmp_path):
     data = make_dataset(train=24)
     flags = f"{QUICK} --lr-base 0.1 --freeze-bn --output {tmp_path} --resume auto -b 4 --experiment"
     assert call("train", f"{data} --grad-accum-steps 2 {flags} whole --epochs 2").code == 0
@@ -106,9 +103,7 @@ def test_fault_13_two_ranks_keep_the_global_batch_of_one(call: Call, make_datase
     assert [run[update] for update in (4, 5, 6)] == [whole[update] for update in (4, 5, 6)]
 
 
-def test_ranks_with_different_checkpoints_do_not_wait(
-    call: Call, trained_run: TrainedRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ranks_with_different_checkpoints_do_not_wait(call, trained_run, tmp_path, monkeypatch):
     real = run_start.from_all
     monkeypatch.setattr(run_start, "from_all", lambda own: [own, [0, 1]] if isinstance(own, list) else real(own))
     flags = f"{trained_run.data} {QUICK} --epochs 3 --model-ema --output {tmp_path} --experiment run"

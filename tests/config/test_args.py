@@ -114,7 +114,7 @@ preflight! | --free-gb 3 | --free-gb 3.0 has no effect without --output
 
 
 @pytest.mark.parametrize("row", REFUSED.strip().splitlines())
-def test_refused_in_one_line(row: str) -> None:
+def test_refused_in_one_line(row):
     program, line, message = (cell.strip() for cell in row.split("|", 2))
     with pytest.raises(UserError) as caught:
         words = ["/data"] * (not program.endswith("!")) + line.replace("LABELS", LABELS).split()
@@ -123,7 +123,7 @@ def test_refused_in_one_line(row: str) -> None:
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 250
 
 
-def test_names_of_other_programs_stand_for_what_is_here() -> None:
+def test_names_of_other_programs_stand_for_what_is_here():
     parsers = [command.program.parser() for command in COMMANDS.values()]
     values = {
         value
@@ -211,7 +211,7 @@ LABELS --ground-truth | LABELS | --gt-weight-agree 0.3; --gt-weight-disagree 0.3
 """
 
 
-def test_a_flag_has_what_it_needs_or_is_refused() -> None:
+def test_a_flag_has_what_it_needs_or_is_refused():
     named = set[str]()
     for line in NEEDED.strip().splitlines():
         enough, lacking, flags = (cell.strip().replace("LABELS", LABELS) for cell in line.split("|"))
@@ -225,7 +225,7 @@ def test_a_flag_has_what_it_needs_or_is_refused() -> None:
     assert rows.keys() - named == {"--tracker-project", "--wandb-tags", "data_dir"}  # of a tracker that is installed
 
 
-def test_every_switch_of_a_recipe_can_be_turned_off(tmp_path: Path) -> None:
+def test_every_switch_of_a_recipe_can_be_turned_off(tmp_path):
     switches = [row for row in TRAIN.parser().flags.values() if row.switch and not row.refused]
     for row in switches:
         for name in row.names:
@@ -235,7 +235,7 @@ def test_every_switch_of_a_recipe_can_be_turned_off(tmp_path: Path) -> None:
             assert args[row.dest] is False, opposite
 
 
-def test_run_directory_is_its_best_checkpoint_in_every_program(tmp_path: Path) -> None:
+def test_run_directory_is_its_best_checkpoint_in_every_program(tmp_path):
     lines = {"train": "/data --token-label --token-label-teacher t", "predict": "i.jpg", "attention": "i.jpg -o a.png",
              "export": "-o m.onnx", "label": "/data out", "validate": "/data"}  # fmt: skip
     run, foreign, checked = tmp_path / "run", tmp_path / "foreign", list[str]()
@@ -269,7 +269,7 @@ def test_run_directory_is_its_best_checkpoint_in_every_program(tmp_path: Path) -
         validate.parse(["/data", "--checkpoint", str(run / "last.pth.tar"), "--all"])
 
 
-def test_every_flag_is_read_by_name_outside_of_the_parser() -> None:
+def test_every_flag_is_read_by_name_outside_of_the_parser():
     files = [file for folder in ("volo", "tlt") for file in (ROOT / folder).rglob("*.py")]
     ours = [file.read_text() for file in files if not file.name.startswith(("flags_", "settings_"))]
     code = "\n".join([*ours, *map(inspect.getsource, (scheduler_kwargs, optimizer_kwargs))])  # which timm reads
@@ -278,7 +278,7 @@ def test_every_flag_is_read_by_name_outside_of_the_parser() -> None:
     assert unread == refused | {name for name in unread if name[:4] == "log_"}  # read by parts of their names
 
 
-def test_compat_is_resolved_to_the_rows_that_change_something() -> None:
+def test_compat_is_resolved_to_the_rows_that_change_something():
     args = TRAIN.parse(["/data", *LABELS.split(), "--smoothing", "0", "--compat", "upstream"])
     assert args.labels.compat == ["label-crop", "label-scale", "label-area", "uncovered"]
     assert args.labels.maps.uncovered == "uniform" and TRAIN.parse(["/data"]).labels.compat is None
@@ -293,13 +293,13 @@ def test_compat_is_resolved_to_the_rows_that_change_something() -> None:
         ("--lr 8e-6", "--lr 8e-06 is below --min-lr 1e-05"),
     ],
 )
-def test_what_is_honoured_but_may_surprise_is_noted(line: str, note: str) -> None:
+def test_what_is_honoured_but_may_surprise_is_noted(line, note):
     assert TRAIN.parse(["/data"]).notes == ()
     notes = TRAIN.parse(["/data", *line.split()]).notes
     assert len(notes) == 1 and note in notes[0]
 
 
-def test_help_is_grouped_and_imports_nothing_heavy() -> None:
+def test_help_is_grouped_and_imports_nothing_heavy():
     code = (
         "import sys; __file__ = 'volo'\n"
         "from volo.cli import COMMANDS\n"
@@ -316,7 +316,7 @@ def test_help_is_grouped_and_imports_nothing_heavy() -> None:
 
 
 @pytest.mark.parametrize("name", ["wandb", "tensorboard", "mlflow", "trackio"])
-def test_missing_tracker_is_named_with_its_extra(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_tracker_is_named_with_its_extra(name, tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
     monkeypatch.delitem(sys.modules, name, raising=False)
     (tmp_path / name).mkdir()  # such as the ./wandb that W&B writes: no package

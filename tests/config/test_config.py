@@ -45,7 +45,7 @@ def read(path: str | Path) -> dict[str, object]:
         ),
     ],
 )
-def test_values_have_their_type_of_the_command_line(tmp_path: Path, text: str, expected: dict[str, object]) -> None:
+def test_values_have_their_type_of_the_command_line(tmp_path, text, expected):
     values = read(recipe(tmp_path, text))
     assert values == expected
     assert [type(value) for value in values.values()] == [type(value) for value in expected.values()]
@@ -73,9 +73,7 @@ def test_values_have_their_type_of_the_command_line(tmp_path: Path, text: str, e
         ("model_kwargs: &a {x: 1}\ndata_dir: *a", "line 2, column 11"),
     ],
 )
-def test_fault_54_55_56_57_one_line_names_the_file(
-    tmp_path: Path, text: str, message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_fault_54_55_56_57_one_line_names_the_file(tmp_path, text, message, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError) as caught:
         read(recipe(tmp_path, text))
@@ -84,7 +82,7 @@ def test_fault_54_55_56_57_one_line_names_the_file(
     assert not (tmp_path / "hacked").exists()
 
 
-def test_unreadable_files_are_named(tmp_path: Path) -> None:
+def test_unreadable_files_are_named(tmp_path):
     (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00\x81")
     for name, message in (("missing.yaml", "No such file"), (".", "directory"), ("binary.yaml", "binary.yaml")):
         with pytest.raises(UserError, match=message):
@@ -94,7 +92,7 @@ def test_unreadable_files_are_named(tmp_path: Path) -> None:
 LABELLED: dict[str, object] = {"token_label": True, "token_label_data": "l"}
 
 
-def test_command_line_wins_over_recipe_and_recipe_over_defaults(tmp_path: Path) -> None:
+def test_command_line_wins_over_recipe_and_recipe_over_defaults(tmp_path):
     path = recipe(tmp_path, epochs=30, batch_size=64, amp=True, model_ema=True)
     args = TRAIN.parse(["-c", path, "/data", "--epochs", "3", "--no-amp"])
     assert (args.schedule.epochs, args.images.batch_size, args.images.loading.workers) == (3, 64, None)
@@ -128,14 +126,12 @@ def test_command_line_wins_over_recipe_and_recipe_over_defaults(tmp_path: Path) 
         ),
     ],
 )
-def test_command_line_voids_the_recipes_alternative(
-    tmp_path: Path, in_recipe: dict[str, object], line: str, expected: dict[str, object]
-) -> None:
+def test_command_line_voids_the_recipes_alternative(tmp_path, in_recipe, line, expected):
     args = TRAIN.parse(["-c", recipe(tmp_path, **in_recipe), "/data", *line.split()])
     assert {name: args[name] for name in expected} == expected
 
 
-def test_paths_know_the_home_folder_and_impossible_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_paths_know_the_home_folder_and_impossible_names(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", "/home/me")
     places = {"PATH", "FILE", "DIR", "DATA", "DATA_DIR", "OUT", "IMAGE", "RUN"}
     models = ("--model", "--kd-model-name", "--token-label-teacher")
@@ -156,7 +152,7 @@ def test_paths_know_the_home_folder_and_impossible_names(tmp_path: Path, monkeyp
             TRAIN.parse(["/data", *more])
 
 
-def test_resolved_arguments_are_a_recipe_that_repeats_them(tmp_path: Path) -> None:
+def test_resolved_arguments_are_a_recipe_that_repeats_them(tmp_path):
     line = "/data --apex-amp --drop-connect 0.1 --torchcompile --model-kwargs depth=3 --min-lr 0 --bn-tf --mean 0.5"
     first = TRAIN.parse(line.split())
     settings = {name: value for name, value in first.values().items() if name not in ("config", "data_dir_option")}

@@ -62,7 +62,7 @@ def rows() -> Iterator[Flag]:
         yield from fields.flags_of(kind).values()
 
 
-def test_page_of_flags_names_every_flag_there_is_and_is_not() -> None:
+def test_page_of_flags_names_every_flag_there_is_and_is_not():
     page = (ROOT / "docs" / "flags.md").read_text()
     known = names_of(rows()) | {"--help", "--no-X"}
     quoted = re.findall(r"`((?:\w+\.py )?--[a-z][^`]*)`", page)
@@ -73,7 +73,7 @@ def test_page_of_flags_names_every_flag_there_is_and_is_not() -> None:
     assert refused and not {label for label in refused if f"`{label}`" not in told and f"`{label} " not in told}
 
 
-def test_the_site_has_a_heading_for_every_flag_of_every_program() -> None:
+def test_the_site_has_a_heading_for_every_flag_of_every_program():
     spec = spec_from_file_location("hooks", ROOT / ".ci" / "mkdocs_hooks.py")
     assert spec and spec.loader
     spec.loader.exec_module(hooks := module_from_spec(spec))
@@ -89,7 +89,7 @@ def test_the_site_has_a_heading_for_every_flag_of_every_program() -> None:
     assert len({anchor for *_, anchor in headings}) == len(headings)
 
 
-def test_the_site_has_every_page_as_markdown_and_llms_txt(tmp_path: Path) -> None:
+def test_the_site_has_every_page_as_markdown_and_llms_txt(tmp_path):
     build, load = pytest.importorskip("mkdocs.commands.build"), pytest.importorskip("mkdocs.config").load_config
     settings, files = load(str(ROOT / "mkdocs.yml"), site_dir=str(tmp_path), plugins=[]), []
     settings.plugins.events["env"].append(lambda env, **given: files.append(given["files"]))
@@ -112,7 +112,7 @@ def test_the_site_has_every_page_as_markdown_and_llms_txt(tmp_path: Path) -> Non
     assert (tmp_path / "llms.txt").read_text() == index.replace("](", "](https://example.org/docs/")
 
 
-def test_flags_of_timm_alone_are_on_the_page_and_refused(tmp_path: Path) -> None:
+def test_flags_of_timm_alone_are_on_the_page_and_refused(tmp_path):
     page, known = (ROOT / "docs" / "parity.md").read_text(), names_of(TRAIN.parser().flags.values())
     assert not TIMM_FLAGS.keys() & known, "what is here now is no longer told of as missing"
     for flags, reason in ROWS.items():
@@ -159,7 +159,7 @@ def program_of(words: list[str]) -> tuple[str, list[str]] | None:
     return None
 
 
-def test_commands_name_programs_and_flags_that_exist() -> None:
+def test_commands_name_programs_and_flags_that_exist():
     checked, wrong = 0, []
     for page, words in commands():
         if words[0] == "make":
@@ -178,7 +178,7 @@ def test_commands_name_programs_and_flags_that_exist() -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_code_blocks_fit_a_page_with_comments_above(page: Path) -> None:
+def test_code_blocks_fit_a_page_with_comments_above(page):
     for block in re.finditer(
         r"^( *)```(\w*)\n(.*?)^\1```|(?:^ {4,}\S[^\n]*\n)+", page.read_text(), re.MULTILINE | re.DOTALL
     ):
@@ -188,7 +188,7 @@ def test_code_blocks_fit_a_page_with_comments_above(page: Path) -> None:
             assert shape or not re.search(r"\S\s+# ", line), f"{line}: on a line of its own above"
 
 
-def test_python_and_yaml_blocks_are_whole() -> None:
+def test_python_and_yaml_blocks_are_whole():
     for page, text in blocks("python"):
         compile(text, page, "exec")
     for _, text in blocks("yaml"):
@@ -203,7 +203,7 @@ def anchors(page: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_links_lead_to_files_and_headings_that_are_there(page: Path) -> None:
+def test_links_lead_to_files_and_headings_that_are_there(page):
     for text, target in re.findall(r"([^\[\]]*)\]\((?!https?://)([^)]+)\)", page.read_text()):
         assert not text.endswith(".md"), f"{text}: a page is called by its title"
         path, _, anchor = target.partition("#")

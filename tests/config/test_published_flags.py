@@ -2,7 +2,6 @@
 
 import pytest
 
-from volo.config.parser import Program
 from volo.config.settings_evaluate import GENERATE_LABEL, VALIDATE
 from volo.config.train import TRAIN
 
@@ -157,7 +156,7 @@ LONG |= {"-vb": "--validation-batch-size-multiplier", "--local_rank": "--local-r
 
 
 @pytest.mark.parametrize(("program", "table", "flags"), [(TRAIN, PUBLISHED, 103), (VALIDATE, PUBLISHED_VALIDATE, 33)])
-def test_published_flags_keep_name_type_default_and_meaning(program: Program, table: str, flags: int) -> None:
+def test_published_flags_keep_name_type_default_and_meaning(program, table, flags):
     rows = [[cell.strip() for cell in line.split(" | ")] for line in table.strip().splitlines()]
     assert len({line.split()[0] for _, _, line, _ in rows}) == flags
     parser = program.parser()
@@ -171,7 +170,7 @@ def test_published_flags_keep_name_type_default_and_meaning(program: Program, ta
             assert after == eval(value) and type(after) is type(eval(value)), line
 
 
-def test_published_commands_are_taken() -> None:
+def test_published_commands_are_taken():
     line = "--local_rank=3 /imagenet --model volo_d1 --img-size 224 -b 128 --lr 1.6e-3 --drop-path 0.1 --apex-amp "
     train = TRAIN.parse(f"{line} --token-label --token-label-size 14 --token-label-data /labels".split())
     assert train.precision.mixed.amp and train.labels.token_label

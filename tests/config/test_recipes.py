@@ -94,13 +94,13 @@ def header_command(name: str, *more: str) -> tuple[int, TrainSettings, str]:
     return int(match[1]), args, header
 
 
-def test_every_recipe_is_in_the_tables() -> None:
+def test_every_recipe_is_in_the_tables():
     own = {*FROM_SCRATCH, *FINE_TUNED, "finetune_small", "scratch_small", "vit_s16_224_two_teachers"}
     assert {path.stem for path in (ROOT / "configs").iterdir()} == own | OF_OTHERS.keys()
 
 
 @pytest.mark.parametrize("name", OF_OTHERS)
-def test_the_headers_command_gives_the_run_of_another_system(name: str) -> None:
+def test_the_headers_command_gives_the_run_of_another_system(name):
     expected = OF_OTHERS[name]
     gpus, args, header = header_command(name)
     assert expected.told in header and "Top-1:" in header
@@ -119,19 +119,19 @@ def test_the_headers_command_gives_the_run_of_another_system(name: str) -> None:
     assert sorted(rates[expected.epochs // 2 :], reverse=True) == rates[expected.epochs // 2 :]
 
 
-def test_the_recipe_from_nothing_names_its_model() -> None:
+def test_the_recipe_from_nothing_names_its_model():
     gpus, args, header = header_command("scratch_small")
     assert gpus == 1 and "Hardware:" in header and timm.is_model(args.network.model) and args.images.pixels.img_size
     assert not (args.labels.token_label or args.network.pretrained or args.network.finetune)
 
 
-def test_the_recipe_for_fine_tuning_asks_for_weights() -> None:
+def test_the_recipe_for_fine_tuning_asks_for_weights():
     line = ["data", "-c", "finetune_small", "--model", "volo_d1"]
     assert "--pretrained or --finetune" in TRAIN.parse(line).notes[0]
     assert not TRAIN.parse([*line, "--pretrained"]).notes
 
 
-def test_few_images_are_fine_tuned_by_the_headers_command() -> None:
+def test_few_images_are_fine_tuned_by_the_headers_command():
     gpus, args, header = header_command("finetune_small")
     assert gpus == 1 and "Hardware:" in header
     assert (args.images.batch_size, args.images.val_fraction) == (16, 0.1)
@@ -143,7 +143,7 @@ def test_few_images_are_fine_tuned_by_the_headers_command() -> None:
 
 
 @pytest.mark.parametrize("name", [*FROM_SCRATCH, *FINE_TUNED])
-def test_the_headers_command_gives_the_published_run(name: str) -> None:
+def test_the_headers_command_gives_the_published_run(name):
     expected = {**FROM_SCRATCH, **FINE_TUNED}[name]
     gpus, args, header = header_command(name)
     names = ("model", "img_size", "batch_size", "drop_path", "token_label_size")
@@ -168,7 +168,7 @@ def test_the_headers_command_gives_the_published_run(name: str) -> None:
         assert args.augment.aa == ("rand-n3-m9-mstd0.5-inc1" if name == "lvvit_l_224" else "rand-m9-mstd0.5-inc1")
 
 
-def test_trunk_and_branches_share_a_rate_until_the_decay() -> None:
+def test_trunk_and_branches_share_a_rate_until_the_decay():
     _, args, header = header_command("volo_d1_224_wsd")
     branches = [shlex.split(line) for line in re.findall(r"^--experiment .*", header, re.MULTILINE)]
     trunk, *others = (schedule_of(header_command("volo_d1_224_wsd", *more)[1], 1.0, 2) for more in [[], *branches])
@@ -178,7 +178,7 @@ def test_trunk_and_branches_share_a_rate_until_the_decay() -> None:
         assert branch.total_epochs == epochs * 5 / 4 and branch(2 * branch.total_epochs - 1) < 0.03
 
 
-def test_a_student_has_two_unlike_teachers() -> None:
+def test_a_student_has_two_unlike_teachers():
     gpus, args, header = header_command("vit_s16_224_two_teachers")
     assert gpus * args.images.batch_size == 1024 and resolve_lr(args.schedule, 1024)[0] == 1e-3
     assert header.count("not run at this size") == 1

@@ -56,7 +56,7 @@ def foreign_flags(programs: set[str], text: str) -> list[str]:
 
 
 @pytest.mark.parametrize("folder", ["volo", "tlt"])
-def test_the_flags_that_a_program_speaks_of_are_its_own(folder: str) -> None:
+def test_the_flags_that_a_program_speaks_of_are_its_own(folder):
     for file in (ROOT / folder).rglob("*.py"):
         module = ".".join(file.relative_to(ROOT).with_suffix("").parts)
         programs = {name for other, name in MODULES if other == module} or {name for _, name in MODULES}

@@ -1,7 +1,6 @@
 """Settings: their names are checked, each value has a source, and nothing changes one in place."""
 
 from dataclasses import FrozenInstanceError
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -32,7 +31,7 @@ class Asked:
 
 
 @pytest.mark.parametrize("program", COMMANDS)
-def test_names_in_fields_are_settings_of_the_program(program: str) -> None:
+def test_names_in_fields_are_settings_of_the_program(program):
     kind = COMMANDS[program].program.settings
     flags = flags_of(kind)
     for row in flags.values():
@@ -44,11 +43,11 @@ def test_names_in_fields_are_settings_of_the_program(program: str) -> None:
         assert named <= flags.keys() and row.dest not in named, row.dest
 
 
-def test_lists_of_names_are_of_settings_of_train_py() -> None:
+def test_lists_of_names_are_of_settings_of_train_py():
     assert {*FITTED, *STARTS, *START_ONLY, *EXPERIMENT} <= flags_of(TrainSettings).keys()
 
 
-def test_a_misspelt_setting_is_an_error() -> None:
+def test_a_misspelt_setting_is_an_error():
     settings = TRAIN.parse(["/data"])
     with pytest.raises(KeyError, match="epocs"):
         settings.decide("command line", epocs=3)
@@ -58,7 +57,7 @@ def test_a_misspelt_setting_is_an_error() -> None:
         settings.schedule.epocs  # type: ignore[attr-defined]  # noqa: B018
 
 
-def test_settings_stay_as_they_are() -> None:
+def test_settings_stay_as_they_are():
     settings = TRAIN.parse(["/data", "--epochs", "3", "--opt-kwargs", "a=1"])
     before, sources = settings.values(), dict(settings.sources)
     for name, flag in flags_of(TrainSettings).items():
@@ -97,7 +96,7 @@ finetune: RUN | | finetune:recipe
 
 
 @pytest.mark.parametrize("row", SOURCES.strip().splitlines())
-def test_sources_of_the_settings_of_train_py(row: str, tmp_path: Path) -> None:
+def test_sources_of_the_settings_of_train_py(row, tmp_path):
     recipe, line, expected = (cell.strip().replace("LABELS", LABELS) for cell in row.split("|"))
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "last.pth.tar").touch()
@@ -121,12 +120,12 @@ def test_sources_of_the_settings_of_train_py(row: str, tmp_path: Path) -> None:
         ("export", "-o m.onnx --format onnx --checkpoint c", {"format": "command line"}),
     ],
 )
-def test_sources_of_settings_of_programs(program: str, line: str, expected: dict[str, str], tmp_path: Path) -> None:
+def test_sources_of_settings_of_programs(program, line, expected, tmp_path):
     settings = COMMANDS[program].program.parse(line.replace("FOLDER", str(tmp_path)).split())
     assert {name: settings.sources.get(name) for name in expected} == expected
 
 
-def test_what_data_and_checkpoint_decide_has_them_as_source() -> None:
+def test_what_data_and_checkpoint_decide_has_them_as_source():
     asked = TRAIN.parse(["/data", "--model", "volo_d1", "--epochs", "4", "--warmup-epochs", "1"])
     fresh, batch, _ = resolve_args(asked, {}, 54, 3, 1)
     for name in FITTED:
@@ -141,7 +140,7 @@ def test_what_data_and_checkpoint_decide_has_them_as_source() -> None:
     assert (kept[0].optim.grad_accum_steps, kept[0].sources["grad_accum_steps"]) == (2, "checkpoint")
 
 
-def test_the_recipe_from_nothing_is_the_source_of_its_values() -> None:
+def test_the_recipe_from_nothing_is_the_source_of_its_values():
     chosen = recipe_from_nothing(TRAIN.parse(["/data", "--epochs", "7"]), 90, 1)
     expected = {"data_dir": "command line", "epochs": "command line"}
     expected |= dict.fromkeys(("config", "model", "batch_size", "val_interval"), "recipe")

@@ -54,7 +54,7 @@ def _rows(file: Path) -> list[list[str]]:
     return list(csv.reader(file.open(encoding="utf-8", newline="")))
 
 
-def test_the_tables_count_the_answers_to_every_image(tmp_path: Path) -> None:
+def test_the_tables_count_the_answers_to_every_image(tmp_path):
     images, answers = _random(classes=5, images=200)
     images.source.class_names[1] = "a, 靴\n\udcff"
     answers[0, :3] = -1  # unreadable
@@ -82,7 +82,7 @@ def test_the_tables_count_the_answers_to_every_image(tmp_path: Path) -> None:
     )
 
 
-def test_answers_are_those_that_count_as_correct() -> None:
+def test_answers_are_those_that_count_as_correct():
     logits = torch.tensor([[1.0, 1.0, 0.0], [0.0, 2.0, 2.0], [float("nan")] * 3])
     answers = Answers(5, World(0, 0, 1, torch.device("cpu")))
     answers.add(logits[:2], torch.tensor([4, 0]))
@@ -93,7 +93,7 @@ def test_answers_are_those_that_count_as_correct() -> None:
     assert probability[[4, 0]].tolist() == pytest.approx(logits[:2].softmax(1).max(1).values.tolist())
 
 
-def test_what_is_confused_lies_together() -> None:
+def test_what_is_confused_lies_together():
     generator = np.random.default_rng(0)
     groups = generator.permutation(np.repeat(np.arange(7), [1, 2, 3, 4, 5, 6, 1]))
     inside = groups[:, None] == groups
@@ -105,7 +105,7 @@ def test_what_is_confused_lies_together() -> None:
 
 
 @pytest.mark.parametrize("classes", [2, 21, 50, 51, 1000])
-def test_the_picture_is_legible_for_any_number(classes: int, recwarn: pytest.WarningsRecorder) -> None:
+def test_the_picture_is_legible_for_any_number(classes, recwarn):
     images, answers = _random(classes, images=20 * classes)
     images.source.class_names[0] = "靴 $x$ " + "W" * 60
     confusion = Confusion(images, answers, classes)
@@ -125,7 +125,7 @@ def test_the_picture_is_legible_for_any_number(classes: int, recwarn: pytest.War
     assert not [warning for warning in recwarn if "Glyph" in str(warning.message)]
 
 
-def test_the_sheet_begins_with_the_surest_mistake() -> None:
+def test_the_sheet_begins_with_the_surest_mistake():
     images, answers = _random(classes=4, images=100)
     answers[:, :2] = [[-1, 3], [1, np.nan]]  # unreadable; without a finite output
     axes = [each for each in Confusion(images, answers, 4).draw_mistakes("epoch 1").axes if each.get_images()]

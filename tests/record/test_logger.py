@@ -3,7 +3,6 @@
 import errno
 import os
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -25,7 +24,7 @@ def _logger(rank: int = 0) -> Logger:
     return Logger(World(rank, rank, 2, torch.device("cpu")))
 
 
-def test_events_of_all_ranks_come_before_and_after_the_directory(tmp_path: Path) -> None:
+def test_events_of_all_ranks_come_before_and_after_the_directory(tmp_path):
     (tmp_path / EVENTS).write_text('{"kind": "start", "rank": 0}\n{"kind": "chec')  # torn by a power cut
     for logger in (_logger(0), _logger(1)):
         logger.event("start", lr=float("nan"))
@@ -40,7 +39,7 @@ def test_events_of_all_ranks_come_before_and_after_the_directory(tmp_path: Path)
     assert events[0]["pid"] == os.getpid() and events[0]["time"].endswith("+00:00")
 
 
-def test_the_curve_shows_an_epoch_at_its_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_curve_shows_an_epoch_at_its_number(tmp_path, monkeypatch):
     drawn = list[Figure]()
     monkeypatch.setattr(Figure, "savefig", lambda figure, path, dpi: drawn.append(figure))
     run = RunRecords(tmp_path / ("ru$n$" + 50 * "W"))
@@ -73,7 +72,7 @@ def test_the_curve_shows_an_epoch_at_its_number(tmp_path: Path, monkeypatch: pyt
     assert lines == {"training loss": [[1, 3], [2, 2], [3, 1]], "validation loss": [[1, 5], [3, 5]]}
 
 
-def test_of_short_epochs_some_curves_are_drawn_and_the_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_short_epochs_some_curves_are_drawn_and_the_last(tmp_path, monkeypatch):
     clock, drawn, logger = 0.0, list[float](), _logger()
     monkeypatch.setattr("volo.record.logger.time.monotonic", lambda: clock)
 
@@ -102,7 +101,7 @@ def test_of_short_epochs_some_curves_are_drawn_and_the_last(tmp_path: Path, monk
         (ZeroDivisionError("by\nzero"), 1, "ZeroDivisionError: by"),
     ],
 )
-def test_the_end_of_a_run_is_noted(error: BaseException | None, code: int, why: str, tmp_path: Path) -> None:
+def test_the_end_of_a_run_is_noted(error, code, why, tmp_path):
     logger = _logger()
     logger.open_events(tmp_path)
     try:
@@ -115,7 +114,7 @@ def test_the_end_of_a_run_is_noted(error: BaseException | None, code: int, why: 
     assert (event["kind"], event["exit_code"], event["reason"]) == ("end", code, why)
 
 
-def test_writers_do_not_tear_each_others_lines(tmp_path: Path) -> None:
+def test_writers_do_not_tear_each_others_lines(tmp_path):
     def write(writer: int) -> None:  # as a process does, which opens the file for itself
         lines = LineFile(tmp_path / EVENTS)
         for count in range(200):
@@ -129,7 +128,7 @@ def test_writers_do_not_tear_each_others_lines(tmp_path: Path) -> None:
         assert [r["count"] for r in records if r["writer"] == writer] == list(range(200))
 
 
-def test_lines_wait_while_the_disk_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lines_wait_while_the_disk_is_full(tmp_path, monkeypatch):
     lines, room, os_write = LineFile(tmp_path / "x"), [2], os.write
     lines.append("one")
 
@@ -147,7 +146,7 @@ def test_lines_wait_while_the_disk_is_full(tmp_path: Path, monkeypatch: pytest.M
     assert (tmp_path / "x").read_text().splitlines() == ["one", "tw", "two", "three", "four"]
 
 
-def test_log_begins_with_lines_from_before_its_directory(tmp_path: Path) -> None:
+def test_log_begins_with_lines_from_before_its_directory(tmp_path):
     for rank in (0, 1):
         logger = _logger(rank)
         logger.line("learning rate 0.1")
@@ -158,7 +157,7 @@ def test_log_begins_with_lines_from_before_its_directory(tmp_path: Path) -> None
     assert [line.split(" ", 2)[2] for line in lines] == ["learning rate 0.1", "epoch 1"]
 
 
-def test_slow_data_is_reported_once_a_run_with_advice(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_slow_data_is_reported_once_a_run_with_advice(tmp_path, capsys):
     logger = _logger()
     logger.open_events(tmp_path)
     logger.open(RunRecords(tmp_path), (0, 1, 2, 3, 5, 9, 13, 17, 21, 25, 29))
@@ -194,9 +193,9 @@ def evaluation(top1: float, loss: float) -> Evaluation:
     ],
 )
 def test_epoch_line_has_79_columns_and_marks_the_best(
-    epochs: int, loss: float, scores: dict[str, tuple[float, float]], since: int, line: str, tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+    epochs, loss, scores, since, line, tmp_path,
+    capsys,
+):  # fmt: skip
     logger = Logger(World(0, 0, 1, torch.device("cpu")))
     logger.open(RunRecords(tmp_path), (0, 1))
     logger.start_epoch(epochs - 1, epochs, 8)
@@ -205,9 +204,7 @@ def test_epoch_line_has_79_columns_and_marks_the_best(
     assert printed == f"epoch {epochs}/{epochs}: {line}" and len(printed) <= 79
 
 
-def test_terminal_wraps_words(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_terminal_wraps_words(tmp_path, monkeypatch, capsys):
     logger = Logger(World(0, 0, 1, torch.device("cpu")))
     logger.open(RunRecords(tmp_path), (0, 1))
     monkeypatch.setenv("COLUMNS", "80")

@@ -8,7 +8,7 @@ from volo.cluster.distributed import World
 from volo.record.metrics import Arithmetic, Sums, correct_in_top, gpu_use, peak_flops
 
 
-def test_top_k_counts_equal_a_sort() -> None:
+def test_top_k_counts_equal_a_sort():
     generator = np.random.default_rng(0)
     logits, classes = generator.standard_normal((50, 7)), generator.integers(0, 7, 50)
     order = np.argsort(-logits, axis=1)
@@ -18,7 +18,7 @@ def test_top_k_counts_equal_a_sort() -> None:
     assert [int(count) for count in correct_in_top(few, torch.tensor([0, 0, -1]))] == [1, 2]
 
 
-def test_sums_add_up_in_float64() -> None:
+def test_sums_add_up_in_float64():
     sums = Sums(("images", "loss"), World(0, 0, 1, torch.device("cpu")))
     for _ in range(1000):
         sums.add(1, torch.tensor(0.1, requires_grad=True))
@@ -27,7 +27,7 @@ def test_sums_add_up_in_float64() -> None:
     assert sums.totals() == {"images": 0.0, "loss": 0.0}
 
 
-def test_sums_go_on_from_those_of_each_rank() -> None:
+def test_sums_go_on_from_those_of_each_rank():
     def restored(by_rank: list[list[float]], size: int, same_images: int = 1) -> list[list[float]]:
         rows = []
         for rank in range(size):
@@ -54,7 +54,7 @@ def test_sums_go_on_from_those_of_each_rank() -> None:
         ("NVIDIA GeForce RTX 9090", None),
     ],
 )
-def test_the_peak_is_that_of_the_data_sheet(name: str, peak: float | None) -> None:
+def test_the_peak_is_that_of_the_data_sheet(name, peak):
     assert peak_flops(name, torch.bfloat16) == peak and peak_flops(name, None) is None
     assert gpu_use(torch.device("cpu")) == {}
     use = Arithmetic(2e9, peak).use(5000.0)
@@ -62,7 +62,7 @@ def test_the_peak_is_that_of_the_data_sheet(name: str, peak: float | None) -> No
 
 
 @pytest.mark.gpu(stand_in=False)
-def test_memory_of_the_gpu() -> None:
+def test_memory_of_the_gpu():
     device = torch.device("cuda")
     before = torch.cuda.max_memory_allocated(device)
     held = torch.empty(2**28 + before, dtype=torch.uint8, device=device)

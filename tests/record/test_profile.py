@@ -2,7 +2,6 @@
 
 import gzip
 import json
-from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
@@ -16,7 +15,7 @@ from volo.record.profile import WARM_UP, StepProfiler, table
 from volo.train import meter
 
 
-def test_updates_of_one_epoch_are_profiled_once_the_run_is_warm(tmp_path: Path) -> None:
+def test_updates_of_one_epoch_are_profiled_once_the_run_is_warm(tmp_path):
     lines: list[str] = []
     profiler = StepProfiler(2, torch.device("cpu"), tmp_path, lines.append)
     left = [WARM_UP - update for update in range(WARM_UP)] + [1, 0, 3, 2, 1, 0, 3, 2]  # too few are left at first
@@ -36,7 +35,7 @@ def event(key: str, count: int, device: float, host: float = 0.0, kind: Any = De
     return Mock(key=key, count=count, self_device_time_total=device, self_cpu_time_total=host, device_type=kind)
 
 
-def test_a_gpus_kernels_are_added_up_by_kind() -> None:
+def test_a_gpus_kernels_are_added_up_by_kind():
     events = [
         event("nvjet_tst_128x256", 40, 30_000.0),
         event("sm90_xmma_gemm_bf16", 20, 10_000.0),
@@ -54,7 +53,7 @@ def test_a_gpus_kernels_are_added_up_by_kind() -> None:
 
 
 @pytest.mark.parametrize(("late", "waited", "told"), [(30, 0.0, 1), (25, 0.0, 0), (50, 2.0, 0)])
-def test_a_gpu_that_waits_for_its_host_is_told_once(late: int, waited: float, told: int) -> None:
+def test_a_gpu_that_waits_for_its_host_is_told_once(late, waited, told):
     logger = Mock()
     run = Mock(logger=logger, settings=arguments(), world=World(0, 0, 1, torch.device("cpu")))
     counting = meter.Meter(run, Mock(distillation=None))

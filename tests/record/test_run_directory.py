@@ -23,7 +23,7 @@ from volo.record.records import RunRecords, read_json_lines
 from volo.record.run_directory import RunLock, new_directory, newest_alike
 
 
-def test_a_new_directory_overwrites_no_other(tmp_path: Path) -> None:
+def test_a_new_directory_overwrites_no_other(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match=f"--output {tmp_path}/file/.*: cannot create the run directory"):
         new_directory(tmp_path / "file", "-volo_d1-224", make=True)
@@ -31,7 +31,7 @@ def test_a_new_directory_overwrites_no_other(tmp_path: Path) -> None:
     assert made.is_dir() and made.name.endswith("-volo_d1-224")
 
 
-def test_the_newest_run_of_the_same_experiment(tmp_path: Path) -> None:
+def test_the_newest_run_of_the_same_experiment(tmp_path):
     for name, recorded in (
         ("20260101-volo_d1", {"lr": 0.1, "seed": 1, "workers": 4, "output": "elsewhere", "data_dir": "/node7/scratch"}),
         ("20260102-volo_d1", {"lr": 0.1, "seed": 2}),
@@ -51,7 +51,7 @@ def test_the_newest_run_of_the_same_experiment(tmp_path: Path) -> None:
     assert "lr: 0.2 before, 0.1 now; seed: 1 before, 3 now" in reported[1]
 
 
-def test_the_newest_run_began_last_wherever_that_was(tmp_path: Path) -> None:
+def test_the_newest_run_began_last_wherever_that_was(tmp_path):
     for name, time in (
         ("20261025-120000", "2026-10-25T12:00:00+05:30"),
         ("20261025-023000", "2026-10-25T02:30:00+02:00"),  # an hour that comes twice
@@ -77,7 +77,7 @@ def test_the_newest_run_began_last_wherever_that_was(tmp_path: Path) -> None:
     ]
 
 
-def test_runs_that_start_in_the_same_second_keep_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_runs_that_start_in_the_same_second_keep_apart(tmp_path, monkeypatch):
     class Clock(datetime):
         @classmethod
         def now(cls, tz: tzinfo | None = None) -> Clock:
@@ -92,7 +92,7 @@ def test_runs_that_start_in_the_same_second_keep_apart(tmp_path: Path, monkeypat
     assert sorted(path.name for path in chosen) == sorted(names) == sorted(path.name for path in root.iterdir())
 
 
-def test_fault_12_records_of_repeated_steps_are_removed(tmp_path: Path) -> None:
+def test_fault_12_records_of_repeated_steps_are_removed(tmp_path):
     directory, metrics, summary = RunRecords(tmp_path), tmp_path / "metrics.jsonl", tmp_path / "summary.csv"
     for epoch in range(2):
         for update in (2, 4):
@@ -112,7 +112,7 @@ def test_fault_12_records_of_repeated_steps_are_removed(tmp_path: Path) -> None:
     assert directory.rewind(0, 0) == 4 and metrics.read_bytes() == b""
 
 
-def test_a_full_disk_and_damaged_records_stop_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_and_damaged_records_stop_nothing(tmp_path, monkeypatch):
     (tmp_path / "run.json").write_text("[{")
     (tmp_path / "metrics.jsonl").write_bytes(b'{"event": "epoch", "epoch": 0}\n\x00\x00\xff,2\n')
     directory = RunRecords(tmp_path)
@@ -160,7 +160,7 @@ def is_free(directory: Path) -> bool:
     return True
 
 
-def test_fault_19_second_job_waits_for_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fault_19_second_job_waits_for_the_first(tmp_path, monkeypatch):
     command, environment = [sys.executable, "-c", HOLD, str(tmp_path)], {**os.environ, "PYTHONPATH": python_path(ROOT)}
     with subprocess.Popen(command, stdin=-1, stdout=-1, text=True, bufsize=1, env=environment) as holder:
         assert holder.stdin is not None and holder.stdout is not None
@@ -182,7 +182,7 @@ def test_fault_19_second_job_waits_for_the_first(tmp_path: Path, monkeypatch: py
         assert is_free(tmp_path)
 
 
-def test_fault_62_removed_directory_is_made_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fault_62_removed_directory_is_made_anew(tmp_path, monkeypatch):
     monkeypatch.setattr(run_directory, "_WAIT", 0.1)
     (directory := tmp_path / "run").mkdir()
     warnings: list[str] = []

@@ -19,7 +19,7 @@ EVERY_UPDATE = [(update, 10.0 * update) for update in range(1, 7)]
 
 
 @pytest.mark.parametrize("name", READERS)
-def test_a_resumed_run_continues_its_curve(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_resumed_run_continues_its_curve(name, tmp_path, monkeypatch):
     pytest.importorskip(name)
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
@@ -87,7 +87,7 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Fake:
     return Fake(folder)
 
 
-def test_records_are_what_is_sent(fake: Fake, call: Call, data: Path, tmp_path: Path) -> None:  # noqa: F811
+def test_records_are_what_is_sent(fake, call, data, tmp_path):  # noqa: F811
     run = tmp_path / "run"
     flags = f"{data} {QUICK} --log-wandb --wandb-project mine --wandb-tags a b --output {tmp_path}"
     assert call("train", f"{flags} --experiment run --epochs 1").code == 0
@@ -112,9 +112,7 @@ def test_records_are_what_is_sent(fake: Fake, call: Call, data: Path, tmp_path: 
         ({"log": "os._exit(7)"}, "off: it ended with 7 ("),
     ],
 )
-def test_failing_tracker_warns_once_and_catches_up(
-    does: dict[str, str], reason: str, fake: Fake, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_failing_tracker_warns_once_and_catches_up(does, reason, fake, tmp_path, capsys):
     fake.does(**does)
     logger = open_run(tmp_path / "run", 0, "wandb")
     train(logger, range(1, 2))
@@ -131,9 +129,7 @@ def test_failing_tracker_warns_once_and_catches_up(
     assert fake.curve() == EVERY_UPDATE and "warning" not in capsys.readouterr().out
 
 
-def test_finished_run_waits_for_a_tracker_within_limits(
-    fake: Fake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_finished_run_waits_for_a_tracker_within_limits(fake, tmp_path, monkeypatch, capsys):
     fake.does(init="time.sleep(10000)")
     monkeypatch.setattr(trackers, "WAIT_S", 0.1)
     quick = tmp_path / "quick.py"
@@ -147,7 +143,7 @@ def test_finished_run_waits_for_a_tracker_within_limits(
     assert logger.trackers._running["wandb"].wait(LIMIT) == -signal.SIGALRM
 
 
-def test_signals_spare_the_tracker_which_sends_a_killed_run(fake: Fake, tmp_path: Path) -> None:
+def test_signals_spare_the_tracker_which_sends_a_killed_run(fake, tmp_path):
     fake.does(log="time.sleep(0.1)")
     program = """
 __file__ = "volo"  # a program, which imports no more than it needs

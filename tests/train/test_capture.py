@@ -4,9 +4,7 @@ import gc
 import os
 import time
 import weakref
-from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
@@ -16,7 +14,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.stand_in.streams import Stream
-from tests.stand_in_cuda import StandIn
 from tests.train.small_step import LABELLED, small_run, train, weights
 from tlt.errors import UserError
 from volo.checkpoint import checkpoint
@@ -84,9 +81,7 @@ def too_little_memory(where: str, monkeypatch: pytest.MonkeyPatch) -> dict[str, 
 
 
 @pytest.mark.parametrize(("where", "told"), [("capture", "out of memory"), ("send", "MemoryError: can't allocate")])
-def test_attempt_without_memory_leaves_none(
-    where: str, told: str, done: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_attempt_without_memory_leaves_none(where, told, done, monkeypatch):
     """The step that is launched instead needs all of it, while the garbage collector is off."""
     held, alive, launch = too_little_memory(where, monkeypatch), list[str](), Step.__call__
 
@@ -104,9 +99,7 @@ def test_attempt_without_memory_leaves_none(
 
 
 @pytest.mark.parametrize(("flags", "images"), [("", 28), ("--grad-accum-steps 2", 32)])
-def test_host_is_two_replays_ahead_at_most(
-    flags: str, images: int, done: list[str], stand_in: StandIn, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_host_is_two_replays_ahead_at_most(flags, images, done, stand_in, monkeypatch):
     repeat, ends, queued = StepGraph._repeat, list[int](), list[int]()
 
     def counted(step: StepGraph, last: bool) -> Any:
@@ -126,7 +119,7 @@ def test_host_is_two_replays_ahead_at_most(
     }
 
 
-def test_a_rehearsal_that_shows_nothing_is_repeated(done: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rehearsal_that_shows_nothing_is_repeated(done, monkeypatch):
     """At the update that is not finite the graph and the launched step do the same: nothing."""
     monkeypatch.setattr(step_graph, "WARM_UP", 3)
     run, training = small_run(LABELLED, 24)
@@ -136,7 +129,7 @@ def test_a_rehearsal_that_shows_nothing_is_repeated(done: list[str], monkeypatch
     assert begun == [3, 4]
 
 
-def test_without_a_learning_rate_nothing_is_shown(done: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_learning_rate_nothing_is_shown(done, monkeypatch):
     """As in an epoch of warm-up from 0, through which the rehearsals become rare: a graph of another rate is not taken
     for right."""
     run, training = small_run(f"{LABELLED} --warmup-epochs 1 --warmup-lr 0 --no-sched-on-updates", 20)
@@ -149,7 +142,7 @@ def test_without_a_learning_rate_nothing_is_shown(done: list[str], monkeypatch: 
     assert begun[3:] == [8] and "it computes something else" in run.logger.lines[-1]
 
 
-def test_after_graphs_were_freed_one_update_is_launched(done: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_after_graphs_were_freed_one_update_is_launched(done, monkeypatch):
     """What is compiled anew after a validation must not be compiled within a capture."""
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: torch.cuda.mem_get_info()[1])
     run, training = small_run(LABELLED, 11)
@@ -178,7 +171,7 @@ def _different(monkeypatch: pytest.MonkeyPatch) -> None:
         _not_finite,
     ],
 )
-def test_ranks_ask_equally_often(plant: Callable[[Any], Any], done: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_ask_equally_often(plant, done, monkeypatch):
     """Else one would wait for the others until a time limit ends the run."""
     asked: list[list[bool]] = []
 
@@ -202,7 +195,7 @@ def test_ranks_ask_equally_often(plant: Callable[[Any], Any], done: list[str], m
         assert "warning: steps are launched" in endings[0] and "on another rank" in endings[1]
 
 
-def test_several_gpus_launch_their_steps_unless_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_several_gpus_launch_their_steps_unless_asked(monkeypatch):
     answers = {}
     for flags in ("", "--cuda-graph", "--no-cuda-graph", "--opt lamb"):
         run, training = small_run(flags, 16)
@@ -223,12 +216,12 @@ def test_several_gpus_launch_their_steps_unless_asked(monkeypatch: pytest.Monkey
         ("--cuda-graph --no-cuda-graph", "--cuda-graph and --no-cuda-graph set the same"),
     ],
 )
-def test_a_graph_that_is_asked_for_and_can_not_be_is_refused(flags: str, message: str) -> None:
+def test_a_graph_that_is_asked_for_and_can_not_be_is_refused(flags, message):
     with pytest.raises(UserError, match=message):
         step_of(*small_run(flags, 16))
 
 
-def test_a_save_in_place_waits_for_the_gpu(tmp_path: Path, stand_in: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_save_in_place_waits_for_the_gpu(tmp_path, stand_in, monkeypatch):
     """The thread that writes reads the weights on another stream than that of the last step."""
     monkeypatch.setattr(checkpoint, "first_non_finite", lambda weights: None)  # else this would wait
     run, training = small_run("", 8)
@@ -241,7 +234,7 @@ def test_a_save_in_place_waits_for_the_gpu(tmp_path: Path, stand_in: StandIn, mo
     assert (tmp_path / "last.pth.tar").is_file() and not stand_in.races
 
 
-def test_the_memory_of_the_host_for_a_rehearsal_is_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_memory_of_the_host_for_a_rehearsal_is_predicted(monkeypatch):
     run, training = small_run(f"{LABELLED} --model-ema", 8)
     step, model = step_of(run, training), training.state.model
     train(run, training, step)  # the optimizer has its state
@@ -276,7 +269,7 @@ def _rank(rank: int, folder: str, fails: int) -> None:
 
 @pytest.mark.gpu(stand_in=False)
 @pytest.mark.parametrize("fails", [2, 1])
-def test_two_ranks_of_nccl_repeat_their_exchange_of_gradients(tmp_path: Path, fails: int) -> None:
+def test_two_ranks_of_nccl_repeat_their_exchange_of_gradients(tmp_path, fails):
     """On one GPU. Where the capture of one rank fails, both launch their steps."""
     if torch.cuda.nccl.version() < (2, 30):
         pytest.skip("this NCCL takes two ranks on one GPU for a mistake")

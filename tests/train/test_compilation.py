@@ -63,7 +63,7 @@ def graphs() -> int:
 
 
 @pytest.mark.parametrize("name", SMALL)
-def test_stem_is_one_graph_that_equals_eager_mode(name: str) -> None:
+def test_stem_is_one_graph_that_equals_eager_mode(name):
     eager, model = small(name), small(name)
     compiler(backend="aot_eager").modules([model.patch_embed])
     for step, batch in enumerate((4, 3)):
@@ -73,7 +73,7 @@ def test_stem_is_one_graph_that_equals_eager_mode(name: str) -> None:
 
 
 @pytest.mark.gpu
-def test_stems_are_compiled_unless_statistics_are_shared() -> None:
+def test_stems_are_compiled_unless_statistics_are_shared():
     model = small("volo_test").cuda()
     assert stems(nn.Sequential(model)) == [model.patch_embed]
     model.patch_embed = nn.SyncBatchNorm.convert_sync_batchnorm(model.patch_embed)
@@ -83,7 +83,7 @@ def test_stems_are_compiled_unless_statistics_are_shared() -> None:
 @pytest.mark.parametrize(
     ("name", "drop_path_mode", "checkpointing"), [("volo_test", "mask", False), ("lvvit_test", "subset", True)]
 )
-def test_kind_of_block_is_one_graph_as_eager(name: str, drop_path_mode: str, checkpointing: bool) -> None:
+def test_kind_of_block_is_one_graph_as_eager(name, drop_path_mode, checkpointing):
     eager, model = small(name, drop_path_mode), small(name, drop_path_mode)
     for each in (eager, model):
         each.set_grad_checkpointing(checkpointing)
@@ -111,7 +111,7 @@ def process_group() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("scope", ["blocks", "model"])
-def test_distributed_data_parallel_takes_both_scopes(process_group: None, scope: str) -> None:
+def test_distributed_data_parallel_takes_both_scopes(process_group, scope):
     cpu = torch.device("cpu")
     eager, model = (distribute(small("lvvit_test"), cpu) for _ in range(2))
     called = compiler(torchcompile_scope=scope).model(model)
@@ -122,7 +122,7 @@ def test_distributed_data_parallel_takes_both_scopes(process_group: None, scope:
         torch.testing.assert_close(found, gradients(eager, 4, step))
 
 
-def test_whole_model_is_compiled_where_asked_or_needed() -> None:
+def test_whole_model_is_compiled_where_asked_or_needed():
     alone = World(0, 0, 1, torch.device("cpu"))
     for flags in (
         "volo_test --torchcompile eager --torchcompile-scope model",
@@ -135,7 +135,7 @@ def test_whole_model_is_compiled_where_asked_or_needed() -> None:
     assert compiler(backend="").model(model) is model
 
 
-def test_what_cannot_be_done_is_told() -> None:
+def test_what_cannot_be_done_is_told():
     vit = timm.create_model("test_vit")
     with pytest.raises(UserError, match="test_vit is compiled as a whole: --torchcompile-scope model"):
         compiler("test_vit", torchcompile_scope="blocks").model(vit)
@@ -143,7 +143,7 @@ def test_what_cannot_be_done_is_told() -> None:
         compiler(backend="bogus").model(small("volo_test"))
 
 
-def test_an_annotator_s_features_are_compiled_in_either_scope() -> None:
+def test_an_annotator_s_features_are_compiled_in_either_scope():
     for scope in ("blocks", "model"):
         model = small("lvvit_test").eval()
         with torch.no_grad():
@@ -155,7 +155,7 @@ def test_an_annotator_s_features_are_compiled_in_either_scope() -> None:
             assert graphs() > before
 
 
-def test_errors_of_the_compiler_are_one_line() -> None:
+def test_errors_of_the_compiler_are_one_line():
     def broken(*_: Any) -> Callable[..., Any]:
         raise ValueError("two\nlines")
 
@@ -175,7 +175,7 @@ class Dropped(ResidualBlock):
         self.norm1 = self.norm2 = self.mlp = nn.Identity()
 
 
-def test_compiled_draws_are_a_function_of_the_seed() -> None:
+def test_compiled_draws_are_a_function_of_the_seed():
     block, x = Dropped().train(), torch.ones(64, 8)
     block.compile()  # by Inductor, whose own generator draws dropout
 
@@ -189,7 +189,7 @@ def test_compiled_draws_are_a_function_of_the_seed() -> None:
     assert len(first.unique()) > 2 and len({tuple(row.tolist()) for row in first}) > 8  # dropout's, not only a sample's
 
 
-def test_the_memory_budget_is_torchs() -> None:
+def test_the_memory_budget_is_torchs():
     with torch._functorch.config.patch(activation_memory_budget=1.0):  # and put it back afterwards
         Compiler(Compilation(torchcompile="eager", activation_memory_budget=0.3), "lvvit_test").model(
             small("lvvit_test")

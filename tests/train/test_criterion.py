@@ -59,7 +59,7 @@ class TwoHeads(nn.Module):
 
 
 @pytest.mark.parametrize("num_classes", [200, 47, 5])  # more, and fewer classes than the 48 entries of a token
-def test_loss_and_gradients_are_those_of_the_dense_definition(num_classes: int) -> None:
+def test_loss_and_gradients_are_those_of_the_dense_definition(num_classes):
     batch, model = labelled_batch(num_classes), TwoHeads(num_classes)
     criterion = replace(CRITERION, num_classes=num_classes)
     found = step_loss(criterion, None, model, batch, criterion.draw(batch, StepKey(0, 0, 0, 0)))
@@ -75,7 +75,7 @@ def test_loss_and_gradients_are_those_of_the_dense_definition(num_classes: int) 
     torch.testing.assert_close(*grads, rtol=1e-5, atol=1e-7)
 
 
-def test_targets_that_mixup_has_smoothed_are_not_smoothed_again() -> None:
+def test_targets_that_mixup_has_smoothed_are_not_smoothed_again():
     batch, logits, step = labelled_batch(5), torch.randn(3, 5), StepKey(0, 0, 0, 0)
     mix = Mixup(0.8, 0.0, label_smoothing=0.1, num_classes=5)
     criterion = ClassCriterion(0.1, mix)
@@ -86,7 +86,7 @@ def test_targets_that_mixup_has_smoothed_are_not_smoothed_again() -> None:
     torch.testing.assert_close(found.total, -(targets * logits.log_softmax(-1)).sum(-1).mean())
 
 
-def test_flag_sets_the_loss_setting_of_its_name() -> None:
+def test_flag_sets_the_loss_setting_of_its_name():
     model = timm.create_model("volo_test", num_classes=3, img_size=64)
     given: dict[str, Any] = {"smoothing": 0.2, "cls_weight": 0.7, "dense_weight": 0.4, "uncovered": "uniform"}
     given |= {"ground_truth": True, "gt_weight_agree": 0.3, "gt_weight_disagree": 0.05}
@@ -97,7 +97,7 @@ def test_flag_sets_the_loss_setting_of_its_name() -> None:
     assert bare == TokenLabelCriterion.of(model, (64, 64), smoothing=0.1)
 
 
-def test_first_batch_shows_what_the_step_mixes() -> None:
+def test_first_batch_shows_what_the_step_mixes():
     batch = replace(labelled_batch(5), images=torch.randn(3, 3, 32, 48))
     boxes = set()
     for update in range(9):

@@ -35,7 +35,7 @@ def judged(tmp_path: Path, flags: str, scores: Scores, per_class: list[int], tra
     ("share", "count", "best_of"),
     [(0.1, 400, 1), (0.1, 60, 12), (0.8, 100, 1), (1 / 3, 7, 1), (0.5, 1, 1), (0.01, 500, 100), (0.999, 50, 1)],
 )
-def test_the_interval_of_chance_is_the_binomial_distributions(share: float, count: int, best_of: int) -> None:
+def test_the_interval_of_chance_is_the_binomial_distributions(share, count, best_of):
     terms = (comb(count, right) * share**right * (1 - share) ** (count - right) for right in range(count + 1))
     at_most = [probability**best_of for probability in accumulate(terms)]  # that all series have at most so many right
     expected = [next(n for n, p in enumerate(at_most) if p >= level or n == count) for level in (0.025, 0.975)]
@@ -75,9 +75,7 @@ def test_the_interval_of_chance_is_the_binomial_distributions(share: float, coun
         ("--kd-only --kd-model-name x", [], [6] * 10, "", ""),
     ],
 )
-def test_a_run_ends_with_its_best_epoch_and_a_verdict(
-    flags: str, scores: list[float | tuple[float, float]], per_class: list[int], best: str, verdict: str, tmp_path: Path
-) -> None:
+def test_a_run_ends_with_its_best_epoch_and_a_verdict(flags, scores, per_class, best, verdict, tmp_path):
     names = ("top1", "loss" if "loss" in flags else "top1_ema")
     rows = [dict(zip(names, row if isinstance(row, tuple) else (row,), strict=False)) for row in scores]
     given = flags.replace("synthetic", "") + " --epochs 10"
@@ -103,7 +101,7 @@ def test_a_run_ends_with_its_best_epoch_and_a_verdict(
         ("--epochs 8 --warmup-epochs 9", 1, []),
     ],
 )
-def test_run_at_chance_is_reported_each_tenth(flags: str, interval: int, warned: list[int], tmp_path: Path) -> None:
+def test_run_at_chance_is_reported_each_tenth(flags, interval, warned, tmp_path):
     scores: Scores = {}
     run, training = judged(tmp_path, flags, scores, [6] * 10)
     for epoch in range(training.schedule.last_epoch):
@@ -149,9 +147,7 @@ def test_run_at_chance_is_reported_each_tenth(flags: str, interval: int, warned:
         ("--model volo_d1 --bce-loss", 900, 0.5, ["-c scratch_small", "--pretrained", "more --epochs than 10"]),
     ],
 )
-def test_advice_spares_given_flags(
-    flags: str, train: int, loss: float | None, expected: list[str], tmp_path: Path
-) -> None:
+def test_advice_spares_given_flags(flags, train, loss, expected, tmp_path):
     (file := tmp_path / "scratch_small.yaml").write_text("epochs: 10\n")
     named = {"-c SMALL": f"-c {file}", "-c scratch_small": f"-c {file}", "FILE": str(file)}
     for name, path in named.items():

@@ -30,7 +30,7 @@ class Small(nn.Module):
         return self.norm(self.body(x + self.pos_embed))
 
 
-def test_weight_decay_spares_vectors_and_what_the_model_names() -> None:
+def test_weight_decay_spares_vectors_and_what_the_model_names():
     model = Small()
     optimizer = optimizer_of(arguments(), model)
     decay = {id(p): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
@@ -39,7 +39,7 @@ def test_weight_decay_spares_vectors_and_what_the_model_names() -> None:
     assert names == {"body.weight": 0.05} | dict.fromkeys(spared, 0.0) | dict.fromkeys(untrained)
 
 
-def test_layer_decay_is_timms_and_survives_set_lr() -> None:
+def test_layer_decay_is_timms_and_survives_set_lr():
     model = timm.create_model("vit_tiny_patch16_224", depth=3, img_size=32, num_classes=2)
     optimizer = optimizer_of(arguments("--layer-decay 0.5"), model)
     expected = param_groups_layer_decay(model, 0.05, model.no_weight_decay(), layer_decay=0.5)
@@ -52,7 +52,7 @@ def test_layer_decay_is_timms_and_survives_set_lr() -> None:
     assert max(group["lr"] for group in optimizer.param_groups) == pytest.approx(0.04)
 
 
-def test_fused_where_torch_has_it() -> None:
+def test_fused_where_torch_has_it():
     for device in ("cuda", "cpu"):
         assert optimizer_of(arguments(), Small(), torch.device(device)).defaults["fused"] is True
     assert not optimizer_of(arguments(), Small(), torch.device("mps")).defaults["fused"]
@@ -72,14 +72,14 @@ def test_fused_where_torch_has_it() -> None:
         ("--opt-betas 0.9 1.5", "cpu", "--opt adamw: Invalid beta"),
     ],
 )
-def test_refused_in_one_line(line: str, device: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refused_in_one_line(line, device, message, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(UserError) as caught:
         optimizer_of(arguments(line), Small(), torch.device(device))
     assert message in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_moments_of_another_memory_format() -> None:
+def test_moments_of_another_memory_format():
     torch.manual_seed(0)
     start, gradients = torch.randn(4, 3, 5, 5), [torch.randn(4, 3, 5, 5) for _ in range(2)]
     ends = []

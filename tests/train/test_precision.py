@@ -4,9 +4,7 @@ convolutions on a CPU."""
 import copy
 import math
 import pickle
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
+from collections.abc import Iterator
 
 import pytest
 import timm
@@ -78,9 +76,7 @@ def unwritten_is_nan() -> Iterator[None]:
         ("adagrad", [], ["fused=True"], "cpu"),  # before 2.12 torch has it for CPUs alone
     ],
 )
-def test_fault_53_skipped_first_step_leaves_nothing_behind(
-    opt: str, settings: list[str], fused: list[str], scaled: bool, device: str
-) -> None:
+def test_fault_53_skipped_first_step_leaves_nothing_behind(opt, settings, fused, scaled, device):
     def train(kind: str, options: list[str], gradients: list[torch.Tensor]) -> tuple[torch.Tensor, Precision]:
         model = nn.Linear(3, 5, bias=False)
         model.weight = nn.Parameter(start.to(device, copy=True))
@@ -109,7 +105,7 @@ def test_fault_53_skipped_first_step_leaves_nothing_behind(
     ("mode", "clip"),
     [("norm", nn.utils.clip_grad_norm_), ("value", nn.utils.clip_grad_value_), ("agc", adaptive_clip_grad)],
 )
-def test_clipping_is_torchs_and_timms(mode: str, clip: Callable[..., Any]) -> None:
+def test_clipping_is_torchs_and_timms(mode, clip):
     (model, optimizer), (reference, _) = _linear(), _linear()
     seen: list[torch.Tensor] = []
     optimizer.register_step_pre_hook(lambda *_: seen.extend(p.grad.clone() for p in model.parameters()))
@@ -122,7 +118,7 @@ def test_clipping_is_torchs_and_timms(mode: str, clip: Callable[..., Any]) -> No
     torch.testing.assert_close(seen, [p.grad for p in reference.parameters()])
 
 
-def test_adaptive_clipping_leaves_the_heads_alone() -> None:
+def test_adaptive_clipping_leaves_the_heads_alone():
     model = timm.create_model("lvvit_test", img_size=32, num_classes=4)
     parameters = list(model.parameters())
     precision = Precision(CPU, clip=Clipping(1e-6, "agc", heads_of(model)))
@@ -149,13 +145,13 @@ def test_adaptive_clipping_leaves_the_heads_alone() -> None:
         ("--model-dtype bfloat16", "cpu", torch.bfloat16),
     ],
 )
-def test_fault_59_amp_on_a_cpu_is_bfloat16(flags: str, device: str, dtype: torch.dtype | None) -> None:
+def test_fault_59_amp_on_a_cpu_is_bfloat16(flags, device, dtype):
     assert compute_dtype(arguments(flags).precision.mixed, torch.device(device)) is dtype
     with Precision(CPU, dtype).autocast():
         assert nn.Linear(2, 2)(torch.ones(1, 2)).dtype is (dtype or torch.float32)
 
 
-def test_skipped_steps_in_a_row_end_the_run_across_a_resume() -> None:
+def test_skipped_steps_in_a_row_end_the_run_across_a_resume():
     model, optimizer = _linear()
     precision = Precision(CPU, max_nonfinite=2)
     precision.skipped.restore_counts(1, 5)
@@ -186,7 +182,7 @@ def backward(precision: Precision, called: nn.Module, x: Tensor, share: float = 
 
 
 @pytest.mark.parametrize("name", ["volo_test", "test_resnet"])
-def test_norms_are_shared_and_the_rest_is_bfloat16(name: str) -> None:
+def test_norms_are_shared_and_the_rest_is_bfloat16(name):
     def of_norms(model: nn.Module) -> set[int]:
         norms = [module for module in model.modules() if isinstance(module, (nn.LayerNorm, _BatchNorm))]
         return {id(tensor) for norm in norms for tensor in norm.state_dict(keep_vars=True).values()}
@@ -202,7 +198,7 @@ def test_norms_are_shared_and_the_rest_is_bfloat16(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["volo_test", "test_resnet"])
-def test_gradients_are_those_of_float32_up_to_rounding(name: str) -> None:
+def test_gradients_are_those_of_float32_up_to_rounding(name):
     master, reference = build(name), build(name).double()
     check_convolutions(master, (3, 32, 32), torch.bfloat16, CPU)
     working = WorkingCopy(master)
@@ -215,7 +211,7 @@ def test_gradients_are_those_of_float32_up_to_rounding(name: str) -> None:
     assert torch.nn.functional.cosine_similarity(mine.double(), theirs, dim=0) > 0.99
 
 
-def test_steps_too_small_for_bfloat16_add_up() -> None:
+def test_steps_too_small_for_bfloat16_add_up():
     master = nn.Linear(1, 1, bias=False)
     nn.init.ones_(master.weight)
     working = WorkingCopy(master)
@@ -228,7 +224,7 @@ def test_steps_too_small_for_bfloat16_add_up() -> None:
     assert master.weight.item() == 1 - 2**-6 == working.module.weight.item()
 
 
-def test_sixteen_micro_batches_add_up_in_float32() -> None:
+def test_sixteen_micro_batches_add_up_in_float32():
     master = build()
     check_convolutions(master, (3, 32, 32), torch.bfloat16, CPU)
     working = WorkingCopy(master)
@@ -246,7 +242,7 @@ def test_sixteen_micro_batches_add_up_in_float32() -> None:
     assert (found - exact).norm() < 1e-6 * exact.norm()  # added in bfloat16: 4e-3
 
 
-def test_step_that_is_not_finite_changes_nothing() -> None:
+def test_step_that_is_not_finite_changes_nothing():
     master = build()
     working = WorkingCopy(master)
     precision = Precision(CPU, torch.bfloat16, working_copy=working)
@@ -265,7 +261,7 @@ def test_step_that_is_not_finite_changes_nothing() -> None:
 
 @pytest.mark.parametrize("scale", [math.nan, 1e38, 1e20])  # gradients of the last are finite, its variance is not
 @pytest.mark.parametrize("name", ["volo_test", "test_resnet", "others"])
-def test_fault_53_broken_batch_spares_running_statistics(name: str, scale: float) -> None:
+def test_fault_53_broken_batch_spares_running_statistics(name, scale):
     others = [EvoNorm2dB0(3, apply_act=False), nn.InstanceNorm2d(3, track_running_stats=True), nn.Flatten()]
     model = nn.Sequential(*others, nn.Linear(3 * 32 * 32, 4)) if name == "others" else build(name)
     average, precision = ModelEmaV3(model.train()), Precision(CPU)
@@ -285,7 +281,7 @@ def test_fault_53_broken_batch_spares_running_statistics(name: str, scale: float
 
 
 @pytest.mark.parametrize("model", [nn.Linear(4, 2), nn.BatchNorm1d(4)])  # without running statistics, and with
-def test_skipped_step_keeps_the_statistics_of_its_begin(model: nn.Module) -> None:
+def test_skipped_step_keeps_the_statistics_of_its_begin(model):
     precision, optimizer = Precision(CPU), torch.optim.SGD(model.parameters())
     precision.begin(model)
     for buffer in model.buffers():
@@ -300,7 +296,7 @@ def test_skipped_step_keeps_the_statistics_of_its_begin(model: nn.Module) -> Non
     ("name", "window", "factor"),
     [("volo_test", 7, -1.0), ("volo_test", 4, math.nan), ("test_resnet", 3, 0.5), ("test_resnet", 3, math.nan)],
 )
-def test_a_wrong_convolution_is_named_and_computed_in_float32(name: str, window: int, factor: float) -> None:
+def test_a_wrong_convolution_is_named_and_computed_in_float32(name, window, factor):
     model = build(name)
     before, state = copy.deepcopy(model.state_dict()), torch.get_rng_state()
     with wrong_convolutions(window, factor):
@@ -319,7 +315,7 @@ def test_a_wrong_convolution_is_named_and_computed_in_float32(name: str, window:
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
 
 
-def test_float32_is_in_the_compiled_graph_and_reaches_weights() -> None:
+def test_float32_is_in_the_compiled_graph_and_reaches_weights():
     layer = nn.Conv1d(3, 4, 2)
     with wrong_convolutions(2):
         assert check_convolutions(layer, (3, 8), torch.bfloat16, CPU)  # type: ignore[arg-type]
@@ -332,13 +328,13 @@ def test_float32_is_in_the_compiled_graph_and_reaches_weights() -> None:
     assert all(p.grad.dtype is torch.bfloat16 for p in copied.module.parameters())
 
 
-def test_layers_calling_torch_themselves_are_named_with_a_remedy() -> None:
+def test_layers_calling_torch_themselves_are_named_with_a_remedy():
     with wrong_convolutions(2):
         (line,) = check_convolutions(nn.ConvTranspose2d(3, 3, 2), (3, 8, 8), torch.bfloat16, CPU)
     assert line.endswith("use float32 (without --amp and --model-dtype), or another version of torch")
 
 
-def test_programs_name_it_and_go_on(make_dataset: Make, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_programs_name_it_and_go_on(make_dataset, tmp_path, capfd):
     data, run = make_dataset(train=8), tmp_path / "run"
     train = f"{data} {QUICK} --model-dtype bfloat16 --epochs 1 --output {tmp_path}"
     shown = [  # program, flags, how many models

@@ -32,7 +32,7 @@ from volo.train.run import batch_record, recipe_from_nothing, resolve_args, step
         ("--data-backend synthetic", 600, False),
     ],
 )
-def test_a_command_without_a_model_takes_the_recipe_from_nothing(flags: str, images: int, taken: bool) -> None:
+def test_a_command_without_a_model_takes_the_recipe_from_nothing(flags, images, taken):
     given = TRAIN.parse([*["data"] * ("synthetic" not in flags), *flags.split()]).noting("bound to CPU 0")
     args = recipe_from_nothing(given, images, 1)
     assert "bound to CPU 0" in args.notes
@@ -58,7 +58,7 @@ def test_a_command_without_a_model_takes_the_recipe_from_nothing(flags: str, ima
         ("--epochs 7 -b 8", 90, 1, (7, 1, 8)),
     ],
 )
-def test_recipe_from_nothing_fits(flags: str, images: int, world_size: int, fitted: tuple[int, int, int]) -> None:
+def test_recipe_from_nothing_fits(flags, images, world_size, fitted):
     args = recipe_from_nothing(TRAIN.parse(["data", *flags.split()]), images, world_size)
     assert (args.schedule.epochs, args.checkpoints.val_interval, args.images.batch_size) == fitted
 
@@ -101,7 +101,7 @@ def test_recipe_from_nothing_fits(flags: str, images: int, world_size: int, fitt
         ),
     ],
 )
-def test_defaults_fit_the_data_and_what_is_given_stays(flags: str, images: int, classes: int, fitted: str) -> None:
+def test_defaults_fit_the_data_and_what_is_given_stays(flags, images, classes, fitted):
     args = arguments(flags)
     short = {
         "warmup": "warmup_epochs",
@@ -117,7 +117,7 @@ def test_defaults_fit_the_data_and_what_is_given_stays(flags: str, images: int, 
 
 
 @pytest.mark.parametrize(("flags", "images"), [("-b 8 --epochs 3", 64), ("-b 2 --epochs 1", 5), ("--epochs 50", 900)])
-def test_average_forgets_initial_weights_or_a_warning_says_so(flags: str, images: int) -> None:
+def test_average_forgets_initial_weights_or_a_warning_says_so(flags, images):
     """Of n updates the first ones' share is decay ** n. timm's warm-up forgets them in any case."""
     args, batch, told = resolve_args(arguments(f"{flags} --model-ema"), {}, images, 1000, 2)
     updates, fitted = args.schedule.epochs * -(-images // batch["global"]), args.ema.model_ema_decay
@@ -154,7 +154,7 @@ def test_average_forgets_initial_weights_or_a_warning_says_so(flags: str, images
         ("--epochs 10 --sched poly --decay-rate 9", 100, 3, ["the fitted --warmup-epochs 2 is long for --epochs 10"]),
     ],
 )
-def test_run_that_learns_little_is_warned(flags: str, images: int, classes: int, told: list[str]) -> None:
+def test_run_that_learns_little_is_warned(flags, images, classes, told):
     args = arguments(f"{flags} --cooldown-epochs 0")
     args = args if args.set_by_user("warmup_epochs") else args.decide("data", warmup_epochs=2)
     peak = 1e-3 if args.schedule.lr is None else args.schedule.lr
@@ -163,7 +163,7 @@ def test_run_that_learns_little_is_warned(flags: str, images: int, classes: int,
 
 
 @pytest.mark.parametrize("dist_bn", ["reduce", "broadcast"])
-def test_ranks_share_statistics_before_they_validate(dist_bn: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_share_statistics_before_they_validate(dist_bn, monkeypatch):
     done: list[tuple[Any, ...]] = []
     monkeypatch.setattr(loop, "distribute_bn", lambda model, ranks, reduce: done.append((model, ranks, reduce)))
     state = Mock(ema=None)
@@ -172,7 +172,7 @@ def test_ranks_share_statistics_before_they_validate(dist_bn: str, monkeypatch: 
     assert done == [(state.model, 2, dist_bn == "reduce")]
 
 
-def test_interval_across_a_resume_has_the_times_of_both(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interval_across_a_resume_has_the_times_of_both(monkeypatch):
     now = 0.0
     monkeypatch.setattr(meter.time, "perf_counter", lambda: now)
     run = Mock(world=World(0, 0, 1, torch.device("cpu")), guard=Mock(waited=0.0))
@@ -195,9 +195,7 @@ def test_interval_across_a_resume_has_the_times_of_both(monkeypatch: pytest.Monk
     ("log_interval", "updates", "told"),
     [(50, 9, (7, 6, 6.0)), (50, 3, (3, 2, 2.0)), (3, 9, (3, 2, 2.0)), (50, 1, (1, 1, 100.0))],
 )
-def test_updates_after_the_first_say_how_long_it_takes(
-    log_interval: int, updates: int, told: tuple[float, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_updates_after_the_first_say_how_long_it_takes(log_interval, updates, told, monkeypatch):
     """The first one compiles for 100 s, 4 of which it waits for workers to start; any other takes 1 s."""
     now, state = 0.0, Mock(update=0, epoch=0, updates_per_epoch=updates, loaded_progress={})
     monkeypatch.setattr(meter.time, "perf_counter", lambda: now)
@@ -221,7 +219,7 @@ def test_updates_after_the_first_say_how_long_it_takes(
     assert [call.args for call in run.logger.line.call_args_list] == [(line,)]
 
 
-def test_a_resumed_run_keeps_what_its_checkpoint_was_fitted_to() -> None:
+def test_a_resumed_run_keeps_what_its_checkpoint_was_fitted_to():
     args = arguments("--epochs 4")
     fresh, batch, _ = resolve_args(args, {}, 54, 3, 1)
     assert [fresh[name] for name in ("batch_size", "num_classes", "warmup_epochs")] == [8, 3, 0]
@@ -247,7 +245,7 @@ def test_a_resumed_run_keeps_what_its_checkpoint_was_fitted_to() -> None:
         ("--epochs 8 --model-ema --train-img-sizes 96 224 --train-batch-sizes auto", "--epochs 40 --model-ema", {}),
     ],
 )
-def test_what_is_fitted_to_a_length_is_fitted_again(trunk: str, branch: str, more: dict[str, int]) -> None:
+def test_what_is_fitted_to_a_length_is_fitted_again(trunk, branch, more):
     fresh, batch, _ = resolve_args(arguments(f"-b 8 {trunk}"), {}, 5000, 1000, 1)
     checkpoint = {"args": fresh.values(), "batch": batch, **more}
     sizes = trunk[trunk.find("--train-img") :] if "sizes" in trunk else ""
@@ -263,7 +261,7 @@ def test_what_is_fitted_to_a_length_is_fitted_again(trunk: str, branch: str, mor
 
 
 @pytest.mark.parametrize("flags", ["--epochs 300 --model-ema", "--epochs 10"])
-def test_short_branch_forgets_its_trunks_average(flags: str) -> None:
+def test_short_branch_forgets_its_trunks_average(flags):
     trunk, batch, _ = resolve_args(arguments(f"{flags} -b 8"), {}, 400, 1000, 1)
     checkpoint = {"args": trunk.values(), "batch": batch, "epoch": 7}
     branch = resolve_args(arguments("--epochs 10 --model-ema -b 8"), checkpoint, 400, 1000, 1)[0]
@@ -272,7 +270,7 @@ def test_short_branch_forgets_its_trunks_average(flags: str) -> None:
     assert left * branch.ema.model_ema_decay ** (2 * 50) == pytest.approx(0.1, rel=0.1)
 
 
-def test_subsets_are_judged_by_the_checkpoints_batch() -> None:
+def test_subsets_are_judged_by_the_checkpoints_batch():
     args = arguments("--epochs 4 --num-classes 3 --drop-path 0.1 --drop-path-mode subset")
     with pytest.raises(UserError, match="--drop-path-mode subset"):  # of batches of two images
         resolve_args(args, {}, 10, 3, 1)
@@ -287,7 +285,7 @@ def test_subsets_are_judged_by_the_checkpoints_batch() -> None:
     assert resolve_args(arguments(flags), {}, 500, 3, 1)[0].images.batch_size == 2
 
 
-def test_fault_61_checkpoint_values_are_checked_as_flags() -> None:
+def test_fault_61_checkpoint_values_are_checked_as_flags():
     bad: dict[str, list[Any]] = {
         "batch_size": [0, 10**5000, torch.ones(2), "many"],
         "checkpoint_hist": [-1, True, {}],
@@ -318,7 +316,7 @@ def test_fault_61_checkpoint_values_are_checked_as_flags() -> None:
         ((8, 1, 8), (4, 1, 8), 1, "was 64, it is 32 now"),
     ],
 )
-def test_fault_13_global_batch_is_kept_or_reported(before: Any, now: Any, steps: int, told: str | None) -> None:
+def test_fault_13_global_batch_is_kept_or_reported(before, now, steps, told):
     kept, message = steps_to_keep({"batch": batch_record(*before, before[1])}, *now)
     assert kept == steps
     assert message is None if told is None else told in str(message)

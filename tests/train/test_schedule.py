@@ -26,7 +26,7 @@ def published(epoch: int, peak: float = 1.6e-3) -> float:
     return 1e-5
 
 
-def test_published_310_epochs() -> None:
+def test_published_310_epochs():
     schedule = schedule_of(arguments(), 1.6e-3, updates_per_epoch=7)
     assert schedule.total_epochs == 310 and schedule.total_updates == 2170
     for update in range(schedule.total_updates):
@@ -64,7 +64,7 @@ def timm_rates(settings: TrainSettings, peak: float, steps: int) -> list[float]:
         ("--epochs 30 --lr-noise 0.2 0.9 --lr-noise-pct 0.3 --lr-noise-std 0.5 --seed 1", 40),
     ],
 )
-def test_curves_are_timms(line: str, epochs: int) -> None:
+def test_curves_are_timms(line, epochs):
     schedule = schedule_of(args := arguments(line), 3e-3, updates_per_epoch=2)
     assert schedule.total_epochs == epochs
     on_updates = args.schedule.sched_on_updates
@@ -93,7 +93,7 @@ def written_out(t: float, warmup: float, decay: float, end: float, timescale: fl
     ],
 )
 @pytest.mark.parametrize("each", [1, 5])
-def test_a_stable_phase(line: str, epochs: int, curve: tuple[float, float, float, float, str], each: int) -> None:
+def test_a_stable_phase(line, epochs, curve, each):
     args = arguments(f"--epochs 12 --warmup-epochs 2 {line} {'--sched-on-updates' * (each == 5)}")
     schedule = schedule_of(args, 1.0, updates_per_epoch=5)
     assert (schedule.total_epochs, schedule.decay_begins) == (epochs, 5 * (curve[2] - curve[1]))
@@ -102,7 +102,7 @@ def test_a_stable_phase(line: str, epochs: int, curve: tuple[float, float, float
     assert [schedule(update) for update in reversed(range(5 * epochs))] == pytest.approx(expected[::-1], rel=1e-9)
 
 
-def test_a_run_that_stops_has_the_same_schedule() -> None:
+def test_a_run_that_stops_has_the_same_schedule():
     whole, part = (schedule_of(arguments(f"--sched wsd {more}"), 1.0, 2) for more in ("", "--stop-epoch 200"))
     assert part.total_updates == 400 and all(part(update) == whole(update) for update in range(whole.total_updates))
 
@@ -115,7 +115,7 @@ CURVES += ["--sched multistep --decay-milestones 2 9 --lr-noise 0.5", "--sched p
 
 
 @pytest.mark.parametrize("line", CURVES)
-def test_a_curve_ends_where_it_says_or_a_line_tells_of_it(line: str) -> None:
+def test_a_curve_ends_where_it_says_or_a_line_tells_of_it(line):
     told = set[bool]()
     for epochs, updates in itertools.product((1, 2, 3, 4, 5, 8, 13, 29, 30, 100), (1, 4, 30)):
         args = resolve_args(arguments(f"--epochs {epochs} {line}"), {}, 128 * updates, 1000, 1)[0]
@@ -146,6 +146,6 @@ def test_a_curve_ends_where_it_says_or_a_line_tells_of_it(line: str) -> None:
         ("--lr-base 1e-3 --lr-base-size 256", 512, 2e-3, "0.002 = --lr-base 0.001 x global batch 512 / 256"),
     ],
 )
-def test_peak_rate(line: str, global_batch: int, lr: float, formula: str) -> None:
+def test_peak_rate(line, global_batch, lr, formula):
     got, shown = resolve_lr(arguments(line).schedule, global_batch)
     assert got == pytest.approx(lr, rel=1e-12) and shown == formula

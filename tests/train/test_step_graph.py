@@ -86,7 +86,7 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("flags", "resumed"), [(f"{LABELLED} --model-ema", False), (SIZES, False), (ACCUMULATING, True)]
 )
-def test_graphs_compute_what_launched_steps_do(flags: str, resumed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_graphs_compute_what_launched_steps_do(flags, resumed, monkeypatch):
     """The last batch of an epoch is smaller, and launched; a step is not finite, and skipped; in between a run is
     resumed, or gives its memory back."""
     if not resumed and flags != SIZES:
@@ -102,7 +102,7 @@ def test_graphs_compute_what_launched_steps_do(flags: str, resumed: bool, monkey
     check_same((told, found), expected[:2])
 
 
-def test_sizes_in_turns_keep_their_graphs_in_short_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sizes_in_turns_keep_their_graphs_in_short_memory(monkeypatch):
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: torch.cuda.mem_get_info()[1])
     capture, captures, replays = StepGraph._capture, count(), count()
     repeat = StepGraph._repeat
@@ -119,7 +119,7 @@ def test_sizes_in_turns_keep_their_graphs_in_short_memory(monkeypatch: pytest.Mo
 
 @pytest.mark.gpu(stand_in=False)
 @pytest.mark.parametrize("fails", [False, True])
-def test_a_rank_of_nccl_repeats_its_exchange_of_gradients(fails: bool) -> None:
+def test_a_rank_of_nccl_repeats_its_exchange_of_gradients(fails):
     """Or launches it, where the capture has failed in the middle of a backward pass."""
     expected = trained(f"{LABELLED} --no-cuda-graph", 1, 64)
     dist.init_process_group("cpu:gloo,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1)
@@ -140,7 +140,7 @@ def test_a_rank_of_nccl_repeats_its_exchange_of_gradients(fails: bool) -> None:
 
 
 @pytest.mark.gpu(stand_in=False)
-def test_a_capture_that_fails_gives_its_memory_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_capture_that_fails_gives_its_memory_back(monkeypatch):
     _asks(monkeypatch)
     reserved = []
     for more in ("--no-cuda-graph", ""):  # activations of a gibibyte
@@ -152,7 +152,7 @@ def test_a_capture_that_fails_gives_its_memory_back(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.gpu(stand_in=False)
-def test_numbers_that_are_sent_to_a_busy_gpu_arrive() -> None:
+def test_numbers_that_are_sent_to_a_busy_gpu_arrive():
     """The page-locked memory of one update's numbers is free before they are copied."""
     run, training = small_run(LABELLED, 16)
     step, arrived = step_of(run, training), []
@@ -200,9 +200,7 @@ def _asks(monkeypatch: pytest.MonkeyPatch) -> None:
         (_asks, "stream is capturing"),
     ],
 )
-def test_graph_that_keeps_a_number_is_seen_before_it_trains(
-    plant: Callable[[Any], None], told: str, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
-) -> None:
+def test_graph_that_keeps_a_number_is_seen_before_it_trains(plant, told, monkeypatch, request):
     flags, images = (ACCUMULATING, 20) if plant is _asks else (LABELLED, 12)
     expected = launched(f"{flags} --no-cuda-graph", 1, images)
     plant(monkeypatch)
@@ -255,7 +253,7 @@ def of_two_updates(flags: str, device: StandIn) -> list[list[str]]:
 
 @pytest.mark.skipif(ON_A_GPU, reason="its graphs can't be read")
 @pytest.mark.parametrize("flags", REACH)
-def test_no_number_changes_from_update_to_update_in_a_graph(flags: str, stand_in: StandIn) -> None:
+def test_no_number_changes_from_update_to_update_in_a_graph(flags, stand_in):
     first, second = of_two_updates(flags, stand_in)
     assert len(first) > 100 and first == second
 
@@ -274,7 +272,7 @@ def test_no_number_changes_from_update_to_update_in_a_graph(flags: str, stand_in
         ("", "the model has hooks"),
     ],
 )
-def test_what_is_launched_is_told_with_the_reason(flags: str, reason: str) -> None:
+def test_what_is_launched_is_told_with_the_reason(flags, reason):
     run, training = small_run(flags, 16)
     if "hooks" in reason:
         next(training.forward_model.children()).register_forward_hook(lambda *_: None)
