@@ -79,18 +79,11 @@ def test_a_rank_knows_itself_whoever_started_it(env, expected):
 @pytest.mark.parametrize("users", [None, "1"])
 def test_ranks_do_not_talk_within_a_capture_unasked(monkeypatch, users):
     """Where one of them fails in it, the others would wait for it until a time limit."""
-    monkeypatch.setenv("NCCL_GRAPH_REGISTER", users or "")
-    if users is None:
-        monkeypatch.delenv("NCCL_GRAPH_REGISTER")
-    for name in ("RANK", "WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
-    set_before = list[str | None]()
-    monkeypatch.setattr(
-        distributed,
-        "_join",
-        lambda world, launch, *_: (set_before.append(os.environ.get("NCCL_GRAPH_REGISTER")), launch)[1],
-    )
-    monkeypatch.setattr(distributed, "launch_of", lambda *_: launch_of(ALONE | HERE | {"RANK": "0"}))
+    asked = {} if users is None else {"NCCL_GRAPH_REGISTER": users}
+    monkeypatch.setattr(os, "environ", ALONE | HERE | {"RANK": "0"} | asked)
+    set_before, launch = list[str](), launch_of(os.environ)
+    joined = lambda *_: (set_before.append(os.environ["NCCL_GRAPH_REGISTER"]), launch)[1]  # noqa: E731
+    monkeypatch.setattr(distributed, "_join", joined)
     init_world("cpu")
     assert set_before == [users or "0"]
 

@@ -7,7 +7,6 @@ import math
 import os
 import shutil
 from pathlib import Path
-from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -27,7 +26,6 @@ from tlt.models.wrap import find_tokens
 from tlt.teacher import FeatureTeacher
 from volo.commands import validate
 from volo.commands.validate import knn_accuracy
-from volo.train.distillation import Distillation
 
 AUGMENT = "rand-m9-n3-mstd0.5-inc1"
 FILES = [(500, 375), (333, 517), (420, 420), (97, 640)]  # width, height
@@ -216,39 +214,6 @@ def test_stopped_run_goes_on_to_the_same_weights(
             call, trained_run, tmp_path, "c", f"{flags} --resume {run}/checkpoint-0.pth.tar --kd-model-name {run}"
         )
         assert ended.refused("--kd-model-name"), ended
-
-
-def test_a_teachers_time_is_added_up_as_the_device_ends_its_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The device is three blocks behind: no more of them are kept, and only the report of an epoch waits."""
-    events: list[Event] = []
-
-    class Event:
-        def __init__(self, enable_timing: bool) -> None:
-            events.append(self)
-            self.over_at = len(events) + 6
-
-        record = Mock()
-
-        def query(self) -> bool:
-            return len(events) >= self.over_at
-
-        def synchronize(self) -> None:
-            for event in events[: events.index(self) + 1]:  # a stream ends what comes before, too
-                event.over_at = 0
-
-        def elapsed_time(self, other: Event) -> float:
-            assert other.query()
-            return 250.0
-
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    distillation = Distillation("", Mock(), ["a"], [None], True)
-    for _ in range(40):
-        with distillation.timer.measured(torch.device("cuda")):
-            pass
-        assert len(distillation.timer.pending) <= 4
-    assert [distillation.summary_line(20.0), distillation.summary_line(20.0)] == [
-        "teacher: 10.0 s, 50 % of the epoch's training", "teacher: 0.0 s, 0 % of the epoch's training",
-    ]  # fmt: skip
 
 
 def test_accumulated_losses_are_those_of_one_batch(call: Call, trained_run: TrainedRun, tmp_path: Path) -> None:

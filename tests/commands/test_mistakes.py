@@ -45,8 +45,6 @@ TRAIN = [
     ("--train-img-sizes 32 48 --train-size-probs 1", "--train-size-probs and the sizes must have the same length"),
     ("--train-img-sizes 16 32 --train-batch-sizes 500 4", "one global batch of 500: lower --train-batch-sizes, or"),
     ("--train-img-sizes 32 --train-size-schedule progressive", "requires at least two choices"),
-    ("--train-size-schedule progressive", "has no effect without --train-img-sizes"),
-    ("--train-img-sizes 32 48 --train-size-random-mix 0.2", "without --train-size-schedule progressive"),
     # Teachers.
     (f"{TEACHER} --kd-model-name crossvit_9_240 --kd-size 240", "CrossVit has no spatial features"),
     (f"{TEACHER} --kd-model-name resnet14t", "its published weights can't be fetched (no network)"),
@@ -77,7 +75,6 @@ VALIDATE = [
     ("--model volo_d1", "volo_d1"),
     ("--class-map nowhere.txt", "nowhere.txt"),
     ("--real-labels nowhere.json", "nowhere.json"),
-    ("--test-pool", "--test-pool"),
     ("--token-label-data nowhere", "--token-label-data: "),
     ("--bad-label skip", "no effect without --token-label-data"),
     ("--token-label-data {run} --valid-labels x", "no --valid-labels"),

@@ -19,7 +19,6 @@ import yaml
 from tests.commands.conftest import QUICK, ROOT, metrics
 from tests.conftest import LIMIT
 from tlt.data.batch import Batch
-from tlt.errors import UserError
 from tlt.models.flops import flops_per_image
 from volo import cli
 from volo.cluster.distributed import init_world
@@ -234,11 +233,6 @@ def test_strange_checkpoint_is_one_line(call, trained_run, tmp_path, spoil):
     torch.save(saved, file := tmp_path / "odd.pth.tar")
     ended = call("train", f"{trained_run.data} {QUICK} --epochs 3 --model-ema --output {tmp_path} --resume {file}")
     assert ended.refused(str(file)), ended
-
-
-def test_debug_shows_where(call, data):
-    with pytest.raises(UserError):
-        call("train", f"{data} {QUICK} --val-split nowhere --debug")
 
 
 def test_a_reader_that_goes_away_is_no_traceback(tmp_path):

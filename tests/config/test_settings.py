@@ -9,7 +9,6 @@ from volo.cli import COMMANDS
 from volo.config.fields import flags_of
 from volo.config.settings_train import EXPERIMENT, FITTED, START_ONLY, STARTS, TrainSettings
 from volo.config.train import TRAIN
-from volo.train.run import recipe_from_nothing, resolve_args
 
 LABELS = "--token-label --token-label-data l"
 
@@ -123,25 +122,3 @@ def test_sources_of_the_settings_of_train_py(row, tmp_path):
 def test_sources_of_settings_of_programs(program, line, expected, tmp_path):
     settings = COMMANDS[program].program.parse(line.replace("FOLDER", str(tmp_path)).split())
     assert {name: settings.sources.get(name) for name in expected} == expected
-
-
-def test_what_data_and_checkpoint_decide_has_them_as_source():
-    asked = TRAIN.parse(["/data", "--model", "volo_d1", "--epochs", "4", "--warmup-epochs", "1"])
-    fresh, batch, _ = resolve_args(asked, {}, 54, 3, 1)
-    for name in FITTED:
-        assert fresh.sources[name] == ("command line" if name == "warmup_epochs" else "data"), name
-    checkpoint = {"args": fresh.values(), "model_config": {"num_classes": 3}, "batch": batch}
-    again = resolve_args(asked, checkpoint, 54, 3, 1)[0]
-    found = [again.sources[name] for name in ("epochs", "warmup_epochs", "batch_size", "num_classes")]
-    assert found == ["command line", "command line", "checkpoint", "checkpoint"]
-    kept = resolve_args(
-        asked.decide("command line", batch_size=8), checkpoint | {"batch": batch | {"global": 16}}, 54, 3, 1
-    )
-    assert (kept[0].optim.grad_accum_steps, kept[0].sources["grad_accum_steps"]) == (2, "checkpoint")
-
-
-def test_the_recipe_from_nothing_is_the_source_of_its_values():
-    chosen = recipe_from_nothing(TRAIN.parse(["/data", "--epochs", "7"]), 90, 1)
-    expected = {"data_dir": "command line", "epochs": "command line"}
-    expected |= dict.fromkeys(("config", "model", "batch_size", "val_interval"), "recipe")
-    assert {name: chosen.sources[name] for name in expected} == expected

@@ -45,17 +45,12 @@ def test_sums_go_on_from_those_of_each_rank():
             restored(broken, 1)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
-    ("name", "peak"),
-    [
-        ("NVIDIA H100 80GB HBM3", 989e12),
-        ("NVIDIA H100 PCIe", 756e12),
-        ("NVIDIA A10G", 70e12),
-        ("NVIDIA GeForce RTX 9090", None),
-    ],
-)
+PEAKS = {"H100 80GB HBM3": 989e12, "H100 PCIe": 756e12, "A10G": 70e12, "GeForce RTX 9090": None}
+
+
+@pytest.mark.parametrize(("name", "peak"), PEAKS.items())
 def test_the_peak_is_that_of_the_data_sheet(name, peak):
-    assert peak_flops(name, torch.bfloat16) == peak and peak_flops(name, None) is None
+    assert peak_flops(f"NVIDIA {name}", torch.bfloat16) == peak and peak_flops(f"NVIDIA {name}", None) is None
     assert gpu_use(torch.device("cpu")) == {}
     use = Arithmetic(2e9, peak).use(5000.0)
     assert use == pytest.approx({"tflops_per_second": 10.0} | ({"mfu": 10e12 / peak} if peak else {}))

@@ -63,33 +63,19 @@ class FakeSlurm:
             program.chmod(0o755)
         (folder / "data" / "train").mkdir(parents=True)
         (folder / "d5.pth.tar").touch()
-        self.env = {
-            "PATH": f"{folder}/bin:/usr/bin:/bin",
-            "FAKE": str(folder),
-            "ON": "rank.sh",
-            "DO": DONE,
-            "STATE": "RUNNING",
-            "PREEMPTED": "None",
-            "REFUSED": "0",
-            "SLURM_JOB_ID": "12345",
-            "SLURM_JOB_NAME": "pretrain",
-            "SLURM_JOB_NODELIST": "node[1-5]",
-            "SLURM_JOB_NUM_NODES": "5",
-            "SLURM_GPUS_ON_NODE": "8",
-            "DATA": str(folder / "data"),
-            "OUTPUT": str(folder / "runs"),
-            "LOGS": str(folder / "logs"),
-            "FINETUNE": str(folder / "d5.pth.tar"),
-            "VIRTUAL_ENV": "/venv",
-        }
+        self.env = {"PATH": f"{folder}/bin:/usr/bin:/bin", "VIRTUAL_ENV": "/venv", "FAKE": str(folder)}
+        self.env |= {"ON": "rank.sh", "DO": DONE, "STATE": "RUNNING", "PREEMPTED": "None", "REFUSED": "0"}
+        self.env |= {"SLURM_JOB_ID": "12345", "SLURM_JOB_NAME": "pretrain", "SLURM_JOB_NODELIST": "node[1-5]"}
+        self.env |= {"SLURM_JOB_NUM_NODES": "5", "SLURM_GPUS_ON_NODE": "8"}
+        places = {"DATA": "data", "OUTPUT": "runs", "LOGS": "logs", "FINETUNE": "d5.pth.tar"}
+        self.env |= {name: str(folder / place) for name, place in places.items()}
 
     def run(self, script: str, *flags: str, warned_at: str = "", root: Path = ROOT, **env: str) -> Ended:
         """Run a batch script below `root`, and warn it of its time limit as soon as it has printed something."""
         env = {**self.env, "SLURM_SUBMIT_DIR": str(root), **env}
         command, pipe = ["bash", str(root / "slurm" / script), *flags], subprocess.PIPE
-        with subprocess.Popen(
-            command, env=env, stdout=pipe, stderr=pipe, text=True, cwd="/", start_new_session=True
-        ) as job:
+        how = {"stdout": pipe, "stderr": pipe, "text": True, "cwd": "/", "start_new_session": True}
+        with subprocess.Popen(command, env=env, **how) as job:
             limit = threading.Timer(LIMIT, os.killpg, (job.pid, signal.SIGKILL))  # its steps too
             limit.start()
             if warned_at:
@@ -246,9 +232,8 @@ def test_step_that_ends_well_untrained_is_a_failure(slurm):
 def stage(source: str | Path, target: Path) -> subprocess.CompletedProcess[str]:
     env = {"PATH": os.environ["PATH"], "SLURM_JOB_ID": "7"}
     (target.parent / ".staging-7" / "left").mkdir(parents=True, exist_ok=True)  # by a start that was killed
-    return subprocess.run(
-        [ROOT / "slurm" / "stage.sh", source, target], env=env, capture_output=True, text=True, timeout=LIMIT
-    )
+    command = [ROOT / "slurm" / "stage.sh", source, target]
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=LIMIT)
 
 
 @pytest.mark.parametrize("packed", ["", "data", "."])

@@ -60,24 +60,14 @@ class Cluster:
     def __init__(self, scratch: Path, folder: Path, controller: Host, *nodes: Host) -> None:
         self.folder, self.controller, self.nodes = folder, controller, {node.name: node for node in nodes}
         self.scratch, self.runs, self.data = scratch, scratch / "runs", write_dataset(scratch / "data", train=40)
-        self.env = {
-            "DATA": str(self.data),
-            "OUTPUT": str(self.runs),
-            "LOGS": str(scratch / "logs"),
-            "CONFIG": "",  # volo_test has no recipe
-            "PROCESSES": "1",
-            "PREFLIGHT": "0",
-            "PYTHON": sys.executable,
-            **storage(scratch, "pass"),
-            "OMP_NUM_THREADS": "1",
-            "SLURM_CONF": str(folder / "slurm.conf"),
-        }
+        self.env = {"DATA": str(self.data), "OUTPUT": str(self.runs), "LOGS": str(scratch / "logs")}
+        self.env |= {"CONFIG": "", "PROCESSES": "1", "PREFLIGHT": "0", "PYTHON": sys.executable}  # no recipe
+        self.env |= {"OMP_NUM_THREADS": "1", "SLURM_CONF": str(folder / "slurm.conf"), **storage(scratch, "pass")}
         for host in (controller, *nodes):
             others = [f"{other.address} {other.name}" for other in (controller, *nodes) if other is not host]
             host.names.write_text("\n".join([host.names.read_text(), *others, ""]))
-        kinds = [
-            f"NodeName={node.name} NodeAddr={node.address} CPUs={5 - node.number}" for node in nodes
-        ]  # unlike ones
+        unlike = "NodeName={0.name} NodeAddr={0.address} CPUs={1}"
+        kinds = [unlike.format(node, 5 - node.number) for node in nodes]
         text = _CONFIGURATION.format(folder=folder, controller=controller.address, nodes="\n".join(kinds))
         (folder / "slurm.conf").write_text(text)
         (folder / "munge.key").write_bytes(os.urandom(128))
@@ -92,18 +82,13 @@ class Cluster:
     def _begin(self, host: Host, *command: str) -> None:
         """Start a daemon there. It keeps no output of this process open."""
         with (self.folder / f"{host.name}.out").open("a") as out:
-            subprocess.run(
-                host.inside(*command), env=_SBIN | self.env, stdout=out, stderr=out, check=True, timeout=LIMIT
-            )
+            env = _SBIN | self.env
+            subprocess.run(host.inside(*command), env=env, stdout=out, stderr=out, check=True, timeout=LIMIT)
 
     def run(self, *command: str, **env: str) -> str:
-        ended = subprocess.run(
-            ["nsenter", f"--net=/run/netns/{self.controller.namespace}", *command],
-            env={**os.environ, **self.env, **env},
-            cwd=ROOT,
-            text=True,
-            capture_output=True,
-        )
+        words = ["nsenter", f"--net=/run/netns/{self.controller.namespace}", *command]
+        env = {**os.environ, **self.env, **env}
+        ended = subprocess.run(words, env=env, cwd=ROOT, text=True, capture_output=True)
         assert ended.returncode == 0, ended.stderr
         return ended.stdout.strip()
 

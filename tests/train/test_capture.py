@@ -5,6 +5,7 @@ import os
 import time
 import weakref
 from dataclasses import replace
+from functools import partial
 from typing import Any
 from unittest.mock import Mock
 
@@ -45,9 +46,8 @@ def done(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def rehearsals(step: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The numbers of the launched or repeated micro-batches before which a rehearsal has begun."""
     begun, compare = list[int](), StepGraph._capture_and_compare
-    monkeypatch.setattr(
-        StepGraph, "_capture_and_compare", lambda self, *args: (begun.append(len(step)), compare(self, *args))[1]
-    )
+    counted = lambda self, *args: (begun.append(len(step)), compare(self, *args))[1]  # noqa: E731
+    monkeypatch.setattr(StepGraph, "_capture_and_compare", counted)
     return begun
 
 
@@ -114,9 +114,8 @@ def test_host_is_two_replays_ahead_at_most(flags, images, done, stand_in, monkey
     train(run, training, step)
     assert max(queued) == queued[-1] == 2 and done.count("repeated") >= 6
     # Waiting for an event that came after the replay is all that it takes.
-    assert {wait.stack[-1] for wait in stand_in.waits if "__call__" in str(wait) and "capture" not in str(wait)} == {
-        "train/step_graph.py:_wait_for_device"
-    }
+    waits = {wait.stack[-1] for wait in stand_in.waits if "__call__" in str(wait) and "capture" not in str(wait)}
+    assert waits == {"train/step_graph.py:_wait_for_device"}
 
 
 def test_a_rehearsal_that_shows_nothing_is_repeated(done, monkeypatch):
@@ -163,13 +162,7 @@ def _different(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    "plant",
-    [
-        lambda patch: too_little_memory("send", patch),
-        lambda patch: too_little_memory("capture", patch),
-        _different,
-        _not_finite,
-    ],
+    "plant", [*(partial(too_little_memory, where) for where in ("send", "capture")), _different, _not_finite]
 )
 def test_ranks_ask_equally_often(plant, done, monkeypatch):
     """Else one would wait for the others until a time limit ends the run."""
@@ -275,9 +268,8 @@ def test_two_ranks_of_nccl_repeat_their_exchange_of_gradients(tmp_path, fails):
         pytest.skip("this NCCL takes two ranks on one GPU for a mistake")
     run, training = small_run(f"{LABELLED} --no-cuda-graph", 64)
     expected = train(run, training, step_of(run, training)), weights(training.state.model)
-    ranks = torch.multiprocessing.start_processes(
-        _rank, (str(tmp_path), fails), nprocs=2, join=False, start_method="spawn"
-    )
+    given = (str(tmp_path), fails)
+    ranks = torch.multiprocessing.start_processes(_rank, given, nprocs=2, join=False, start_method="spawn")
     until = time.monotonic() + 240
     try:
         while not ranks.join(timeout=5):

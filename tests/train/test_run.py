@@ -17,6 +17,8 @@ from volo.record.records import duration
 from volo.train import loop, meter
 from volo.train.run import batch_record, recipe_from_nothing, resolve_args, steps_to_keep
 
+SIZES = "--train-img-sizes 96 224 --train-batch-sizes auto"
+
 
 @pytest.mark.parametrize(
     ("flags", "images", "taken"),
@@ -40,9 +42,10 @@ def test_a_command_without_a_model_takes_the_recipe_from_nothing(flags, images, 
     if taken:
         length = "" if "--epochs" in flags else "--epochs 60"
         recipe = TRAIN.parse(["data", "-c", FROM_NOTHING, *length.split(), *flags.split()])
-        assert args.values() == recipe.values() and all(
-            args.set_by_user(name) == recipe.set_by_user(name) for name in FITTED
-        )
+        assert args.values() == recipe.values()
+        asked = {name for name in ("epochs", "no_aug", "resume") if f"--{name}".replace("_", "-") in flags}
+        assert {name for name, source in args.sources.items() if source == "command line"} == {"data_dir", *asked}
+        assert {args.sources[name] for name in ("config", "model", "batch_size", "val_interval")} == {"recipe"}
         assert f"-c {FROM_NOTHING}" in args.notes[-1] and f"{images} images" in args.notes[-1]
 
 
@@ -86,29 +89,16 @@ def test_recipe_from_nothing_fits(flags, images, world_size, fitted):
         ("--model-ema --model-ema-warmup -b 64 --epochs 30", 512, 1000, "hist 3 warmup 6"),
         ("--sched wsd --epochs 30", 1_281_167, 1000, "hist 3 warmup 6 cooldown 0 sched_on_updates True"),
         ("--sched rsqrt --no-sched-on-updates", 1_281_167, 1000, "cooldown 0"),
-        (  # batches of 40 and of 8 images
-            "--model-ema -b 8 --epochs 8 --train-img-sizes 96 224 --train-batch-sizes auto",
-            5000,
-            1000,
-            "hist 3 warmup 1 cooldown 0 decay 0.99701",
-        ),
+        # Batches of 40 and of 8 images.
+        (f"--model-ema -b 8 --epochs 8 {SIZES}", 5000, 1000, "hist 3 warmup 1 cooldown 0 decay 0.99701"),
         # The smallest images come in batches that are twelve times as large, and an epoch of them has four updates.
-        (
-            "--num-classes 7 --train-img-sizes 64 224 --train-batch-sizes auto",
-            512,
-            7,
-            "batch_size 8 lr_base_scale sqrt",
-        ),
+        (f"--num-classes 7 {SIZES.replace('96', '64')}", 512, 7, "batch_size 8 lr_base_scale sqrt"),
     ],
 )
 def test_defaults_fit_the_data_and_what_is_given_stays(flags, images, classes, fitted):
     args = arguments(flags)
-    short = {
-        "warmup": "warmup_epochs",
-        "cooldown": "cooldown_epochs",
-        "hist": "checkpoint_hist",
-        "decay": "model_ema_decay",
-    }
+    short = {"hist": "checkpoint_hist", "decay": "model_ema_decay"}
+    short |= {"warmup": "warmup_epochs", "cooldown": "cooldown_epochs"}
     words = fitted.split()
     expected = {short.get(name, name): value for name, value in zip(words[::2], words[1::2], strict=True)}
     resolved, _, told = resolve_args(args, {}, images, classes, 1)
@@ -145,12 +135,7 @@ def test_average_forgets_initial_weights_or_a_warning_says_so(flags, images):
         ("--epochs 10 --warmup-epochs 0", 100, 1, ["all training images are of one class"]),
         ("--epochs 10 --warmup-epochs 0 --kd-only --kd-model-name x", 100, 1, []),
         ("--epochs 1 --warmup-epochs 1", 9, 1, ["one class", "beyond 1e-06 of 0.001", "updates are few"]),
-        (
-            "--epochs 2 --warmup-epochs 2 --lr 0",
-            100,
-            3,
-            ["never gets beyond 1e-06 of 0: --warmup-epochs 2 is long for"],
-        ),
+        ("--epochs 2 --warmup-epochs 2 --lr 0", 100, 3, ["beyond 1e-06 of 0: --warmup-epochs 2 is long for"]),
         ("--epochs 10 --sched poly --decay-rate 9", 100, 3, ["the fitted --warmup-epochs 2 is long for --epochs 10"]),
     ],
 )
@@ -223,14 +208,20 @@ def test_a_resumed_run_keeps_what_its_checkpoint_was_fitted_to():
     args = arguments("--epochs 4")
     fresh, batch, _ = resolve_args(args, {}, 54, 3, 1)
     assert [fresh[name] for name in ("batch_size", "num_classes", "warmup_epochs")] == [8, 3, 0]
+    assert {fresh.sources[name] for name in FITTED} == {"data"}
     checkpoint = {"args": fresh.values(), "model_config": {"num_classes": 3}, "batch": batch}
     # More images and classes than before, on two processes: the same batch, classes and schedule.
     again, _, told = resolve_args(args, checkpoint, 5000, 4, 2)
     fitted = "--warmup-epochs 0 --cooldown-epochs 0 --checkpoint-hist 3 --num-classes 3 --batch-size 4 "
     assert told == [f"as the run has begun: {fitted}--lr-base-scale sqrt"]
     assert str([again[name] for name in ("batch_size", "num_classes", "warmup_epochs")]) == "[4, 3, 0]"
+    assert {again.sources[name] for name in ("batch_size", "num_classes", "warmup_epochs")} == {"checkpoint"}
     given = resolve_args(arguments("--epochs 4 -b 2 --num-classes 9"), checkpoint, 54, 9, 1)[0]
     assert (given.images.batch_size, given.network.num_classes) == (2, 9)
+    assert given.sources["batch_size"] == "command line" and given.sources["warmup_epochs"] == "checkpoint"
+    batch["global"] = 16
+    kept = resolve_args(args.decide("command line", batch_size=8), checkpoint, 54, 3, 1)[0]
+    assert (kept.optim.grad_accum_steps, kept.sources["grad_accum_steps"]) == (2, "checkpoint")
 
 
 @pytest.mark.parametrize(
@@ -242,7 +233,7 @@ def test_a_resumed_run_keeps_what_its_checkpoint_was_fitted_to():
         ("--epochs 40 --model-ema", "--epochs 40 --model-ema -b 16", {}),
         ("--epochs 40", "--epochs 40 --model-ema", {}),
         ("--epochs 30 --model-ema", "--epochs 10 --model-ema", {"epoch": 7}),
-        ("--epochs 8 --model-ema --train-img-sizes 96 224 --train-batch-sizes auto", "--epochs 40 --model-ema", {}),
+        (f"--epochs 8 --model-ema {SIZES}", "--epochs 40 --model-ema", {}),
     ],
 )
 def test_what_is_fitted_to_a_length_is_fitted_again(trunk, branch, more):

@@ -3,7 +3,6 @@
 import gc
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import replace
 from functools import cache
 from itertools import count
 from typing import Any
@@ -11,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from tests.stand_in_cuda import StandIn
@@ -19,7 +17,6 @@ from tests.train.small_run import payload_of
 from tests.train.small_step import LABELLED, small_run, train, weights
 from tlt.api import StepKey
 from tlt.data.batch import Batch
-from volo.cluster.shard import distribute
 from volo.train import step_graph
 from volo.train.loop import set_train_mode
 from volo.train.optim import set_lr
@@ -115,28 +112,6 @@ def test_sizes_in_turns_keep_their_graphs_in_short_memory(monkeypatch):
         assert isinstance(step, StepGraph) and not any(state.graphs for state in step._sizes.values())
     # Captured anew after the validation, which got the memory (4 otherwise), but not at each change of size.
     assert 4 < next(captures) < 10 and next(replays) > 30
-
-
-@pytest.mark.gpu(stand_in=False)
-@pytest.mark.parametrize("fails", [False, True])
-def test_a_rank_of_nccl_repeats_its_exchange_of_gradients(fails):
-    """Or launches it, where the capture has failed in the middle of a backward pass."""
-    expected = trained(f"{LABELLED} --no-cuda-graph", 1, 64)
-    dist.init_process_group("cpu:gloo,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        run, training = small_run(LABELLED, 64)
-        step = StepGraph(run, replace(training, forward_model=distribute(training.forward_model, CUDA)))
-        step.several_ranks, step._warm_up = True, 11
-        if fails:
-            parameters = [*training.state.model.parameters()]
-            parameters[len(parameters) // 2].register_hook(lambda grad: grad.cpu().to(grad))  # waits
-        told = train(run, training, step)
-        line = "steps are launched" if fails else "a step is one CUDA graph"
-        assert line in str(run.logger.lines), run.logger.lines
-        found = weights(training.state.model)
-    finally:
-        dist.destroy_process_group()
-    check_same((told, found), expected[:2])
 
 
 @pytest.mark.gpu(stand_in=False)
