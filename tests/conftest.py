@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import gc
+import importlib.util
 import os
 import secrets
 import signal
 import socket
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from PIL import Image
 
 from tlt.io.jobs import available_cpus
@@ -66,6 +70,15 @@ def pytest_xdist_auto_num_workers() -> int:
 def python_path(*folders: str | Path) -> str:
     """PYTHONPATH of a process: these folders, then those of this one, in which the processor may be a wrong one."""
     return os.pathsep.join([*map(str, folders), *filter(None, [os.environ.get("PYTHONPATH")])])
+
+
+def module_of(file: Path) -> ModuleType:
+    """A program or example that is in no package, imported."""
+    spec = importlib.util.spec_from_file_location(file.stem, file)
+    assert spec and spec.loader
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # a dataclass looks itself up
+    spec.loader.exec_module(module)
+    return module
 
 
 def free_port() -> int:
@@ -119,6 +132,14 @@ def float32_as_on_the_cpu(request: pytest.FixtureRequest) -> Iterator[None]:
     with torch.backends.cudnn.flags(enabled=True, deterministic=True, allow_tf32=False):
         yield
     torch.set_float32_matmul_precision(before)
+
+
+@pytest.fixture
+def process_group() -> Iterator[None]:
+    """A group of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
 
 
 COLOURS = {"blue": (40, 60, 200), "green": (50, 180, 60), "grey": (128, 128, 128), "red": (210, 50, 40)}

@@ -6,7 +6,7 @@ import re
 import subprocess
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 import timm
 import torch
-import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import tlt
@@ -162,13 +161,6 @@ def test_a_criterion_of_a_model_knows_where_its_tokens_lie():
     assert criterion.grid == model.token_grid((64, 64)) and criterion.dense_weight == 0.25
     assert criterion.window == model.token_positions((64, 64)).window(criterion.grid, (64, 64)) != (0, 0, 1, 1)
     assert replace(criterion, num_classes=5).window == criterion.window
-
-
-@pytest.fixture
-def process_group() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("name", ["volo_test", "lvvit_test", "test_vit", "test_resnet"])

@@ -1,7 +1,6 @@
 """The example programs train as `volo train` does: the same weights, for the same seed, images and labels. And the
 notebook runs from top to bottom, and what it shows was shown by the code that stands in it."""
 
-import importlib.util
 import json
 import math
 import os
@@ -9,7 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import matplotlib
@@ -17,20 +16,11 @@ import pytest
 import torch
 
 from tests.commands.conftest import QUICK, ROOT, metrics
-from tests.conftest import free_port
+from tests.conftest import free_port, module_of
 from volo import cli
 
 OPTIONS: dict[str, Any] = {"size": (64, 64), "epochs": 2, "batch_size": 8, "workers": 0}
 QUIET = {"accelerator": "cpu", "logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-
-
-def example(name: str) -> ModuleType:
-    """A file of examples/, imported."""
-    spec = importlib.util.spec_from_file_location(name, ROOT / "examples" / f"{name}.py")
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.fixture
@@ -65,7 +55,7 @@ def trained(name: str, data: Path, labels: Path, output: Path) -> tuple[dict[str
 def test_weights_are_those_of_volo_train(package, program, name, data, labels, tmp_path, capsys):
     pytest.importorskip(package)
     more = {"lightning_module": {"trainer": QUIET}, "ray_loop": {"storage": str(tmp_path)}}.get(program, {})
-    made = example(program).train(str(data), str(labels), name=name, **OPTIONS, **more)
+    made = module_of(ROOT / "examples" / f"{program}.py").train(str(data), str(labels), name=name, **OPTIONS, **more)
     printed = capsys.readouterr().out
     weights, losses = trained(name, data, labels, tmp_path)
     torch.testing.assert_close(made if isinstance(made, dict) else made.state_dict(), weights, rtol=1e-5, atol=1e-6)

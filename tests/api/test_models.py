@@ -1,13 +1,12 @@
 """What the API does to models: wrappers are seen through or refused, and what raises leaves a model as it was."""
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import timm
 import torch
-import torch.distributed as dist
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from timm.utils import ModelEmaV2, ModelEmaV3
 from torch import nn
@@ -31,13 +30,6 @@ def made(name: str, **settings: Any) -> Any:
 
 def images(channels: int = 3) -> torch.Tensor:
     return torch.randn(2, channels, *SIZE, generator=torch.Generator().manual_seed(1))
-
-
-@pytest.fixture
-def process_group() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 WRAPPERS: dict[str, Callable[[Any], Any]] = {

@@ -23,9 +23,8 @@ from volo.cluster.distributed import LEFT, RankLost, World, choose_device, conne
 from volo.cluster.launch import launch_of
 from volo.train.data import workers_of
 
-OPEN_MPI = {
-    f"OMPI_COMM_WORLD_{name}": n for name, n in {"RANK": "5", "LOCAL_RANK": "1", "SIZE": "8", "LOCAL_SIZE": "4"}.items()
-}
+NUMBERS = {"RANK": "5", "LOCAL_RANK": "1", "SIZE": "8", "LOCAL_SIZE": "4"}
+OPEN_MPI = {f"OMPI_COMM_WORLD_{name}": number for name, number in NUMBERS.items()}
 STEP = {"SLURM_PROCID": "5", "SLURM_LOCALID": "1", "SLURM_STEP_NUM_TASKS": "8", "SLURM_STEP_TASKS_PER_NODE": "4(x2)"}
 MPICH = {"PMI_RANK": "5", "MPI_LOCALRANKID": "1", "PMI_SIZE": "8", "MPI_LOCALNRANKS": "4"}
 CRAY = {"PMI_RANK": "5", "PMI_LOCAL_RANK": "1", "PMI_SIZE": "8", "PMI_LOCAL_SIZE": "4"}
@@ -154,9 +153,8 @@ def test_ranks_sharing_a_gpu_are_refused(peer, monkeypatch, gpus):
     connected: list[World] = []
     monkeypatch.setattr(distributed, "_connect_all", lambda store, world, limit: connected.append(world))
     monkeypatch.setattr(distributed, "_own_group", False)  # as it was, afterwards
-    assert (
-        choose_device(None, 1) == choose_device("cuda", 7) == torch.device("cuda", 0)
-    )  # its launcher shows it its own
+    # Its launcher shows it its own.
+    assert choose_device(None, 1) == choose_device("cuda", 7) == torch.device("cuda", 0)
     with ThreadPoolExecutor() as pool:
         pool.submit(peer, peers_gpu)
         if gpu == peers_gpu:
@@ -214,9 +212,8 @@ def test_device_names_are_checked_against_the_machine(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     for name in ("warp9", "meta", "mps", "cuda"):
-        with pytest.raises(
-            UserError, match=f"--device {name}: there is no GPU cuda:0, torch finds none here|{name}: there are cpu"
-        ):
+        told = f"--device {name}: there is no GPU cuda:0, torch finds none here|{name}: there are cpu"
+        with pytest.raises(UserError, match=told):
             choose_device(name, 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     with pytest.raises(UserError, match="there is no GPU cuda:2, this machine has 2, cuda:0 to cuda:1; --device cpu"):

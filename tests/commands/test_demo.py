@@ -1,10 +1,8 @@
 """The demo's commands, without running them: what they say is what the programs understand. And its images."""
 
-import importlib.util
 import json
 import shlex
 import sys
-from collections.abc import Iterator
 from email.message import Message
 from pathlib import Path
 from types import ModuleType
@@ -15,6 +13,7 @@ import pytest
 from PIL import Image
 
 from tests.commands.conftest import ROOT
+from tests.conftest import module_of
 from tlt.errors import install_command
 from tlt.tools import cli as tlt_cli
 from volo.cli import COMMANDS
@@ -24,14 +23,11 @@ from volo.config.settings_train import TrainSettings
 
 
 @pytest.fixture
-def digits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+def digits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """demo/digits.py, working in another folder."""
-    spec = importlib.util.spec_from_file_location("digits_demo", ROOT / "demo" / "digits.py")
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = module_of(ROOT / "demo" / "digits.py")
     monkeypatch.setattr(module, "ROOT", tmp_path)
-    yield module
+    return module
 
 
 def understood(command: str) -> Any:

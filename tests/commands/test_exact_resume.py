@@ -69,20 +69,14 @@ def test_fault_11_resumes_with_other_workers_and_shards(call, make_dataset, make
 def test_fault_11_interrupted_on_two_ranks(make_dataset, make_labels, tmp_path, more):
     """Within an epoch the ranks have other running statistics, in the average too, and other sums of losses."""
     data = make_dataset(train=24)
-    flags = (
-        f"{FLAGS} -b 4 {more} --dist-bn reduce --token-label-data {make_labels(data)} --output {tmp_path} --resume auto"
-    )
+    flags = f"{FLAGS} -b 4 {more} --dist-bn reduce --token-label-data {make_labels(data)} --resume auto"
+    flags += f" --output {tmp_path}"
     launch(2, f"{flags} --experiment whole", data)
     driver = str(Path(interrupted_train.__file__))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", driver, "2"]
     env = {**os.environ, "PYTHONPATH": python_path(ROOT), "OMP_NUM_THREADS": "1"}
-    stopped = subprocess.run(
-        [*command, str(data), *flags.split(), "--experiment", "cut"],
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=LIMIT,
-    )
+    command += [str(data), *flags.split(), "--experiment", "cut"]
+    stopped = subprocess.run(command, env=env, capture_output=True, text=True, timeout=LIMIT)
     assert "exitcode  : 130" in stopped.stderr, stopped.stderr
     assert "0 epochs, 2 updates done" in launch(2, f"{flags} --experiment cut", data)
     assert_same(tmp_path / "whole", tmp_path / "cut")
@@ -97,9 +91,8 @@ def test_fault_13_two_ranks_keep_the_global_batch_of_one(call, make_dataset, tmp
     out = launch(2, f"--grad-accum-steps 2 {flags} run --epochs 2", data)
     assert "1 processes before, 2 now: 1 accumulation steps, not 2, keep the global batch of 8" in out
     assert "global batch 8 = 4 per device x 2 x 1 accumulation steps; 3 updates an epoch" in out
-    whole, run = (
-        {row["update"]: row["lr"] for row in metrics(tmp_path / name) if "lr" in row} for name in ("whole", "run")
-    )
+    rows = (metrics(tmp_path / name) for name in ("whole", "run"))
+    whole, run = ({row["update"]: row["lr"] for row in each if "lr" in row} for each in rows)
     assert [run[update] for update in (4, 5, 6)] == [whole[update] for update in (4, 5, 6)]
 
 

@@ -125,13 +125,8 @@ def test_refused_in_one_line(row):
 
 def test_names_of_other_programs_stand_for_what_is_here():
     parsers = [command.program.parser() for command in COMMANDS.values()]
-    values = {
-        value
-        for parser in parsers
-        for row in parser.flags.values()
-        if isinstance(row.type, tuple)
-        for value in row.type
-    }
+    rows = [row for parser in parsers for row in parser.flags.values()]
+    values = {value for row in rows if isinstance(row.type, tuple) for value in row.type}
     for meant, names in ELSEWHERE.items():
         first = re.split("[ ,]", meant)[0]
         with_it = [parser for parser in parsers if first in {*parser.flags} | names_of(parser.flags.values())]

@@ -5,13 +5,14 @@ import shlex
 from argparse import _SubParsersAction
 from collections.abc import Iterable, Iterator
 from functools import cache
-from importlib.util import find_spec, module_from_spec, spec_from_file_location
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import yaml
 
 from benchmarks import program as benchmark
+from tests.conftest import module_of
 from tlt.errors import UserError
 from tlt.tools.cli import parser as tlt_parser
 from volo.cli import COMMANDS
@@ -22,15 +23,8 @@ from volo.config.train import TRAIN
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md")] + sorted((ROOT / "docs").glob("*.md"))
-SCRIPTS = {
-    "train.py": "train",
-    "validate.py": "validate",
-    "generate_label.py": "label",
-    "distributed_train.sh": "train",
-    "distributed_generate_label.sh": "label",
-    "pretrain.sbatch": "train",
-    "finetune.sbatch": "train",
-}
+SCRIPTS = {"validate.py": "validate", "generate_label.py": "label", "distributed_generate_label.sh": "label"}
+SCRIPTS |= dict.fromkeys(("train.py", "distributed_train.sh", "pretrain.sbatch", "finetune.sbatch"), "train")
 MAKE = set(re.findall(r"^([a-z0-9-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
 
 
@@ -74,14 +68,10 @@ def test_page_of_flags_names_every_flag_there_is_and_is_not():
 
 
 def test_the_site_has_a_heading_for_every_flag_of_every_program():
-    spec = spec_from_file_location("hooks", ROOT / ".ci" / "mkdocs_hooks.py")
-    assert spec and spec.loader
-    spec.loader.exec_module(hooks := module_from_spec(spec))
-    page = "\n\n".join(hooks.all_flags())
+    page = "\n\n".join(module_of(ROOT / ".ci" / "mkdocs_hooks.py").all_flags())
     headings = re.findall(r"^#### `(.*)` <small>(.*)</small> \{#(.*)\}\n\n\S", page, re.MULTILINE)
-    named = {
-        f"{program.split()[-1]} {name}" for text, program, _ in headings for name in re.findall(r"--?[\w-]+", text)
-    }
+    pairs = ((program, name) for text, program, _ in headings for name in re.findall(r"--?[\w-]+", text))
+    named = {f"{program.split()[-1]} {name}" for program, name in pairs}
     programs = [*COMMANDS, *(f"tlt {each}" for each in ("pack", "unpack", "check", "show")), "benchmark step"]
     asked = {f"{each.split()[-1]} {name}" for each in programs if each != "launch" for name in flags_of(each)}
     left_out = {each for each in asked - named if not re.search(r" (-h|--help|--version|--no-.*)$", each)}
@@ -179,9 +169,8 @@ def test_commands_name_programs_and_flags_that_exist():
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_code_blocks_fit_a_page_with_comments_above(page):
-    for block in re.finditer(
-        r"^( *)```(\w*)\n(.*?)^\1```|(?:^ {4,}\S[^\n]*\n)+", page.read_text(), re.MULTILINE | re.DOTALL
-    ):
+    blocks = re.compile(r"^( *)```(\w*)\n(.*?)^\1```|(?:^ {4,}\S[^\n]*\n)+", re.MULTILINE | re.DOTALL)
+    for block in blocks.finditer(page.read_text()):
         for line in (block[3] or block[0]).splitlines():
             assert len(line) <= 80, line
             shape = block[2] == "python" and re.search(r"  # [([].*[)\]]$", line)

@@ -4,7 +4,6 @@ docs/reliability.md tells every fault that is tested, and no other."""
 from __future__ import annotations
 
 import errno
-import importlib.util
 import itertools
 import json
 import math
@@ -27,7 +26,7 @@ import pytest
 from tests.commands.conftest import ROOT, digest, metrics
 from tests.commands.conftest import call as call  # a fixture
 from tests.commands.conftest import nothing_left_running as nothing_left_running  # a fixture
-from tests.conftest import LIMIT
+from tests.conftest import LIMIT, module_of
 from tlt.io.weights import read_checkpoint
 from volo.train.precision import Precision
 
@@ -35,10 +34,7 @@ from volo.train.precision import Precision
 @pytest.fixture(scope="session")
 def all_digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """scikit-learn's digits as the demo writes them."""
-    spec = importlib.util.spec_from_file_location("digits_demo", ROOT / "demo" / "digits.py")
-    assert spec is not None and spec.loader is not None
-    demo = sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # its dataclass looks itself up
-    spec.loader.exec_module(demo)
+    demo = module_of(ROOT / "demo" / "digits.py")
     demo.ROOT = tmp_path_factory.mktemp("demo")
     demo.write_digits(demo.ROOT / "digits")
     return demo.ROOT / "digits"

@@ -8,7 +8,7 @@ from timm.optim import create_optimizer_v2
 
 from tests.models.conftest import fill, make_images
 from tlt.errors import UserError
-from tlt.models import TokenLabelModel, adapt_state_dict, fast_ops, resize_pos_embed
+from tlt.models import TokenLabelModel, adapt_state_dict, fast_ops
 from tlt.models.layers import SelfAttention
 from volo.models.volo import ClassAttention
 
@@ -118,9 +118,6 @@ def test_token_grids_that_are_not_square():
     model, square = build("lvvit_test", img_size=(96, 48)), build("lvvit_test", img_size=96)
     with pytest.raises(UserError, match="pos_embed.*18 tokens"):
         adapt_state_dict(square, model.state_dict())
-    state, _ = adapt_state_dict(square, model.state_dict(), source_grid=(6, 3))
-    expected = resize_pos_embed(model.pos_embed[:, 1:].unflatten(1, (6, 3)), (6, 6)).flatten(1, 2)
-    torch.testing.assert_close(state["pos_embed"][:, 1:], expected)
     turned = build("lvvit_test", img_size=(48, 96))  # as many tokens, but not the same ones
     assert adapt_state_dict(turned, model.state_dict(), source_grid=(6, 3))[1] == ["pos_embed"]
 

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import timm
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
@@ -101,13 +100,6 @@ def test_kind_of_block_is_one_graph_as_eager(name, drop_path_mode, checkpointing
             torch.testing.assert_close(model(x), eager(x))
     gradients(model.train(), 8, 0)
     assert graphs() == training + evaluation
-
-
-@pytest.fixture
-def process_group() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("scope", ["blocks", "model"])
