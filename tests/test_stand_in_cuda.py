@@ -107,6 +107,24 @@ def captured(work: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
     return graph, result
 
 
+def test_graph_repeats_numbers_and_reads_tensors_and_seed_anew(stand_in):
+    weight, scale, number = ones(4), torch.full((), 2.0, device="cuda"), torch.tensor(5.0)
+    graph, result = captured(lambda: (weight.mul_(scale).add_(number), torch.rand(4, device="cuda")))
+    assert weight.eq(1).all() and result[1].isnan().all()  # nothing was computed
+    scale.fill_(3)
+    number.fill_(7)
+    stand_in.launches.clear()
+    torch.manual_seed(1)
+    graph.replay()
+    assert stand_in.launches.total() == 1
+    drawn = result[1].cpu()
+    assert weight.eq(1 * 3 + 5).all()
+    graph.replay()
+    assert weight.eq(8 * 3 + 5).all() and not torch.equal(result[1].cpu(), drawn)
+    torch.manual_seed(1)
+    torch.testing.assert_close(torch.rand(4, device="cuda").cpu(), drawn)
+
+
 @pytest.mark.parametrize(
     "refused",
     [

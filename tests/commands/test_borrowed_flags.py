@@ -110,6 +110,8 @@ def test_validate_takes_a_part_and_a_crop(call, trained_run, monkeypatch):
     line = f"{trained_run.data} --checkpoint {trained_run.run / 'last.pth.tar'} -j 0"
     assert "over 3 images" in call("validate", f"{line} --num-samples 3").out
     assert call("validate", f"{line} --test-pool").refused("--test-pool")
+    with pytest.raises(UserError, match="--test-pool"):
+        call("validate", f"{line} --test-pool --debug")
     rows = [call("validate", f"{line} --crop-mode {mode}").out.splitlines()[-1] for mode in ("center", "squash")]
     assert rows[0] != rows[1]
 
