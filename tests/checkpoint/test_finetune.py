@@ -250,7 +250,7 @@ THEIRS = ["cat", "dog", "owl", "ox"]
 )
 def test_rows_of_heads_go_by_the_names_of_the_classes(tmp_path, name, ours, said):
     kwargs = NARROW if name.startswith("vit") else {}
-    kwargs |= {"img_size": 64} if name != "resnet10t" else {}
+    kwargs = kwargs | ({"img_size": 64} if name != "resnet10t" else {})
     torch.manual_seed(1)
     source = timm.create_model(name, num_classes=4, **kwargs).eval()
     torch.manual_seed(2)
