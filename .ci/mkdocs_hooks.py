@@ -32,7 +32,8 @@ def all_flags() -> Iterator[str]:
             yield f"### {group.title}\n\n{group.description or ''}" if rows else ""
             for row in rows:
                 values = row.metavar or (f"{{{','.join(map(str, row.choices))}}}" if row.choices else "")
-                anchor = parser.prog.split()[-1] + max(row.option_strings or [row.dest], key=len)
+                program = parser.prog.replace("python benchmark.py ", "benchmark-").split()[-1]
+                anchor = program + max(row.option_strings or [row.dest], key=len)
                 yield f"#### `{', '.join(row.option_strings)} {values}` <small>{parser.prog}</small> {{#{anchor}}}"
                 yield escape((row.help or "") % vars(row), quote=False)
 

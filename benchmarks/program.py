@@ -2,6 +2,7 @@
 
     step       training steps: ours, timm's VOLO, and ours with other settings
     infer      inference, likewise
+    features   what a stored teacher costs: its steps, reading and writing features
     outlook    outlook attention: each kernel of ours and timm's
     data       from image files to augmented batches: ours and timm's loader
     run        whole programs, from image files: ours and timm's train.py
@@ -22,7 +23,7 @@ from benchmarks.rounds import BenchmarkSettings
 from volo.config.fields import Settings, flag
 from volo.config.parser import Program
 
-COMMANDS = ("step", "infer", "outlook", "data", "run", "ablation")
+COMMANDS = ("step", "infer", "features", "outlook", "data", "run", "ablation")
 
 
 class _Command(Settings):

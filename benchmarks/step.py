@@ -37,6 +37,7 @@ from volo.train.architecture import requested_by
 from volo.train.compilation import compile_errors_told
 from volo.train.criterion import Criterion, Drawn, TokenLabelCriterion, make_criterion
 from volo.train.data import open_folders, open_labels, train_loader
+from volo.train.distillation import Distillation
 from volo.train.model import TimmModel, compiler_of, data_config_of
 from volo.train.optim import create_optimizer, set_lr
 from volo.train.precision import Clipping, Precision, WorkingCopy, compute_dtype
@@ -153,7 +154,13 @@ class TrainStep:
     """A training step of one arm, as train.py does it; `bare` has the parameters that are trained."""
 
     def __init__(
-        self, arm: Arm, bare: TimmModel, criterion: Criterion, batches: list[Batch], device: torch.device
+        self,
+        arm: Arm,
+        bare: TimmModel,
+        criterion: Criterion,
+        batches: list[Batch],
+        device: torch.device,
+        distillation: Distillation | None = None,
     ) -> None:
         self.batches = cycle(batches)
         self.updates = count()
@@ -169,7 +176,7 @@ class TrainStep:
         optimizer = create_optimizer(bare, settings.optim, settings.distributed, device=device)
         set_lr(optimizer, 1e-5)
         state = SimpleNamespace(model=bare, optimizer=optimizer, ema=None, unproven=None)
-        training: Any = SimpleNamespace(state=state, precision=precision, distillation=None)
+        training: Any = SimpleNamespace(state=state, precision=precision, distillation=distillation)
         training.forward_model = compiler_of(settings).model(computing)
         training.criterion = self._criterion = _KeptLogits(**vars(criterion))
         run: Any = SimpleNamespace(settings=settings, world=World(0, 0, 1, device))

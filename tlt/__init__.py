@@ -23,12 +23,14 @@ if TYPE_CHECKING:
     from tlt.distill import with_projector as with_projector
     from tlt.errors import UserError as UserError
     from tlt.label_map import LabelBatch as LabelBatch
+    from tlt.labels.features import open_features as open_features
     from tlt.labels.store import open_labels as open_labels
     from tlt.loss import TokenLabelLoss as TokenLabelLoss
     from tlt.models.wrap import with_dense_head as with_dense_head
     from tlt.targets import Targets as Targets
     from tlt.targets import make_targets as make_targets
     from tlt.teacher import FeatureTeacher as FeatureTeacher
+    from tlt.teacher import StoredTeacher as StoredTeacher
 
 _NAMES = {  # names of modules that are loaded at first use
     "tlt.api": ("Loader", "StepKey", "draw_box"),
@@ -39,11 +41,12 @@ _NAMES = {  # names of modules that are loaded at first use
     "tlt.distill": ("DistillLoss", "with_projector"),
     "tlt.errors": ("UserError",),
     "tlt.label_map": ("LabelBatch",),
+    "tlt.labels.features": ("open_features",),
     "tlt.labels.store": ("open_labels",),
     "tlt.loss": ("TokenLabelLoss",),
     "tlt.models.wrap": ("with_dense_head",),
     "tlt.targets": ("Targets", "make_targets"),
-    "tlt.teacher": ("FeatureTeacher",),
+    "tlt.teacher": ("FeatureTeacher", "StoredTeacher"),
 }
 __all__ = sorted(name for names in _NAMES.values() for name in names)
 

@@ -23,7 +23,7 @@ from tlt.data.augment.plan import AugmentConfig, Plan
 from tlt.data.backends import create_backend
 from tlt.data.backends.decode import Backend
 from tlt.data.batch import Batch, BatchKey, IndexStream, SkipCounter
-from tlt.data.dataset import LabelReader, LabelView, TrainDataset
+from tlt.data.dataset import FeatureReader, LabelReader, LabelView, TrainDataset
 from tlt.data.loader import DeviceLoader
 from tlt.data.size_schedule import SizeSchedule
 from tlt.data.sources.image_file import DEFAULT_MAX_PIXELS
@@ -101,6 +101,7 @@ class Loader(DeviceLoader):
         repeats: How often an epoch shows each of its images.
         sizes: A schedule of image sizes and batch sizes. It replaces the one size and `batch_size`.
         label_view: See `TrainDataset`.
+        features: Stored features of teachers, from `open_features`.
         loading: `pin_memory`, `prefetch`, `persistent_workers` and `timeout` of `DeviceLoader`.
     """
 
@@ -127,6 +128,7 @@ class Loader(DeviceLoader):
         repeats: int = 1,
         sizes: SizeSchedule | None = None,
         label_view: LabelView | None = None,
+        features: Sequence[FeatureReader] = (),
         **loading: Any,
     ) -> None:
         in_range_all(1, batch_size=batch_size, micro_batches=micro_batches, world_size=world_size)
@@ -141,7 +143,7 @@ class Loader(DeviceLoader):
         self.index_stream = IndexStream(
             len(images), global_batch, seed, world_size, rank, micro_batches, drop_last, repeats, sizes
         )
-        self.dataset = TrainDataset(images, augment, seed, labels, backend, label_view)
+        self.dataset = TrainDataset(images, augment, seed, labels, backend, label_view, features)
         stage = DeviceStage(augment, augment.mean if mean is None else mean, std)
         if torch.device(device).type == "cuda":
             check_first_batch(stage)

@@ -27,7 +27,7 @@ from tlt.models.extension import Extension, extend
 from tlt.models.spatial import Size
 from tlt.models.wrap import TOKEN_LABEL_MODELS, bare, check_interface
 from tlt.targets import TokenPlaces, linear_weights, points_per_token, token_points
-from tlt.teacher import FeatureTeacher, TeacherScale, token_map, width_of
+from tlt.teacher import Teacher, TeacherScale, View, token_map, width_of
 
 
 def _numbered(name: str, number: int) -> str:
@@ -85,7 +85,7 @@ class Student(Extension):
 
 def with_projector(
     model: Any,
-    teacher: FeatureTeacher | Sequence[FeatureTeacher],
+    teacher: Teacher | Sequence[Teacher],
     img_size: Size,
     kind: str | Sequence[str] = "token",
     dense_loss: str | Sequence[str] = "cosine",
@@ -102,7 +102,7 @@ def with_projector(
     Raises:
         UserError: Student or teacher has no tokens or does not take its image size, or the kind or loss is unknown.
     """
-    teachers = [teacher] if isinstance(teacher, FeatureTeacher) else list(teacher)
+    teachers = [teacher] if isinstance(teacher, Teacher) else list(teacher)
     names = _for_each("kind", kind, len(teachers))
     losses = _for_each("dense_loss", dense_loss, len(teachers))
     kinds = [kind_of(name, loss) for name, loss in zip(names, losses, strict=True)]
@@ -110,11 +110,11 @@ def with_projector(
     check_interface(model, "forward_features", "forward_head")
     like = next(model.parameters())
     widths = {name: width_of(model, img_size, name) for name in dict.fromkeys(names)}
-    channels = [width_of(each.model, each.img_size, name) for each, name in zip(teachers, names, strict=True)]
+    channels = [each.width(name) for each, name in zip(teachers, names, strict=True)]
     parts: dict[str, nn.Module] = {}
     extend(model, Student, outermost=True)
     model.kd_kinds = names
-    model.kd_listed = not isinstance(teacher, FeatureTeacher)
+    model.kd_listed = not isinstance(teacher, Teacher)
     for number, name in enumerate(names):
         projector = kinds[number].projector(widths[name], channels[number])
         if len(projector) and len(teachers) > 1:
@@ -149,7 +149,7 @@ class DistillLoss(TokenPlaces):
         scale: Normalises the teacher's features; None leaves them as they are.
     """
 
-    teacher: FeatureTeacher
+    teacher: Teacher
     kind: str = "token"
     dense_loss: str = "cosine"
     temperature: float = 4.0
@@ -170,7 +170,7 @@ class DistillLoss(TokenPlaces):
         cls,
         model: Any,
         img_size: Size,
-        teacher: FeatureTeacher | Sequence[FeatureTeacher],
+        teacher: Teacher | Sequence[Teacher],
         sizes: Sequence[Size] = (),
         **settings: Any,
     ) -> Any:
@@ -181,7 +181,7 @@ class DistillLoss(TokenPlaces):
         Raises:
             UserError: The student has no tokens, or a list does not have one value per teacher.
         """
-        count = 1 if isinstance(teacher, FeatureTeacher) else len(teacher)
+        count = 1 if isinstance(teacher, Teacher) else len(teacher)
         kinds = _for_each("kind", settings.get("kind", cls.kind), count)
         fitted: dict[str, Any] = {}
         of_places = any(kind_of(kind).of_places for kind in kinds)
@@ -190,7 +190,7 @@ class DistillLoss(TokenPlaces):
             sizes = [size_of("img_size", size) for size in (img_size, *sizes)]
             fitted["places"] = {size: token_map(model, size)[:2] for size in sizes}
             fitted["grid"], fitted["window"] = fitted["places"][sizes[0]]
-        if isinstance(teacher, FeatureTeacher):
+        if isinstance(teacher, Teacher):
             return cls(teacher, **settings, **fitted)
         if count > 1 and getattr(model, "kd_kinds", None) != kinds:
             raise UserError(f"give `with_projector` these {count} teachers and their kinds before: it normalises them")
@@ -213,22 +213,18 @@ class DistillLoss(TokenPlaces):
         Raises:
             UserError: `seen` shows other images, or is given together with `images`; or these have another number.
         """
-        view = batch if seen is None else seen
-        known = {getattr(each.key, "indices", ()) for each in (batch, view)} - {()}  # in host memory
-        other = len(known) > 1 or {view.size, batch.size if images is None else len(images)} != {batch.size}
-        if other or (seen is not None and images is not None):
-            raise UserError("a lesson: `seen` has to show the images of the batch, and none that are mixed (`images`)")
-        outputs = self.teacher(view.images if images is None else images, self.kind)
+        view = self.teacher.see(batch, self.kind, seen, images)
+        outputs = view.outputs
         if self.scale is not None:
-            self.scale.update(outputs)
+            self.scale.update(outputs, view.indices >= 0)
             outputs = self.scale(outputs)
         if not self._kind.of_places:  # a view of another image replaces one that could not be decoded
-            return TeacherTargets(outputs, None if seen is None else (batch.indices == seen.indices).to(outputs))
+            return TeacherTargets(outputs, None if seen is None else (batch.indices == view.indices).to(outputs))
         with torch.autocast(outputs.device.type, enabled=False):
             shares, weight = self.place_shares(batch, view)
             return TeacherTargets(shares @ outputs, weight)
 
-    def place_shares(self, batch: Batch, seen: Batch) -> tuple[Tensor, Tensor]:
+    def place_shares(self, batch: Batch, seen: Batch | View) -> tuple[Tensor, Tensor]:
         """Return (B, N, T), the shares of the teacher's cells in the target of each token, and (B, N), the share of the
         token that the teacher sees. Both are 0 where the batches hold different images, because one of the views could
         not be decoded."""

@@ -1,4 +1,4 @@
-"""A frozen teacher: it computes what a student learns (`tlt.distill`), and the scale of its features.
+"""A frozen teacher, computed or stored: what a student learns (`tlt.distill`), and the scale of its features.
 
 Shapes: B images, T = h * w cells of the teacher's map, C channels of its features or classes.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -15,13 +15,31 @@ from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from torch import Tensor, nn
 
 from tlt.data.augment.device_stage import check_normalisation
+from tlt.data.batch import Batch
 from tlt.errors import UserError, size_of
 from tlt.kinds import KINDS, kind_of
 from tlt.label_map import Area
 from tlt.models.spatial import Size
 from tlt.models.wrap import bare, check_interface, evaluated, find_tokens, probe
 
+if TYPE_CHECKING:
+    from tlt.labels.features import FeatureStore
+
 MeanStd = tuple[Sequence[float], Sequence[float]]
+
+
+class View(NamedTuple):
+    """What a teacher gives for the images of a batch, and where it looked.
+
+    Attributes:
+        outputs: (B, C), or tokens (B, T, C), float32.
+        affine, visible, indices: As in `Batch`, of the images that it saw; an index of -1 has no image.
+    """
+
+    outputs: Tensor
+    affine: Tensor
+    visible: Tensor
+    indices: Tensor
 
 
 class Renormalise:
@@ -76,6 +94,20 @@ class FeatureTeacher:
         """Grid of the last map, the part of the image that it covers, and C. Raises UserError if there is no map."""
         return token_map(self.model, self.img_size)
 
+    def width(self, kind: str) -> int:
+        """Return C for this kind of teacher. Raise UserError if the model has no such output."""
+        return width_of(self.model, self.img_size, kind)
+
+    def see(self, batch: Batch, kind: str, seen: Batch | None = None, images: Tensor | None = None) -> View:
+        """Return what this kind of teacher gives for a batch; the arguments are those of `DistillLoss.lesson`."""
+        view = batch if seen is None else seen
+        known = {getattr(each.key, "indices", ()) for each in (batch, view)} - {()}  # in host memory
+        other = len(known) > 1 or {view.size, batch.size if images is None else len(images)} != {batch.size}
+        if other or (seen is not None and images is not None):
+            raise UserError("a lesson: `seen` has to show the images of the batch, and none that are mixed (`images`)")
+        outputs = self(view.images if images is None else images, kind)
+        return View(outputs, view.affine, view.visible, view.indices)
+
     def __call__(self, images: Tensor, kind: str = "token") -> Tensor:
         """Return, in float32, what this kind of teacher gives for images (B, channels, H, W): (B, C), or tokens
         (B, T, C)."""
@@ -87,6 +119,43 @@ class FeatureTeacher:
         with torch.inference_mode(), torch.autocast(images.device.type, self.amp_dtype, self.amp_dtype is not None):
             outputs = self._run(self.model, self._renormalise(images).to(self._dtype), kind)
         return outputs.to(torch.float32, copy=True)  # a tensor of inference mode can't be part of a loss
+
+
+class StoredTeacher:
+    """A teacher whose tokens are stored: no network runs, and a step costs what it does without a teacher. The batches
+    must have its features: `tlt.Loader(..., features=[features])`.
+
+    Args:
+        features: From `tlt.open_features`.
+    """
+
+    def __init__(self, features: FeatureStore) -> None:
+        info = features.info
+        self.key = features.key
+        self.tokens: tuple[Size, Area, int] = info.grid, info.area, info.channels
+
+    def width(self, kind: str) -> int:
+        """Return D. Raise UserError for a kind of teacher that gives no tokens."""
+        if not KINDS[kind].of_places:
+            raise UserError(f"{self.key} holds the features of tokens: kind {kind!r} needs the teacher itself")
+        return self.tokens[2]
+
+    def see(self, batch: Batch, kind: str, seen: Batch | None = None, images: Tensor | None = None) -> View:
+        """Return the stored tokens of a batch. The arguments are those of `DistillLoss.lesson`; raises UserError if
+        there are other views, mixed images, or no features in the batch."""
+        self.width(kind)
+        if seen is not None or (images is not None and images is not batch.images):
+            raise UserError(f"{self.key} holds the features of whole images: no other view (`seen`), and none mixed")
+        if self.key not in batch.features:
+            raise UserError(f"the batch has no features of {self.key}: give tlt.Loader(..., features=[...]) them")
+        stored = batch.features[self.key]
+        whole = torch.eye(2, 3, device=stored.values.device).expand(batch.size, 2, 3)
+        visible = whole.new_zeros(batch.size, 4)
+        visible[:, 2:] = 1
+        return View(stored.tokens(), whole, visible, torch.where(stored.present, batch.indices, -1))
+
+
+Teacher: TypeAlias = FeatureTeacher | StoredTeacher
 
 
 def _outputs(model: Any, images: Tensor, kind: str) -> Tensor:
@@ -131,15 +200,19 @@ class TeacherScale(nn.Module):
             self.register_buffer(name, torch.zeros(shape, dtype=torch.float32))
 
     @torch.no_grad()
-    def update(self, features: Tensor) -> None:
-        """Add features (..., C) to the running values. The host does not wait for the device."""
+    def update(self, features: Tensor, present: Tensor | None = None) -> None:
+        """Add features (B, ..., C) to the running values, of the images (B,) that are `present`. The host does not wait
+        for the device."""
         off = (features - self.mean).flatten(0, -2)  # relative to the mean so far, which keeps precision
-        sums = torch.cat([off.sum(0), off.square().mean(1).sum()[None], off.new_full((1,), len(off))])
+        counted = features.new_ones(len(features)) if present is None else present.to(features)
+        counted = counted.repeat_interleave(len(off) // len(features))
+        off = off * counted[:, None]
+        sums = torch.cat([off.sum(0), off.square().mean(1).sum()[None], counted.sum()[None]])
         if dist.is_initialized():
             dist.all_reduce(sums)
         count, finite = self.count + sums[-1], sums.isfinite().all()
-        step = sums[:-2] / count
-        variance = (self.variance * self.count + sums[-2]) / count - step.square().mean()
+        step = sums[:-2] / count.clamp(min=1)
+        variance = (self.variance * self.count + sums[-2]) / count.clamp(min=1) - step.square().mean()
         new = self.mean + step, variance.clamp(min=1e-12), count  # constant features must not divide by 0
         for value, changed in zip((self.mean, self.variance, self.count), new, strict=True):
             value.copy_(torch.where(finite, changed, value))

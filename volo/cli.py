@@ -33,6 +33,7 @@ COMMANDS = {
         Command(TRAIN, "volo.commands.train"),
         Command(evaluate.VALIDATE, "volo.commands.validate"),
         Command(evaluate.GENERATE_LABEL, "volo.commands.generate_label"),
+        Command(evaluate.FEATURES, "volo.commands.features"),
         Command(evaluate.PREDICT, "volo.commands.predict"),
         Command(tools.EXPORT, "volo.commands.export"),
         Command(tools.PUSH, "volo.commands.hub"),

@@ -23,6 +23,7 @@ import volo
 from tests.commands.conftest import ROOT
 from tests.conftest import LIMIT, python_path
 from tests.data.conftest import refuses
+from tlt.labels.features import FeatureInfo, FeatureWriter
 from volo.config.train import TRAIN
 from volo.train.data import augment_config
 
@@ -54,11 +55,12 @@ def test_names_are_those_of_the_page_with_docstrings():
         _ = tlt.labels_of  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("taught", [False, True])
+@pytest.mark.parametrize("taught", ["", "computed", "stored"])
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_the_loop_of_the_page_runs(device, taught, make_dataset, make_labels, monkeypatch):
-    _, loop, changes = re.findall(r"^```(?:python|diff)\n(.*?)^```", PAGE, re.M | re.S)
-    for old, new in re.findall(r"^[ -](.*\n)((?:\+.*\n)+)", changes, re.M) if taught else ():
+    _, loop, computed, stored = re.findall(r"^```(?:python|diff)\n(.*?)^```", PAGE, re.M | re.S)
+    changes = {"": "", "computed": computed, "stored": stored}[taught]
+    for old, new in re.findall(r"^[ -](.*\n)((?:\+.*\n)+)", changes, re.M):
         kept = old if f" {old}" in changes.splitlines(keepends=True) else ""
         assert old in loop
         loop = loop.replace(old, kept + new.replace("\n+", "\n")[1:])
@@ -69,7 +71,11 @@ def test_the_loop_of_the_page_runs(device, taught, make_dataset, make_labels, mo
     data = make_dataset(train=20)
     make_labels(data)
     monkeypatch.chdir(data.parent)
-    data.rename("pictures")
+    pictures = tlt.open_images(str(data.rename("pictures")), "train")
+    writer = FeatureWriter("features", FeatureInfo((3, 3), 5), pictures.paths)
+    for row in range(len(pictures)):
+        writer.write(row, torch.randn(3, 3, 5))
+    writer.finish()
     result: dict[str, Any] = {}
     exec(compile(loop, "python_api.md", "exec"), result)
     assert result["update"] == 5 and result["loss"].total.isfinite() and result["loss"].dense > 0

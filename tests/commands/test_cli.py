@@ -71,6 +71,7 @@ ON_A_GPU = {
     "train": "{data} --model volo_test --img-size 32 --num-classes 4 -j 0 --output {out}",
     "validate": "{data} --checkpoint {weights} -j 0",
     "label": "{data} {out} --model volo_test --img-size 32 --checkpoint {weights} --num-classes 4 -j 0",
+    "features": "{data} {out} --checkpoint {weights} -j 0",
     "predict": "{data} --checkpoint {weights} -j 0",
     "attention": "{image} --checkpoint {weights} -o {out}",
     "preflight": "",

@@ -16,7 +16,9 @@ from tests.stand_in_cuda import StandIn
 from tests.train.small_run import payload_of
 from tests.train.small_step import LABELLED, small_run, train, weights
 from tlt.api import StepKey
+from tlt.data.backends.synthetic import synthetic_folder
 from tlt.data.batch import Batch
+from tlt.labels.features import FeatureInfo, FeatureWriter
 from volo.train import step_graph
 from volo.train.loop import set_train_mode
 from volo.train.optim import set_lr
@@ -95,6 +97,20 @@ def test_graphs_compute_what_launched_steps_do(flags, resumed, monkeypatch):
         again = trained(flags, EPOCHS, images, resumed)
         check_same((told, found), again[:2], 0, 0)
     assert any(value != value for value in told)
+    assert "a step is one CUDA graph" in lines and "steps are launched" in expected[2], lines
+    check_same((told, found), expected[:2])
+
+
+def test_a_stored_teacher_is_part_of_the_graph(tmp_path):
+    """Its features are copied into the graph like labels, for two normalised teachers of which images leave one out."""
+    images = 4 * UPDATES * 2
+    writer = FeatureWriter(tmp_path / "f", FeatureInfo((3, 5), 6), synthetic_folder(images, 4).paths)
+    for row in range(images):
+        writer.write(row, torch.randn(3, 5, 6, generator=torch.Generator().manual_seed(row)))
+    writer.finish()
+    flags = f"{LABELLED} --kd-model-name {tmp_path}/f {tmp_path}/f --kd-drop 0.3 --kd-dense-loss cosine smooth-l1"
+    told, found, lines = trained(flags, EPOCHS, images)
+    expected = trained(f"{flags} --no-cuda-graph", EPOCHS, images)
     assert "a step is one CUDA graph" in lines and "steps are launched" in expected[2], lines
     check_same((told, found), expected[:2])
 

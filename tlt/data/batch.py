@@ -213,6 +213,34 @@ class BatchKey:
     size: tuple[int, int] | None = None  # (H, W) of the output; None takes the data set's size
 
 
+@dataclass(frozen=True)
+class FeatureBatch:
+    """The stored features of B images, as a teacher's archive holds them (`tlt.labels.features`).
+
+    Attributes:
+        values: (B, h, w, D) float16 or int8.
+        present: (B,) bool, whether the image has features; if not, its values are 0.
+        scale: (B, h, w) float32, by which int8 values are multiplied.
+    """
+
+    values: Tensor
+    present: Tensor
+    scale: Tensor | None = None
+
+    def tensors(self) -> list[Tensor]:
+        """Return all tensors."""
+        return [self.values, self.present] + ([] if self.scale is None else [self.scale])
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> FeatureBatch:
+        """Return the features after applying a function to each tensor."""
+        return FeatureBatch(*map(function, self.tensors()))
+
+    def tokens(self) -> Tensor:
+        """Return the features as float32 tokens (B, h * w, D)."""
+        values = self.values.float()
+        return (values if self.scale is None else values * self.scale[..., None]).flatten(1, 2)
+
+
 _SMALL = ("classes", "indices", "affine", "visible")  # tensors of a batch with a few numbers for each image
 
 
@@ -228,6 +256,7 @@ class Batch:
             (`Plan.normalised_affine`). Has no rows in evaluation without label maps.
         visible: (B, 4) float32 (x0, y0, x1, y1), the part of the image that the crop shows; rows as in `affine`.
         labels: The label maps, or None.
+        features: The stored features of teachers, by the key of their `tlt.labels.features.FeatureStore`.
         skipped: Images that could not be read.
         bad_labels: Images whose label map was replaced, and why (`--bad-label skip` or `uniform`).
         plan: The augmentation; None in evaluation.
@@ -241,6 +270,7 @@ class Batch:
     affine: Tensor
     visible: Tensor
     labels: LabelBatch | None = None
+    features: dict[str, FeatureBatch] = field(default_factory=dict)
     skipped: list[Skipped] = field(default_factory=list)
     bad_labels: list[Skipped] = field(default_factory=list)
     plan: Plan | None = None
@@ -253,8 +283,9 @@ class Batch:
         return len(self.indices)
 
     def large_tensors(self) -> list[Tensor]:
-        """Return the images and the label maps."""
-        return [self.images] + ([self.labels.values, self.labels.ids, self.labels.area] if self.labels else [])
+        """Return the images, the label maps and the stored features."""
+        labels = [self.labels.values, self.labels.ids, self.labels.area] if self.labels else []
+        return [self.images, *labels, *(part for stored in self.features.values() for part in stored.tensors())]
 
     def tensors(self) -> list[Tensor]:
         """Return all tensors."""
@@ -277,8 +308,9 @@ class Batch:
         return replace(self._map(lambda tensor: tensor[rows]), plan=None)
 
     def _map(self, function: Callable[[Tensor], Tensor]) -> Batch:
-        """Return the batch after applying a function to each tensor, including those of the labels."""
+        """Return the batch after applying a function to each tensor, including those of labels and features."""
         changed: dict[str, Any] = {name: function(getattr(self, name)) for name in ("images", *_SMALL)}
+        changed["features"] = {key: stored.map(function) for key, stored in self.features.items()}
         return replace(self, labels=self.labels and self.labels.map(function), **changed)
 
     def __getstate__(self) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from tlt import geometry
 from tlt.data.augment.counter import uniform
 from tlt.data.augment.plan import BICUBIC, BILINEAR, AugmentConfig, Plan, Stream, make_plan
 from tlt.data.backends.decode import RESIZE_FILTERS, Backend, Encoded, PilBackend, Request, Size, TorchvisionBackend
-from tlt.data.batch import Batch, BatchKey, Skipped
+from tlt.data.batch import Batch, BatchKey, FeatureBatch, Skipped
 from tlt.data.sources.image_file import BadImage
 from tlt.data.sources.source import ImageSource
 from tlt.errors import UserError, WorkerDied, in_range, one_of
@@ -55,6 +55,20 @@ class LabelReader(Protocol):
 
     def take_faults(self) -> list[tuple[str, str]]:
         """Return (image, reason) for each map that `read` replaced since the last call."""
+
+
+class FeatureReader(Protocol):
+    """Reads stored features of teachers by image index (`tlt.labels.features`)."""
+
+    @property
+    def key(self) -> str:
+        """The name of these features in `Batch.features`."""
+
+    def batch(self, indices: Sequence[int]) -> FeatureBatch:
+        """Return the features of these images. Raise UserError, which names the archive."""
+
+    def take_faults(self) -> list[tuple[str, str]]:
+        """Return (image, reason) for each image that `batch` has left out since the last call."""
 
 
 class WorkerStatus:
@@ -89,11 +103,7 @@ class BatchDataset(Dataset[Batch | UserError]):
     """The base class of the data sets for training and evaluation."""
 
     def __init__(self, images: ImageSource, backend: Backend, labels: LabelReader | None = None) -> None:
-        if getattr(labels, "names", images.paths) != images.paths:
-            raise UserError(
-                f"the labels are of other images than these of {printable(images.root)}, or in another order: open "
-                "them with tlt.open_labels(path, images.paths)"
-            )
+        _check_names(images, labels, "labels")
         self.labels = labels
         self.source = images
         self.root = images.root
@@ -144,6 +154,15 @@ class BatchDataset(Dataset[Batch | UserError]):
         return Skipped(self.path(index), str(error))
 
 
+def _check_names(images: ImageSource, reader: Any, of: str) -> None:
+    """Raise UserError if a reader of labels or features is of other images."""
+    if getattr(reader, "names", images.paths) != images.paths:
+        raise UserError(
+            f"the {of} are of other images than these of {printable(images.root)}, or in another order: open "
+            f"them with tlt.open_{of}(path, images.paths)"
+        )
+
+
 class _Opened(NamedTuple):
     """An image of a batch, or its replacement, before decoding."""
 
@@ -155,8 +174,8 @@ class _Opened(NamedTuple):
 class TrainDataset(BatchDataset):
     """Makes augmented training batches, as a function of (seed, epoch, indices). `seed` is that of crops, augmentation
     and replacements. The `labels` are of the same images, in their order, else a UserError is raised. `label_view`
-    replaces the plan's geometry for reading the maps of a batch (see `tlt.upstream.behaviour`). The default decoder is
-    torchvision's."""
+    replaces the plan's geometry for reading the maps of a batch (see `tlt.upstream.behaviour`). `features` are those of
+    stored teachers, of the same images. The default decoder is torchvision's."""
 
     def __init__(
         self,
@@ -166,8 +185,12 @@ class TrainDataset(BatchDataset):
         labels: LabelReader | None = None,
         backend: Backend | None = None,
         label_view: LabelView | None = None,
+        features: Sequence[FeatureReader] = (),
     ) -> None:
         super().__init__(images, backend or TorchvisionBackend(), labels)
+        for reader in features:
+            _check_names(images, reader, "features")
+        self.features = {reader.key: reader for reader in features}
         self.config = config
         self.seed = seed
         self.label_view = label_view
@@ -187,6 +210,8 @@ class TrainDataset(BatchDataset):
         labels, faults = self._read_labels(image_indices, plan.image_sizes.tolist())
         if labels is not None and self.label_view is not None:
             labels, affine, visible = self.label_view(plan, labels)
+        features = {key: reader.batch(image_indices) for key, reader in self.features.items()}
+        faults += [Skipped(*fault) for reader in self.features.values() for fault in reader.take_faults()]
         return Batch(
             images,
             classes=torch.from_numpy(self.classes[image_indices]),
@@ -194,6 +219,7 @@ class TrainDataset(BatchDataset):
             affine=affine,
             visible=visible,
             labels=labels,
+            features=features,
             skipped=skipped,
             bad_labels=faults,
             plan=plan,

@@ -62,7 +62,8 @@ class LabelInfo:
         with blamed_on(path):
             info = cls(**{item.name: content[item.name] for item in fields(cls) if item.name in content})
             rows, cols = info.grid
-            info = replace(info, grid=(rows, cols), area=_checked_area(info.area), annotator=dict(info.annotator))
+            area = info.area if info.area in AREAS else area_in_shares(info.area)
+            info = replace(info, grid=(rows, cols), area=area, annotator=dict(info.annotator))
             counts = [*info.shape, *(item for item in (info.num_classes, info.max_id) if item is not None)]
             if not all(isinstance(item, int) and 0 <= item < 2**31 for item in counts) or 0 in info.shape:
                 raise ValueError(f"its counts {counts} can't be those of label maps")
@@ -72,9 +73,8 @@ class LabelInfo:
             return info
 
 
-def _checked_area(area: Any) -> str | Area:
-    if area in AREAS:
-        return area
+def area_in_shares(area: Any) -> Area:
+    """Return an area as four numbers. Raise an error of any type if it is none, or reaches too far beyond the image."""
     x0, y0, x1, y1 = map(float, area)
     if not (-1 < x0 < x1 < 2 and -1 < y0 < y1 < 2):
         raise ValueError(f"area {area} is none of {', '.join(AREAS)} and not (x0, y0, x1, y1) in shares of the image")

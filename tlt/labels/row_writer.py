@@ -38,6 +38,7 @@ class RowWriter(Generic[Info]):
     """
 
     found_out: tuple[str, ...] = ("skipped",)  # fields of the description that are known at the end
+    other_files: tuple[str, ...] = ()  # besides the columns
 
     def __init__(
         self,
@@ -54,7 +55,7 @@ class RowWriter(Generic[Info]):
         self._kind = kind
         self._made_by = made_by or {}
         self.names = names if isinstance(names, Names) else Names(names)
-        with self._writing():
+        with self.writing():
             self._folder = self._begin(overwrite) if first else None
             # Whether the same command has finished this archive before. Then rows must not be written.
             self.complete = self._folder is not None and self._folder.complete
@@ -70,13 +71,13 @@ class RowWriter(Generic[Info]):
 
     def write_row(self, row: int, arrays: Mapping[str, np.ndarray]) -> None:
         """Write the arrays of a row by column. Raise UserError if the disk is full."""
-        with self._writing():
+        with self.writing():
             self._rows.write(row, arrays, WRITTEN)
 
     def write_absent(self, row: int) -> None:
         """Mark a row as having no content, because its image is unreadable."""
         empty = {name: np.zeros(shape, np.uint8) for name, (shape, _) in self._kind.columns(self.info).items()}
-        with self._writing():
+        with self.writing():
             self._rows.write(row, empty, ABSENT)
 
     def written_rows(self) -> Iterator[tuple[int, dict[str, np.ndarray]]]:
@@ -99,7 +100,7 @@ class RowWriter(Generic[Info]):
         self.info = replace(self.info, **found_out)  # type: ignore[type-var]
         # With the checksum, meta.json differs if the rows differ.
         checksum = zlib.crc32(self._rows.states()[1].tobytes())
-        with self._writing():
+        with self.writing():
             for column in self._rows.columns.values():
                 column.sync()
             self._folder.finish({**asdict(self.info), f"{self._kind.of}_crc32": checksum, **more})  # type: ignore[call-overload]
@@ -119,7 +120,7 @@ class RowWriter(Generic[Info]):
         settings = {"format": self._kind.format, **self._made_by, **described}
         settings |= {"records": len(self.names), "names_crc32": names_crc(block, ends)}
         columns = all_columns(self._kind.columns(self.info))
-        files = [f"{name}.npy" for name in (*columns, "names", "name_ends")]
+        files = [f"{name}.npy" for name in (*columns, "names", "name_ends")] + [*self.other_files]
         folder = OutputFolder(self.root, META_NAME, settings, files, overwrite)
         if folder.complete:
             return folder
@@ -135,7 +136,8 @@ class RowWriter(Generic[Info]):
                 np.lib.format.open_memmap(path, "w+", dtypes[0], shape, version=(1, 0))  # all zeros
         return folder
 
-    def _writing(self) -> AbstractContextManager[None]:
+    def writing(self) -> AbstractContextManager[None]:
+        """Turn an OSError inside the block into a UserError that says what to do."""
         remedy = "make room and run the same command again"
         return os_errors_as(
             lambda e: f"OUT {printable(str(e.filename or self.root))} can't be written ({e.strerror}); {remedy}"

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -95,7 +95,7 @@ def open_labels(
         num_classes = num_classes or reader.info.num_classes
         if area not in (None, reader.info.area):
             warnings.append(f"the area {area} overrides {reader.info.area}, which {root} records")
-    warnings += _check_missing(reader, packed, bad_label)
+    warnings += check_missing(reader, packed, bad_label)
     info = reader.info or _info_of_first_map(reader, len(names), num_classes, bad_label)
     exact_tail = label_tail == "exact"
     if exact_tail and not info.log_sum_exp:
@@ -225,22 +225,40 @@ def check_label_classes(info: LabelInfo, where: str, count: int | None, class_na
     raise UserError(f"{where} was made for other class folders ({difference}); make labels for this data set")
 
 
-def _check_missing(reader: Reader, names: Names, bad_label: str) -> list[str]:
-    """Return warnings of missing labels. Raise UserError if all are missing, or if any is and `bad_label` is "stop"."""
+class _Owner(Protocol):
+    """What `check_missing` asks a reader."""
+
+    root: str
+    missing: set[int]
+
+    @property
+    def info(self) -> Any: ...
+
+    def source(self, index: int) -> str: ...
+
+    def extra(self) -> list[str]: ...
+
+
+def check_missing(
+    reader: _Owner, names: Names, bad_label: str, of: str = "labels", made_with: str = "volo label"
+) -> list[str]:
+    """Return warnings of images without a row or label. Raise UserError if all are missing, or if any is and
+    `bad_label` is "stop"."""
     skipped = set(reader.info.skipped) if reader.info is not None else set()
     missing = [index for index in sorted(reader.missing) if names[index] not in skipped]
     if not missing:
         return []
+    lacking = "label" if of == "labels" else of
     text = (
-        f"{len(missing)} of {len(names)} images have no label in {printable(reader.root)}, the first is "
+        f"{len(missing)} of {len(names)} images have no {lacking} in {printable(reader.root)}, the first is "
         f"{printable(names[missing[0]])} (looked for {reader.source(missing[0])})"
     )
     if len(reader.missing) == len(names):
         held = reader.extra()
         hint = f": there are {some_names(held)}{lookalikes(map(usual_label_name, names), map(usual_label_name, held))}"
-        raise UserError(f"{text}; these labels are of another data set, or not complete{hint}")
+        raise UserError(f"{text}; these {of} are of another data set, or not complete{hint}")
     if bad_label == "stop":
-        raise UserError(f"{text}; make labels with volo label, or use --bad-label skip if some may be missing")
+        raise UserError(f"{text}; make {of} with {made_with}, or use --bad-label skip if some may be missing")
     return [f"{text}; --bad-label {bad_label}"]
 
 

@@ -211,7 +211,8 @@ def build(run: Run, folders: Folders, labels: LabelReader | None, model: TimmMod
     # 3. The loss. It switches off a dense head whose loss has the weight 0.
     criterion = make_criterion(settings, model, input_size[1:], online)
     # 4. Data.
-    loader = train_loader(settings, folders.train, labels, data_config, world)
+    features = distillation.stores if distillation else ()
+    loader = train_loader(settings, folders.train, labels, data_config, world, features)
     stream = loader.index_stream
     check_smallest_batch(settings, model, input_size, stream)
     validation, dense_score = build_validation(run, folders.validation, model, data_config)

@@ -6,12 +6,18 @@ import re
 from pathlib import Path
 
 from tlt.errors import UserError
+from tlt.io.output_folder import META_NAME
 from tlt.io.text import natural_key
 
 LAST = "last.pth.tar"
 BEST = "model_best.pth.tar"
 MILESTONE = re.compile(r"milestone-\d+\.pth\.tar")
 ENDINGS = (".pth", ".pt", ".tar", ".safetensors")
+
+
+def holds_features(place: str) -> bool:
+    """Return whether a folder is an archive of a teacher's features, perhaps an incomplete one (`volo features`)."""
+    return Path(place, META_NAME).is_file()
 
 
 def best_or_last(folder: str) -> Path | None:

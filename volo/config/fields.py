@@ -32,8 +32,8 @@ from typing import (
 )
 
 from tlt.errors import UserError
-from volo.config.checkpoint_files import single_checkpoint
-from volo.config.value_types import PLAIN, WEIGHTS
+from volo.config.checkpoint_files import holds_features, single_checkpoint
+from volo.config.value_types import PLAIN, TEACHER, WEIGHTS
 
 if TYPE_CHECKING:
     from typing_extensions import dataclass_transform
@@ -363,7 +363,7 @@ def check_flags(settings: S) -> S:
             if not need.met(settings):
                 raise UserError(f"{row.as_typed(given[row.dest])} has no effect without {need.of}")
     for row in rows if not given.get("all") else ():
-        if row.type is WEIGHTS:
+        if row.type in (WEIGHTS, TEACHER):
             settings = _with_files(settings, row, given[row.dest])
     return settings
 
@@ -371,7 +371,8 @@ def check_flags(settings: S) -> S:
 def _with_files(settings: S, row: Flag, value: list[str] | str) -> S:
     """Return the settings with the file that each folder of a checkpoint stands for."""
     places = value if isinstance(value, list) else [value]
-    files = [str(single_checkpoint(place, row.label)) if os.path.isdir(place) else place for place in places]
+    stands = [os.path.isdir(place) and not (row.type is TEACHER and holds_features(place)) for place in places]
+    files = [str(single_checkpoint(p, row.label)) if folder else p for p, folder in zip(places, stands, strict=True)]
     if files == places:
         return settings
     lines = (

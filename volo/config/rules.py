@@ -12,7 +12,8 @@ from tlt.data.sources import needs_folder
 from tlt.errors import UserError, install_command
 from tlt.kinds import KINDS
 from tlt.upstream import resolve
-from volo.config.fields import S, check_flags
+from volo.config.checkpoint_files import holds_features
+from volo.config.fields import S, check_flags, flags_of
 from volo.config.settings_data import DENSE, LABELS, ImageSizes, Teachers
 from volo.config.settings_shared import CUDA_GRAPH_MODES, Compilation, Pixels, TrainedNetwork
 from volo.config.settings_train import (
@@ -100,6 +101,8 @@ def _check_losses(s: TrainSettings) -> None:
     other_view = teachers.kd_size is not None or "whole" in teachers.kd_view
     other_view = other_view or bool(teachers.kd_model_name and s.sizes.train_img_sizes)
     if (mixed or labels.compat) and other_view:
+        if stored := [*filter(holds_features, teachers.kd_model_name)]:
+            raise UserError(f"--mixup, --cutmix and --compat: {stored[0]} is of unmixed images; leave them out")
         raise UserError(
             "--mixup, --cutmix and --compat: the teacher must see what the student sees; leave out --kd-size, "
             "--kd-view and --train-img-sizes"
@@ -136,7 +139,7 @@ def check_train(s: TrainSettings) -> TrainSettings:
     _check_model(s.network.model, "--finetune")
     if s.teachers.kd_model_name == [""]:  # in a recipe it means no teacher
         s = s.decide(s.sources["kd_model_name"], kd_model_name="")
-    s = check_flags(_with_compat(_with_token_label_size(s)))
+    s = check_flags(_with_stored_teachers(_with_compat(_with_token_label_size(s))))
     _check_pixels(s.images.pixels, (s.network.in_chans or 3,))
     _check_compile(s.precision.compilation)
     _check_data(s)
@@ -168,8 +171,37 @@ def check_weights(settings: S, network: TrainedNetwork, pixels: Pixels, compilat
     return settings.decide("other flags", pretrained=True).noting(line)
 
 
+def _with_stored_teachers(s: TrainSettings) -> TrainSettings:
+    """Return the settings in which stored teachers give tokens of whole images, as they do. Raises UserError if a flag
+    says something else of one."""
+    names = s.teachers.kd_model_name
+    stored = [*map(holds_features, names)]
+    if not any(stored):
+        return s
+    if all(stored) and s.teachers.kd_size:
+        raise UserError(
+            f"--kd-size: {names[0]} holds features of images of one size; leave it out, or store others (volo features)"
+        )
+    decided = {}
+    for setting, only in (("kd_distill_type", "token"), ("kd_view", "whole")):
+        given = s[setting]
+        values = list(given) * len(names) if len(given) == 1 else given
+        rows = zip(names, values, stored, strict=False)  # `teachers_of` refuses other numbers of values
+        wrong = [name for name, value, is_stored in rows if is_stored and value != only]
+        if wrong and s.set_by_user(setting):
+            row = flags_of(TrainSettings)[setting]
+            raise UserError(
+                f"{row.as_typed(given)}: {wrong[0]} holds the features of tokens of whole images; leave the flag out, "
+                f"give {only} for it, or name the teacher itself"
+            )
+        if len(values) == len(names):
+            values = [only if is_stored else value for value, is_stored in zip(values, stored, strict=True)]
+            decided[setting] = values if len({*values}) > 1 else values[:1]
+    return s.decide("other flags", **decided)
+
+
 class TeacherSettings(NamedTuple):
-    """The settings of one teacher; `size` is (H, W), or None for the student's."""
+    """The settings of one teacher; `size` is (H, W), or None for the student's and for stored features."""
 
     model: str
     kind: str
@@ -181,8 +213,9 @@ class TeacherSettings(NamedTuple):
 
 
 def teachers_of(teachers: Teachers) -> list[TeacherSettings]:
-    """Return the settings of each teacher, of which the flags give one value for all, or one for each. Raises
-    UserError: a flag has neither one value nor one per teacher, or `--kd-view whole` is used without tokens."""
+    """Return the settings of each teacher, of which the flags give one value for all, or one for each; `--kd-size` for
+    those whose features are not stored. Raises UserError: a flag has neither one value nor one per teacher, or
+    `--kd-view whole` is used without tokens."""
     flags: dict[str, Sequence[Any]] = {
         "--kd-model-name": teachers.kd_model_name,
         "--kd-distill-type": teachers.kd_distill_type,
@@ -193,19 +226,23 @@ def teachers_of(teachers: Teachers) -> list[TeacherSettings]:
         "--kd-view": teachers.kd_view,
     }
     count = len(teachers.kd_model_name)
+    live = [not holds_features(name) for name in teachers.kd_model_name]
+    counts = {label: sum(live) if label == "--kd-size" else count for label in flags}
     sides = ""
     if sizes := teachers.kd_size:
-        both = len(sizes) == 2 * count
+        both = len(sizes) == 2 * sum(live)
         flags["--kd-size"] = (
             list(zip(sizes[::2], sizes[1::2], strict=True)) if both else [(side, side) for side in sizes]
         )
         sides = ", or a height and a width,"
     for label, values in flags.items():
-        if len(values) not in (1, count):
-            problem = f"{label} has {len(values)} values for {count} teacher{'s' * (count > 1)}"
+        if len(values) not in (1, counts[label]):
+            problem = f"{label} has {len(values)} values for {counts[label]} teacher{'s' * (counts[label] > 1)}"
             raise UserError(f"{problem}: give one{sides * (label == '--kd-size')} for all or for each")
-    columns = [list(values) * count if len(values) == 1 else values for values in flags.values()]
-    rows = [TeacherSettings(*row) for row in zip(*columns, strict=True)]
+    each = {label: list(values) * (counts[label] if len(values) == 1 else 1) for label, values in flags.items()}
+    for number in (number for number, is_live in enumerate(live) if not is_live):
+        each["--kd-size"].insert(number, None)
+    rows = [TeacherSettings(*row) for row in zip(*each.values(), strict=True)]
     for row in rows:
         if row.view == "whole" and not KINDS[row.kind].of_places:
             raise UserError(f"--kd-view whole: {row.model} gives no tokens (--kd-distill-type {row.kind})")

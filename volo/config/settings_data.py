@@ -7,6 +7,7 @@ from typing import Literal, Protocol
 
 from tlt import kinds
 from volo.config import value_types as t
+from volo.config.checkpoint_files import holds_features
 from volo.config.fields import Group, Need, flag, group, needing, switch
 from volo.config.settings_shared import CLASS_MAP, DATASET, FILE_BACKENDS, FILES, Pixels
 
@@ -34,6 +35,10 @@ DENSE_LOSS_TARGETS = need(DENSE, lambda s: s.labels.token_label_size != 1 or s.l
 DENSE_LOSS = need("--dense-weight above 0", lambda s: s.labels.dense_weight > 0)
 LABEL_FILES = need(
     "--token-label-data or --val-label-data", lambda s: bool(s.labels.token_label_data or s.labels.val_label_data)
+)
+MAP_FILES = need(
+    f"{LABEL_FILES.of}, or stored features (--kd-model-name)",
+    lambda s: LABEL_FILES.met(s) or any(map(holds_features, s.teachers.kd_model_name)),
 )
 LABELS = need(
     "--token-label-data or --token-label-teacher",
@@ -71,7 +76,7 @@ class LabelMaps(Group):
     bad_label: Literal["stop", "skip", "uniform"] = flag(
         "stop",
         "unreadable map: stop, train that image on its class alone, or use a uniform map",
-        needs=(LABEL_FILES, FILES),
+        needs=(MAP_FILES, FILES),
     )
 
 
@@ -189,8 +194,8 @@ class Teachers(Group):
     One value of --kd-... is for all teachers, else there is one for each.
     """
 
-    kd_model_name: list[t.Weights] | Literal[""] = flag(
-        "", "frozen teachers: a timm model, hf-hub:..., local-dir:..., a run", nargs="+"
+    kd_model_name: list[t.Teacher] | Literal[""] = flag(
+        "", "frozen teachers: a timm model, hf-hub:..., local-dir:..., a run, features (volo features)", nargs="+"
     )
     kd_distill_type: list[str] = _taught(["logit"], "logits, pooled features, or tokens", (*kinds.KINDS,))
     kd_loss_weight: list[t.AboveZero] = _taught(

@@ -176,6 +176,59 @@ GENERATE_LABEL = Program(
     "label", "DATA OUT --model NAME [--checkpoint PATH | --pretrained] [flags]", LabelSettings, _check_label
 )
 
+
+class StoredPixels(shared.Pixels):
+    """Size and colours of the images that the teacher sees."""
+
+    img_size: t.Positive | None = flag(
+        None, "side of the squashed image, px (the model's own)", also="--size", excludes=("input_size",)
+    )
+
+
+class StoredImages(Group):
+    """Data"""
+
+    data: t.Source | None = flag(
+        None, "images: DATA/SPLIT/CLASS/IMAGE, DATA/CLASS/IMAGE or shards", positional=True, metavar="DATA"
+    )
+    out: t.Dir | None = flag(None, "folder of the archive", positional=True, metavar="FEATURES")
+    dataset: str = shared.DATASET(needs=shared.FILES)
+    split: t.Name = flag("train", "folder of the images")
+    batch_size: t.Positive = flag(32, "images per device", also="-b")
+    pixels: StoredPixels = group(StoredPixels, "crop_pct")
+    loading: Loading = group(Loading, TRAINS_LOADING)
+
+
+class WrittenFeatures(Group):
+    """Features"""
+
+    dtype: Literal["int8", "float16"] = flag("int8", "int8: with a scale for each token")
+    channels: t.Positive | None = flag(None, "keep so many principal directions of the channels (all channels)")
+    dry_run: bool = switch("tell size and time, and write nothing")
+    overwrite: bool = switch("replace the archive in FEATURES, and nothing else")
+    debug: bool = shared.DEBUG()
+
+
+class FeaturesSettings(Settings):
+    """Write a teacher's features of every whole image, for volo train --kd-model-name FEATURES."""
+
+    images: StoredImages = group(StoredImages)
+    network: shared.TrainedNetwork = group(shared.TrainedNetwork)
+    written: WrittenFeatures = group(WrittenFeatures)
+    precision: Precision = group(Precision)
+    distributed: Distributed = group(Distributed, "num_gpu")
+
+
+def _check_features(settings: FeaturesSettings) -> FeaturesSettings:
+    images = settings.images
+    check_folder(images.data, images.dataset, images.loading.data_backend, "DATA")
+    return check_weights(settings, settings.network, images.pixels, settings.precision.compilation)
+
+
+FEATURES = Program(
+    "features", "DATA FEATURES --model NAME [--checkpoint PATH] [flags]", FeaturesSettings, _check_features
+)
+
 # File endings for predictions and embeddings.
 _OUTPUTS = (".csv", ".json", ".parquet")
 _EMBEDDING_FILES = (".safetensors", ".npz")

@@ -129,5 +129,7 @@ Dir: TypeAlias = Annotated[str, Place("DIR")]
 Source: TypeAlias = Annotated[str, Place("NAME")]
 WEIGHTS = Place("PATH")  # path of a checkpoint; `check_flags` replaces a folder by `single_checkpoint`
 Weights: TypeAlias = Annotated[str, WEIGHTS]
+TEACHER = Place("PATH")  # the same, or the folder of an archive of a teacher's features
+Teacher: TypeAlias = Annotated[str, TEACHER]
 # What a plain annotation says.
 PLAIN: dict[type, Callable[[str], Any]] = {int: Number(int), float: Number(float), str: Text("TEXT"), dict: key_value}

@@ -11,7 +11,7 @@ import copy
 import math
 import time
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -73,10 +73,11 @@ def report_dry_run(run: Run, training: Training) -> None:
         for line in memory_report(settings, model, computing, shape, run.world.device, graph=not reason):
             run.logger.line(line)
         if training.distillation is not None:
-            teachers = [part.teacher for part in training.distillation.losses.parts]
+            parts = zip(training.distillation.names, training.distillation.losses.parts, strict=True)
+            teachers = {name: part.teacher for name, part in parts if isinstance(part.teacher, FeatureTeacher)}
             # With several image sizes, all of a teacher's images are of its own size.
             most = run.settings.images.batch_size if largest is None else max(largest.batch_sizes)
-            for line in teachers_report(training.distillation.names, teachers, model, shape, most):
+            for line in teachers_report(teachers, model, shape, most):
                 run.logger.line(line)
         run.logger.line(expected_time(run, training, computing, shape, settings.images.batch_size))
     run.logger.line("--dry-run: flags, data and model are fine; nothing was trained or written")
@@ -262,22 +263,22 @@ def memory_report(
 
 
 def teachers_report(
-    names: Sequence[str], teachers: Sequence[FeatureTeacher], student: nn.Module, shape: StepShape, batch: int
+    teachers: Mapping[str, FeatureTeacher], student: nn.Module, shape: StepShape, batch: int
 ) -> list[str]:
-    """Return a line of `--dry-run` about each teacher, which is not trained. Its share is of the operations of a step:
-    of all teachers, and of a forward and a backward pass of the student."""
-    sizes = [(shape.input_size[0], *teacher.img_size) for teacher in teachers]
-    work = [flops_per_image(teacher.model, size) for teacher, size in zip(teachers, sizes, strict=True)]
+    """Return a line of `--dry-run` about each teacher that is computed, by its name; it is not trained. Its share is of
+    the operations of a step: of all teachers, and of a forward and a backward pass of the student."""
+    sizes = [(shape.input_size[0], *teacher.img_size) for teacher in teachers.values()]
+    work = [flops_per_image(teacher.model, size) for teacher, size in zip(teachers.values(), sizes, strict=True)]
     of_student = 0.0
     lines = []
     with suppress(NotImplementedError, RuntimeError, UserError):  # the model depends on values of tensors
         of_student = 3 * flops_per_image(student, shape.input_size)
-    for name, teacher, size, flops in zip(names, teachers, sizes, work, strict=True):
+    for (name, teacher), size, flops in zip(teachers.items(), sizes, work, strict=True):
         model = teacher.model
         teacher_shape = StepShape(size, shape.device_type, teacher.amp_dtype)
         weights = _bytes([*model.parameters(), *model.buffers()]) / GIB
         passed = f"a forward pass of {batch} images {step_peak(model, teacher_shape, batch, False) / GIB:.2f} GiB"
         share = f", {100 * flops / (of_student + sum(work)):.0f} % of a step's operations" if of_student else ""
-        label = f"teacher {name}" if len(names) > 1 else "teacher"
+        label = f"teacher {name}" if len(teachers) > 1 else "teacher"
         lines.append(f"{label}: weights {weights:.2f} GiB, {passed}, {flops / 2e9:.2f} GMACs an image{share}")
     return lines

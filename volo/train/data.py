@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +20,7 @@ from tlt.data.augment.device_stage import EvalStage
 from tlt.data.augment.plan import AugmentConfig
 from tlt.data.backends import create_backend
 from tlt.data.batch import SkipCounter
-from tlt.data.dataset import EvalDataset, LabelReader
+from tlt.data.dataset import EvalDataset, FeatureReader, LabelReader
 from tlt.data.loader import EvalLoader
 from tlt.data.size_schedule import SizeSchedule
 from tlt.data.sources import open_images
@@ -231,8 +231,10 @@ def train_loader(
     labels: LabelReader | None,
     data_config: Mapping[str, Any],
     world: World,
+    features: Sequence[FeatureReader] = (),
 ) -> Loader:
-    """Return the loader of this rank's training batches. Raises UserError if there are fewer images than a batch."""
+    """Return the loader of this rank's training batches, with labels and stored `features` of teachers. Raises
+    UserError if there are fewer images than a batch."""
     view = None
     if settings.labels.compat:
         from tlt.upstream.behaviour import label_view
@@ -257,6 +259,7 @@ def train_loader(
         repeats=settings.augment.aug_repeats or 1,
         sizes=sizes_of(settings, data_config["input_size"][1:]),
         label_view=view,
+        features=features,
         **_feeding(loading, world, loading.use_multi_epochs_loader),
     )
 

@@ -2,6 +2,7 @@
 
 A teacher sees the student's batch. If it sees another size (`--kd-size`) or the whole image (`--kd-view whole`), a
 loader of its own makes its batches; they contain the same images, because data are a function of (seed, epoch, index).
+What a stored teacher (`volo features`) gives is part of the student's batch.
 """
 
 from __future__ import annotations
@@ -10,27 +11,29 @@ import hashlib
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import timm
 import torch
 from torch import Tensor, nn
 
 from tlt.api import Loader
+from tlt.data.augment.plan import INTERPOLATIONS
 from tlt.data.batch import Batch
 from tlt.data.size_schedule import SizeSchedule
 from tlt.data.sources.source import ImageSource
 from tlt.distill import DistillLoss, DistillLosses, TeacherTargets, with_projector
 from tlt.errors import UserError, reason_of
 from tlt.kinds import KINDS
+from tlt.labels.features import FeatureStore, open_features
 from tlt.models.fit_weights import Classes
-from tlt.teacher import FeatureTeacher
+from tlt.teacher import FeatureTeacher, StoredTeacher, Teacher
 from volo.checkpoint.model_config import own_names
 from volo.cluster.distributed import World
-from volo.config.checkpoint_files import BEST, ENDINGS, LAST
+from volo.config.checkpoint_files import BEST, ENDINGS, LAST, holds_features
 from volo.config.rules import other_sizes, teachers_of
 from volo.config.settings_train import TrainSettings
 from volo.record.logger import Logger
@@ -85,9 +88,10 @@ class Distillation:
 
     Attributes:
         names: Names of the teachers in the records, all different.
-        views: For each teacher, the loader of its images; None if it sees the student's images.
+        views: For each teacher, the loader of its images; None if it sees the student's images, or is stored.
         learns_features: Whether the student learns more than logits: then it returns its features, too.
         class_names: Names of the classes of the teachers' logits, as far as they are known.
+        stores: The features of stored teachers.
     """
 
     checksum: str
@@ -96,8 +100,14 @@ class Distillation:
     views: Sequence[Loader | None]
     learns_features: bool
     class_names: list[str] = field(default_factory=list)
+    stores: Sequence[FeatureStore] = ()
     timer: DeviceTimer = field(default_factory=DeviceTimer)
     _seen: dict[Loader | None, Batch] = field(default_factory=dict)  # for each loader, its part of the current batch
+
+    @property
+    def computes(self) -> bool:
+        """Whether a teacher is a network that runs in each step."""
+        return len(self.stores) < len(self.names)
 
     def paired(self, batches: Iterator[Batch], epoch: int, update: int) -> Iterator[Batch]:
         """Yield the batches of an epoch from update `update` on, and load the teachers' views of each."""
@@ -108,7 +118,7 @@ class Distillation:
 
     def lessons(self, batch: Batch, images: Tensor) -> list[TeacherTargets]:
         """Return each teacher's targets for a batch, whose `images` Mixup or CutMix may have mixed."""
-        with self.timer.measured(images.device):
+        with self.timer.measured(images.device) if self.computes else nullcontext():
             return self.losses.lesson(batch, [self._seen.get(view) for view in self.views], images)
 
     def summary_line(self, seconds: float) -> str:
@@ -137,31 +147,31 @@ def load_distillation(
     dense_losses = [row.dense_loss for row in rows]
     names = _names_in_records([row.model for row in rows])
     schedule = sizes_of(settings, (size[0], size[1]))
-    teachers = []
-    digests = []
-    views = list[Loader | None]()
+    loaded = list[_Loaded]()
     loaders = dict[Any, Loader]()
     for row, name in zip(rows, names, strict=True):
+        if holds_features(row.model):
+            loaded.append(_open_stored(row.model, images, settings.labels.maps.bad_label, logger))
+            continue
         hw = list(row.size or size)
         whole = row.view == "whole"
         sized = data_config | {"input_size": (channels, *hw)}
         with _blamed(f"--kd-model-name {row.model}"):
             classes = names_of_classes, student.num_classes, f"{whose} has {student.num_classes}"
-            teacher, digest, trained = _load_teacher(settings, row.model, row.kind, sized, world, classes)
-            for line in trained.notes:
-                logger.line(f"teacher {row.model}: {line}")
+            with torch.random.fork_rng(devices=[]):  # projectors begin alike, whether teachers are built or stored
+                teacher, digest, trained = _load_teacher(settings, row.model, row.kind, sized, world, classes)
             if KINDS[row.kind].of_classes:
                 names_of_classes = names_of_classes or own_names(trained.config, ())
         millions = sum(p.numel() for p in teacher.model.parameters()) / 1e6
         one_of = f", {row.kind}s, weight {row.weight:g}: {name}" if len(kinds) > 1 else ""
         size_text = f"{millions:.2f} M parameters, {hw[0]} x {hw[1]} px"
+        logger.line(*(f"teacher {row.model}: {line}" for line in trained.notes))
         logger.line(f"teacher {row.model} ({digest[:12]}): {size_text}{one_of}")
-        key = (whole, *hw)
-        if (whole or hw != size or schedule) and key not in loaders:
-            loaders[key] = train_loader(_of_view(settings, whole, hw, schedule), images, None, sized, world)
-        views.append(loaders.get(key))
-        teachers.append(teacher)
-        digests.append(digest)
+        view = _View(whole, (hw[0], hw[1]), trained.data_config["interpolation"] if whole else None)
+        if (whole or hw != size or schedule) and view not in loaders:
+            loaders[view] = train_loader(_of_view(settings, view, schedule), images, None, sized, world)
+        loaded.append(_Loaded(teacher, digest, view=loaders.get(view)))
+    teachers = [each.teacher for each in loaded]
     lesson = " and ".join(f"{kind}s" for kind in dict.fromkeys(kinds))
     with _blamed(f"{whose} can't learn {lesson}"):
         learns_features = not all(KINDS[kind].of_classes for kind in kinds)
@@ -170,16 +180,50 @@ def load_distillation(
         options: dict[str, Any] = {"kind": kinds, "dense_loss": dense_losses, "drop": settings.teachers.kd_drop}
         options |= {"temperature": [row.temperature for row in rows], "weight": [row.weight for row in rows]}
         losses = DistillLoss.of(student, (size[0], size[1]), teachers, other_sizes(settings.sizes), **options)
-    return Distillation(" ".join(digests), losses, names, views, learns_features, names_of_classes)
+    views = [each.view for each in loaded]
+    stores = [each.store for each in loaded if each.store is not None]
+    digest = " ".join(each.digest for each in loaded)
+    return Distillation(digest, losses, names, views, learns_features, names_of_classes, stores)
 
 
-def _of_view(settings: TrainSettings, whole: bool, size: list[int], schedule: SizeSchedule | None) -> TrainSettings:
-    """Return the settings of a loader for a teacher: it sees images of this size, or whole ones, in the same batches as
-    the student, however many image sizes that has."""
-    seen = settings.decide("other flags", no_aug=whole or settings.augment.no_aug, compat=None)
+class _Loaded(NamedTuple):
+    """A teacher, the checksum of its weights or features, and the loader of its images or the store of its features."""
+
+    teacher: Teacher
+    digest: str
+    view: Loader | None = None
+    store: FeatureStore | None = None
+
+
+def _open_stored(path: str, images: ImageSource, bad_label: str, logger: Logger) -> _Loaded:
+    """Return a stored teacher of these images, and log it. Raise UserError if it is of other images, incomplete or
+    damaged."""
+    with _blamed(f"--kd-model-name {path}"):
+        store = open_features(path, images.paths, bad_label)
+    made_by = store.info.teacher
+    size = " x ".join(map(str, made_by.get("input_size", [])[1:]))
+    logger.line(f"teacher {path}: stored features of {made_by.get('model')} at {size} px, {store.info.text}")
+    logger.line(*(f"warning: {warning}" for warning in store.warnings))
+    return _Loaded(StoredTeacher(store), hashlib.sha256(store.identity()).hexdigest(), store=store)
+
+
+class _View(NamedTuple):
+    """What a teacher sees: whole images or crops, of which size (H, W), and resized how; None as the student's are."""
+
+    whole: bool
+    size: tuple[int, int]
+    interpolation: str | None
+
+
+def _of_view(settings: TrainSettings, view: _View, schedule: SizeSchedule | None) -> TrainSettings:
+    """Return the settings of a loader for a teacher: it sees images of this size, or whole ones, which are resized as
+    in its own validation, in the same batches as the student, however many image sizes that has."""
+    kind = view.interpolation if view.interpolation in INTERPOLATIONS else settings.augment.train_interpolation
+    no_aug = view.whole or settings.augment.no_aug
+    seen = settings.decide("other flags", no_aug=no_aug, train_interpolation=kind, compat=None)
     if schedule is None:
         return seen
-    sizes = [size] * len(schedule.sizes)
+    sizes = [list(view.size)] * len(schedule.sizes)
     return seen.decide("other flags", train_img_sizes=sizes, train_batch_sizes=schedule.batch_sizes)
 
 

@@ -68,7 +68,7 @@ def train_epochs(run: Run, training: Training, saver: Saver) -> None:
             logger.detail(f"epoch {epoch + 1}: updates on images {listed}")
         gc.collect()
         totals = train_epoch(run, training, step, meter, saver)
-        if training.distillation is not None:
+        if training.distillation is not None and training.distillation.computes:
             logger.detail(training.distillation.summary_line(totals.seconds))
         evaluations = validate_epoch(run, training, epoch)
         state.scores[epoch] = scores_of(evaluations)

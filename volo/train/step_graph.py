@@ -99,7 +99,7 @@ def _hindrance(run: Run, training: Training) -> str:
         divided: bool(divided),
         f"--torchcompile-mode {mode} makes graphs": mode in CUDA_GRAPH_MODES,
         "--token-label-teacher": bool(settings.labels.token_label_teacher),
-        "--kd-model-name": bool(settings.teachers.kd_model_name),
+        "--kd-model-name": training.distillation is not None and training.distillation.computes,
         "the loss scale of float16": training.precision.scaler is not None,
         f"--opt {settings.optim.opt} asks the host": not skips_on_device(training.state.optimizer),
         "--grad-checkpointing draws numbers again": settings.precision.grad_checkpointing
