@@ -13,7 +13,6 @@ from collections.abc import Mapping
 import numpy as np
 
 from tlt.io.names import Names
-from tlt.io.text import printable
 from tlt.label_map import LabelMap
 from tlt.labels.label_info import LabelInfo
 from tlt.labels.rows import Columns, Kind, RowReader
@@ -26,7 +25,7 @@ def _columns(info: LabelInfo) -> Columns:
     return {"ids": (info.shape, ids), "values": (info.shape, ("<f2",)), **lse}
 
 
-LABELS = Kind("labels", "volo-tlt label archive, version 2", "`tlt pack`", LabelInfo.from_json, _columns)
+LABELS = Kind("label", "volo-tlt label archive, version 2", "`tlt pack`", LabelInfo.from_json, _columns)
 
 
 def map_in(arrays: Mapping[str, np.ndarray], source: str = "label") -> LabelMap:
@@ -49,9 +48,5 @@ class ArchiveReader(RowReader[LabelInfo]):
             rows[without] = stored.rows_of(find_labels([names[i] for i in without.tolist()], files, self.root))
         return rows
 
-    def source(self, index: int) -> str:
-        return f"label of {printable(self._names[index])} in {printable(self.root)}"
-
     def read(self, index: int) -> LabelMap:
-        source = self.source(index)
-        return map_in(self.read_row(index, source), source)
+        return map_in(self.read_row(index), self.source(index))

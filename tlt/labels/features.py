@@ -106,7 +106,7 @@ class FeatureStore(RowReader[FeatureInfo]):
         self.bad_label = bad_label
         if self.info.basis_crc32 is not None:
             read_basis(root, self.info)
-        self.warnings = check_missing(self, names, bad_label, "features", "volo features")
+        self.warnings = check_missing(self, names, bad_label, FEATURES.one, "volo features")
         self._faults: list[tuple[str, str]] = []
 
     @property
@@ -114,14 +114,10 @@ class FeatureStore(RowReader[FeatureInfo]):
         """The name of these features in `Batch.features`."""
         return self.root
 
-    def source(self, index: int) -> str:
-        """Return where the map of image `index` is, or should be, for messages."""
-        return f"features of {printable(self.names[index])} in {printable(self.root)}"
-
     def read(self, index: int) -> np.ndarray:
         """Return the map of image `index`, which is not missing, as float32 (h, w, D). Raise UserError if it is
         damaged."""
-        arrays = self.read_row(index, self.source(index))
+        arrays = self.read_row(index)
         values = arrays["features"].astype(np.float32)
         return values * arrays["scale"][..., None] if "scale" in arrays else values
 
@@ -135,7 +131,7 @@ class FeatureStore(RowReader[FeatureInfo]):
             if index in self.missing:  # which `check_missing` has told
                 continue
             try:
-                arrays = self.read_row(index, self.source(index))
+                arrays = self.read_row(index)
             except UserError as error:
                 if self.bad_label == "stop" or isinstance(error, MachineFault):
                     raise

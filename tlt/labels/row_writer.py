@@ -103,7 +103,7 @@ class RowWriter(Generic[Info]):
         with self.writing():
             for column in self._rows.columns.values():
                 column.sync()
-            self._folder.finish({**asdict(self.info), f"{self._kind.of}_crc32": checksum, **more})  # type: ignore[call-overload]
+            self._folder.finish({**asdict(self.info), f"{self._kind.all}_crc32": checksum, **more})  # type: ignore[call-overload]
         self.close()
 
     def close(self) -> None:

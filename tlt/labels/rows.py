@@ -40,14 +40,14 @@ class Kind(Generic[Info]):
     """A kind of archive.
 
     Attributes:
-        of: What its rows hold, such as "labels".
+        one: What a row holds, such as "label".
         format: Its name and version in meta.json.
         made_with: The command that makes one.
         describe: Reads the description from the JSON object of a file. Raises UserError.
         columns: Returns the columns of an archive with this description.
     """
 
-    of: str
+    one: str
     format: str
     made_with: str
     describe: Callable[[dict[str, Any], str], Info]
@@ -56,7 +56,12 @@ class Kind(Generic[Info]):
     @property
     def what(self) -> str:
         """Its name in messages."""
-        return f"{self.of.removesuffix('s')} archive"
+        return f"{self.one.removesuffix('s')} archive"
+
+    @property
+    def all(self) -> str:
+        """What its rows hold, such as "labels"."""
+        return f"{self.one.removesuffix('s')}s"
 
 
 def map_file(path: str, shape: tuple[int, ...], dtypes: Sequence[str], what: str) -> np.memmap:
@@ -199,6 +204,10 @@ class RowReader(Generic[Info]):
         """Return the row of each image (images,), or -1."""
         return stored.rows_of(names)
 
+    def source(self, index: int) -> str:
+        """Return where the row of image `index` is, or should be, for messages."""
+        return f"{self._kind.one} of {printable(self._names[index])} in {printable(self.root)}"
+
     def identity(self) -> bytes:
         """Return a text from which a checkpoint recognises this archive: its description, which has a checksum of all
         rows."""
@@ -211,11 +220,10 @@ class RowReader(Generic[Info]):
         _, stored = read_description(self.root, self._kind)
         return [stored[row] for row in np.flatnonzero(unused).tolist()]
 
-    def read_row(self, index: int, source: str) -> dict[str, np.ndarray]:
-        """Return the arrays of image `index`, which is not missing. Raise UserError, which begins with `source`, if
-        they are damaged."""
+    def read_row(self, index: int) -> dict[str, np.ndarray]:
+        """Return the arrays of image `index`, which is not missing. Raise UserError if they are damaged."""
         row = int(self._row_of[index])
         arrays = self._rows.read(row, int(self._crc32[row])) if self._done[row] == WRITTEN else None
         if arrays is None:
-            raise UserError(f"{source}, row {row}, is damaged (crc32 is wrong): {REMEDY}")
+            raise UserError(f"{self.source(index)}, row {row}, is damaged (crc32 is wrong): {REMEDY}")
         return arrays

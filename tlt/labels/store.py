@@ -20,6 +20,7 @@ from tlt.io.text import first_difference, lookalikes, printable, some_names
 from tlt.label_map import FULL_AREA, NO_AREA, Area, LabelMap, centre_square
 from tlt.labels.archive import ArchiveReader
 from tlt.labels.label_info import AREAS, Agreement, LabelInfo
+from tlt.labels.rows import RowReader
 from tlt.labels.shards import ShardReader, shard_folder
 from tlt.labels.tree import TreeReader, usual_label_name
 
@@ -225,22 +226,8 @@ def check_label_classes(info: LabelInfo, where: str, count: int | None, class_na
     raise UserError(f"{where} was made for other class folders ({difference}); make labels for this data set")
 
 
-class _Owner(Protocol):
-    """What `check_missing` asks a reader."""
-
-    root: str
-    missing: set[int]
-
-    @property
-    def info(self) -> Any: ...
-
-    def source(self, index: int) -> str: ...
-
-    def extra(self) -> list[str]: ...
-
-
 def check_missing(
-    reader: _Owner, names: Names, bad_label: str, of: str = "labels", made_with: str = "volo label"
+    reader: Reader | RowReader[Any], names: Names, bad_label: str, one: str = "label", made_with: str = "volo label"
 ) -> list[str]:
     """Return warnings of images without a row or label. Raise UserError if all are missing, or if any is and
     `bad_label` is "stop"."""
@@ -248,17 +235,17 @@ def check_missing(
     missing = [index for index in sorted(reader.missing) if names[index] not in skipped]
     if not missing:
         return []
-    lacking = "label" if of == "labels" else of
+    all_of_them = f"{one.removesuffix('s')}s"
     text = (
-        f"{len(missing)} of {len(names)} images have no {lacking} in {printable(reader.root)}, the first is "
+        f"{len(missing)} of {len(names)} images have no {one} in {printable(reader.root)}, the first is "
         f"{printable(names[missing[0]])} (looked for {reader.source(missing[0])})"
     )
     if len(reader.missing) == len(names):
         held = reader.extra()
         hint = f": there are {some_names(held)}{lookalikes(map(usual_label_name, names), map(usual_label_name, held))}"
-        raise UserError(f"{text}; these {of} are of another data set, or not complete{hint}")
+        raise UserError(f"{text}; these {all_of_them} are of another data set, or not complete{hint}")
     if bad_label == "stop":
-        raise UserError(f"{text}; make {of} with {made_with}, or use --bad-label skip if some may be missing")
+        raise UserError(f"{text}; make {all_of_them} with {made_with}, or use --bad-label skip if some may be missing")
     return [f"{text}; --bad-label {bad_label}"]
 
 

@@ -12,7 +12,6 @@ import hashlib
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, TypeVar
 
 from torch import Tensor
@@ -143,17 +142,3 @@ def described(trained: TrainedModel, weights: str, mixed: MixedPrecision) -> dic
     record = {"model": trained.name, "weights": weights, "input_size": trained.data_config["input_size"]}
     record |= {"resize": "squash", **{key: trained.data_config[key] for key in ("interpolation", "mean", "std")}}
     return record | {"amp_dtype": (mixed.amp_dtype or "default") if mixed.amp else None}
-
-
-def refuse_crop(crop_pct: float | None, done: str) -> None:
-    """Raise UserError if `--crop-pct` asks for less than the whole image."""
-    if crop_pct not in (None, 1.0):
-        raise UserError(f"--crop-pct {crop_pct:g}: the whole image is {done}: leave it out, or give 1.0")
-
-
-def weights_of(checkpoint: str, ema: bool) -> str:
-    """Return what an archive records of a network's weights: the checksum of their file, or that they are published."""
-    if not checkpoint:
-        return "published"
-    digest = hashlib.sha256(Path(checkpoint).read_bytes()).hexdigest()
-    return f"sha256 {digest}, EMA" if ema else f"sha256 {digest}"

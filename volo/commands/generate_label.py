@@ -13,8 +13,10 @@ head: VOLO, LV-ViT, or any model trained with token labels.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Sequence
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -30,7 +32,7 @@ from tlt.labels.archive_writer import ArchiveWriter
 from tlt.labels.label_info import LabelInfo, agreement_text
 from volo.checkpoint.model_config import class_names
 from volo.cluster.distributed import JOIN_S, World
-from volo.commands.archive_job import RANK_TIMEOUT, ArchiveJob, described, refuse_crop, weights_of
+from volo.commands.archive_job import RANK_TIMEOUT, ArchiveJob, described
 from volo.commands.console import say, warn
 from volo.commands.inference import load, place, run_on_ranks
 from volo.config.settings_evaluate import LabelSettings
@@ -83,7 +85,9 @@ def check(settings: LabelSettings, trained: TrainedModel, folder: ImageSource) -
     lines for the user. Raises UserError if the classes differ, the annotator has no classes, or the flags ask for a
     crop."""
     ours = folder.class_names
-    refuse_crop(settings.images.pixels.crop_pct, "labelled")
+    crop = settings.images.pixels.crop_pct
+    if crop not in (None, 1.0):
+        raise UserError(f"--crop-pct {crop:g}: the whole image is labelled: leave it out, or give 1.0")
     if not trained.model.num_classes:
         raise UserError(f"--model {trained.name} has no classes: give --num-classes and weights with a head")
     try:
@@ -108,7 +112,10 @@ def describe(settings: LabelSettings, trained: TrainedModel, folder: ImageSource
     """Return what all label maps have in common: how they are made, and their classes."""
     count = trained.model.num_classes
     area = labelled_area(trained.model, trained.data_config["input_size"][1:])
-    weights = weights_of(settings.network.checkpoint, trained.ema)
+    weights = "published"
+    if settings.network.checkpoint:
+        digest = hashlib.sha256(Path(settings.network.checkpoint).read_bytes()).hexdigest()
+        weights = f"sha256 {digest}, EMA" if trained.ema else f"sha256 {digest}"
     written = settings.written
     return LabelInfo(
         min(written.top_k, count),

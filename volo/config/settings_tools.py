@@ -152,14 +152,14 @@ class _Launch(Program[LaunchSettings]):
         of processes is missing."""
         words = list(sys.argv[1:] if argv is None else argv)
         settings = super().parse(words[:1])
-        if words[1:2] in (["train"], ["label"], ["validate"], ["preflight"]):
+        if words[1:2] in (["train"], ["label"], ["features"], ["validate"], ["preflight"]):
             return replace(settings, command=words[1], flags=tuple(words[2:]))
         return replace(settings, flags=tuple(words[1:]))
 
 
 LAUNCH = _Launch(
     "launch",
-    "N [train|label|validate|preflight] [DATA] [flags of that command]",
+    "N [train|label|features|validate|preflight] [DATA] [flags of that command]",
     LaunchSettings,
     does="Start a command in N processes of this machine. It is train unless another is named, as in "
     "distributed_train.sh. Several machines and other settings: variables of the environment, docs/multinode.md.",
