@@ -33,7 +33,7 @@ from tlt.labels.features import DTYPES, FeatureInfo, FeatureStore, FeatureWriter
 from tlt.teacher import FeatureTeacher
 from volo.cluster.distributed import World, choose_device
 from volo.commands.archive_job import ArchiveJob
-from volo.commands.features import feature_maps
+from volo.commands.features import feature_rows
 from volo.config import value_types as t
 from volo.config.fields import Group, flag, group
 from volo.config.settings_data import Loading
@@ -102,7 +102,7 @@ def _store(
     grid, area, channels = teacher.tokens
     writer = FeatureWriter(out, FeatureInfo(grid, channels, dtype, area), folder.paths)
     job = _job(teacher, folder, out, batch_size, device)
-    job.write(writer, range(len(folder)), partial(feature_maps, teacher, None), writer.write)
+    job.write(writer, range(len(folder)), partial(feature_rows, teacher, None, dtype), writer.write_row)
     writer.finish()
 
 

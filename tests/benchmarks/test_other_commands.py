@@ -141,6 +141,18 @@ Train: 1 [   3/4 (100%)]  Loss: 4.42 (7.01)  Time: 1.227s,    3.26/s  (7.990s,  
 """  # noqa: E501
 
 
+def test_features_times_steps_reading_and_writing(measure):
+    line = "features --model volo_test --teacher test_vit --img-size 32 --images 4 -b 2 --rounds 1 --device cpu"
+    rows = measure(line)
+    stored = ["stored, int8", "stored, float16"]
+    assert [row["arm"] for row in rows if row["what"] == "step"] == ["without", "teacher", *stored]
+    assert [row["arm"] for row in rows if row["what"] == "read"] == [
+        f"{name}, {cache} cache" for name in stored for cache in ("cold", "warm")
+    ]
+    assert [row["arm"] for row in rows if row["what"] == "write"] == ["without", "stored, int8"]
+    assert all(row["rounds"] == 1 and row["images/s"] for row in rows)
+
+
 def test_run_times_the_last_epoch_of_both(measure, tmp_path, monkeypatch):
     """timm's answers with its log; ours are entered in this process."""
     (tmp_path / "train.py").write_text(f"print({TIMMS_LOG!r})")

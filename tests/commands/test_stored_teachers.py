@@ -150,6 +150,16 @@ def test_archives_that_are_not_of_these_images_are_refused(
     assert ended.code == 0 and "1 of 16 images have no features" in ended.out, ended.err
 
 
+def test_images_without_classes_have_features_too(call: Call, root: Path, tmp_path: Path) -> None:
+    images = shutil.copytree(root / "data/train", tmp_path / "flat/any/where").parents[1]
+    for number, file in enumerate(sorted(images.rglob("*.jpg"))):
+        file.rename(images / f"{number}.jpg")
+    call("features", f"{images} {tmp_path}/f --checkpoint {root}/vit.pth.tar -j 0").ok()
+    flags = f"{QUICK.replace('--num-classes 4', '')} --epochs 1 --kd-only --gp avg --kd-model-name {tmp_path}/f"
+    ended = call("train", f"{images} {flags} --output {tmp_path} --experiment flat").ok()
+    assert "loss 0." in ended.out or "loss 1." in ended.out
+
+
 @pytest.mark.slow
 def test_two_ranks_store_and_learn_what_one_does(call: Call, root: Path, features: Path) -> None:
     flags = f"--kd-model-name {features} --freeze-bn --lr 1e-3 --no-aug"

@@ -89,7 +89,7 @@ def test_principal_directions_are_those_of_numpy() -> None:
 
 @pytest.mark.parametrize(("dtype", "value"), [("float16", 1e5), ("float16", np.nan), ("int8", np.inf)])
 def test_features_that_no_archive_can_hold_are_refused(dtype: str, value: float) -> None:
-    with refuses("features are NaN, or beyond half precision"):
+    with refuses("a feature is NaN or infinite, or beyond half precision"):
         quantised(torch.full((2, 2, 3), value), dtype)
 
 

@@ -178,7 +178,7 @@ def quantised(features: Tensor, dtype: str) -> dict[str, np.ndarray]:
         columns = {"features": numbers.clamp(-_LARGEST, _LARGEST).to(torch.int8), "scale": scale}
     finite = columns["scale" if dtype == "int8" else "features"].isfinite().all()
     if not finite:
-        raise UserError("the teacher's features are NaN, or beyond half precision (--dtype int8 has any size)")
+        raise UserError("a feature is NaN or infinite, or beyond half precision (--dtype int8 has any size)")
     return {name: tensor.cpu().numpy() for name, tensor in columns.items()}
 
 

@@ -144,7 +144,7 @@ class Rows:
 
     def write(self, row: int, arrays: Mapping[str, np.ndarray], state: int) -> None:
         """Write a row, its checksum, and last its state. Raise OSError if that fails."""
-        data = {name: arrays[name].astype(column.dtype).tobytes() for name, column in self.contents.items()}
+        data = {name: arrays[name].astype(column.dtype, copy=False).tobytes() for name, column in self.contents.items()}
         data["crc32"] = zlib.crc32(b"".join(data.values())).to_bytes(4, "little")
         for name, content in [*data.items(), ("done", bytes([state]))]:
             self.columns[name].write(row, content)

@@ -16,13 +16,14 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from tlt.data.sources import open_images
 from tlt.errors import UserError, in_range
 from tlt.io.text import printable
-from tlt.labels.features import Basis, FeatureInfo, FeatureWriter, principal_directions, read_basis
+from tlt.labels.features import Basis, FeatureInfo, FeatureWriter, principal_directions, quantised, read_basis
 from tlt.teacher import FeatureTeacher
 from volo.cluster.distributed import JOIN_S, World, wait_for_hosts
 from volo.commands.archive_job import RANK_TIMEOUT, ArchiveJob, described
@@ -47,7 +48,7 @@ def run(settings: FeaturesSettings) -> int:
 def store_folder(settings: FeaturesSettings, world: World) -> None:
     """Build everything, write the features and finish the archive."""
     images, written = settings.images, settings.written
-    folder = open_images(images.data, images.split, images.dataset, allow_root=True)
+    folder = open_images(images.data, images.split, images.dataset, allow_root=True, classes=False)
     say(settings.notes, world.is_primary)
     warn(folder.warnings, world.is_primary)
     kernel = settings.precision.outlook_kernel
@@ -66,7 +67,7 @@ def store_folder(settings: FeaturesSettings, world: World) -> None:
     if pending is None:
         return
     basis = find_basis(job, teacher, writer, pending) if info.teacher_channels else None
-    absent = job.write(writer, pending, partial(feature_maps, teacher, basis), writer.write)
+    absent = job.write(writer, pending, partial(feature_rows, teacher, basis, info.dtype), writer.write_row)
     if absent is not None:
         writer.finish(absent)
         say([f"features of {len(folder) - len(absent)} images are in {printable(out)}: {info.text}"])
@@ -155,14 +156,17 @@ def compute_basis(job: ArchiveJob, teacher: FeatureTeacher, channels: int) -> Ba
     return principal_directions(moment, channels)
 
 
-def feature_maps(
-    teacher: FeatureTeacher, basis: Tensor | None, images: Tensor, names: Sequence[str]
-) -> Iterator[Tensor]:
-    """Yield the maps (h, w, D) of images (B, 3, H, W). Raises UserError if a feature is NaN or infinite."""
+def feature_rows(
+    teacher: FeatureTeacher, basis: Tensor | None, dtype: str, images: Tensor, names: Sequence[str]
+) -> Iterator[dict[str, np.ndarray]]:
+    """Yield the rows of images (B, 3, H, W), which the device has made. Raises UserError if a feature is not finite, or
+    too large for float16."""
     tokens = teacher(images)
     if basis is not None:
         tokens = tokens @ basis
-    for name, finite in zip(names, tokens.isfinite().all((1, 2)).tolist(), strict=True):
-        if not finite:
-            raise UserError(f"the teacher's features of {name} are not finite: check its weights, or leave out --amp")
-    yield from tokens.unflatten(1, teacher.tokens[0]).cpu()
+    try:
+        columns = quantised(tokens.unflatten(1, teacher.tokens[0]), dtype)
+    except UserError as error:
+        raise UserError(f"{error}; it is one of {names[0]} to {names[-1]}") from error
+    for row in range(len(names)):
+        yield {name: column[row] for name, column in columns.items()}
