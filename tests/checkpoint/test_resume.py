@@ -110,7 +110,6 @@ def test_fault_12_other_ranking_compares_alike(tmp_path, before, after, best):
     train(again)
     bad = 1000.0 if after == "loss" else 0.5
     first = save(files, again, bad)
-    assert first is not None
     assert (first.metric, first.epoch) == ((bad, 2) if best is None else (FOUND[best][after], best))
     assert epoch_of(tmp_path / "model_best.pth.tar") == first.epoch
 

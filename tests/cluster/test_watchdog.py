@@ -138,7 +138,6 @@ time.sleep(600)
 @pytest.mark.skipif(not hasattr(signal, "SIGSTOP"), reason="stops a process")
 def test_a_suspended_process_hangs_only_if_it_does_so_later():
     with subprocess.Popen([sys.executable, "-c", SUSPENDED], cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
         try:
             assert process.stdout.readline() == "step\n"
             process.send_signal(signal.SIGSTOP)

@@ -117,7 +117,6 @@ def test_it_sees_the_images_before_they_are_mixed():
     own = (images - torch.tensor([0.1, 0.2, 0.3])[:, None, None]) / 0.2
     torch.testing.assert_close(seen, [own], rtol=1e-4, atol=1e-5)
     labelled = annotator.label(batch)
-    assert labelled.labels is not None
     assert labelled.labels.area.tolist() == labelled.visible.tolist() == [[0, 0, 1, 1]] * 3
     assert labelled.affine.tolist() == [[[1, 0, 0], [0, 1, 0]]] * 3
 

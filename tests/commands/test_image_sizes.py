@@ -88,10 +88,8 @@ def test_tokens_get_labels_of_what_they_show_at_every_size(model):
             grid = trained.token_grid(size)
             assert isinstance(criterion, TokenLabelCriterion) and len(batch.images) == batch.key.update_samples
             window, shown = trained.token_positions(size).window(grid, size), (batch.affine, batch.visible)
-            assert batch.labels is not None
             expected = brute_force(batch.labels, *shown, batch.classes, grid, 5, window=window)
             actual, counted = criterion.targets(batch), expected.weight > 0
-            assert actual.tokens is not None
             assert torch.allclose(actual.cls.double(), expected.cls, atol=1e-4)
             assert torch.allclose(actual.tokens.weight.double(), expected.weight, atol=1e-5)
             assert torch.allclose(actual.tokens.dense(5).double()[counted], expected.tokens[counted], atol=1e-4)

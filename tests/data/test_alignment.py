@@ -261,7 +261,6 @@ def check(
     batches, classes = scene.load(scene.labels(cells, area, archive), config, device), position_classes(*cells)
     batch = batches[0]
     made = make_targets(batch.labels, batch.affine, batch.visible, batch.classes, grid, classes, 0.0).tokens
-    assert made is not None
     shown = read_images(torch.stack([each.images for each in batches]).cpu())
     targets = made.dense(classes).cpu(), made.weight.cpu()
     compared = compare(shown, *targets, grid, cells, scene.areas(batch, area))

@@ -77,7 +77,6 @@ def written_out(
 ) -> tuple[Tensor, Tensor]:
     """Class and dense loss: every label is written out, then minus sum of t log softmax. `stays` (B, H, W): what of
     each pixel is its own image's."""
-    assert targets.tokens is not None
     batch, labels, weight = len(cls), targets.tokens.dense(CLASSES), targets.tokens.weight
     rows = targets.cls.clone()
     for b in range(batch if loss.ground_truth else 0):
@@ -155,7 +154,6 @@ def test_without_dense_head_mixtoken_mixes_the_class_loss():
 
 def test_gradcheck_for_labels_that_do_not_sum_to_one():
     _, aux, targets = small_case()
-    assert targets.tokens is not None
     more = targets.tokens._replace(base=targets.tokens.base * 2, excess=targets.tokens.excess * 3)
     assert torch.autograd.gradcheck(lambda x: sparse_cross_entropy(x, more), (aux,))
 

@@ -70,7 +70,6 @@ def test_the_best_classes_are_those_of_the_loop(cells, grid, k):
     case[0].values[3] = 0
     expected = brute_force(*case, grid, CLASSES, smoothing=0)
     tokens = make_targets(*single(case), grid, CLASSES, smoothing=0).tokens
-    assert tokens is not None
     for predicted in range(CLASSES):
         right, counts = is_best(tokens, torch.full((4, 1), predicted), CLASSES)
         for b, n in np.ndindex(*counts.shape):
@@ -86,7 +85,6 @@ def test_the_largest_half_precision_logits_do_not_overflow(value):
     ids = np.array([0, 1], np.int32).reshape(2, 1, 1)
     labels = LabelBatch.stack([LabelMap(np.array([value, 3], np.float16).reshape(2, 1, 1), ids)])
     targets = make_targets(labels, WHOLE, torch.tensor([FULL_AREA]), torch.tensor([0]), (1, 1), 4, 0.0)
-    assert targets.tokens is not None
     expected = [1.0, 0, 0, 0] if value > 0 else [0, math.exp(3) / (math.exp(3) + 2)] + [1 / (math.exp(3) + 2)] * 2
     assert targets.tokens.dense(4)[0, 0].tolist() == pytest.approx(expected)
     assert targets.cls[0].tolist() == pytest.approx(expected)
@@ -111,7 +109,6 @@ def test_without_maps_and_with_one_label_per_crop():
 def test_groups_of_images_and_autocast_change_nothing(monkeypatch):
     def made(case: Case) -> list[Tensor]:
         targets = make_targets(*case, (3, 4), CLASSES)
-        assert targets.tokens is not None
         return [targets.cls, *targets.tokens]
 
     at_once, plain = made(random_case(2)), made(single(random_case(2)))

@@ -114,7 +114,6 @@ def test_subset_is_taken_and_put_back_as_by_index_add(dtype):
     for run in (plain, lambda x: add_branch(x, lambda rows: (rows @ weight).tanh(), drawn, 2.0)):
         leaf = x.clone().requires_grad_()
         (out := run(leaf)).square().sum().backward()
-        assert leaf.grad is not None
         results.append((out, leaf.grad))
     assert all(map(torch.equal, *results))
 

@@ -78,7 +78,6 @@ def read_mlflow(run: Path) -> Tracked:
 
     client = MlflowClient(os.environ["MLFLOW_TRACKING_URI"])
     experiment = client.get_experiment_by_name("mine")
-    assert experiment is not None
     (one,) = client.search_runs([experiment.experiment_id])
     assert one.info.run_name == run.name and one.info.status == "FINISHED"
     curves = {key: client.get_metric_history(one.info.run_id, key) for key in one.data.metrics}

@@ -58,7 +58,6 @@ def test_a_page_shows_what_the_pipeline_made(data):
     dataset = TrainDataset(folder, CONFIG, 5, open_labels(data[1], folder.paths))
     batch = load_batch(dataset, [0, 1, 2], epoch=2)
     targets = make_targets(batch.labels, batch.affine, batch.visible, batch.classes, GRID, 3)
-    assert targets.tokens is not None
     examples = read_examples(dataset, batch, targets, CONFIG.mean, STD)
     figure = draw_page(examples, NAMES, "")
     plan = make_plan(CONFIG, 5, 2, [0, 1, 2], [100, 75, 32], [75, 100, 32])
@@ -74,7 +73,6 @@ def test_a_page_shows_what_the_pipeline_made(data):
     legend = zip(figure.legends[0].get_texts(), figure.legends[0].get_patches(), strict=True)
     shown, blank = {text.get_text(): patch.get_facecolor()[:3] for text, patch in legend}, 0
     for axes, target, example in zip(_drawn(figure, "tokens"), targets.tokens.dense(3), examples, strict=True):
-        assert example.tokens is not None
         cells, weight = _one(axes, "cells"), example.tokens.weight.ravel()
         assert cells.get_extent() == [0, 96, 64, 0] and axes.get_ylim() == (64, 0)  # row 0 is above
         for colour, row, share in zip(cells.get_array().reshape(-1, 4), target, weight, strict=True):

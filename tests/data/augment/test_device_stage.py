@@ -166,7 +166,6 @@ def test_whole_sequences_equal_pil_step_by_step(text, size):
     """Flip, then two layers, of which at most one is geometric: two are interpolated once, not twice."""
     config = AugmentConfig(size, auto_augment=text, color_jitter=None, vflip=0.3, reprob=0.0)
     plan, policy = planned(config, 300), config.policy
-    assert policy is not None
     kernels, values = sample_layers(policy, uniform(3, 0, np.arange(300), Stream.RAND_AUGMENT, policy.uniforms))
     flips = uniform(3, 0, np.arange(300), Stream.FLIP, 2) < np.array([config.hflip, config.vflip])
     sources, orders = pictures(300, size), set()
