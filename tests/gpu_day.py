@@ -135,17 +135,6 @@ def memory(day: Day) -> Iterator[Line]:
     yield "with too little memory for a graph, a run goes on", held, "; ".join(lines)
 
 
-def anew(day: Day) -> Iterator[Line]:
-    """Two sizes, whose graphs are freed after each epoch and captured again."""
-    step_graph._MUCH_RESERVED, captures, capture = 0.0, [], StepGraph._capture
-    StepGraph._capture = lambda step: (captures.append(1), capture(step))[1]
-    flags = f"--train-img-sizes {'32 48' if day.rehearsed else '192 224'} --epochs 3"
-    plain, graph = day.train("sizes-launched", f"{flags} --no-cuda-graph"), day.train("sizes", flags)
-    losses = apart(graph.losses, plain.losses)
-    yield "graphs are captured anew", graph.code == 0 and len(captures) >= 5, f"{len(captures)} captures in 3 epochs"
-    yield "losses as launched", losses < 0.01, f"{100 * losses:.3f} % apart at most"
-
-
 def replays(day: Day) -> Iterator[Line]:
     """torch reports a wait in what is done for each replay as an error; how many others are not finished is counted."""
     send, repeat, ends, ahead = StepGraph.send, StepGraph._repeat, list[torch.cuda.Event](), list[int]()
@@ -183,7 +172,7 @@ def profiled(day: Day) -> Iterator[Line]:
 
 # Each check, and the seconds it may take on a GPU: the most important first. An H100 is expected to need half of them.
 CHECKS: dict[Callable[[Day], Iterator[Line]], int] = {
-    tests: 150, launched: 90, memory: 120, anew: 80, replays: 80, profiled: 50,
+    tests: 150, launched: 90, memory: 120, replays: 80, profiled: 50,
 }  # fmt: skip
 
 

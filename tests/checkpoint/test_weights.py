@@ -178,13 +178,8 @@ def test_prefixes_of_wrappers_are_removed():
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
     bare = {k: v.clone() for k, v in model.state_dict().items()}
     inner = nn.Sequential(torch.compile(model[0]), model[1])
-    for wrapped in (
-        nn.DataParallel(model),
-        torch.compile(model),
-        nn.DataParallel(torch.compile(model)),  # type: ignore[arg-type]
-        torch.compile(nn.DataParallel(model)),
-        torch.compile(inner),
-    ):
+    parallel, compiled = nn.DataParallel(model), torch.compile(model)
+    for wrapped in (parallel, compiled, nn.DataParallel(compiled), torch.compile(parallel), torch.compile(inner)):
         assert list(wrapped.state_dict()) != list(bare)
         assert_equal(state_dict_of(dict(wrapped.state_dict())), bare)
         assert_equal(clean_state_dict(wrapped), bare)

@@ -233,13 +233,9 @@ class Running:
         self._printed = tempfile.TemporaryFile()  # noqa: SIM115
         self._read = 0  # characters, by read_until
         # Nothing is printed late: what was seen has happened.
-        self.process = subprocess.Popen(
-            command,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHON": sys.executable, "PYTHONUNBUFFERED": "1", **env},
-            stdout=self._printed,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
+        env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHON": sys.executable, "PYTHONUNBUFFERED": "1", **env}
+        output = {"stdout": self._printed, "stderr": subprocess.STDOUT}
+        self.process = subprocess.Popen(command, env=env, start_new_session=True, **output)
         self.begun.append(self)
 
     @property

@@ -11,15 +11,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from tlt.models.layers import SelfAttention
-from volo.commands.attention import (
-    attention_layers,
-    class_attention,
-    draw_attention,
-    forward_with_inputs,
-    outlook_attention,
-    self_attention,
-    view,
-)
+from volo.commands import attention
 from volo.models.volo import ClassAttention, OutlookAttention
 
 
@@ -56,10 +48,10 @@ def _inputs_and_outputs(name: str, size: tuple[int, int]) -> list[tuple[nn.Modul
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.3)  # weights that are far from even
     outputs: dict[nn.Module, Tensor] = {}
-    for layer in attention_layers(model).values():
+    for layer in attention.attention_layers(model).values():
         layer.register_forward_hook(lambda layer, _, out: outputs.update({layer: out}))
     images = torch.randn(2, 3, *size, dtype=torch.float64)
-    features, inputs = forward_with_inputs(model, images)
+    features, inputs = attention.forward_with_inputs(model, images)
     assert torch.equal(features, model.forward_features(images))
     return [(layer, x, outputs[layer]) for layer, x in inputs.items()]
 
@@ -77,10 +69,10 @@ def test_weights_times_values_are_what_the_layer_gives(name, size):
         if isinstance(layer, SelfAttention):
             tokens = x.flatten(1, -2)
             values = _heads(layer, layer.qkv(tokens)[..., 2 * x.shape[-1] :])
-            mixed = (self_attention(layer, x) @ values).transpose(1, 2).reshape(x.shape)
+            mixed = (attention.self_attention(layer, x) @ values).transpose(1, 2).reshape(x.shape)
         elif isinstance(layer, ClassAttention):
             values = _heads(layer, layer.kv(x)[..., x.shape[-1] :])
-            mixed = (class_attention(layer, x)[:, :, None] @ values).transpose(1, 2).flatten(2)
+            mixed = (attention.class_attention(layer, x)[:, :, None] @ values).transpose(1, 2).flatten(2)
         else:
             continue  # below
         assert torch.allclose(layer.proj(mixed), out, rtol=0, atol=1e-5 * float(out.detach().abs().max()))
@@ -100,21 +92,21 @@ def test_cell_weight_is_what_windows_give_it():
                 if 0 <= row < 6 and 0 <= col < 7:
                     expected[:, row, col] += weights[i, j, :, :, place].sum(-1)
                     windows[row, col] += 1
-    assert torch.allclose(outlook_attention(layer, x)[0], expected / windows)
+    assert torch.allclose(attention.outlook_attention(layer, x)[0], expected / windows)
 
 
 def test_maps_belong_to_the_query_and_heads_to_the_model():
     torch.manual_seed(0)
     model = timm.create_model("volo_test", img_size=(64, 96), num_classes=6).eval()
     image, query = torch.randn(1, 3, 64, 96), (0.8, 0.3)  # token (1, 4)
-    seen = view(model, image, query)
+    seen = attention.view(model, image, query)
     assert [len(maps) for maps in seen.maps] == [1, 3, 2]
     (looked,), (first, *_), _ = seen.maps
     assert looked.values.shape == (8, 12) and looked.cell == 8
     assert first.name == "network.2.0" and first.cell == 16
-    _, inputs = forward_with_inputs(model, image)
+    _, inputs = attention.forward_with_inputs(model, image)
     layer = model.network[2][0].attn
-    expected = self_attention(layer, inputs[layer])[0, :, 1 * 6 + 4].mean(0).view(4, 6) * 24
+    expected = attention.self_attention(layer, inputs[layer])[0, :, 1 * 6 + 4].mean(0).view(4, 6) * 24
     assert first.values == pytest.approx(expected.detach().numpy(), rel=1e-5)
     with torch.no_grad():
         best = model(image)[0].softmax(-1).topk(5)
@@ -123,7 +115,7 @@ def test_maps_belong_to_the_query_and_heads_to_the_model():
     assert [probability for _, probability in seen.top] == pytest.approx(best.values.tolist(), rel=1e-5)
     assert seen.tokens is not None and seen.tokens.ids.ravel().tolist() == tokens.indices.tolist()
     assert seen.tokens.probability.ravel() == pytest.approx(tokens.values.numpy(), rel=1e-5)
-    figure = draw_attention(np.zeros((64, 96, 3), np.uint8), seen, query, [], "title")
+    figure = attention.draw_attention(np.zeros((64, 96, 3), np.uint8), seen, query, [], "title")
     (axes,) = [axes for axes in figure.axes if f"\n{first.name}: " in axes.get_title("left")]
     (drawn,) = [each for each in axes.images if each.get_label() == "map"]
     assert drawn.get_extent() == [0, 96, 64, 0]
@@ -136,5 +128,6 @@ def test_maps_belong_to_the_query_and_heads_to_the_model():
     seen.maps[0][0].values[:] = np.linspace(0.99, 1.01, seen.maps[0][0].values.size).reshape(
         seen.maps[0][0].values.shape
     )
-    titles = [a.get_title("left") for a in draw_attention(np.zeros((64, 96, 3), np.uint8), seen, query, [], "").axes]
+    figure = attention.draw_attention(np.zeros((64, 96, 3), np.uint8), seen, query, [], "")
+    titles = [a.get_title("left") for a in figure.axes]
     assert [title for title in titles if title.endswith(": 0.99 to 1.01 x even, nearly even")]

@@ -246,16 +246,7 @@ class Scene:
         return torch.cat([spare, 1 - spare], 1)
 
 
-def check(
-    scene: Scene,
-    config: AugmentConfig,
-    cells: Size = (18, 18),
-    area: str = "full",
-    archive: bool = False,
-    grid: Size = GRID,
-    device: str = "cpu",
-    slack: float = 0.0,
-) -> Comparison:
+def check(scene, config, cells=(18, 18), area="full", archive=False, grid=GRID, device="cpu", slack=0.0) -> Comparison:
     """Load a scene, and compare it with its targets: labels lie where the tokens look, up to `slack` pixels that the
     reading of the image explains, and the weight of a token is the share of it that shows labelled image."""
     batches, classes = scene.load(scene.labels(cells, area, archive), config, device), position_classes(*cells)

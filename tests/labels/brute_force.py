@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tlt.label_map import FULL_AREA, Area, LabelBatch
+from tlt.label_map import FULL_AREA, LabelBatch
 
 
 class Expected(NamedTuple):
@@ -20,15 +20,7 @@ class Expected(NamedTuple):
 
 
 def brute_force(
-    labels: LabelBatch,
-    affine: Tensor,
-    visible: Tensor,
-    classes: Tensor,
-    grid: tuple[int, int],
-    num_classes: int,
-    smoothing: float = 0.1,
-    uncovered: str = "ignore",
-    window: Area = FULL_AREA,
+    labels, affine, visible, classes, grid, num_classes, smoothing=0.1, uncovered="ignore", window=FULL_AREA
 ) -> Expected:
     """Arguments as `tlt.targets.make_targets`."""
 

@@ -60,14 +60,9 @@ def as_batch(images: np.ndarray) -> torch.Tensor:
 
 
 FACTORS = [0.0, 0.1, 0.19, 0.35, 0.5, 0.77, 1.0, 1.1, 1.37, 1.81, 1.9, 2.6]
-ARGUMENTS = {
-    Kernel.AUTO_CONTRAST: [0.0],
-    Kernel.EQUALIZE: [0.0],
-    Kernel.INVERT: [0.0],
-    Kernel.POSTERIZE: [*range(-1, 10)],
-    Kernel.SOLARIZE: [0, 1, 25, 100, 128, 200, 255, 256],
-    Kernel.SOLARIZE_ADD: [0, 5, 55, 99, 110, 128],
-}
+ARGUMENTS = dict.fromkeys((Kernel.AUTO_CONTRAST, Kernel.EQUALIZE, Kernel.INVERT), [0.0])
+ARGUMENTS |= {Kernel.POSTERIZE: [*range(-1, 10)], Kernel.SOLARIZE: [0, 1, 25, 100, 128, 200, 255, 256]}
+ARGUMENTS |= {Kernel.SOLARIZE_ADD: [0, 5, 55, 99, 110, 128]}
 
 
 def odd_pictures(height: int, width: int) -> np.ndarray:

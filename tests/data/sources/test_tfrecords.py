@@ -42,15 +42,9 @@ def write(path: Path, examples: Sequence[Features]) -> Path:
 def image_record(mark: int) -> Features:
     """As TensorFlow's scripts write ImageNet: classes from 1, names of class and file."""
     synset = ["n10", "n2", "n300"][mark % 3]
-    return {
-        "image/height": 20,
-        "image/colorspace": b"RGB",
-        "image/object/bbox/label": [2, 5],
-        "image/class/label": mark % 3 + 1,
-        "image/class/synset": synset.encode(),
-        "image/filename": f"{synset}_{mark}.JPEG".encode(),
-        "image/encoded": jpeg(mark),
-    }
+    record = {"height": 20, "colorspace": b"RGB", "object/bbox/label": [2, 5], "class/label": mark % 3 + 1}
+    record |= {"class/synset": synset.encode(), "filename": f"{synset}_{mark}.JPEG".encode(), "encoded": jpeg(mark)}
+    return {f"image/{name}": value for name, value in record.items()}
 
 
 @pytest.fixture
