@@ -5,6 +5,17 @@ import pytest
 from volo.config.settings_evaluate import GENERATE_LABEL, VALIDATE
 from volo.config.train import TRAIN
 
+
+def switches(names: str) -> str:
+    """Rows of switches that are off, and have the flag of their name."""
+    return "".join(f"{name} | False | --{name.replace('_', '-')} | True\n" for name in names.split())
+
+
+def texts(names: str) -> str:
+    """Rows of texts that are empty, and have the flag of their name."""
+    return "".join(f"{name} | '' | --{name.replace('_', '-')} x | 'x'\n" for name in names.split())
+
+
 # The published program, one flag a line: destination | default | on a command line | what that gives.
 # It was written down from the published program, not from ours.
 PUBLISHED = """
@@ -14,10 +25,6 @@ dataset | '' | -d x | 'x'
 train_split | 'train' | --train-split x | 'x'
 val_split | 'validation' | --val-split x | 'x'
 model | 'volo_d1' | --model x | 'x'
-pretrained | False | --pretrained | True
-initial_checkpoint | '' | --initial-checkpoint x | 'x'
-resume | '' | --resume x | 'x'
-no_resume_opt | False | --no-resume-opt | True
 num_classes | None | --num-classes 10 | 10
 gp | None | --gp avg | 'avg'
 img_size | None | --img-size 384 | 384
@@ -51,7 +58,6 @@ warmup_epochs | 20 | --warmup-epochs 5 | 5
 cooldown_epochs | 10 | --cooldown-epochs 0 | 0
 patience_epochs | 10 | --patience-epochs 5 | 5
 decay_rate | 0.1 | --dr 0.97 | 0.97
-no_aug | False | --no-aug | True
 scale | [0.08, 1.0] | --scale 0.2 1 | [0.2, 1.0]
 ratio | [0.75, 1.3333333333333333] | --ratio 1 1 | [1.0, 1.0]
 hflip | 0.5 | --hflip 0 | 0.0
@@ -59,11 +65,9 @@ vflip | 0.0 | --vflip 0.5 | 0.5
 color_jitter | 0.4 | --color-jitter 0.3 | 0.3
 aa | 'rand-m9-mstd0.5-inc1' | --aa rand-n3-m9-mstd0.5-inc1 | 'rand-n3-m9-mstd0.5-inc1'
 aug_splits | 0 | --aug-splits 3 | 3
-jsd | False | --jsd | True
 reprob | 0.25 | --reprob 0.1 | 0.1
 remode | 'pixel' | --remode const | 'const'
 recount | 1 | --recount 2 | 2
-resplit | False | --resplit | True
 mixup | 0.0 | --mixup 0.8 | 0.8
 cutmix | 0.0 | --cutmix 1.0 | 1.0
 cutmix_minmax | None | --cutmix-minmax 0.2 0.8 | [0.2, 0.8]
@@ -77,41 +81,28 @@ drop | 0.0 | --drop 0.1 | 0.1
 drop_path | None | --drop-connect 0.1 | 0.1
 drop_path | None | --drop-path 0.75 | 0.75
 drop_block | None | --drop-block 0.1 | 0.1
-bn_tf | False | --bn-tf | True
 bn_momentum | None | --bn-momentum 0.01 | 0.01
 bn_eps | None | --bn-eps 1e-3 | 1e-3
-sync_bn | False | --sync-bn | True
 dist_bn | '' | --dist-bn reduce | 'reduce'
-split_bn | False | --split-bn | True
-model_ema | False | --model-ema | True
-model_ema_force_cpu | False | --model-ema-force-cpu | True
 model_ema_decay | 0.99992 | --model-ema-decay 0.9998 | 0.9998
 seed | 42 | --seed 0 | 0
 log_interval | 50 | --log-interval 10 | 10
 recovery_interval | 0 | --recovery-interval 100 | 100
 checkpoint_hist | 10 | --checkpoint-hist 2 | 2
 workers | 8 | -j 0 | 0
-save_images | False | --save-images | True
-amp | False | --amp | True
 amp | False | --apex-amp | True
 amp | False | --native-amp | True
-channels_last | False | --channels-last | True
-pin_mem | False | --pin-mem | True
-no_prefetcher | False | --no-prefetcher | True
-output | '' | --output x | 'x'
 eval_metric | 'top1' | --eval-metric loss | 'loss'
 tta | 0 | --tta 1 | 1
 local_rank | 0 | --local_rank 3 | 3
-use_multi_epochs_loader | False | --use-multi-epochs-loader | True
-torchscript | False | --torchscript | True
-token_label | False | --token-label | True
-token_label_data | '' | --token-label-data x | 'x'
 token_label_size | 1 | --token-label-size 14 | 14
 dense_weight | 0.5 | --dense-weight 1.0 | 1.0
 cls_weight | 1.0 | --cls-weight 0.5 | 0.5
-ground_truth | False | --ground-truth | True
-finetune | '' | --finetune x | 'x'
 """
+PUBLISHED += switches("pretrained no_resume_opt no_aug jsd resplit bn_tf sync_bn split_bn model_ema")
+PUBLISHED += switches("model_ema_force_cpu save_images amp channels_last pin_mem no_prefetcher use_multi_epochs_loader")
+PUBLISHED += switches("torchscript token_label ground_truth")
+PUBLISHED += texts("initial_checkpoint resume output token_label_data finetune")
 
 # validate.py as published: destination | default | on a command line | value
 PUBLISHED_VALIDATE = """
@@ -128,27 +119,15 @@ mean | None | --mean 0.5 | [0.5]
 std | None | --std 0.5 | [0.5]
 interpolation | '' | --interpolation bilinear | 'bilinear'
 num_classes | None | --num-classes 10 | 10
-class_map | '' | --class-map x | 'x'
 gp | None | --gp avg | 'avg'
 log_freq | 50 | --log-freq 1 | 1
-checkpoint | '' | --checkpoint x | 'x'
-pretrained | False | --pretrained | True
 num_gpu | 1 | --num-gpu 2 | 2
-no_test_pool | False | --no-test-pool | True
-no_prefetcher | False | --no-prefetcher | True
-pin_mem | False | --pin-mem | True
-channels_last | False | --channels-last | True
-amp | False | --amp | True
 amp | False | --apex-amp | True
 amp | False | --native-amp | True
-tf_preprocessing | False | --tf-preprocessing | True
-use_ema | False | --use-ema | True
-torchscript | False | --torchscript | True
-legacy_jit | False | --legacy-jit | True
-results_file | '' | --results-file x | 'x'
-real_labels | '' | --real-labels x | 'x'
-valid_labels | '' | --valid-labels x | 'x'
 """
+PUBLISHED_VALIDATE += switches("pretrained no_test_pool no_prefetcher pin_mem channels_last amp tf_preprocessing")
+PUBLISHED_VALIDATE += switches("use_ema torchscript legacy_jit")
+PUBLISHED_VALIDATE += texts("class_map checkpoint results_file real_labels valid_labels")
 # validate.py and train.py call their defaults by other names than the published programs where absence says more.
 CHANGED = {"lr": None, "token_label_size": None, "validate model": None, "workers": None, "validate workers": None}
 LONG = {"-c": "--config", "-d": "--dataset", "-b": "--batch-size", "-j": "--workers", "--dr": "--decay-rate"}
@@ -175,12 +154,8 @@ def test_published_commands_are_taken():
     train = TRAIN.parse(f"{line} --token-label --token-label-size 14 --token-label-data /labels".split())
     assert train.precision.mixed.amp and train.labels.token_label
     assert (train.images.data_dir, train.distributed.local_rank) == ("/imagenet", 3)
-    assert (
-        VALIDATE.parse(
-            ["/i", "--model", "volo_d1", "--checkpoint", "/c", "--no-test-pool", "--apex-amp", "-b", "128"]
-        ).notes
-        == ()
-    )
+    line = "/i --model volo_d1 --checkpoint /c --no-test-pool --apex-amp -b 128"
+    assert VALIDATE.parse(line.split()).notes == ()
     args = VALIDATE.parse(["/d", "--model", "volo_d1"])
     assert args.network.pretrained and "published weights" in args.notes[0]
     line = "/imagenet out --model dm_nfnet_f6 --pretrained --img-size 576 -b 32 --crop-pct 1.0 --transfer"
