@@ -128,10 +128,8 @@ class _Case:
         return self._build(arm)
 
     def _build(self, arm: Arm) -> TrainStep:
-        if (
-            not arm.settings.precision.compilation.no_cuda_graph
-        ):  # one that can't be captured makes others of its stream unusable
-            use_own_stream(self.device)
+        if not arm.settings.precision.compilation.no_cuda_graph:
+            use_own_stream(self.device)  # a graph that can't be captured makes others of its stream unusable
         return TrainStep(arm, arms.build(arm, self.first, self.device), self.criterion, self.batches, self.device)
 
     @cached_property

@@ -142,7 +142,7 @@ def test_spoiled_network_is_seen_in_classes_and_tables(call, trained_run, tmp_pa
     checkpoint = torch.load(trained_run.run / "last.pth.tar", weights_only=True)
     heads = [f"{head}.{name}" for head in ("head", "aux_head") for name in ("weight", "bias")]
     weights = [checkpoint["state_dict_ema"][name] for name in heads]
-    names, swapped, tables = ["blue", "green", "grey", "red"], [3, 1, 2, 0], {}
+    names = ["blue", "green", "grey", "red"]
 
     def judged(name: str) -> list[list[str]]:
         torch.save(checkpoint, tmp_path / f"{name}.pth")
@@ -150,17 +150,13 @@ def test_spoiled_network_is_seen_in_classes_and_tables(call, trained_run, tmp_pa
         ended = call("validate", flags).ok()
         heading, *rows = csv.reader((tmp_path / name / "confusion.csv").open())
         assert heading[1:] == [row[0] for row in rows] == names
-        tables[name] = np.array([row[1:] for row in rows], int)
-        assert tables[name].sum(axis=1).tolist() == [2] * 4 and ended.row["top1"] == 100 * tables[name].trace() / 8
+        table = np.array([row[1:] for row in rows], int)
+        assert table.sum(axis=1).tolist() == [2] * 4 and ended.row["top1"] == 100 * table.trace() / 8
         return [line.split() for line in ended.out.splitlines()]
 
     judged("trained")
     flags = f"{trained_run.data} --checkpoint {tmp_path}/trained.pth --confusion {tmp_path}/trained"
     assert call("validate", flags).refused(f"--confusion {tmp_path}/trained/classes.csv exists already")
-    for weight in weights:
-        weight.copy_(weight[swapped])
-    judged("swapped")
-    assert (tables["swapped"] == tables["trained"][:, swapped]).all()
     for weight in weights:
         weight.zero_()[1] += 9 * (weight.ndim == 1)
     words = judged("green")  # whatever it sees
