@@ -93,10 +93,8 @@ class Watchdog:
         while not self._ended.wait(pause):
             before = woke
             woke = time.monotonic()
-            if (
-                woke - before > pause + _STOOD_STILL_S
-            ):  # the process was suspended (SIGSTOP, a frozen container, a laptop)
-                self._since = woke
+            if woke - before > pause + _STOOD_STILL_S:
+                self._since = woke  # the process was suspended (SIGSTOP, a frozen container, a laptop)
             phase = self._phase
             idle = woke - self._since
             if idle > self.allowed() and not self._ended.is_set():
