@@ -39,7 +39,7 @@ from volo.train.criterion import Criterion, Drawn, TokenLabelCriterion, make_cri
 from volo.train.data import open_folders, open_labels, train_loader
 from volo.train.distillation import Distillation
 from volo.train.model import TimmModel, compiler_of, data_config_of
-from volo.train.optim import create_optimizer, set_lr
+from volo.train.optimizer import create_optimizer, set_lr
 from volo.train.precision import Clipping, Precision, WorkingCopy, compute_dtype
 from volo.train.step_graph import WARM_UP, StepGraph, step_of, use_own_stream
 

@@ -17,7 +17,7 @@ from volo.checkpoint.resume import newest_checkpoint, verified
 from volo.checkpoint.state import TrainState
 from volo.config.settings_train import TrainSettings
 from volo.config.train import TRAIN
-from volo.train.optim import create_optimizer
+from volo.train.optimizer import create_optimizer
 from volo.train.schedule import LrSchedule
 
 METADATA = {

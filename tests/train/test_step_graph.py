@@ -21,7 +21,7 @@ from tlt.data.batch import Batch
 from tlt.labels.features import FeatureInfo, FeatureWriter
 from volo.train import step_graph
 from volo.train.loop import set_train_mode
-from volo.train.optim import set_lr
+from volo.train.optimizer import set_lr
 from volo.train.precision import Precision
 from volo.train.step import Step
 from volo.train.step_graph import StepGraph, step_of

@@ -89,7 +89,7 @@ from volo.train.model import (
     prepare_model,
     wrap_model,
 )
-from volo.train.optim import create_optimizer
+from volo.train.optimizer import create_optimizer
 from volo.train.precision import Clipping, Precision, WorkingCopy, check_convolutions, compute_dtype
 from volo.train.run import BATCH_KEY, Run, Training, recipe_from_nothing, resolve_args
 from volo.train.schedule import LrSchedule, resolve_lr

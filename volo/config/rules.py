@@ -117,7 +117,7 @@ def _check_losses(s: TrainSettings) -> None:
 
 
 def _check_divided(s: TrainSettings, flag: str) -> None:
-    """Raise UserError for what FSDP2 or distributed tensors can't do with `flag`; volo/train/optim.py has more."""
+    """Raise UserError for what FSDP2 or distributed tensors can't do with `flag`; volo/train/optimizer.py has more."""
     compilation = s.precision.compilation
     if s.precision.channels_last:
         raise UserError(f"{flag} and --channels-last: torch divides contiguous weights alone")

@@ -29,7 +29,7 @@ from volo.train.compilation import begin_step
 from volo.train.dense_score import DenseScore
 from volo.train.judge import judge_epoch
 from volo.train.meter import Meter
-from volo.train.optim import set_lr
+from volo.train.optimizer import set_lr
 from volo.train.precision import Precision
 from volo.train.run import Run, Training
 from volo.train.step import Step

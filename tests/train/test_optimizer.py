@@ -9,7 +9,7 @@ from torch import nn
 from tests.train.small_run import arguments, optimizer_of
 from tlt.errors import UserError
 from volo.checkpoint.state import load_optimizer_state
-from volo.train.optim import set_lr
+from volo.train.optimizer import set_lr
 
 
 class Small(nn.Module):
