@@ -199,3 +199,5 @@ def test_links_lead_to_files_and_headings_that_are_there(page):
         file = (page.parent / path).resolve() if path else page
         assert file.exists(), target
         assert not anchor or anchor in anchors(file), target
+    for name in re.findall(r"`((?:volo|tlt|tests|benchmarks|slurm|docs|examples)/[\w./*-]+)`", page.read_text()):
+        assert [*ROOT.glob(name)], name

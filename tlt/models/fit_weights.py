@@ -107,7 +107,7 @@ def _changed(state: dict[str, Tensor], changes: Changes) -> dict[str, Tensor]:
 
 
 def head_names(model: nn.Module) -> tuple[str, ...]:
-    """Return the names of the layers whose output is one number per class, the dense head included."""
+    """Return the names of the layers whose output is one number per class, the dense head and its norm included."""
     model = unwrap(model)
     classifier = (getattr(model, "pretrained_cfg", None) or {}).get("classifier") or ()
     names = [classifier] if isinstance(classifier, str) else list(classifier)

@@ -107,9 +107,10 @@ def load_finetune(
     """Load what fits from weights that were trained at another image size, or with other classes or input channels.
 
     The position embedding is resized, and the input convolution is adapted as in timm. Both heads keep the rows of the
-    classes that have the same names; without names they are dropped if the numbers of classes differ. Arguments as in
-    `load_weights`. Raises UserError if the file can't be read, holds NaN, belongs to another architecture, or almost
-    nothing of it fits.
+    classes that have the same names; without names they are dropped if the numbers of classes differ, and with them the
+    norm of a dense head. All else, the other norms and their statistics too, is taken where the shapes agree. Arguments
+    as in `load_weights`. Raises UserError if the file can't be read, holds NaN, belongs to another architecture, or
+    almost nothing of it fits.
     """
     checkpoint = read_checkpoint(path)
     fit, report = _fit(model, checkpoint, use_ema, path, class_names)

@@ -1,5 +1,6 @@
 """Bind each rank to the CPUs, the memory and the network card nearest its GPU, before torch is imported. Its GPU is
-the one that `volo.cluster.distributed.choose_device` will choose.
+the one that `volo.cluster.distributed.choose_device` will choose. NCCL takes the card nearest a GPU by itself, out of
+those that NCCL_IB_HCA names on all ranks alike; UCX gets the nearest port alone.
 
 This implements the flag `--bind`, which docs/binding.md explains. Settings of the user, the launcher or NCCL's
 configuration file stay as they are. What can't be bound is left alone, and a line says why.

@@ -5,9 +5,10 @@ The first signal is recorded. Before each update, and once more after the last u
 whether one of them has to stop (`volo.cluster.watchdog.StopGuard`). They exchange their exit codes (0 goes on) by an
 all-reduce from CPU to CPU, which waits for no GPU; at that moment all ranks have the same weights. Then they save
 (`train` in `volo.commands.train`) and exit with the code of `Stopped` (`volo.commands.console`). The launcher
-(`volo.cluster.elastic`) passes signals on to its ranks and ends with one code for them. While a run is built, and while
-it waits for a batch, a signal takes effect after one second. A second signal ends the process at once. A process that
-is inside C++ code can't react: the watchdog or the launcher ends it.
+(`volo.cluster.elastic`) passes signals on to its ranks and ends with one code for them; in a Slurm job
+`slurm/requeue.sh` passes them on, and requeues the job. While a run is built, and while it waits for a batch, a signal
+takes effect after one second. A second signal ends the process at once. A process that is inside C++ code can't react:
+the watchdog or the launcher ends it.
 
 This module imports no torch, so that signals are handled before torch is loaded.
 """

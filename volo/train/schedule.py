@@ -1,8 +1,9 @@
 """The learning rate of an update, a pure function of its number: the peak (`resolve_lr`) and the curve (`LrSchedule`).
 
-`volo.train.loop.train_epoch` multiplies it by the size of the update (`--variable-batch-loss-scale`), and
-`volo.train.optim.set_lr` by each group's `lr_scale` (`--layer-decay`); with CUDA graphs it is rounded to float32.
-`fit_to_data` in `volo.train.run` decides the defaults that follow from the data.
+`volo.train.loop.train_epoch` multiplies it by the images of the update over those of a mean one, to the power that
+`--variable-batch-loss-scale` says (which scales no loss; the name is timm's), and `volo.train.optimizer.set_lr` by each
+group's `lr_scale` (`--layer-decay`). With CUDA graphs it is rounded to float32. `fit_to_data` in `volo.train.run`
+decides the defaults that follow from the data.
 """
 
 from __future__ import annotations
