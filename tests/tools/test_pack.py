@@ -9,18 +9,23 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import timm
 import torch
 from PIL import Image
 
+from tests.data.conftest import flip
 from tests.labels.packed import SHAPE, label_map, make_tree, write_images
 from tlt.data.sources.folder import scan_folder
 from tlt.errors import UserError
 from tlt.io.output_folder import META_NAME, marker_crc
+from tlt.io.text import printable
 from tlt.label_map import LabelMap, centre_square
 from tlt.labels.archive_writer import ArchiveWriter
+from tlt.labels.features import FeatureInfo, FeatureWriter
 from tlt.labels.label_info import Agreement, LabelInfo
 from tlt.labels.store import LabelStore, open_labels
 from tlt.labels.tree import label_names
+from tlt.teacher import FeatureTeacher
 from tlt.tools.cli import main
 from tlt.tools.pack import pack, unpack
 
@@ -238,6 +243,78 @@ def test_check_measures_agreement(scenes, capsys):
     assert main(["check", str(data), str(out)]) == 2
     said = capsys.readouterr().out
     assert "labels that can't be used: 1\n  c1/39.png: label of c1/39.png in" in said and "crc32 is wrong" in said
+
+
+@pytest.mark.parametrize(
+    ("last", "after", "code", "said"),
+    [
+        (0, "", 0, ["9 images, 9 maps read, 2 x 3 tokens of 4 channels in float16, 0.1 KB an image"]),
+        (0, "flip", 2, ["9 images, 8 maps read", "can't be used: 1\n  NAME: features of NAME in", "crc32 is wrong"]),
+        (0, "rename", 2, ["images without features: 1\n  b/new.jpg\n", "features without image: 1\n  NAME\n"]),
+        (np.inf, "", 2, ["features that can't be used: 1\n  NAME: they are not finite\n"]),
+        (1, "", 2, ["features that can't be used: 1\n  NAME: all tokens are equal\n"]),
+        (None, "", 0, ["1 images could not be read when the features were made", "images without features: 0"]),
+    ],
+)
+def test_check_counts_features(images, names, tmp_path, capsys, last, after, code, said):
+    row = len(names) - 1
+    writer = FeatureWriter(tmp_path / "out", FeatureInfo((2, 3), 4, "float16"), names)
+    for number in range(row):
+        writer.write(number, torch.rand(2, 3, 4))
+    if last is None:
+        writer.write_absent(row)
+    else:
+        writer.write_row(row, {"features": np.full((2, 3, 4), last) if last else np.arange(24).reshape(2, 3, 4)})
+    writer.finish([names[row]] if last is None else [])
+    if after == "rename":
+        (images / names[row]).rename(images / "b" / "new.jpg")
+    elif after:
+        flip(tmp_path / "out" / "features.npy", -1)
+    assert main(["check", str(images), str(tmp_path / "out")]) == code
+    out = capsys.readouterr().out
+    for line in [*said, "images are too few to tell"]:
+        assert line.replace("NAME", printable(names[row])) in out
+    assert main(["check", str(images), str(tmp_path / "out"), "--num-classes", "3"]) == 2
+    assert "--num-classes is for labels, and" in capsys.readouterr().err
+
+
+NETWORKS = {"vit_tiny_patch16_224": {"img_size": 64, "patch_size": 8, "depth": 2, "embed_dim": 96}, "resnet10t": {}}
+MISTAKES = {
+    "as they lie": lambda maps: maps,
+    "mirrored": lambda maps: maps.flip(2),
+    "upside down": lambda maps: maps.flip(1),
+    "turned by 180 degrees": lambda maps: maps.flip(1, 2),
+    "transposed": lambda maps: maps.transpose(1, 2),
+    "of other images": lambda maps: maps.roll(30, 0),
+    "noise": torch.rand_like,
+}
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_check_tells_where_features_of_a_random_network_lie(tmp_path, capsys, name):
+    generator = np.random.default_rng(0)
+    images = np.empty((60, 64, 64, 3), np.float32)
+    for number in range(60):
+        coarse = Image.fromarray(generator.integers(0, 256, (4, 4, 3), np.uint8))
+        (tmp_path / "data" / "x").mkdir(parents=True, exist_ok=True)
+        coarse.resize((80, 60), Image.Resampling.BICUBIC).save(tmp_path / "data" / "x" / f"{number:02}.png")
+        images[number] = coarse.resize((64, 64), Image.Resampling.BICUBIC)
+    torch.manual_seed(0)
+    teacher = FeatureTeacher(timm.create_model(name, **NETWORKS[name]), (64, 64))
+    maps = teacher(torch.from_numpy(images).permute(0, 3, 1, 2) / 64 - 2).unflatten(1, teacher.tokens[0])
+    for mistake, move in MISTAKES.items():
+        info = FeatureInfo(teacher.tokens[0], teacher.tokens[2], area=teacher.tokens[1])
+        writer = FeatureWriter(tmp_path / "out", info, scan_folder(tmp_path / "data").paths, overwrite=True)
+        for row, features in enumerate(move(maps)):
+            writer.write(row, features)
+        writer.finish()
+        writer.close()
+        capsys.readouterr()
+        code = main(["check", str(tmp_path / "data"), str(tmp_path / "out")])
+        said = capsys.readouterr().out.splitlines()[-1]
+        told = {"as they lie": " %", "noise": "too little to tell whether they lie where they belong"}
+        assert said.endswith(told.get(mistake, f": they seem to be {mistake}")), said
+        assert code == (0 if mistake in told else 2)
 
 
 def test_an_image_is_named_by_the_mean_of_its_cells_shares():

@@ -17,9 +17,11 @@ from tlt import geometry
 from tlt.data.augment.plan import AugmentConfig, make_plan
 from tlt.data.dataset import TrainDataset
 from tlt.data.sources.folder import scan_folder
+from tlt.labels.features import FeatureInfo, FeatureWriter
 from tlt.labels.label_info import LabelInfo
 from tlt.labels.store import open_labels
 from tlt.targets import make_targets
+from tlt.tools import show
 from tlt.tools.cli import main, parser
 from tlt.tools.drawing import Cells, Example, class_colours, draw_page, read_examples
 from tlt.tools.show import load_batch
@@ -145,11 +147,17 @@ def test_mix_is_shown_and_the_legend_in_order_of_classes():
     assert _one(axes, "box").get_bbox().extents.tolist() == list(box)
 
 
-@pytest.mark.parametrize(("parts", "count"), [((), 1), (("tokens",), 1), (("label", "tokens"), 3)])
-def test_text_is_within_the_page_and_about_what_is_drawn(parts, count):
+@pytest.mark.parametrize(
+    ("parts", "count", "features"),
+    [((), 1, False), (("tokens",), 1, False), (("label", "tokens"), 3, False), (("label", "tokens"), 1, True)],
+)
+def test_text_is_within_the_page_and_about_what_is_drawn(parts, count, features):
     pixels, window = np.zeros((40, 30, 3), np.uint8), np.array([[0, 0], [60, 0], [60, 40], [0, 40]])
     cells = Cells(np.arange(30).reshape(5, 6) // 2, np.ones((5, 6)), np.ones((5, 6)))
-    more = dict.fromkeys(parts, cells) | ({"target": (1, 0.87), "area": (0, 0, 60, 40)} if parts else {})
+    if features:
+        cells = Cells.of_features(np.zeros((5, 6, 3)), np.ones((5, 6)))
+    target = {} if features else {"target": (1, 0.87)}
+    more = dict.fromkeys(parts, cells) | (target | {"area": (0, 0, 60, 40)} if parts else {})
     examples = [Example("a name that is long/" * 3, pixels, (60, 40), window, pixels, **more)] * count
     names = [f"{letter} class with a long name" for letter in "abcdefghijklmno"]
     page = draw_page(examples, names, "the first images of update 0", "smoothed probability of the class")
@@ -161,10 +169,12 @@ def test_text_is_within_the_page_and_about_what_is_drawn(parts, count):
         inner = bounds if text.axes is None or text.get_text() not in names else text.axes.bbox
         assert inner.x0 - 1 <= box.x0 and box.x1 <= inner.x1 + 1 and bounds.y0 <= box.y0 and box.y1 <= bounds.y1, text
     words = " ".join(text.get_text() for text in texts)
-    assert ("label" in words) == ("opacity" in words) == ("b class" in words) == bool(parts)
+    assert ("label" in words) == ("opacity" in words) == ("b class" in words) == (bool(parts) and not features)
+    assert ("feature map" in words) == features
     headings = {"label": "label map", "tokens": "targets of the tokens"}
+    headings = {"label": "stored features", "tokens": "what the tokens read"} if features else headings
     assert {"image", "augmented", *map(headings.get, parts)} <= {text.get_text() for text in texts}
-    assert words.count("target: b class with a long name 0.87"[:16]) == count * bool(parts)
+    assert words.count("target: b class with a long name 0.87"[:16]) == count * bool(parts) * (not features)
 
 
 @pytest.mark.parametrize(
@@ -190,6 +200,68 @@ def test_mistakes_are_one_line(data, flags, message, tmp_path, capsys):
     err = capsys.readouterr().err
     assert message in err and err.count("\n") == 1
     assert not (tmp_path / "p.png").exists() and image.read_bytes() == before
+
+
+FOUR = np.array([[[250, 0, 0], [0, 250, 0]], [[0, 0, 250], [250, 250, 0]]], np.uint8)  # the quarters of an image
+
+
+@pytest.fixture
+def stored(tmp_path: Path) -> tuple[Path, Path]:
+    """Images of four colours, and features that tell the colours of their right three quarters; the last has none."""
+    (tmp_path / "four" / "x").mkdir(parents=True)
+    for name in "abcd":
+        Image.fromarray(FOUR.repeat(60, 0).repeat(80, 1)).save(tmp_path / "four" / "x" / f"{name}.png")
+    paths = scan_folder(tmp_path / "four").paths
+    writer = FeatureWriter(tmp_path / "features", FeatureInfo((4, 6), 5, area=(0.25, 0, 1, 1)), paths[:3])
+    colour = np.array([[0, 1], [2, 3]]).repeat(2, 0)[:, [0, 0, 1, 1, 1, 1]]  # of each cell: they are 1/8 wide
+    for row in range(3):
+        writer.write(row, torch.eye(5)[colour] + 3)
+    writer.finish()
+    return tmp_path / "four", tmp_path / "features"
+
+
+def test_features_are_drawn_where_their_content_is(stored, tmp_path, monkeypatch, capsys):
+    pages: list[Figure] = []
+    monkeypatch.setattr(show, "save_figure", lambda page, path: pages.append(page))
+    flags = "--size 64 64 --grid 8 8 --reprob 0 --scale 0.5 1 --aa none --hflip 0.5 --seed 3".split()
+    assert main(["show", *map(str, stored), "-o", str(tmp_path / "p.png"), *flags]) == 0
+    assert "1 of 4 images have no features" in capsys.readouterr().out
+    cells, tokens, images = (_drawn(pages[0], panel) for panel in ("label", "tokens", "augmented"))
+    # The colour that stands for each quarter's features: the cells of an image are in 4 places.
+    assert [_one(axes, "cells").get_extent() for axes in cells] == [[40, 160, 120, 0]] * 4
+    drawn = np.asarray(_one(cells[0], "cells").get_array())[..., :3]
+    of_quarter = drawn[[0, 0, 3, 3], [0, 5, 0, 5]]
+    assert (drawn == of_quarter.reshape(2, 2, 3).repeat(2, 0)[:, [0, 0, 1, 1, 1, 1]]).all()
+    assert min(np.abs(one - other).max() for one, other in combinations(of_quarter, 2)) > 0.5
+    mirrored = []
+    for number, (axes, image) in enumerate(zip(tokens, images, strict=True)):
+        pixels = np.asarray(image.get_images()[0].get_array()).astype(int)
+        mirrored.append(pixels[:, 0, 1].sum() > pixels[:, -1, 1].sum())  # the right quarters are the greener ones
+        rgba = np.asarray(_one(axes, "cells").get_array())
+        compared = set()
+        for row, col in np.ndindex(8, 8):
+            token = pixels[8 * row : 8 * row + 8, 8 * col : 8 * col + 8].reshape(-1, 3)
+            quarter = np.abs(FOUR.reshape(4, 3).astype(int) - token[0]).sum(1).argmin()
+            if np.ptp(token, axis=0).max() < 3 and rgba[row, col, 3] > 0.8:
+                compared.add(quarter)
+                assert np.abs(rgba[row, col, :3] - of_quarter[quarter]).max() < 0.51
+        assert len(compared) == (4 if number < 3 else 0)
+    assert len(set(mirrored)) == 2
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--area full", "--area is for labels, and"),
+        ("--uncovered uniform", "--uncovered is for labels, and"),
+        ("--compat label-crop", "--compat is for labels, and"),
+        ("--images d.png", "not one of these images has features in"),
+    ],
+)
+def test_what_features_have_no_meaning_for_is_refused(stored, tmp_path, capsys, flags, message):
+    assert main(["show", *map(str, stored), "-o", str(tmp_path / "p.png"), *flags.split()]) == 2
+    err = capsys.readouterr().err
+    assert message in err and err.count("\n") == 1 and not (tmp_path / "p.png").exists()
 
 
 def test_the_command_writes_a_page_and_nothing_else(data, tmp_path, capsys, recwarn):

@@ -28,6 +28,7 @@ from tlt.data.batch import FeatureBatch
 from tlt.errors import MachineFault, UserError, in_range, one_of
 from tlt.io.files import blamed_on, write_whole
 from tlt.io.names import Names
+from tlt.io.output_folder import format_of
 from tlt.io.text import printable
 from tlt.label_map import FULL_AREA, Area
 from tlt.labels.label_info import area_in_shares
@@ -90,6 +91,11 @@ def _columns(info: FeatureInfo) -> Columns:
 
 
 FEATURES = Kind("features", "volo-tlt feature archive, version 1", "`volo features`", FeatureInfo.from_json, _columns)
+
+
+def is_feature_archive(path: str | Path) -> bool:
+    """Return whether a folder is a feature archive, of any version, perhaps an incomplete one."""
+    return format_of(path) == FEATURES.format.partition(",")[0]
 
 
 class FeatureStore(RowReader[FeatureInfo]):

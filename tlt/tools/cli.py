@@ -1,4 +1,4 @@
-"""`tlt`: label archives and checks of labels. Arguments are parsed before torch.
+"""`tlt`: label archives, and checks of labels and of stored features. Arguments are parsed before torch.
 
     tlt pack TREE OUT --images DATA     one archive out of a tree of labels
     tlt unpack ARCHIVE OUT              a tree of labels out of an archive
@@ -6,9 +6,10 @@
     tlt check DATA LABELS               do labels and images belong together?
     tlt show DATA LABELS -o page.png    images, labels and token targets
 
-Exit codes: 0 done; 2 bad input, or `check` found labels that can't be used
-(one line on stderr, no traceback; `--debug` shows it); 5 a process was killed
-or hung; 130 interrupted from the keyboard.
+LABELS may be a feature archive (`volo features`) in `check` and `show`.
+Exit codes: 0 done; 2 bad input, or `check` found what can't be used (one
+line on stderr, no traceback; `--debug` shows it); 5 a process was killed or
+hung; 130 interrupted from the keyboard.
 """
 
 from __future__ import annotations
@@ -92,25 +93,27 @@ def _pack_images(command: ArgumentParser) -> None:
 
 def _check(command: ArgumentParser) -> None:
     """Count missing, extra, wrong-shaped and unusable labels, and say how often labels name the class of the image's
-    folder. LABELS is a tree or an archive."""
+    folder. LABELS is a tree or an archive. Of a feature archive, count the same, and compare a sample of it with the
+    images' colours, which tells whether it lies mirrored or belongs to other images."""
     _images_and_labels(command)
-    command.add_argument("--num-classes", type=_positive, metavar="N", help="class ids must be below it")
+    command.add_argument("--num-classes", type=_positive, metavar="N", help="labels: class ids must be below it")
 
 
 def _images_and_labels(command: ArgumentParser) -> None:
     command.add_argument("data", metavar="DATA", help="image folder")
-    command.add_argument("labels", metavar="LABELS", help="label tree or archive")
+    command.add_argument("labels", metavar="LABELS", help="label tree or archive, or feature archive")
     command.add_argument("--split", default="train", help=_SPLIT)
 
 
 def _show(command: ArgumentParser) -> None:
     """Draw images, their label maps over them, and what the training pipeline makes of both: the augmented images with
-    the target of every token. Needs matplotlib."""
+    the target of every token. Of a feature archive, the colours are the first three principal components. Needs
+    matplotlib."""
     _images_and_labels(command)
     command.add_argument("-o", "--output", required=True, type=_path, metavar="FILE", help="picture (.png ...)")
     command.add_argument("-n", "--n", type=_positive, metavar="N", help="images, spread over DATA (8)")
     command.add_argument("--images", nargs="+", metavar="NAME", help="these images instead: path within DATA, or name")
-    command.add_argument("--area", choices=("full", "center"), help="what the maps cover (as recorded, else full)")
+    command.add_argument("--area", choices=("full", "center"), help="what label maps cover (as recorded, else full)")
     command.add_argument("--size", type=_positive, nargs=2, default=(224, 224), metavar="N", help="H W, px (224 224)")
     command.add_argument("--grid", type=_positive, nargs=2, metavar="N", help="rows, columns of tokens (size / 16)")
     command.add_argument("--aa", default="rand-m9-mstd0.5-inc1", metavar="POLICY", help="volo train's; none: none")
@@ -135,8 +138,8 @@ _COMMANDS = {  # name -> positional arguments, help line, function that adds fla
     "pack": ("TREE OUT", "a tree of label files into an archive", _pack),
     "unpack": ("ARCHIVE OUT", "an archive into a tree of label files", _unpack),
     "pack-images": ("DATA OUT", "images and labels into tar shards", _pack_images),
-    "check": ("DATA LABELS", "whether labels and images belong together", _check),
-    "show": ("DATA LABELS -o FILE", "a picture of images with their labels", _show),
+    "check": ("DATA LABELS", "whether labels, or features, and images belong together", _check),
+    "show": ("DATA LABELS -o FILE", "a picture of images with their labels, or features", _show),
 }
 
 

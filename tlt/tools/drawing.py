@@ -1,5 +1,5 @@
-"""Draws pictures with token labels, and the page that shows training data: images, their label maps, and the augmented
-images with the targets.
+"""Draws pictures with token labels, and the page that shows training data: images, their label maps or stored features,
+and the augmented images with the targets.
 
 `tlt show` and the picture of a run's first batch draw this page, from a `Batch` and its targets, which come from the
 training pipeline itself. Only drawing needs matplotlib, not the import of this module. Nothing changes matplotlib's
@@ -46,6 +46,7 @@ PALETTE = (
 )
 _OTHERS = "#c0c0c0"
 _OPACITY = 0.6  # opacity of a cell whose class has probability 1; the image stays visible
+_FEATURE_OPACITY = 0.85  # opacity of a cell whose colour shows features
 _NAMED = 4  # number of classes that are named in a picture
 _EDGE = 0.2  # share of a picture's width near its edges, where names are not centred on their cell
 _SOURCE_PIXELS = 480  # longer side of the source images in the page
@@ -57,15 +58,26 @@ _MIX = "#ff00ff"
 # Attribute of `Example` -> heading of its picture.
 _PANELS = {"source": "image", "label": "label map", "augmented": "augmented"}
 _PANELS |= {"mixed": "mixed", "tokens": "targets of the tokens"}
+_FEATURE_PANELS = _PANELS | {"label": "stored features", "tokens": "what the tokens read"}
 
 
 @dataclass(frozen=True)
 class Cells:
-    """The most probable class of every cell of a grid with r rows and c columns."""
+    """The most probable class, or the colour, of every cell of a grid with r rows and c columns."""
 
     ids: npt.NDArray[np.int64]  # (r, c) class ids
     probability: npt.NDArray[np.float64]  # (r, c) probability of that class, in [0, 1]
     weight: npt.NDArray[np.float64]  # (r, c) share of the cell that the label covers, in [0, 1]
+    colour: npt.NDArray[np.float64] | None = None  # (r, c, 3) in [0, 1], of cells that have features and no class
+
+    @classmethod
+    def of_features(cls, colour: npt.NDArray[np.float64], weight: npt.NDArray[np.float64]) -> Cells:
+        """Return cells of these colours (r, c, 3)."""
+        return cls(np.zeros(weight.shape, np.int64), np.ones(weight.shape), weight, colour)
+
+    def named(self) -> npt.NDArray[np.int64]:
+        """Return the class ids of the cells that have a class."""
+        return self.ids[self.weight > 0] if self.colour is None else np.empty(0, np.int64)
 
 
 def class_colours(ids: Iterable[int]) -> Colours:
@@ -113,8 +125,9 @@ def show_image(axes: Axes, image: Pixels, size: tuple[float, float] | None = Non
 def draw_cells(
     axes: Axes, cells: Cells, box: tuple[float, float, float, float], colours: Colours, names: Mapping[int, str]
 ) -> None:
-    """Draw cells over the box (x0, y0, x1, y1). The colour shows the class; cells without a label are hatched. Grey
-    classes, then those with the most cells, are named, each on its cell nearest to the centre of its cells."""
+    """Draw cells over the box (x0, y0, x1, y1). The colour shows the class or the features; cells without either are
+    hatched. Grey classes, then those with the most cells, are named, each on its cell nearest to the centre of its
+    cells."""
     from matplotlib.collections import PatchCollection
     from matplotlib.colors import to_rgb
     from matplotlib.patches import Rectangle
@@ -124,7 +137,9 @@ def draw_cells(
     limits = axes.axis()
     # A cell of weight 0 shows no colour, and its class may have none.
     colour_of = np.vectorize(lambda class_id: to_rgb(colours.get(class_id, INK)), otypes=[float] * 3)
-    rgba = np.stack([*colour_of(cells.ids), _OPACITY * cells.probability * cells.weight], axis=-1)  # (r, c, 4)
+    rgb = np.stack(colour_of(cells.ids), axis=-1) if cells.colour is None else cells.colour  # (r, c, 3)
+    opacity = (_OPACITY if cells.colour is None else _FEATURE_OPACITY) * cells.probability * cells.weight
+    rgba = np.concatenate([rgb, opacity[..., None]], axis=-1)
     axes.imshow(rgba, extent=(x0, x1, y1, y0), interpolation="nearest", zorder=2, label="cells")
     rows, cols = cells.ids.shape
     width = (x1 - x0) / cols
@@ -132,7 +147,7 @@ def draw_cells(
     blank = [Rectangle((x0 + c * width, y0 + r * height), width, height) for r, c in np.argwhere(cells.weight == 0)]
     style: dict[str, Any] = {"facecolor": "none", "edgecolor": "#80808080", "linewidth": 0.3, "hatch": "//////"}
     axes.add_collection(PatchCollection(blank, zorder=3, label="blank", **style))
-    class_ids, counts = np.unique(cells.ids[cells.weight > 0], return_counts=True)
+    class_ids, counts = np.unique(cells.named(), return_counts=True)
     coloured = np.array([colours.get(class_id) != _OTHERS for class_id in class_ids.tolist()])
     for class_id in class_ids[np.lexsort((-counts, coloured))][:_NAMED]:
         places = np.argwhere((cells.ids == class_id) & (cells.weight > 0)) + 0.5
@@ -250,9 +265,10 @@ def _token_cells(targets: Targets, row: int) -> Cells | None:
 
 def draw_page(examples: Sequence[Example], class_names: Sequence[str], title: str, note: str = "") -> Figure:
     """Draw the examples and the legend below a title. Ids without a class name are shown as numbers. `note` is the
-    meaning of the probabilities, for the legend."""
+    meaning of the probabilities, or of the colours of features, for the legend."""
     cells = [cell for example in examples for cell in (example.label, example.tokens) if cell is not None]
-    counts = Counter(np.concatenate([np.empty(0, int), *(cell.ids[cell.weight > 0] for cell in cells)]).tolist())
+    counts = Counter(np.concatenate([np.empty(0, int), *(cell.named() for cell in cells)]).tolist())
+    features = any(cell.colour is not None for cell in cells)
     colours = class_colours([class_id for class_id, _ in counts.most_common()])
     class_ids = counts.keys() | {example.target[0] for example in examples if example.target is not None}
     names = {i: class_names[i] if i < len(class_names) else f"class {i}" for i in class_ids}
@@ -272,7 +288,8 @@ def draw_page(examples: Sequence[Example], class_names: Sequence[str], title: st
         style: dict[str, Any] = {"fontsize": 7, "parse_math": False}
         if place < columns:
             at: dict[str, Any] = {"xycoords": "axes fraction", "xytext": (0, 16), "textcoords": "offset points"}
-            axes.annotate(_PANELS[panel], (0.5, 1), ha="center", weight="bold", **at, **style)
+            heading = (_FEATURE_PANELS if features else _PANELS)[panel]
+            axes.annotate(heading, (0.5, 1), ha="center", weight="bold", **at, **style)
         if panel == panels[0]:
             axes.set_title(drawable(shorten(example.name, 32)), loc="left", **style)
         if panel == "tokens" and example.target is not None:
@@ -282,7 +299,7 @@ def draw_page(examples: Sequence[Example], class_names: Sequence[str], title: st
     if colours:
         _draw_legend(figure, colours, names, columns)
     boxed = any(example.mix_box is not None for example in examples)
-    _draw_key(figure.add_subplot(grid[rows, :]), panels, note or "probability", boxed)
+    _draw_key(figure.add_subplot(grid[rows, :]), panels, note or "probability", boxed, features)
     return figure
 
 
@@ -301,21 +318,23 @@ def _draw_legend(figure: Figure, colours: Colours, names: Mapping[int, str], col
         text.set_parse_math(False)
 
 
-def _draw_key(axes: Axes, panels: Sequence[str], note: str, boxed: bool) -> None:
+def _draw_key(axes: Axes, panels: Sequence[str], note: str, boxed: bool, features: bool) -> None:
     """Draw a key that explains the marks in the pictures."""
     from matplotlib.legend_handler import HandlerTuple
     from matplotlib.patches import Patch
 
     shades = tuple(Patch(facecolor=INK, alpha=_OPACITY * share) for share in (0.1, 0.4, 0.7, 1.0))
+    of = "feature map" if features else "label map"
     entries: list[tuple[Any, str]] = [
         (Patch(fill=False, edgecolor="#e0c800", linewidth=1.6), "window of the augmented image, dot at its upper left"),
-        (Patch(fill=False, linestyle="--"), "what the label map covers"),
+        (Patch(fill=False, linestyle="--"), f"what the {of} covers"),
         (Patch(fill=False, edgecolor=_MIX), "MixToken's box: tokens of another image of the batch"),
         (shades, f"opacity 0 to 1: {note} x share of the token that has a label"),
-        (Patch(facecolor="none", edgecolor="#808080", hatch="//////"), "no label: left out of the dense loss"),
+        (tuple(Patch(facecolor=colour) for colour in ("#ff0000", "#00ff00", "#0000ff")), note),
+        (Patch(facecolor="none", edgecolor="#808080", hatch="//////"), f"no {of[:-4]}: left out of the dense loss"),
     ]
     labelled = not {"label", "tokens"}.isdisjoint(panels)
-    shown = (True, "label" in panels, boxed, labelled, labelled)
+    shown = (True, "label" in panels, boxed, labelled and not features, features, labelled)
     handles, texts = zip(*compress(entries, shown), strict=True)
     layout: dict[str, Any] = {"loc": "center", "ncols": 2, "frameon": False, "fontsize": 7}
     key = axes.legend(handles, texts, handler_map={tuple: HandlerTuple(ndivide=None, pad=0)}, **layout)
