@@ -73,9 +73,10 @@ def check_features(folder: ImageSource, store: FeatureStore) -> tuple[bool, list
             raise UserError("all tokens are equal")
 
     unusable = read_all(folder, store.missing, read)
-    summary = f"{len(folder) - len(store.missing) - len(unusable)} maps read, {store.info.text}"
+    rows = [row for row, name in enumerate(folder.paths) if row not in store.missing and name not in unusable]
+    summary = f"{len(rows)} maps read, {store.info.text}"
     usable, lines = report(folder, store, "features", summary, {"features that can't be used": unusable})
-    in_place, line = check_placement(folder, store)
+    in_place, line = check_placement(folder, store, rows)
     return usable and in_place, [*lines, line]
 
 

@@ -11,15 +11,16 @@ Shapes: n images, maps of h x w cells with D channels.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from tlt.data.backends.decode import TorchvisionBackend
 from tlt.data.sources.image_file import BadImage
 from tlt.data.sources.source import ImageSource
-from tlt.errors import MachineFault, UserError
 from tlt.labels.features import FeatureStore, principal_directions
 
 _IMAGES = 256  # that are read, at most
@@ -28,56 +29,53 @@ _NUMBERS = 2**26  # features in memory, at most
 _DIRECTIONS = 64  # of the features, by which colours are predicted
 _RIDGE = 1e-2
 _CLEAR = 5.0  # standard errors beyond which a difference is no chance
-# Name of a mistake -> what it makes of maps (n, h, w, D).
-_MOVED: dict[str, Callable[[Tensor], Tensor]] = {
+# How features lie -> what undoes it.
+_MOVES: dict[str, Callable[[Tensor], Tensor]] = {
+    "as they lie": lambda maps: maps,
     "mirrored": lambda maps: maps.flip(2),
     "upside down": lambda maps: maps.flip(1),
     "turned by 180 degrees": lambda maps: maps.flip(1, 2),
-    "transposed": lambda maps: maps.transpose(1, 2),  # where h = w
+    "transposed": lambda maps: maps.transpose(1, 2),
     "of other images": lambda maps: maps.roll(len(maps) // 2, 0),
 }
 
 
-def check_placement(folder: ImageSource, store: FeatureStore) -> tuple[bool, str]:
-    """Compare the features of a sample of images with the images' colours. Return False if they fit clearly better
-    when they are moved; and a line that reports the result."""
-    maps, colours = _sample(folder, store)
-    if len(maps) < _LEAST:
-        return True, f"where features lie: {len(maps)} images are too few to tell"
-    maps, colours = (part - part.mean(0) for part in (maps, colours))
+def check_placement(folder: ImageSource, store: FeatureStore, rows: Sequence[int]) -> tuple[bool, str]:
+    """Compare the features of some of these images, which can be used, with the images' colours. Return False if they
+    fit clearly better when they are moved; and a line that reports the result."""
+    wanted = max(_LEAST, min(_IMAGES, _NUMBERS // (math.prod(store.info.grid) * store.info.channels)))
+    if len(rows) < _LEAST:
+        return True, f"where features lie: {len(rows)} images are too few to tell"
+    maps, colours = (part - part.mean(0) for part in _read(folder, store, rows[:: math.ceil(len(rows) / wanted)]))
     tokens = maps.flatten(0, 2)
     maps = maps @ principal_directions(tokens.mT @ tokens, min(_DIRECTIONS, maps.shape[-1])).directions
     maps = maps / maps.std().clamp(min=torch.finfo(maps.dtype).tiny)
-    errors = {"as they lie": _errors(maps, colours)}
-    for name, move in _MOVED.items():
-        moved = move(maps)
-        if moved.shape == maps.shape and not torch.equal(moved, maps):
-            errors[name] = _errors(moved, colours)
-    return _verdict(errors, float(colours.double().square().mean()))
+    names = [name for name, move in _MOVES.items() if move(maps).shape == maps.shape]
+    errors = torch.stack([_errors(_MOVES[name](maps), colours) for name in names])  # (moves, n)
+    shares = (1 - errors.mean(1) / colours.double().square().mean().clamp(min=1e-12)).clamp(min=0)
+    told = ", ".join(f"{name} {100 * share:.0f} %" for name, share in zip(names, shares.tolist(), strict=True))
+    line = f"where features lie: of the colours there they explain, in {errors.shape[1]} images, {told}"
+    off = errors[1:] - errors[0]
+    excess = off.mean(1) / (off.std(1) / off.shape[1] ** 0.5).clamp(min=1e-12)  # in standard errors
+    if excess.min() < -_CLEAR:
+        return False, f"{line}: they seem to be {names[1 + int(excess.argmin())]}"
+    sure = off.any() and (excess[off.any(1)] > _CLEAR).all()  # a map of one row is the same upside down
+    return True, line + ("" if sure else "; too little to tell whether they lie where they belong")
 
 
-def _sample(folder: ImageSource, store: FeatureStore) -> tuple[Tensor, Tensor]:
-    """Return the maps (n, h, w, D) of images spread over the folder, and the mean colours (n, h, w, 3) in [0, 1] of
-    what their cells cover."""
-    info = store.info
-    wanted = min(_IMAGES, len(folder), max(_LEAST, _NUMBERS // (math.prod(info.grid) * info.channels)))
+def _read(folder: ImageSource, store: FeatureStore, rows: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """Return the maps (n, h, w, D) of images, and the mean colours (n, h, w, 3) in [0, 1] of what their cells cover.
+    An image that can't be read is grey."""
     backend = TorchvisionBackend(dct_scaling=True)
-    maps, colours = [], []
-    for row in sorted({number * len(folder) // wanted for number in range(wanted)} - store.missing):
-        try:
-            features = torch.from_numpy(store.read(row))
+    colours = torch.full((len(rows), *store.info.grid, 3), 0.5)
+    for number, row in enumerate(rows):
+        with suppress(BadImage):
             encoded = backend.open(folder.path(row), folder.read(row))
-            ends = (encoded.width, encoded.height) * 2
-            left, top, right, bottom = (round(min(max(s, 0), 1) * n) for s, n in zip(info.area, ends, strict=True))
-            pixels = backend.decode(encoded, (left, top, right - left, bottom - top), info.grid, "bilinear")
-        except MachineFault:
-            raise
-        except (UserError, BadImage):  # which is another check's matter
-            continue
-        if features.isfinite().all():
-            maps.append(features)
-            colours.append(pixels.permute(1, 2, 0) / 255)
-    return (torch.stack(maps), torch.stack(colours)) if maps else (torch.empty(0), torch.empty(0))
+            ends = np.clip(store.info.area, 0, 1) * ((encoded.width, encoded.height) * 2)
+            x0, y0, x1, y1 = ends.round().astype(int).tolist()
+            pixels = backend.decode(encoded, (x0, y0, x1 - x0, y1 - y0), store.info.grid, "bilinear")
+            colours[number] = pixels.permute(1, 2, 0) / 255
+    return torch.stack([torch.from_numpy(store.read(row)) for row in rows]), colours
 
 
 def _errors(maps: Tensor, colours: Tensor) -> Tensor:
@@ -90,18 +88,3 @@ def _errors(maps: Tensor, colours: Tensor) -> Tensor:
         weights = torch.linalg.solve(inputs.mT @ inputs + ridge, inputs.mT @ outputs)
         errors[tested] = (maps[tested].double() @ weights - colours[tested]).square().mean((1, 2, 3))
     return errors
-
-
-def _verdict(errors: dict[str, Tensor], variance: float) -> tuple[bool, str]:
-    """Return what `check_placement` does, from the errors (n,) of each arrangement, the true one first."""
-    own = errors["as they lie"]
-    shares = {name: 100 * max(0.0, 1 - float(each.mean()) / max(variance, 1e-12)) for name, each in errors.items()}
-    told = ", ".join(f"{name} {share:.0f} %" for name, share in shares.items())
-    line = f"where features lie: of the colours there they explain, in {len(own)} images, {told}"
-    off = {name: each - own for name, each in errors.items() if each is not own}
-    excess = {name: float(each.mean() * len(own) ** 0.5 / each.std().clamp(min=1e-12)) for name, each in off.items()}
-    best = min(excess, key=lambda name: excess[name], default="")
-    if best and excess[best] < -_CLEAR:
-        return False, f"{line}: they seem to be {best}"
-    sure = best and excess[best] > _CLEAR
-    return True, line + ("" if sure else "; too little to tell whether they lie where they belong")
