@@ -312,7 +312,7 @@ def test_check_tells_where_features_of_a_random_network_lie(tmp_path, capsys, na
         capsys.readouterr()
         code = main(["check", str(tmp_path / "data"), str(tmp_path / "out")])
         said = capsys.readouterr().out.splitlines()[-1]
-        told = {"as they lie": " %", "noise": "too little to tell whether they lie where they belong"}
+        told = {"as they lie": " %", "noise": "too little to tell whether they belong there"}
         assert said.endswith(told.get(mistake, f": they seem to be {mistake}")), said
         assert code == (0 if mistake in told else 2)
 

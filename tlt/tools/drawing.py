@@ -324,14 +324,14 @@ def _draw_key(axes: Axes, panels: Sequence[str], note: str, boxed: bool, feature
     from matplotlib.patches import Patch
 
     shades = tuple(Patch(facecolor=INK, alpha=_OPACITY * share) for share in (0.1, 0.4, 0.7, 1.0))
-    of = "feature map" if features else "label map"
+    of = "feature" if features else "label"
     entries: list[tuple[Any, str]] = [
         (Patch(fill=False, edgecolor="#e0c800", linewidth=1.6), "window of the augmented image, dot at its upper left"),
-        (Patch(fill=False, linestyle="--"), f"what the {of} covers"),
+        (Patch(fill=False, linestyle="--"), f"what the {of} map covers"),
         (Patch(fill=False, edgecolor=_MIX), "MixToken's box: tokens of another image of the batch"),
         (shades, f"opacity 0 to 1: {note} x share of the token that has a label"),
         (tuple(Patch(facecolor=colour) for colour in ("#ff0000", "#00ff00", "#0000ff")), note),
-        (Patch(facecolor="none", edgecolor="#808080", hatch="//////"), f"no {of[:-4]}: left out of the dense loss"),
+        (Patch(facecolor="none", edgecolor="#808080", hatch="//////"), f"no {of}: left out of the dense loss"),
     ]
     labelled = not {"label", "tokens"}.isdisjoint(panels)
     shown = (True, "label" in panels, boxed, labelled and not features, features, labelled)

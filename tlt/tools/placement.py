@@ -60,7 +60,7 @@ def check_placement(folder: ImageSource, store: FeatureStore, rows: Sequence[int
     if excess.min() < -_CLEAR:
         return False, f"{line}: they seem to be {names[1 + int(excess.argmin())]}"
     sure = off.any() and (excess[off.any(1)] > _CLEAR).all()  # a map of one row is the same upside down
-    return True, line + ("" if sure else "; too little to tell whether they lie where they belong")
+    return True, line + ("" if sure else "; too little to tell whether they belong there")
 
 
 def _read(folder: ImageSource, store: FeatureStore, rows: Sequence[int]) -> tuple[Tensor, Tensor]:

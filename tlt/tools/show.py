@@ -94,8 +94,8 @@ def feature_page(
     """Return the page of images with their stored features, and lines to print. Raise UserError if no image of the page
     has features, or a flag is given that is about labels."""
     given = {"--area": args.area, "--uncovered": args.uncovered != "ignore", "--compat": args.compat}
-    for flag in (flag for flag, value in given.items() if value):
-        raise UserError(f"{flag} is for labels, and {printable(args.labels)} holds features: leave it out")
+    if useless := [flag for flag, value in given.items() if value]:
+        raise UserError(f"{useless[0]} is for labels, and {printable(args.labels)} holds features: leave it out")
     store = open_features(args.labels, folder.paths, bad_label="skip")
     dataset = TrainDataset(folder, config, args.seed, features=[store])
     batch = load_batch(dataset, rows, args.epoch - 1)
@@ -115,8 +115,8 @@ def feature_page(
         tokens = Cells.of_features(token_colours[row], weight[row].double().view(args.grid).numpy())
         area = (x0 * width, y0 * height, x1 * width, y1 * height)
         examples.append(replace(example, label=Cells.of_features(map_colours[row], covered), area=area, tokens=tokens))
-    title = f"{args.labels}: {store.info.text}, on {args.grid[0]} x {args.grid[1]} tokens"
-    note = f"the first three principal components of this page's features, {100 * share:.0f} % of their variance"
+    title = f"{args.labels}: {store.info.text}, read by {args.grid[0]} x {args.grid[1]}"
+    note = f"principal components 1 to 3 of these features, {100 * share:.0f} % of their variance; pale: partly none"
     return draw_page(examples, [], title, note), notes
 
 
