@@ -287,32 +287,33 @@ MISTAKES = {
     "transposed": lambda maps: maps.transpose(1, 2),
     "of other images": lambda maps: maps.roll(30, 0),
     "noise": torch.rand_like,
+    "of one image": lambda maps: maps[:1].expand_as(maps),
 }
 
 
 @pytest.mark.parametrize("name", NETWORKS)
 def test_check_tells_where_features_of_a_random_network_lie(tmp_path, capsys, name):
+    (data := tmp_path / "data").mkdir()
     generator = np.random.default_rng(0)
     images = np.empty((60, 64, 64, 3), np.float32)
     for number in range(60):
         coarse = Image.fromarray(generator.integers(0, 256, (4, 4, 3), np.uint8))
-        (tmp_path / "data" / "x").mkdir(parents=True, exist_ok=True)
-        coarse.resize((80, 60), Image.Resampling.BICUBIC).save(tmp_path / "data" / "x" / f"{number:02}.png")
+        coarse.resize((80, 60), Image.Resampling.BICUBIC).save(data / f"{number:02}.png")
         images[number] = coarse.resize((64, 64), Image.Resampling.BICUBIC)
     torch.manual_seed(0)
     teacher = FeatureTeacher(timm.create_model(name, **NETWORKS[name]), (64, 64))
     maps = teacher(torch.from_numpy(images).permute(0, 3, 1, 2) / 64 - 2).unflatten(1, teacher.tokens[0])
     for mistake, move in MISTAKES.items():
         info = FeatureInfo(teacher.tokens[0], teacher.tokens[2], area=teacher.tokens[1])
-        writer = FeatureWriter(tmp_path / "out", info, scan_folder(tmp_path / "data").paths, overwrite=True)
+        writer = FeatureWriter(tmp_path / "out", info, scan_folder(data, classes=False).paths, overwrite=True)
         for row, features in enumerate(move(maps)):
             writer.write(row, features)
         writer.finish()
         writer.close()
         capsys.readouterr()
-        code = main(["check", str(tmp_path / "data"), str(tmp_path / "out")])
+        code = main(["check", str(data), str(tmp_path / "out")])
         said = capsys.readouterr().out.splitlines()[-1]
-        told = {"as they lie": " %", "noise": "too little to tell whether they belong there"}
+        told = {"as they lie": " %", "noise": ": too little to tell", "of one image": ": too little to tell"}
         assert said.endswith(told.get(mistake, f": they seem to be {mistake}")), said
         assert code == (0 if mistake in told else 2)
 

@@ -207,11 +207,11 @@ FOUR = np.array([[[250, 0, 0], [0, 250, 0]], [[0, 0, 250], [250, 250, 0]]], np.u
 
 @pytest.fixture
 def stored(tmp_path: Path) -> tuple[Path, Path]:
-    """Images of four colours, and features that tell the colours of their right three quarters; the last has none."""
-    (tmp_path / "four" / "x").mkdir(parents=True)
+    """Images without a class, and features that tell the colours of their right three quarters; the last has none."""
+    (tmp_path / "four").mkdir()
     for name in "abcd":
-        Image.fromarray(FOUR.repeat(60, 0).repeat(80, 1)).save(tmp_path / "four" / "x" / f"{name}.png")
-    paths = scan_folder(tmp_path / "four").paths
+        Image.fromarray(FOUR.repeat(60, 0).repeat(80, 1)).save(tmp_path / "four" / f"{name}.png")
+    paths = scan_folder(tmp_path / "four", classes=False).paths
     writer = FeatureWriter(tmp_path / "features", FeatureInfo((4, 6), 5, area=(0.25, 0, 1, 1)), paths[:3])
     colour = np.array([[0, 1], [2, 3]]).repeat(2, 0)[:, [0, 0, 1, 1, 1, 1]]  # of each cell: they are 1/8 wide
     for row in range(3):

@@ -10,14 +10,13 @@ import json
 import os
 import zlib
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from filelock import FileLock, Timeout
 
 from tlt.errors import UserError
-from tlt.io.files import read_bytes, read_json, sync_folder, write_whole
+from tlt.io.files import read_json, sync_folder, write_whole
 from tlt.io.text import printable
 
 META_NAME = "meta.json"  # the marker of an archive with one row per image
@@ -91,14 +90,6 @@ def read_marker(path: str | Path, format_name: str) -> dict[str, Any]:
     if content.pop("crc32", None) != marker_crc(content):
         raise UserError(f"{printable(str(path))} is damaged (crc32 is wrong): copy or make the folder again")
     return content
-
-
-def format_of(root: str | Path) -> str:
-    """Return what the archive in a folder says that it is, without its version; "" if the folder holds none."""
-    with suppress(OSError, ValueError, RecursionError):
-        content = json.loads(read_bytes(Path(root, META_NAME)))
-        return str(content.get("format")).partition(",")[0] if isinstance(content, dict) else ""
-    return ""
 
 
 def marker_crc(content: Mapping[str, Any]) -> int:

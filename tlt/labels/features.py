@@ -14,8 +14,10 @@ follows from crop, flip and warp, as with a label map, so the stored map teaches
 from __future__ import annotations
 
 import io
+import json
 import zlib
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,9 +28,9 @@ from torch import Tensor
 
 from tlt.data.batch import FeatureBatch
 from tlt.errors import MachineFault, UserError, in_range, one_of
-from tlt.io.files import blamed_on, write_whole
+from tlt.io.files import blamed_on, read_bytes, write_whole
 from tlt.io.names import Names
-from tlt.io.output_folder import format_of
+from tlt.io.output_folder import META_NAME
 from tlt.io.text import printable
 from tlt.label_map import FULL_AREA, Area
 from tlt.labels.label_info import area_in_shares
@@ -95,7 +97,10 @@ FEATURES = Kind("features", "volo-tlt feature archive, version 1", "`volo featur
 
 def is_feature_archive(path: str | Path) -> bool:
     """Return whether a folder is a feature archive, of any version, perhaps an incomplete one."""
-    return format_of(path) == FEATURES.format.partition(",")[0]
+    with suppress(OSError, ValueError, RecursionError):
+        content = json.loads(read_bytes(Path(path, META_NAME)))
+        return isinstance(content, dict) and str(content.get("format")).startswith(FEATURES.format.partition(",")[0])
+    return False
 
 
 class FeatureStore(RowReader[FeatureInfo]):

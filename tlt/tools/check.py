@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -14,9 +14,10 @@ from tlt.data.sources.source import ImageSource
 from tlt.errors import MachineFault, UserError
 from tlt.io.jobs import Progress
 from tlt.io.text import printable
-from tlt.labels.features import FeatureStore, is_feature_archive, open_features
+from tlt.labels.archive import LABELS
+from tlt.labels.features import FEATURES, FeatureStore, is_feature_archive, open_features
 from tlt.labels.label_info import Agreement, agreement_text
-from tlt.labels.rows import RowReader
+from tlt.labels.rows import Kind, RowReader
 from tlt.labels.shards import ShardReader
 from tlt.labels.store import LabelStore, Reader, open_labels
 from tlt.tools.placement import check_placement
@@ -29,8 +30,9 @@ def check(data: str, labels: str, split: str = "train", num_classes: int | None 
     are read only if they are in shards, and a sample of them for features. Return whether every image has what it
     should; and the report, as lines of text. Raise UserError if there are no images, or nothing that could be their
     labels or features."""
-    folder = open_images(data, split, None, allow_root=True)
-    if not is_feature_archive(labels):
+    stored = is_feature_archive(labels)
+    folder = open_images(data, split, None, allow_root=True, classes=not stored)
+    if not stored:
         return check_labels(folder, open_labels(labels, folder.paths, num_classes=num_classes, bad_label="skip"))
     if num_classes is not None:
         raise UserError(f"--num-classes is for labels, and {printable(labels)} holds features: leave it out")
@@ -49,13 +51,12 @@ def check_labels(folder: ImageSource, store: LabelStore) -> tuple[bool, list[str
 
     unusable = read_all(folder, store.reader.missing, read)
     usual = store.shape if store.reader.info or not shapes else Counter(shapes.values()).most_common(1)[0][0]
-    table = store.reader.table if isinstance(store.reader, ShardReader) else None
     faults = {
         "labels of another shape": {name: str(shape) for name, shape in shapes.items() if shape != usual},
         "labels that can't be used": unusable,
     }
     shape = f"(k, h, w) = {usual}" if shapes else "none could be read"
-    usable, lines = report(folder, store.reader, "label", f"{len(shapes)} labels read, {shape}", faults, table)
+    usable, lines = report(folder, store.reader, LABELS, f"{len(shapes)} labels read, {shape}", faults)
     same_classes = not store.info.transfer and store.info.class_names in (None, folder.class_names)
     lines.append(agreement_text(agreement.summary()) if same_classes else "agreement: the labels are of other classes")
     return usable, lines
@@ -75,7 +76,7 @@ def check_features(folder: ImageSource, store: FeatureStore) -> tuple[bool, list
     unusable = read_all(folder, store.missing, read)
     rows = [row for row, name in enumerate(folder.paths) if row not in store.missing and name not in unusable]
     summary = f"{len(rows)} maps read, {store.info.text}"
-    usable, lines = report(folder, store, "features", summary, {"features that can't be used": unusable})
+    usable, lines = report(folder, store, FEATURES, summary, {"features that can't be used": unusable})
     in_place, line = check_placement(folder, store, rows)
     return usable and in_place, [*lines, line]
 
@@ -98,26 +99,21 @@ def read_all(folder: ImageSource, missing: set[int], read: Callable[[int], None]
 
 
 def report(
-    folder: ImageSource,
-    reader: Reader | RowReader[Any],
-    of: str,
-    summary: str,
-    faults: Mapping[str, Mapping[str, str]],
-    table: RecordImages | None = None,
+    folder: ImageSource, reader: Reader | RowReader[Any], of: Kind[Any], summary: str, faults: dict[str, dict[str, str]]
 ) -> tuple[bool, list[str]]:
     """Return whether there is no fault, and lines that report the faults, for each kind by image or file; those that
-    labels and features share are added. `of` is what an image has one of, `table` the shards that hold them."""
-    several = of if of == "features" else f"{of}s"
+    labels and features share are added."""
+    table = reader.table if isinstance(reader, ShardReader) else None
     skipped = set(reader.info.skipped) if reader.info is not None else set()
     tables = [source for source in (folder, table) if isinstance(source, RecordImages)]
     missing = {name: "" for row in sorted(reader.missing) if (name := folder.paths[row]) not in skipped}
     damaged = {file: "" for source in tables for file in sorted(source.damaged_files())}
-    all_faults = {f"images without {of}": missing, **faults, "files with a wrong checksum": damaged}
+    all_faults = {f"images without {of.one}": missing, **faults, "files with a wrong checksum": damaged}
     lines = list(folder.warnings)
     if skipped:
-        lines.append(f"{len(skipped)} images could not be read when the {several} were made, and have none")
+        lines.append(f"{len(skipped)} images could not be read when the {of.all} were made, and have none")
     lines.append(f"{len(folder)} images, {summary}")
-    for kind, reasons in {**all_faults, f"{several} without image": dict.fromkeys(reader.extra(), "")}.items():
+    for kind, reasons in {**all_faults, f"{of.all} without image": dict.fromkeys(reader.extra(), "")}.items():
         lines.append(f"{kind}: {len(reasons)}")
         lines += [f"  {printable(name)}{': ' + why if why else ''}" for name, why in [*reasons.items()][:_SHOWN]]
     return not any(all_faults.values()), lines

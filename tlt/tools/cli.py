@@ -93,8 +93,8 @@ def _pack_images(command: ArgumentParser) -> None:
 
 def _check(command: ArgumentParser) -> None:
     """Count missing, extra, wrong-shaped and unusable labels, and say how often labels name the class of the image's
-    folder. LABELS is a tree or an archive. Of a feature archive, count the same, and compare a sample of it with the
-    images' colours, which tells whether it lies mirrored or belongs to other images."""
+    folder. LABELS is a tree or an archive. Of a feature archive, count the same, and tell how much of
+    the images' colours a sample of it explains where it lies, and if it is moved: mirrored, or to other images."""
     _images_and_labels(command)
     command.add_argument("--num-classes", type=_positive, metavar="N", help="labels: class ids must be below it")
 

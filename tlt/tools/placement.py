@@ -29,6 +29,7 @@ _NUMBERS = 2**26  # features in memory, at most
 _DIRECTIONS = 64  # of the features, by which colours are predicted
 _RIDGE = 1e-2
 _CLEAR = 5.0  # standard errors beyond which a difference is no chance
+_SHARE = 0.01  # of the colours' variance, below which nothing is explained; maps that are all alike differ by rounding
 # How features lie -> what undoes it.
 _MOVES: dict[str, Callable[[Tensor], Tensor]] = {
     "as they lie": lambda maps: maps,
@@ -57,10 +58,12 @@ def check_placement(folder: ImageSource, store: FeatureStore, rows: Sequence[int
     line = f"where features lie: of the colours there they explain, in {errors.shape[1]} images, {told}"
     off = errors[1:] - errors[0]
     excess = off.mean(1) / (off.std(1) / off.shape[1] ** 0.5).clamp(min=1e-12)  # in standard errors
-    if excess.min() < -_CLEAR:
-        return False, f"{line}: they seem to be {names[1 + int(excess.argmin())]}"
-    sure = off.any() and (excess[off.any(1)] > _CLEAR).all()  # a map of one row is the same upside down
-    return True, line + ("" if sure else "; too little to tell whether they belong there")
+    excess[~off.any(1)] = math.inf  # a map of one row is the same upside down
+    best = 1 + int(excess.argmin())
+    if excess.min() < -_CLEAR and shares[best] > _SHARE:
+        return False, f"{line}: they seem to be {names[best]}"
+    sure = excess.min() > _CLEAR and shares[0] > _SHARE
+    return True, line + ("" if sure else f"; not clearly more than {names[best]}: too little to tell")
 
 
 def _read(folder: ImageSource, store: FeatureStore, rows: Sequence[int]) -> tuple[Tensor, Tensor]:

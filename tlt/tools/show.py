@@ -47,13 +47,14 @@ def show(**flags: Any) -> list[str]:
     args = Namespace(**flags)
     check_format(args.output)
     refuse_existing(args.output, "-o")
-    folder = open_images(args.data, args.split, None, allow_root=True)
+    stored = is_feature_archive(args.labels)
+    folder = open_images(args.data, args.split, None, allow_root=True, classes=not stored)
     args.grid = tuple(args.grid) if args.grid else tuple(max(1, side // _TOKEN_PIXELS) for side in args.size)
     auto_augment = None if args.aa in ("", "none") else args.aa
     config = AugmentConfig(
         tuple(args.size), tuple(args.scale), hflip=args.hflip, auto_augment=auto_augment, reprob=args.reprob
     )
-    page = feature_page if is_feature_archive(args.labels) else label_page
+    page = feature_page if stored else label_page
     rows = choose_images(folder, args)
     try:
         figure, notes = page(args, folder, rows, config)
