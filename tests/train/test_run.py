@@ -40,7 +40,7 @@ def test_a_command_without_a_model_takes_the_recipe_from_nothing(flags, images, 
     assert "bound to CPU 0" in args.notes
     assert (args is not given) == taken == (args.network.model != "volo_d1")
     if taken:
-        length = "" if "--epochs" in flags else "--epochs 60"
+        length = "" if "--epochs" in flags else "--epochs 100 --val-interval 4"
         recipe = TRAIN.parse(["data", "-c", FROM_NOTHING, *length.split(), *flags.split()])
         assert args.values() == recipe.values()
         asked = {name for name in ("epochs", "no_aug", "resume") if f"--{name}".replace("_", "-") in flags}
@@ -52,12 +52,12 @@ def test_a_command_without_a_model_takes_the_recipe_from_nothing(flags, images, 
 @pytest.mark.parametrize(
     ("flags", "images", "world_size", "fitted"),
     [
-        ("", 9000, 1, (40, 1, 16)),
-        ("", 9000, 8, (40, 1, 16)),
-        ("", 90, 1, (400, 7, 16)),
-        ("", 90, 8, (400, 7, 2)),
-        ("", 8, 1, (600, 10, 2)),
-        ("", 1, 1, (600, 10, 1)),
+        ("", 9000, 1, (40, 2, 16)),
+        ("", 9000, 8, (40, 2, 16)),
+        ("", 90, 1, (600, 24, 16)),
+        ("", 90, 8, (600, 24, 2)),
+        ("", 8, 1, (600, 24, 2)),
+        ("", 1, 1, (600, 24, 1)),
         ("--epochs 7 -b 8", 90, 1, (7, 1, 8)),
     ],
 )

@@ -15,7 +15,7 @@ import numpy as np
 from tlt.io.names import Names
 from tlt.label_map import LabelMap
 from tlt.labels.label_info import LabelInfo
-from tlt.labels.rows import Columns, Kind, RowReader
+from tlt.labels.rows import ArchiveKind, Columns, RowReader
 from tlt.labels.tree import find_labels
 
 
@@ -25,7 +25,7 @@ def _columns(info: LabelInfo) -> Columns:
     return {"ids": (info.shape, ids), "values": (info.shape, ("<f2",)), **lse}
 
 
-LABELS = Kind("label", "volo-tlt label archive, version 2", "`tlt pack`", LabelInfo.from_json, _columns)
+LABELS = ArchiveKind("label", "volo-tlt label archive, version 2", "`tlt pack`", LabelInfo.from_json, _columns)
 
 
 def map_in(arrays: Mapping[str, np.ndarray], source: str = "label") -> LabelMap:

@@ -35,7 +35,7 @@ from tlt.io.text import printable
 from tlt.label_map import FULL_AREA, Area
 from tlt.labels.label_info import area_in_shares
 from tlt.labels.row_writer import RowWriter
-from tlt.labels.rows import REMEDY, Columns, Kind, RowReader, map_file
+from tlt.labels.rows import REMEDY, ArchiveKind, Columns, RowReader, map_file
 from tlt.labels.store import BAD_LABEL_POLICIES, check_missing
 
 DTYPES = ("int8", "float16")
@@ -92,7 +92,9 @@ def _columns(info: FeatureInfo) -> Columns:
     return {"features": (shape, ("|i1",)), "scale": (info.grid, ("<f4",))}
 
 
-FEATURES = Kind("features", "volo-tlt feature archive, version 1", "`volo features`", FeatureInfo.from_json, _columns)
+FEATURES = ArchiveKind(
+    "features", "volo-tlt feature archive, version 1", "`volo features`", FeatureInfo.from_json, _columns
+)
 
 
 def is_feature_archive(path: str | Path) -> bool:

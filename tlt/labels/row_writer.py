@@ -21,7 +21,7 @@ from tlt.io.files import os_errors_as, write_whole
 from tlt.io.names import Names
 from tlt.io.output_folder import META_NAME, OutputFolder
 from tlt.io.text import printable
-from tlt.labels.rows import ABSENT, WRITTEN, Column, Info, Kind, Rows, all_columns, names_crc
+from tlt.labels.rows import ABSENT, WRITTEN, ArchiveKind, Column, Info, Rows, all_columns, names_crc
 
 
 class RowWriter(Generic[Info]):
@@ -43,7 +43,7 @@ class RowWriter(Generic[Info]):
     def __init__(
         self,
         root: str | Path,
-        kind: Kind[Info],
+        kind: ArchiveKind[Info],
         info: Info,
         names: Sequence[str],
         overwrite: bool = False,

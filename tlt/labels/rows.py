@@ -36,7 +36,7 @@ Columns = Mapping[str, tuple[tuple[int, ...], tuple[str, ...]]]
 
 
 @dataclass(frozen=True)
-class Kind(Generic[Info]):
+class ArchiveKind(Generic[Info]):
     """A kind of archive.
 
     Attributes:
@@ -122,7 +122,9 @@ class Column:
 class Rows:
     """The columns of an archive that have one row per image."""
 
-    def __init__(self, root: str | Path, kind: Kind[Info], info: Info, records: int, writable: bool = False) -> None:
+    def __init__(
+        self, root: str | Path, kind: ArchiveKind[Info], info: Info, records: int, writable: bool = False
+    ) -> None:
         types = all_columns(kind.columns(info))
         self.columns = {
             name: Column(os.path.join(root, f"{name}.npy"), (records, *shape), dtypes, kind.what, writable)
@@ -155,7 +157,7 @@ def all_columns(columns: Columns) -> Columns:
     return {**columns, "crc32": ((), ("<u4",)), "done": ((), ("|u1",))}
 
 
-def read_description(root: str | Path, kind: Kind[Info]) -> tuple[Info, Names]:
+def read_description(root: str | Path, kind: ArchiveKind[Info]) -> tuple[Info, Names]:
     """Return the description of a complete archive and the names of its rows, in memory that processes share. Raise
     UserError if there is no archive of this kind, or it is incomplete or damaged."""
     name = printable(os.fspath(root))
@@ -189,7 +191,7 @@ class RowReader(Generic[Info]):
         missing: Indices of images without a row.
     """
 
-    def __init__(self, root: str, names: Names, kind: Kind[Info]) -> None:
+    def __init__(self, root: str, names: Names, kind: ArchiveKind[Info]) -> None:
         self.root = root
         self.info, stored = read_description(root, kind)
         self._kind = kind

@@ -17,7 +17,7 @@ from tlt.io.text import printable
 from tlt.labels.archive import LABELS
 from tlt.labels.features import FEATURES, FeatureStore, is_feature_archive, open_features
 from tlt.labels.label_info import Agreement, agreement_text
-from tlt.labels.rows import Kind, RowReader
+from tlt.labels.rows import ArchiveKind, RowReader
 from tlt.labels.shards import ShardReader
 from tlt.labels.store import LabelStore, Reader, open_labels
 from tlt.tools.placement import check_placement
@@ -99,7 +99,11 @@ def read_all(folder: ImageSource, missing: set[int], read: Callable[[int], None]
 
 
 def report(
-    folder: ImageSource, reader: Reader | RowReader[Any], of: Kind[Any], summary: str, faults: dict[str, dict[str, str]]
+    folder: ImageSource,
+    reader: Reader | RowReader[Any],
+    of: ArchiveKind[Any],
+    summary: str,
+    faults: dict[str, dict[str, str]],
 ) -> tuple[bool, list[str]]:
     """Return whether there is no fault, and lines that report the faults, for each kind by image or file; those that
     labels and features share are added."""

@@ -58,8 +58,8 @@ _LARGEST_BATCH = 128  # images per device, likewise
 _FEW_IMAGES = 20_000
 _LEAST_EPOCHS = 40
 _MOST_EPOCHS = 600
-_IMAGES_SEEN = 36_000
-_VALIDATIONS = 60
+_IMAGES_SEEN = 60_000
+_VALIDATIONS = 25
 
 
 @dataclass(frozen=True)
