@@ -121,6 +121,10 @@ benchmark-gpu-volo_d5-512:
 benchmark-gpu-volo_d5:
 	$(call step,590,-b 96,$(D5),timm timm-compile)
 
+benchmark-gpu-features:
+	timeout --signal=INT 590 $(PYTHON) benchmark.py features --device $(DEVICE) --output $(OUT)/features.jsonl \
+	  $(if $(ON_CPU),--model volo_test --img-size 32 -b 2 --images 4 --rounds 1 --teacher test_vit,--model volo_d1 -b 96 --images 960)
+
 FEW = --images 4 --copies 1 --image-size 60 48 -b 2 --epochs 1 --workers 1
 files = timeout --signal=INT $(if $(ON_CPU),590,$(1)) $(PYTHON) benchmark.py run --device $(DEVICE) --output $(OUT)/run.jsonl \
   $(if $(TIMM),--timm $(TIMM)) $(if $(ON_CPU),$(FEW) $(3),--workers 15) --model $(2)
