@@ -23,7 +23,7 @@ from tlt.errors import UserError
 from tlt.mixtoken import Box, mix_tokens, unmix_tokens
 from volo.cluster.distributed import World, choose_device
 from volo.config import value_types as t
-from volo.config.fields import flag, flags_of, group, taken
+from volo.config.fields import flag, flags_of, group, switch, taken
 from volo.config.rules import check_train
 from volo.config.settings_shared import Pixels
 from volo.config.settings_train import Precision, TrainSettings
@@ -82,6 +82,7 @@ class Measuring(shared.Measuring):
 
     steps: t.Positive = flag(1, "batches of an arm in each round")
     warm_up: t.Positive = flag(2, "batches of each arm before the first round")
+    profile: bool = switch("after the rounds, where the time of ours goes (torch.profiler)")
 
 
 class Arm(NamedTuple):
@@ -246,6 +247,10 @@ def time_arms(measuring: Measuring, rows: Rows, arms: Sequence[Arm], images: int
     timings = in_turns(works, measuring.rounds)
     for name in timings:
         rows.write(facts[name] | {"rounds": measuring.rounds} | _speed(timings, name, images))
+    if measuring.profile and OURS in works:
+        with torch.profiler.profile() as profiler:
+            works[OURS]()
+        print(profiler.key_averages().table(sort_by=f"self_{device.type}_time_total", row_limit=60))
     if not works:
         raise UserError(f"--model {model} can't be measured here: {rows.failure}")
     rows.refuse_different()
