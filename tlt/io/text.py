@@ -12,6 +12,7 @@ import textwrap
 from argparse import HelpFormatter
 from collections.abc import Iterable, Sequence
 from io import TextIOWrapper
+from string import digits
 from unicodedata import normalize
 
 # Control characters except those of line layout, and ESC except in the progress bar's "one line up".
@@ -37,7 +38,21 @@ def natural_key(text: str) -> str:
 
 def natural_sorted(names: Iterable[str]) -> list[str]:
     """Sort names in natural order (`n2` before `n10`); names with equal keys in plain order."""
-    return sorted(sorted(names), key=natural_key)
+    plain = sorted(names)
+    return sorted(plain, key=len if _are_numbered(plain) else natural_key)
+
+
+def _are_numbered(names: Sequence[str]) -> bool:
+    """Return whether sorted names differ in one number alone, without leading zeros: then a longer name has a larger
+    number. A key for each of a million names would take longer than to list them."""
+    if len(names) < 2:
+        return True
+    prefix = os.path.commonprefix([names[0], names[-1]]).rstrip(digits)
+    suffix = names[0][len(prefix) :].lstrip(digits)
+    end = -len(suffix) or None
+    numbers = [name[len(prefix) : end] for name in names if name.endswith(suffix)]
+    plain = all(number.isdecimal() and number.isascii() and number[0] != "0" for number in numbers)
+    return plain and len(numbers) == len(names)
 
 
 def leads_out(name: str) -> bool:

@@ -1,4 +1,4 @@
-"""`tlt`: label archives, and checks of labels and of stored features. Arguments are parsed before torch.
+"""`tlt`: label archives, and checks of labels and of stored features.
 
     tlt pack TREE OUT --images DATA     one archive out of a tree of labels
     tlt unpack ARCHIVE OUT              a tree of labels out of an archive
@@ -12,6 +12,7 @@ line on stderr, no traceback; `--debug` shows it); 5 a process was killed or
 hung; 130 interrupted from the keyboard.
 """
 
+# Arguments are parsed before torch is imported.
 from __future__ import annotations
 
 import os

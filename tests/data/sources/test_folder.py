@@ -21,6 +21,17 @@ from tlt.data.sources.image_file import image_extensions
 from tlt.data.sources.source import ImageSource
 from tlt.errors import UserError
 from tlt.io.jobs import Progress, SearchProgress
+from tlt.io.text import natural_sorted
+
+
+def test_names_that_differ_in_a_number_are_in_timms_order():
+    """With and without a key for each: leading zeros, another digit beside the number, and other letters need one."""
+    draw = random.Random(0)
+    for _ in range(2000):
+        before, after = draw.choice(["", "n", "N", "a1_", "é"]), draw.choice([".jpg", "", "b", "2.png"])
+        names = {f"{before}{'0' * (draw.random() < 0.03)}{draw.randint(0, 130)}{after}" for _ in range(5)}
+        names |= {"N10.jpg", "n9.jpg"} if draw.random() < 0.1 else set()
+        assert natural_sorted(names) == sorted(sorted(names), key=timm_key), names
 
 
 def image(path: Path) -> Path:

@@ -83,6 +83,8 @@ class FolderListing:
         leaf = len(self.leaves)
         if (images or not folders) and (folder or not self._classes):
             self.leaves.append(folder)
+        if not folders:
+            return [(prefix + name, leaf) for name in natural_sorted(images)]
         # Whole paths are in natural order if each folder is sorted as if a slash followed its name.
         names = sorted(sorted([*images, *folders]), key=lambda name: natural_key(name + "/" * (name in folders)))
         return [(prefix + name, -1 if name in folders else leaf) for name in names]
