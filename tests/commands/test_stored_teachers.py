@@ -110,8 +110,8 @@ def test_a_dry_run_tells_size_and_time_and_writes_nothing(
     call: Call, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told = store(call, root, tmp_path / "dry", "--dry-run").ok().out
-    assert "16 images need 0.00 GB (3 x 3 tokens of 24 channels in int8, 0.3 KB an image); " in told
-    assert " images/s, 0.00 hours for 16 images; nothing was written" in told and not (tmp_path / "dry").exists()
+    assert "16 images need 0.0 MB (3 x 3 tokens of 24 channels in int8, 0.3 KB an image); " in told
+    assert " images/s, 0.0 minutes for 16 images; nothing was written" in told and not (tmp_path / "dry").exists()
     monkeypatch.setattr("shutil.disk_usage", lambda _: type("", (), {"free": 4000}))
     full = store(call, root, tmp_path / "full")
     assert full.refused("make room, or store less (--channels, --size)") and not (tmp_path / "full").exists()

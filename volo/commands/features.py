@@ -106,7 +106,8 @@ def needed_room(info: FeatureInfo, images: int, out: str) -> str:
     need = info.row_bytes * images
     existing = next(folder for folder in (Path(out).absolute(), *Path(out).absolute().parents) if folder.is_dir())
     free = shutil.disk_usage(existing).free
-    line = f"{images} images need {need / 1e9:.2f} GB ({info.text}); {free / 1e9:.2f} GB are free"
+    size = f"{need / 1e9:.2f} GB" if need >= 1e9 else f"{need / 1e6:.1f} MB"
+    line = f"{images} images need {size} ({info.text}); {free / 1e9:.2f} GB are free"
     written = sum(512 * file.stat().st_blocks for file in Path(out).glob("*.npy"))  # what is not written has no blocks
     if need - written > free:
         raise UserError(f"FEATURES {printable(out)}: {line}: make room, or store less (--channels, --size)")
@@ -129,8 +130,9 @@ def measured_rate(job: ArchiveJob, teacher: FeatureTeacher) -> str:
     if not seen:
         return "--dry-run: one batch holds all images, no rate was measured; nothing was written"
     rate = seen / (time.perf_counter() - began) * job.world.size
-    hours = len(job.folder) / rate / 3600
-    return f"--dry-run: {rate:.1f} images/s, {hours:.2f} hours for {len(job.folder)} images; nothing was written"
+    minutes = len(job.folder) / rate / 60
+    time_text = f"{minutes / 60:.1f} hours" if minutes >= 60 else f"{minutes:.1f} minutes"
+    return f"--dry-run: {rate:.1f} images/s, {time_text} for {len(job.folder)} images; nothing was written"
 
 
 def find_basis(job: ArchiveJob, teacher: FeatureTeacher, writer: FeatureWriter, pending: Sequence[int]) -> Tensor:
