@@ -169,8 +169,7 @@ STUDENTS: dict[str, tuple[float, float, dict[str, Any]]] = {  # where tokens loo
 }
 
 
-@pytest.mark.parametrize("dtype", ["float16", "int8"])
-@pytest.mark.parametrize("grid", [(16, 16), (7, 10), (24, 18)])
+@pytest.mark.parametrize(("grid", "dtype"), [((16, 16), "float16"), ((7, 10), "int8"), ((24, 18), "float16")])
 @pytest.mark.parametrize("name", STUDENTS)
 def test_a_token_reads_what_lies_at_its_place(tmp_path: Path, name: str, grid: tuple[int, int], dtype: str) -> None:
     """Through archive and loader, at two sizes: each cell stores where its centre lies, relative to the middle."""
