@@ -30,7 +30,8 @@ LABELS = ArchiveKind("label", "volo-tlt label archive, version 2", "`tlt pack`",
 
 def map_in(arrays: Mapping[str, np.ndarray], source: str = "label") -> LabelMap:
     """Return the map in the arrays of a row."""
-    ids, lse = arrays["ids"].astype(np.int32), arrays.get("lse")
+    ids = arrays["ids"].astype(np.int32)
+    lse = arrays.get("lse")
     return LabelMap(arrays["values"].copy(), ids, source=source, log_sum_exp=None if lse is None else lse.copy())
 
 

@@ -184,13 +184,14 @@ def quantised(features: Tensor, dtype: str) -> dict[str, np.ndarray]:
     cell's features divided by 127. Raise UserError if a feature is not finite, or too large for float16."""
     one_of("--dtype", dtype, DTYPES)
     features = features.float()
-    columns = {"features": features.half()}
     if dtype == "int8":
-        scale = features.abs().amax(-1) / _LARGEST
+        checked = scale = features.abs().amax(-1) / _LARGEST
         numbers = (features / scale.clamp(min=torch.finfo(torch.float32).tiny)[..., None]).round()
         columns = {"features": numbers.clamp(-_LARGEST, _LARGEST).to(torch.int8), "scale": scale}
-    finite = columns["scale" if dtype == "int8" else "features"].isfinite().all()
-    if not finite:
+    else:
+        checked = features.half()
+        columns = {"features": checked}
+    if not checked.isfinite().all():
         raise UserError("a feature is NaN or infinite, or beyond half precision (--dtype int8 has any size)")
     return {name: tensor.cpu().numpy() for name, tensor in columns.items()}
 

@@ -97,13 +97,13 @@ class RowWriter(Generic[Info]):
         """Mark the archive complete and close it, when every row has been checked. `more` and `found_out`, fields of
         the description, are recorded. Raise UserError if writing fails."""
         assert self._folder is not None
-        self.info = replace(self.info, **found_out)  # type: ignore[type-var]
+        self.info = replace(self.info, **found_out)
         # With the checksum, meta.json differs if the rows differ.
         checksum = zlib.crc32(self._rows.states()[1].tobytes())
         with self.writing():
             for column in self._rows.columns.values():
                 column.sync()
-            self._folder.finish({**asdict(self.info), f"{self._kind.all}_crc32": checksum, **more})  # type: ignore[call-overload]
+            self._folder.finish({**asdict(self.info), f"{self._kind.all}_crc32": checksum, **more})
         self.close()
 
     def close(self) -> None:
@@ -115,8 +115,7 @@ class RowWriter(Generic[Info]):
         """Write meta.json, then create the files that are missing or that an interrupted earlier run left cut."""
         block = np.frombuffer(self.names.block, np.uint8)
         ends = np.asarray(self.names.ends, np.int64)
-        info: Any = self.info
-        described = {key: value for key, value in asdict(info).items() if key not in self.found_out}
+        described = {key: value for key, value in asdict(self.info).items() if key not in self.found_out}
         settings = {"format": self._kind.format, **self._made_by, **described}
         settings |= {"records": len(self.names), "names_crc32": names_crc(block, ends)}
         columns = all_columns(self._kind.columns(self.info))

@@ -16,7 +16,7 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import numpy as np
 
@@ -30,7 +30,10 @@ WRITTEN = 1  # values in `done.npy`; 0: not written yet
 ABSENT = 2
 REMEDY = "copy the archive again, or make it again"
 
-Info = TypeVar("Info")  # the description that all rows share: a dataclass
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+Info = TypeVar("Info", bound="DataclassInstance")  # the description that all rows share: a dataclass
 # Shape of a row and the allowed types of each column that crc32 covers, in order. New files get the first type.
 Columns = Mapping[str, tuple[tuple[int, ...], tuple[str, ...]]]
 
