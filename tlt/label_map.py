@@ -1,7 +1,8 @@
 """The label format: what a label map is, and what a batch of them is.
 
 A label map covers a part of an image with an `h x w` grid. For each cell it holds the `k` classes that an annotator
-network saw there, and their logits. Shapes: `k` classes per cell, `h` rows, `w` columns, `B` images.
+network saw there, and their logits; or, made from a mask, the classes with the largest shares of its pixels, and their
+shares. Shapes: `k` classes per cell, `h` rows, `w` columns, `B` images.
 
 Coordinates are continuous shares of the source image: `(0, 0)` is its upper left edge and `(1, 1)` its lower right one,
 whatever its aspect ratio. Cell `(row, column)` of a map whose area is `(x0, y0, x1, y1)` has its centre at
@@ -23,6 +24,7 @@ Area = tuple[float, float, float, float]
 
 FULL_AREA: Area = (0.0, 0.0, 1.0, 1.0)
 NO_AREA: Area = (0.0, 0.0, 0.0, 0.0)
+_ROUNDING = 1e-4  # by which the shares of a cell may exceed 1
 
 
 def centre_square(width: int, height: int) -> Area:
@@ -37,7 +39,8 @@ def centre_square(width: int, height: int) -> Area:
 class LabelMap:
     """The labels of one image."""
 
-    # (k, h, w) float16 logits of the classes in `ids`; float32 after `--label-tail exact` shifted them.
+    # (k, h, w) float16 logits of the classes in `ids`; float32 after `--label-tail exact` shifted them. With `void`:
+    # float32 shares in [0, 1] of the cell's pixels that are not void; an entry of value 0 names no class.
     values: np.ndarray
     ids: np.ndarray  # (k, h, w) int32 class ids
     # `(x0, y0, x1, y1)`, the part of the source image that the map covers. If the network pads, it may reach beyond the
@@ -46,6 +49,8 @@ class LabelMap:
     source: str = "label map"  # where the map was read from, such as its file. Error messages start with it.
     # (h, w) float32, log-sum-exp over all logits of the annotator; None if it is not known.
     log_sum_exp: np.ndarray | None = None
+    # (h, w) float32 in [0, 1], the share of each cell that has no class; None if the values are logits.
+    void: np.ndarray | None = None
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -54,24 +59,30 @@ class LabelMap:
         return k, h, w
 
     def validate(self, num_classes: int | None) -> LabelMap:
-        """Return the map itself after checking it. Raise UserError if a value is NaN or infinite, a class id is
-        negative or not below `num_classes`, or the arrays are not of one (k, h, w) shape. The message starts with
-        `source`."""
+        """Return the map itself after checking it. Raise UserError if a value is NaN or infinite, shares are none, a
+        class id is negative or not below `num_classes`, or the arrays are not of one (k, h, w) shape. The message
+        starts with `source`."""
         source = self.source
         if self.values.ndim != 3 or self.values.shape != self.ids.shape or 0 in self.values.shape:
             raise UserError(f"{source}: values {self.values.shape} and ids {self.ids.shape} are not one (k, h, w) map")
-        if self.log_sum_exp is not None and self.log_sum_exp.shape != self.values.shape[1:]:
-            raise UserError(f"{source}: log-sum-exp {self.log_sum_exp.shape} is not of {self.values.shape[1:]} cells")
+        for name, array in (("log-sum-exp", self.log_sum_exp), ("void", self.void)):
+            if array is not None and array.shape != self.values.shape[1:]:
+                raise UserError(f"{source}: {name} {array.shape} is not of {self.values.shape[1:]} cells")
         if not np.isfinite(self.values).all():
             raise UserError(f"{source}: a label value is NaN or infinite; make this label again")
+        if self.void is not None:
+            shares = np.concatenate([self.values, self.values.sum(0, keepdims=True), self.void[None]])
+            if not (shares >= 0).all() or (shares > 1 + _ROUNDING).any():
+                raise UserError(f"{source}: the shares of a cell's classes are not in 0..1; make this label again")
         for class_id in (int(self.ids.min()), int(self.ids.max())):
             check_class_id(class_id, num_classes, source)
         return self
 
     @classmethod
-    def unknown(cls, shape: tuple[int, int, int], area: Area = NO_AREA) -> LabelMap:
+    def unknown(cls, shape: tuple[int, int, int], area: Area = NO_AREA, shares: bool = False) -> LabelMap:
         """Return a map that knows no class. By default it covers nothing; in `area` all classes are equally likely."""
-        return cls(np.zeros(shape, np.float16), np.zeros(shape, np.int32), area)
+        void = np.zeros(shape[1:], np.float32) if shares else None
+        return cls(np.zeros(shape, np.float32 if shares else np.float16), np.zeros(shape, np.int32), area, void=void)
 
 
 def whole_ids(ids: np.ndarray, source: str) -> np.ndarray:
@@ -102,9 +113,10 @@ class LabelBatch:
     is negative.
 
     Attributes:
-        values: (B, k, h, w) float16 (or wider) logits.
+        values: (B, k, h, w) float16 (or wider) logits, or shares.
         ids: (B, k, h, w) int32 class ids.
         area: (B, 4) float32, the area `(x0, y0, x1, y1)` of each map.
+        void: (B, h, w), the share of each cell that has no class; None if the values are logits.
         largest_id: The largest class id of the batch and the `source` of its map, in host memory, so that
             `make_targets` can check it without waiting for the device. None is replaced by the largest of ids in host
             memory; for ids on a device it means that they are below the number of classes.
@@ -114,6 +126,7 @@ class LabelBatch:
     ids: torch.Tensor
     area: torch.Tensor
     largest_id: tuple[int, str] | None = None
+    void: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
         values = self.values
@@ -122,6 +135,8 @@ class LabelBatch:
         if values.ndim != 4 or values.shape != ids.shape or area.shape != (len(values), 4):
             shapes = [tuple(part.shape) for part in (values, ids, area)]
             raise UserError(f"LabelBatch: {shapes} are not values and ids of one shape (B, k, h, w), and areas (B, 4)")
+        if self.void is not None and self.void.shape != (len(values), *values.shape[2:]):
+            raise UserError(f"LabelBatch: void {tuple(self.void.shape)} is not (B, h, w) of {tuple(values.shape)}")
         object.__setattr__(self, "ids", ids.to(torch.int32))
         if self.largest_id is None and on_host(ids):
             least, largest = map(int, self.ids.aminmax())
@@ -130,15 +145,20 @@ class LabelBatch:
 
     @classmethod
     def stack(cls, maps: Sequence[LabelMap]) -> LabelBatch:
-        """Stack maps in order. Raise UserError if the maps differ in shape (all maps of a data set have one shape)."""
+        """Stack maps in order. Raise UserError if the maps differ in shape (all maps of a data set have one shape), or
+        some hold shares and others logits."""
         shapes = {label_map.shape for label_map in maps}
         if len(shapes) != 1:
             raise UserError(f"label maps of different shapes (k, h, w) in one batch: {sorted(shapes)}")
+        voids = [label_map.void for label_map in maps if label_map.void is not None]
+        if len(voids) not in (0, len(maps)):
+            raise UserError("label maps of shares and of logits in one batch")
         return cls(
             torch.from_numpy(np.stack([label_map.values for label_map in maps])),
             torch.from_numpy(np.stack([label_map.ids for label_map in maps])),
             torch.tensor([label_map.area for label_map in maps], dtype=torch.float32),
             max(((int(label_map.ids.max()), label_map.source) for label_map in maps), key=lambda pair: pair[0]),
+            torch.from_numpy(np.stack(voids)) if voids else None,
         )
 
     def __len__(self) -> int:
@@ -157,8 +177,13 @@ class LabelBatch:
         return self.map(lambda tensor: tensor[rows])
 
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> LabelBatch:
-        """Return the labels after applying a function to `values`, `ids` and `area`."""
-        return LabelBatch(function(self.values), function(self.ids), function(self.area), self.largest_id)
+        """Return the labels after applying a function to each tensor."""
+        void = None if self.void is None else function(self.void)
+        return LabelBatch(function(self.values), function(self.ids), function(self.area), self.largest_id, void)
+
+    def tensors(self) -> list[torch.Tensor]:
+        """Return all tensors."""
+        return [self.values, self.ids, self.area] + ([] if self.void is None else [self.void])
 
     def check_ids(self, num_classes: int) -> None:
         """Raise UserError, which names a map, if `largest_id` is known and not below `num_classes`."""

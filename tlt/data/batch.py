@@ -284,7 +284,7 @@ class Batch:
 
     def large_tensors(self) -> list[Tensor]:
         """Return the images, the label maps and the stored features."""
-        labels = [self.labels.values, self.labels.ids, self.labels.area] if self.labels else []
+        labels = self.labels.tensors() if self.labels else []
         return [self.images, *labels, *(part for stored in self.features.values() for part in stored.tensors())]
 
     def tensors(self) -> list[Tensor]:

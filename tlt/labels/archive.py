@@ -2,7 +2,8 @@
 
 OUT/meta.json       also has `LabelInfo` and the labels' agreement with the classes of the images
 OUT/ids.npy         uint16 (N, k, h, w) class ids, or int32 if there are more than 65,536 classes
-OUT/values.npy      float16 (N, k, h, w) logits
+OUT/values.npy      float16 (N, k, h, w) logits, or float32 shares of a cell's pixels
+OUT/void.npy        float32 (N, h, w), with shares alone: the share of each cell that has no class
 OUT/lse.npy         float32 (N, h, w), optional: log-sum-exp of all the annotator's logits
 """
 
@@ -21,8 +22,10 @@ from tlt.labels.tree import find_labels
 
 def _columns(info: LabelInfo) -> Columns:
     ids = ("<i4", "<u2") if (info.num_classes or 0) > 2**16 else ("<u2", "<i4")
-    lse: Columns = {"lse": (info.grid, ("<f4",))} if info.log_sum_exp else {}
-    return {"ids": (info.shape, ids), "values": (info.shape, ("<f2",)), **lse}
+    per_cell = {"lse": info.log_sum_exp, "void": info.shares}
+    values = "<f4" if info.shares else "<f2"
+    more: Columns = {name: (info.grid, ("<f4",)) for name, there in per_cell.items() if there}
+    return {"ids": (info.shape, ids), "values": (info.shape, (values,)), **more}
 
 
 LABELS = ArchiveKind("label", "volo-tlt label archive, version 2", "`tlt pack`", LabelInfo.from_json, _columns)
@@ -31,8 +34,8 @@ LABELS = ArchiveKind("label", "volo-tlt label archive, version 2", "`tlt pack`",
 def map_in(arrays: Mapping[str, np.ndarray], source: str = "label") -> LabelMap:
     """Return the map in the arrays of a row."""
     ids = arrays["ids"].astype(np.int32)
-    lse = arrays.get("lse")
-    return LabelMap(arrays["values"].copy(), ids, source=source, log_sum_exp=None if lse is None else lse.copy())
+    lse, void = (arrays[name].copy() if name in arrays else None for name in ("lse", "void"))
+    return LabelMap(arrays["values"].copy(), ids, source=source, log_sum_exp=lse, void=void)
 
 
 class ArchiveReader(RowReader[LabelInfo]):

@@ -34,8 +34,8 @@ class ArchiveWriter(RowWriter[LabelInfo]):
 
     def holds(self, row: int, label_map: LabelMap) -> bool:
         """Return whether this map is the one that was written into a row."""
-        stored: Any = self._rows.read(row, int(self._rows.states()[1][row]))
-        return all(np.array_equal(stored[name], getattr(label_map, name)) for name in ("ids", "values"))
+        stored = self._rows.read(row, int(self._rows.states()[1][row])) or {}
+        return all(np.array_equal(stored.get(name, ()), array) for name, array in self._arrays(label_map).items())
 
     def write(self, row: int, label_map: LabelMap) -> None:
         """Write a map into a row. Raise UserError if the map is invalid or has another shape, or the disk is full."""
@@ -51,11 +51,15 @@ class ArchiveWriter(RowWriter[LabelInfo]):
                 f"{label_map.source}: class id {label_map.ids.max()}, but nothing says that there are more than 65,536 "
                 "classes: write num_classes into labels.json"
             )
-        arrays = {"ids": label_map.ids, "values": label_map.values}
-        if info.log_sum_exp:
-            assert label_map.log_sum_exp is not None
-            arrays["lse"] = label_map.log_sum_exp
-        self.write_row(row, arrays)
+        self.write_row(row, self._arrays(label_map))
+
+    def _arrays(self, label_map: LabelMap) -> dict[str, np.ndarray]:
+        """Return what is stored of a map, by column. Raise UserError if it lacks something."""
+        has = {"ids": label_map.ids, "values": label_map.values, "lse": label_map.log_sum_exp, "void": label_map.void}
+        arrays = {name: array for name in self._rows.contents if (array := has[name]) is not None}
+        if len(arrays) < len(self._rows.contents) or (label_map.void is not None) != self.info.shares:
+            raise UserError(f"{label_map.source}: the archive has {', '.join(self._rows.contents)}, this map others")
+        return arrays
 
     def finish(self, skipped: Sequence[str] = (), classes: npt.ArrayLike | None = None) -> dict[str, Any]:
         """Check every row, mark the archive complete and close it. Return how well the labels name the `classes`, those

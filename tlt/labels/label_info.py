@@ -41,6 +41,7 @@ class LabelInfo:
     skipped: list[str] = field(default_factory=list)
     log_sum_exp: bool = False  # whether the maps have the log-sum-exp of all the annotator's logits
     max_id: int | None = None  # the largest class id; None if it is not known
+    shares: bool = False  # whether the maps hold shares of classes, from masks, and the void share, instead of logits
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -84,8 +85,9 @@ def area_in_shares(area: Any) -> Area:
 class Agreement:
     """Counts over images how often the labels name the folder's class.
 
-    The class that a cell names is that of its largest logit. The class that an image names is that with the largest
-    mean probability over its cells, by the softmax over the k stored logits.
+    The class that a cell names is that of its largest logit or share; a void cell names none. The class that an image
+    names is that with the largest mean probability over its cells: by the softmax over the k stored logits, or by the
+    shares.
     """
 
     def __init__(self) -> None:
@@ -98,8 +100,12 @@ class Agreement:
         values = label_map.values.astype(np.float64)
         ids = label_map.ids
         top = np.take_along_axis(ids, values.argmax(axis=0)[None], axis=0)[0]  # (h, w)
-        shares = np.exp(values - values.max(axis=0))
-        shares /= shares.sum(axis=0)
+        if label_map.void is None:
+            shares = np.exp(values - values.max(axis=0))
+            shares /= shares.sum(axis=0)
+        else:
+            shares = values * (1 - label_map.void)
+            top = top[values.any(axis=0)]
         classes, position = np.unique(ids, return_inverse=True)
         self.images += 1
         self.images_agreeing += int(classes[np.bincount(position.ravel(), shares.ravel()).argmax()] == truth)

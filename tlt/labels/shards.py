@@ -2,9 +2,10 @@
 
 | tensor | | |
 |---|---|---|
-| `values` | float16 (k, h, w) | logits |
+| `values` | float16 (k, h, w) | logits, or float32 shares |
 | `ids` | uint16 or int32 (k, h, w) | class ids |
 | `log_sum_exp` | float32 (h, w), if the packed archive had it | over all the annotator's logits |
+| `void` | float32 (h, w), with shares alone | the share of each cell that has no class |
 """
 
 from __future__ import annotations
@@ -37,8 +38,9 @@ def label_bytes(label_map: LabelMap) -> bytes:
     """Return the bytes of a map's file in a shard."""
     ids = label_map.ids.astype(np.uint16 if label_map.ids.max() < 2**16 else np.int32)
     tensors = {"values": label_map.values, "ids": ids}
-    if label_map.log_sum_exp is not None:
-        tensors["log_sum_exp"] = label_map.log_sum_exp
+    for name in ("log_sum_exp", "void"):
+        if (array := getattr(label_map, name)) is not None:
+            tensors[name] = array
     return save({name: np.ascontiguousarray(array) for name, array in tensors.items()})
 
 
@@ -80,7 +82,7 @@ class ShardReader:
             tensors = load(bytes(self.table.read(int(self._row_of[index]))))
             values = tensors["values"]
             ids = whole_ids(tensors["ids"], source)
-        return LabelMap(values, ids, source=source, log_sum_exp=tensors.get("log_sum_exp"))
+        return LabelMap(values, ids, source=source, log_sum_exp=tensors.get("log_sum_exp"), void=tensors.get("void"))
 
     def extra(self) -> list[str]:
         stored = self.table.paths

@@ -74,8 +74,9 @@ def open_labels(
         bad_label: What to do if a map is missing or unusable. `"stop"`: raise an error. `"skip"`: use a map that covers
             nothing, so the image is trained on its class alone. `"uniform"`: all classes are equally likely.
         class_names: The data set's class names, to compare with the recorded ones.
-        label_tail: The logit of the classes that a cell does not list. `"zero"`: 0, as published. `"exact"`: the logit
-            that gives them the probability that the annotator gave them (`relative_to_tail`).
+        label_tail: The classes that a cell does not list. `"zero"`: their logit is 0, as published; of shares, they
+            have none, and the listed ones sum to 1. `"exact"`: together they have the probability that the annotator
+            gave them (`relative_to_tail`), or the share that is left.
         on_progress: As in `tlt.data.sources.folder.FolderListing`.
     """
     one_of("--bad-label", bad_label, BAD_LABEL_POLICIES)
@@ -99,7 +100,7 @@ def open_labels(
     warnings += check_missing(reader, packed, bad_label)
     info = reader.info or _info_of_first_map(reader, len(names), num_classes, bad_label)
     exact_tail = label_tail == "exact"
-    if exact_tail and not info.log_sum_exp:
+    if exact_tail and not (info.log_sum_exp or info.shares):
         raise UserError(f"--label-tail exact: {root} has no log-sum-exp: make an archive with `volo label`")
     if exact_tail and not num_classes:
         raise UserError(f"--label-tail exact: {root} does not say how many classes there are: give --num-classes")
@@ -149,14 +150,18 @@ class LabelStore:
             if self.bad_label == "stop" or isinstance(error, MachineFault):
                 raise
             self._faults.append((self.names[index], str(error)))
-        return LabelMap.unknown(self.shape, FULL_AREA if self.bad_label == "uniform" else NO_AREA)
+        area = FULL_AREA if self.bad_label == "uniform" else NO_AREA
+        return LabelMap.unknown(self.shape, area, self.info.shares)
 
     def load(self, index: int, width: int | None = None, height: int | None = None) -> LabelMap:
         """Return the map of image `index`, which is not missing. Raise UserError if it is unusable."""
         label_map = self.reader.read(index).validate(self.num_classes)
         values = label_map.values
         lse = label_map.log_sum_exp
-        if self.exact_tail:
+        if label_map.void is not None:
+            if not self.exact_tail:
+                values = values / np.where((total := values.sum(0)) > 0, total, 1)
+        elif self.exact_tail:
             assert self.num_classes
             if lse is None or not np.isfinite(lse).all():
                 raise UserError(f"{label_map.source}: a log-sum-exp is missing or not finite; make this label again")
@@ -166,7 +171,7 @@ class LabelStore:
             if not width or not height:
                 raise ValueError("maps of the centred square can only be placed with the size of the source image")
             area = centre_square(width, height)
-        return LabelMap(values, label_map.ids, area, label_map.source)
+        return LabelMap(values, label_map.ids, area, label_map.source, void=label_map.void)
 
     def take_faults(self) -> list[tuple[str, str]]:
         """Return (image, reason) for each map that `read` replaced since the last call."""

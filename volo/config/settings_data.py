@@ -70,7 +70,7 @@ class LabelMaps(Group):
     )
     label_tail: Literal["zero", "exact"] = flag(
         "zero",
-        "logit of classes that a cell does not list: 0, as published, or what leaves them their share",
+        "classes that a cell does not list: logit 0, as published (of masks: none), or what leaves them their share",
         needs=LABELS,
     )
     bad_label: Literal["stop", "skip", "uniform"] = flag(
