@@ -19,6 +19,8 @@ number for all classes plus an excess at M entries; targets (B, N, C) and label 
 result is deterministic on CUDA too: entries are sorted and added in a fixed order, and atomic additions never change
 one entry twice.
 
+All this is of maps of logits; `tlt.shares` reads those of shares, which masks give.
+
 Shapes: B images, a token grid of `rows x cols` with N = rows * cols tokens, C classes, maps of `h x w` cells with k
 classes each.
 """
@@ -36,25 +38,11 @@ from torch import Tensor
 from tlt.errors import UserError, in_range, in_range_all, one_of, size_of
 from tlt.io.chunks import image_chunks
 from tlt.label_map import FULL_AREA, Area, LabelBatch, check_class_id, on_host
+from tlt.shares import cells_across, crop_shares, stretch_of, token_shares
+from tlt.sparse_labels import Reading, SparseLabels, Sums, merge_equal, smooth
 
 UNCOVERED = ("ignore", "uniform")
 _ROUNDING = 1e-5  # bound of the relative rounding error of a label's probabilities
-
-
-class SparseLabels(NamedTuple):
-    """Soft labels of tokens: the probability of class c is `base` plus the sum of `excess` where `ids` is c."""
-
-    # (B, N) in [0, 1], the weight of each token in the loss: the share of its points that count, which is 1 under
-    # `uncovered="uniform"` unless the image has no map.
-    weight: Tensor
-    base: Tensor  # (B, N), the probability of every class without an entry
-    ids: Tensor  # (B, N, M) int32 class ids. A class may occur more than once, but only one of its entries is not 0.
-    excess: Tensor  # (B, N, M), what the entry adds to `base`; may be negative
-
-    def dense(self, num_classes: int) -> Tensor:
-        """Return the labels as (B, N, C) probabilities."""
-        rows = self.base[..., None].repeat(1, 1, num_classes)
-        return rows.scatter_add_(2, self.ids.long(), self.excess)
 
 
 class TokenPlaces:
@@ -122,6 +110,7 @@ def make_targets(
         dense: False makes only the soft label of the crop (ReLabel).
         uncovered: How to treat points that the map does not cover or the crop does not show. "ignore": they are left
             out of the mean. "uniform": they have logit 0 for all classes and every token has weight 1, as published.
+            So is void, where a map has shares.
         window: See `Targets`.
     """
     one_of("--uncovered", uncovered, UNCOVERED)
@@ -137,20 +126,22 @@ def make_targets(
         shapes = [tuple(part.shape) for part in (labels.ids, affine, visible, classes)]
         raise UserError(f"make_targets: labels, affine, visible and classes {shapes} are of unequal numbers of images")
     affine, visible = (part.to(dtype) for part in (affine, visible))
+    how = Reading(grid, window, num_classes, smoothing, uncovered)
+    of_crop, of_tokens = _crop_logits, _token_logits
+    if labels.void is not None:
+        how = how._replace(stretch=stretch_of(labels, affine))
+        of_crop, of_tokens = crop_shares, token_shares
     crop_parts = []
     token_parts = []
-    _, k, h, w = labels.values.shape
-    entries = math.prod(grid) * 4 * points_per_token((h, w), grid) ** 2 * k  # of one image's tokens
     # In lower precision the weights of a token's points would not sum to one.
     with torch.autocast(affine.device.type, enabled=False):
-        for rows in image_chunks(len(truth), entries, affine.device):
-            group = _without_repeats(labels[rows], num_classes, dtype)
+        for rows in image_chunks(len(truth), _entries(labels, how), affine.device):
+            group = _prepared(labels[rows], num_classes, dtype)
             places = (affine[rows], visible[rows])
-            logits, total = _crop_logits(group, _points(group, *places, grid, FULL_AREA, uncovered), num_classes)
-            crop_parts.append(torch.where(total > 0, smooth(logits.softmax(-1), smoothing), truth[rows]))
+            crop, total = of_crop(group, *places, how)
+            crop_parts.append(torch.where(total > 0, crop, truth[rows]))
             if dense:
-                points = _points(group, *places, grid, window, uncovered)
-                token_parts.append(_soft_labels(points, _token_logits(group, points), num_classes, smoothing))
+                token_parts.append(of_tokens(group, *places, how))
     tokens = SparseLabels(*(torch.cat(parts) for parts in zip(*token_parts, strict=True))) if dense else None
     return Targets(torch.cat(crop_parts), tokens, truth, grid, window)
 
@@ -179,13 +170,6 @@ def one_hot(classes: Tensor, num_classes: int, smoothing: float, dtype: torch.dt
     return smooth(rows.scatter_(1, classes.long()[:, None], 1.0), smoothing)
 
 
-def smooth(probabilities: Tensor, smoothing: float) -> Tensor:
-    """Return `(1 - s) p + s / C` over the last axis. It sums to 1; the published targets sum to `1 + s / C`."""
-    if not smoothing:
-        return probabilities
-    return probabilities * (1 - smoothing) + smoothing / probabilities.shape[-1]
-
-
 def points_per_token(map_size: tuple[int, int], grid: tuple[int, int]) -> int:
     """Return how many points per axis are read for one token: enough that a crop of the full image skips no map cell,
     and at least 2 so that a token never depends on one point."""
@@ -207,11 +191,21 @@ def _truth_tokens(
     return SparseLabels(weight, weight * (smoothing / num_classes), ids, (weight * (1 - smoothing))[..., None])
 
 
-def _without_repeats(labels: LabelBatch, num_classes: int, dtype: torch.dtype) -> LabelBatch:
-    """Return the labels in `dtype`, with each class at most once per cell. If a cell lists a class again, all its
-    entries but the largest get value 0 and the id C, which is no class."""
+def _entries(labels: LabelBatch, how: Reading) -> int:
+    """Return how many entries all tokens of an image have before equal classes are joined."""
+    _, k, h, w = labels.values.shape
+    if labels.void is None:
+        return math.prod(how.grid) * 4 * points_per_token((h, w), how.grid) ** 2 * k
+    return max(math.prod(how.grid) * math.prod(cells_across((h, w), how)), h * w) * k
+
+
+def _prepared(labels: LabelBatch, num_classes: int, dtype: torch.dtype) -> LabelBatch:
+    """Return the labels in `dtype`; logits with each class at most once per cell. If a cell lists a class again, all
+    its entries but the largest get value 0 and the id C, which is no class."""
     ids = labels.ids
     values = labels.values.to(dtype)
+    if labels.void is not None:
+        return LabelBatch(values, ids, labels.area.to(dtype), labels.largest_id, labels.void.to(dtype))
     position = torch.arange(ids.shape[1], device=ids.device)[:, None, None]
     duplicate = torch.zeros_like(ids, dtype=torch.bool)
     for j in range(ids.shape[1]):
@@ -231,16 +225,15 @@ class _Points(NamedTuple):
     counted: Tensor
 
 
-def _points(
-    labels: LabelBatch, affine: Tensor, visible: Tensor, grid: tuple[int, int], window: Area, uncovered: str
-) -> _Points:
+def _points(labels: LabelBatch, affine: Tensor, visible: Tensor, how: Reading) -> _Points:
     """Return the points of every token of a grid that covers `window` of the crop."""
     h, w = labels.values.shape[2:]
-    source, visible_points = token_points(affine, visible, grid, window, points_per_token((h, w), grid))
+    n = points_per_token((h, w), how.grid)
+    source, visible_points = token_points(affine, visible, how.grid, how.window, n)
     area = labels.area[..., None, None]
     # The comparisons are strict, so that an empty area covers nothing.
     inside = (visible_points & ((source > area[:, :2]) & (source < area[:, 2:])).all(1)).to(affine.dtype)
-    counted = inside if uncovered == "ignore" else has_area(labels).to(inside)[:, None, None].expand_as(inside)
+    counted = inside if how.uncovered == "ignore" else has_area(labels).to(inside)[:, None, None].expand_as(inside)
     share = (source - area[:, :2]) / (area[:, 2:] - area[:, :2]).clamp(min=torch.finfo(area.dtype).eps)
     x, y = ((share[:, axis] * size - 0.5).clamp(0, size - 1) for axis, size in enumerate((w, h)))
     return _Points(x, y, inside, counted)
@@ -266,17 +259,19 @@ def token_points(affine: Tensor, visible: Tensor, grid: tuple[int, int], window:
     return source, in_output & ((source > low) & (source < high)).all(1)
 
 
-def _crop_logits(labels: LabelBatch, points: _Points, num_classes: int) -> tuple[Tensor, Tensor]:
-    """Return (B, C) mean label logits over the counted points of the whole crop, and (B, 1) the number of points."""
+def _crop_logits(labels: LabelBatch, affine: Tensor, visible: Tensor, how: Reading) -> tuple[Tensor, Tensor]:
+    """Return (B, C) the smoothed softmax of the mean label logits over the counted points of the whole crop, and (B, 1)
+    the number of these points."""
     h, w = labels.values.shape[2:]
+    points = _points(labels, affine, visible, how._replace(window=FULL_AREA))
     x, y, inside, counted = (part.flatten(1) for part in points)  # (B, N * P)
     total = counted.sum(1, keepdim=True)
     across, down = linear_weights(x, w), linear_weights(y, h)
     cells = torch.bmm((down * inside[..., None]).transpose(1, 2), across).flatten(1) / total.clamp(min=1)  # (B, h * w)
     cell_ids, cell_values = (part.flatten(2).transpose(1, 2) for part in (labels.ids, labels.values))  # (B, h * w, k)
-    merged = _merge_equal(cell_ids.flatten(1), (cell_values * cells[..., None]).flatten(1), h * w)
-    logits = total.new_zeros(len(total), num_classes + 1).scatter_add_(1, merged.ids.long(), merged.sums)
-    return logits[:, :num_classes], total
+    merged = merge_equal(cell_ids.flatten(1), (cell_values * cells[..., None]).flatten(1), h * w)
+    logits = total.new_zeros(len(total), how.num_classes + 1).scatter_add_(1, merged.ids.long(), merged.sums)
+    return smooth(logits[:, : how.num_classes].softmax(-1), how.smoothing), total
 
 
 def linear_weights(position: Tensor, size: int) -> Tensor:
@@ -286,9 +281,10 @@ def linear_weights(position: Tensor, size: int) -> Tensor:
     return position.new_zeros(*position.shape, size).scatter_add_(-1, *_neighbours(position, size))
 
 
-def _token_logits(labels: LabelBatch, points: _Points) -> _Sums:
-    """Return the label logits of the classes that each token shows, (B, N, M)."""
+def _token_logits(labels: LabelBatch, affine: Tensor, visible: Tensor, how: Reading) -> SparseLabels:
+    """Return the labels of all tokens, from the mean logits of the classes that each shows."""
     h, w = labels.values.shape[2:]
+    points = _points(labels, affine, visible, how)
     (cols, across), (rows, down) = _neighbours(points.x, w), _neighbours(points.y, h)
     cells = (rows[..., :, None] * w + cols[..., None, :]).flatten(1)  # (B, N * P * 4)
     weights = (down[..., :, None] * across[..., None, :]).flatten(-2)  # (B, N, P, 4)
@@ -297,7 +293,8 @@ def _token_logits(labels: LabelBatch, points: _Points) -> _Sums:
     ids, values = (part.flatten(2).transpose(1, 2).gather(1, index) for part in (labels.ids, labels.values))
     values = values * weights.flatten(1)[..., None]
     shape = (*weights.shape[:2], -1)
-    return _merge_equal(ids.view(shape), values.view(shape), 4 * weights.shape[2])
+    merged = merge_equal(ids.view(shape), values.view(shape), 4 * weights.shape[2])
+    return _soft_labels(points, merged, how.num_classes, how.smoothing)
 
 
 def _neighbours(position: Tensor, size: int) -> tuple[Tensor, Tensor]:
@@ -308,33 +305,7 @@ def _neighbours(position: Tensor, size: int) -> tuple[Tensor, Tensor]:
     return torch.stack([cell, (cell + 1).clamp(max=size - 1)], -1), torch.stack([1 - part, part], -1)
 
 
-class _Sums(NamedTuple):
-    """The sum of the values of each class id, stored at the id's last position."""
-
-    ids: Tensor  # (..., M), sorted
-    sums: Tensor  # (..., M), 0 at other positions
-    last: Tensor  # (..., M) bool, True at the last position of each id
-
-
-def _merge_equal(ids: Tensor, values: Tensor, longest: int) -> _Sums:
-    """Add up the `values` (..., M) of equal `ids` (..., M); ids that occur more than `longest` times have values of 0.
-
-    Each step doubles how many entries a sum spans. The order of additions depends on the shape alone; differences of
-    cumulative sums would lose digits.
-    """
-    ids, order = torch.sort(ids, dim=-1, stable=True)
-    sums = values.gather(-1, order)
-    for reach in (2**power for power in range(math.ceil(math.log2(longest)))):
-        if reach < ids.shape[-1]:
-            same = (ids[..., reach:] == ids[..., :-reach]).to(sums.dtype)
-            pair_sums = torch.addcmul(sums[..., reach:], sums[..., :-reach], same)
-            sums = torch.cat([sums[..., :reach], pair_sums], -1)
-    last = torch.ones_like(ids, dtype=torch.bool)
-    last[..., :-1] = ids[..., 1:] != ids[..., :-1]
-    return _Sums(ids, sums * last, last)
-
-
-def _soft_labels(points: _Points, logits: _Sums, num_classes: int, smoothing: float) -> SparseLabels:
+def _soft_labels(points: _Points, logits: Sums, num_classes: int, smoothing: float) -> SparseLabels:
     """Return the smoothed softmax over C classes; a class without an entry has logit 0.
 
     Every term of the denominator is positive, so nothing cancels, and the largest exponent is 0.
