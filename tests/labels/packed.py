@@ -54,6 +54,24 @@ def make_tree(root: Path, images: ImageSource, info: LabelInfo | None = None) ->
     return root
 
 
+def share_map(mark: int) -> LabelMap:
+    """Shares whose cells list less than all, one of void alone, and a class that takes no part."""
+    generator = np.random.default_rng(mark)
+    values = generator.dirichlet(np.ones(SHAPE[0] + 1), SHAPE[1:]).transpose(2, 0, 1)[: SHAPE[0]].astype(np.float32)
+    void = generator.random(SHAPE[1:]).astype(np.float32)
+    void[0, 0] = 1
+    values[:, 0, 0] = values[1, 1, 1] = 0
+    return LabelMap(values, label_map(mark).ids, void=void)
+
+
+def make_shares(root: Path, images: ImageSource, classes: int = 5) -> Path:
+    writer = ArchiveWriter(root, LabelInfo(SHAPE[0], SHAPE[1:], classes, shares=True), images.paths)
+    for row in range(len(images)):
+        writer.write(row, replace(share_map(row), ids=share_map(row).ids % classes))
+    writer.finish()
+    return root
+
+
 def make_archive(root: Path, images: ImageSource, area: str = "full") -> Path:
     info = LabelInfo(SHAPE[0], SHAPE[1:], 5, area, {"model": "x"}, log_sum_exp=True)
     writer = ArchiveWriter(root, info, images.paths)

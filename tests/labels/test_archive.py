@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from tests.data.conftest import refuses
-from tests.labels.packed import NAMES, SHAPE, label_map, same_files
+from tests.labels.packed import NAMES, SHAPE, label_map, same_files, share_map
 from tlt.errors import UserError
 from tlt.label_map import LabelMap
 from tlt.labels.annotate import _annotation
@@ -240,3 +240,29 @@ def test_a_store_shifts_what_the_targets_read(tmp_path):
         open_labels(tmp_path / "None", ["a/0.jpg"], label_tail="exact")
     read = open_labels(tmp_path / "30", ["a/0.jpg"], label_tail="exact").read(0).values
     assert torch.equal(torch.from_numpy(read), relative_to_tail(annotation.values, annotation.log_sum_exp, 30)[0])
+
+
+def test_shares_are_read_as_written_and_their_rest_is_kept_or_not(tmp_path):
+    writer = ArchiveWriter(tmp_path / "a", LabelInfo(SHAPE[0], SHAPE[1:], 5, shares=True), NAMES[:2])
+    stored = share_map(0)
+    for bad, message in (
+        (replace(stored, values=stored.values * 3), "the shares of a cell's classes are not in 0..1"),
+        (replace(stored, void=stored.void - 1), "the shares of a cell's classes are not in 0..1"),
+        (replace(stored, void=stored.void[1:]), r"void \(2, 4\) is not of \(3, 4\) cells"),
+        (label_map(0), "the archive has ids, values, void, this map others"),
+    ):
+        with pytest.raises(UserError, match=message):
+            writer.write(0, bad)
+    writer.write(0, stored)
+    writer.write_absent(1)
+    assert writer.finish(classes=np.array([4, -1]))["cells"] == stored.void.size - 1  # one is void alone
+    exact, listed = (
+        open_labels(tmp_path / "a", NAMES[:2], bad_label="uniform", label_tail=tail) for tail in ("exact", "zero")
+    )
+    for name in ("values", "ids", "void"):
+        np.testing.assert_array_equal(getattr(exact.read(0), name), getattr(stored, name))
+    sums = listed.read(0).values.sum(0)
+    assert sums[0, 0] == 0 and np.allclose(np.delete(sums.ravel(), 0), 1)
+    np.testing.assert_allclose(listed.read(0).values * stored.values.sum(0), stored.values, atol=1e-7)
+    unknown = exact.read(1)
+    assert unknown.void is not None and not unknown.void.any() and not unknown.values.any()

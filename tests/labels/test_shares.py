@@ -5,6 +5,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tlt.data.augment.plan import AugmentConfig, make_plan
 from tlt.label_map import FULL_AREA, NO_AREA, LabelBatch, LabelMap
 from tlt.targets import make_targets
 
@@ -106,3 +107,27 @@ def test_every_number_is_that_of_clipped_polygons(cells, grid, window, uncovered
             folder = np.eye(CLASSES)[b]
             crop = 0.9 * (label if known else folder) + 0.1 / CLASSES
             np.testing.assert_allclose(targets.cls[b].double(), crop, atol=tolerance)
+
+
+@pytest.mark.parametrize("size", [(48, 32), (64, 64)])
+def test_a_cell_a_pixel_is_counting_pixels(size):
+    """Crops, flips and warps of training, at two sizes of a schedule."""
+    height, width, images = 14, 19, 6
+    rng = np.random.default_rng(1)
+    masks = rng.integers(0, CLASSES + 1, (images, height, width))  # the last number is void
+    void = (masks == CLASSES).astype(np.float32)
+    maps = [LabelMap(1 - v[None], m[None] % CLASSES, void=v) for m, v in zip(masks, void, strict=True)]
+    labels = LabelBatch.stack(maps)
+    config = AugmentConfig(size, scale=(0.2, 1.0), vflip=0.5, auto_augment="rand-m9-n3-mstd0.5")
+    plan = make_plan(config, 0, 0, [*range(images)], np.full(images, width), np.full(images, height))
+    affine, visible = (torch.from_numpy(part).float() for part in (plan.normalised_affine(), plan.visible()))
+    assert (affine[:, 0, 1] != 0).any() and (affine[:, 0, 0] < 0).any()  # some are turned, some mirrored
+    rows, cols = size[0] // 16, size[1] // 16
+    targets = make_targets(labels, affine, visible, torch.zeros(images).long(), (rows, cols), CLASSES, 0)
+    for b in range(images):
+        for n, label in enumerate(targets.tokens.dense(CLASSES)[b].double().numpy()):
+            row, col = divmod(n, cols)
+            box = (col / cols, row / rows, (col + 1) / cols, (row + 1) / rows)
+            expected, known = label_of(labels, b, affine, visible, box, "ignore")
+            np.testing.assert_allclose(targets.tokens.weight[b, n], known, atol=1e-5)
+            np.testing.assert_allclose(label, expected, atol=1e-4)

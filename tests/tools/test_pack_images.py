@@ -22,7 +22,16 @@ from tests.commands.conftest import Running, children, ended, storage
 from tests.commands.conftest import nothing_left_running as nothing_left_running  # a fixture
 from tests.conftest import LIMIT, wait_until
 from tests.data.sources.test_dataset_kinds import cifar
-from tests.labels.packed import SHAPE, label_map, make_archive, make_tree, same_files, save_image, write_images
+from tests.labels.packed import (
+    SHAPE,
+    label_map,
+    make_archive,
+    make_shares,
+    make_tree,
+    same_files,
+    save_image,
+    write_images,
+)
 from tlt.data.sources import open_images
 from tlt.data.sources.folder import PACKING, ImageFolder, scan_folder
 from tlt.data.sources.image_file import read_size
@@ -58,6 +67,7 @@ STORES: dict[str, Callable[[Path, ImageFolder], Path]] = {
     "tree, part": lambda root, images: make_tree(root, images, LabelInfo(2, (3, 4), 5, (0.1, 0.2, 0.9, 1.0))),
     "archive, centre": lambda root, images: make_archive(root, images, "center"),
     "archive": make_archive,
+    "archive of shares": make_shares,
 }
 
 
@@ -81,6 +91,7 @@ def test_shards_hold_what_folder_and_labels_hold(data, tmp_path, kind):
             one, other = (store.read(row, *sizes[row]) for store in (ours, theirs))
             np.testing.assert_array_equal(one.values, other.values)
             np.testing.assert_array_equal(one.ids, other.ids)
+            np.testing.assert_array_equal(one.void, other.void)
             np.testing.assert_allclose(one.area, other.area, atol=1e-7)
     if "archive" in kind:
         exact = [open_labels(path, folder.paths, None, 5, label_tail="exact") for path in (tmp_path / "out", root)]

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.labels.packed import make_shares
 from tests.stand_in_cuda import StandIn
 from tests.train.small_run import payload_of
 from tests.train.small_step import LABELLED, small_run, train, weights
@@ -101,14 +102,17 @@ def test_graphs_compute_what_launched_steps_do(flags, resumed, monkeypatch):
     check_same((told, found), expected[:2])
 
 
-def test_a_stored_teacher_is_part_of_the_graph(tmp_path):
-    """Its features are copied into the graph like labels, for two normalised teachers of which images leave one out."""
+def test_stored_teachers_and_masks_are_part_of_the_graph(tmp_path):
+    """Features are copied into the graph like labels, for two normalised teachers of which images leave one out; so are
+    labels from masks."""
     images = 4 * UPDATES * 2
-    writer = FeatureWriter(tmp_path / "f", FeatureInfo((3, 5), 6), synthetic_folder(images, 4).paths)
+    folder = synthetic_folder(images, 4)
+    writer = FeatureWriter(tmp_path / "f", FeatureInfo((3, 5), 6), folder.paths)
     for row in range(images):
         writer.write(row, torch.randn(3, 5, 6, generator=torch.Generator().manual_seed(row)))
     writer.finish()
-    flags = f"{LABELLED} --kd-model-name {tmp_path}/f {tmp_path}/f --kd-drop 0.3 --kd-dense-loss cosine smooth-l1"
+    masks = f"--token-label --token-label-data {make_shares(tmp_path / 'm', folder, 4)}"
+    flags = f"{masks} --kd-model-name {tmp_path}/f {tmp_path}/f --kd-drop 0.3 --kd-dense-loss cosine smooth-l1"
     told, found, lines = trained(flags, EPOCHS, images)
     expected = trained(f"{flags} --no-cuda-graph", EPOCHS, images)
     assert "a step is one CUDA graph" in lines and "steps are launched" in expected[2], lines
