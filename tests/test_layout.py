@@ -10,7 +10,7 @@ ROOT = Path(__file__).resolve().parents[1]
 LAYERS = (
     *("tlt.errors", "tlt.geometry", "tlt.label_map", "tlt.mixtoken"),
     *("tlt.io", "tlt.models", "tlt.data.augment", "tlt.data.sources", "tlt.data.backends", "tlt.data", "tlt.labels"),
-    *("tlt.targets", "tlt.mix", "tlt.loss", "tlt.upstream", "tlt.utils"),
+    *("tlt.sparse_labels", "tlt.shares", "tlt.targets", "tlt.mix", "tlt.loss", "tlt.upstream", "tlt.utils"),
     *("tlt", "tlt.tools", "tlt.__main__"),
     *("volo.config", "volo.kernels", "volo.models", "volo.cluster", "volo.record", "volo.checkpoint", "volo.train"),
     *("volo.memory", "volo.commands", "volo", "benchmarks"),

@@ -103,7 +103,8 @@ def _shown(labels: LabelBatch, affine: Tensor, visible: Tensor, how: Reading) ->
     area = labels.area.to(affine.dtype)
     sides = area[:, 2:] - area[:, :2]
     # Cells per unit of the image, (B, 2). Of a map without an area all lies in one point.
-    scale = torch.where(sides > 0, affine.new_tensor((w, h)) / sides.clamp(min=torch.finfo(sides.dtype).eps), 0)
+    per_side = torch.where(sides > 0, 1 / sides.clamp(min=torch.finfo(sides.dtype).eps), 0)
+    scale = torch.stack([per_side[:, 0] * w, per_side[:, 1] * h], 1)
     corners = _corners(affine, how.grid, how.window) - area[:, :2, None, None]
     corners = corners * scale[..., None, None]  # in cells
     of_token = (corners[..., :-1, :-1], corners[..., :-1, 1:], corners[..., 1:, 1:], corners[..., 1:, :-1])

@@ -119,31 +119,27 @@ def make_targets(
     dtype = torch.promote_types(affine.dtype, torch.float32)
     truth = one_hot(classes, num_classes, smoothing, dtype)
     if labels is None:
-        tokens = _truth_tokens(classes, grid, num_classes, smoothing, dtype) if dense else None
-        return Targets(truth, tokens, truth, grid, window)
+        named = _truth_tokens(classes, grid, num_classes, smoothing, dtype) if dense else None
+        return Targets(truth, named, truth, grid, window)
     labels.check_ids(num_classes)
     if {len(labels), len(affine), len(visible)} != {len(classes)}:
         shapes = [tuple(part.shape) for part in (labels.ids, affine, visible, classes)]
         raise UserError(f"make_targets: labels, affine, visible and classes {shapes} are of unequal numbers of images")
     affine, visible = (part.to(dtype) for part in (affine, visible))
-    how = Reading(grid, window, num_classes, smoothing, uncovered)
-    of_crop, of_tokens = _crop_logits, _token_logits
-    if labels.void is not None:
-        how = how._replace(stretch=stretch_of(labels, affine))
-        of_crop, of_tokens = crop_shares, token_shares
-    crop_parts = []
-    token_parts = []
+    shares = labels.void is not None
+    how = Reading(grid, window, num_classes, smoothing, uncovered, stretch_of(labels, affine) if shares else 1.0)
+    of_crop, of_tokens = (crop_shares, token_shares) if shares else (_crop_logits, _token_logits)
+    parts = []
     # In lower precision the weights of a token's points would not sum to one.
     with torch.autocast(affine.device.type, enabled=False):
         for rows in image_chunks(len(truth), _entries(labels, how), affine.device):
             group = _prepared(labels[rows], num_classes, dtype)
             places = (affine[rows], visible[rows])
-            crop, total = of_crop(group, *places, how)
-            crop_parts.append(torch.where(total > 0, crop, truth[rows]))
-            if dense:
-                token_parts.append(of_tokens(group, *places, how))
-    tokens = SparseLabels(*(torch.cat(parts) for parts in zip(*token_parts, strict=True))) if dense else None
-    return Targets(torch.cat(crop_parts), tokens, truth, grid, window)
+            crop, counted = of_crop(group, *places, how)
+            of_group = [torch.where(counted > 0, crop, truth[rows])]
+            parts.append([*of_group, *(of_tokens(group, *places, how) if dense else ())])
+    cls, *of_all = (torch.cat(part) for part in zip(*parts, strict=True))
+    return Targets(cls, SparseLabels(*of_all) if dense else None, truth, grid, window)
 
 
 def is_best(labels: SparseLabels, classes: Tensor, num_classes: int) -> tuple[Tensor, Tensor]:

@@ -242,7 +242,7 @@ def test_a_store_shifts_what_the_targets_read(tmp_path):
     assert torch.equal(torch.from_numpy(read), relative_to_tail(annotation.values, annotation.log_sum_exp, 30)[0])
 
 
-def test_shares_are_read_as_written_and_their_rest_is_kept_or_not(tmp_path):
+def test_shares_are_read_as_written_with_their_rest_or_not(tmp_path):
     writer = ArchiveWriter(tmp_path / "a", LabelInfo(SHAPE[0], SHAPE[1:], 5, shares=True), NAMES[:2])
     stored = share_map(0)
     for bad, message in (

@@ -11,6 +11,7 @@ import torch
 
 from tlt.data.backends.synthetic import SyntheticLabels, synthetic_folder
 from tlt.data.batch import Batch
+from tlt.labels.store import open_labels
 from volo.cluster.distributed import World
 from volo.commands.train import build
 from volo.config.train import TRAIN
@@ -41,7 +42,9 @@ def small_run(flags: str, images: int = 27, seen: int = 0) -> tuple[Any, Trainin
     run: Any = Run(args, World(0, 0, 1, device), logger, guard, Mock(), Mock())
     torch.manual_seed(args.run.seed)
     folder = synthetic_folder(images, 4)
-    labels = SyntheticLabels(folder, (3, 6, 6)) if args.labels.token_label_data else None
+    labels = SyntheticLabels(folder, (3, 6, 6)) if (maps := args.labels.token_label_data) == "synthetic" else None
+    if labels is None and maps:
+        labels = open_labels(maps, folder.paths, num_classes=4)
     return run, build(run, Folders(folder, folder, []), labels, build_model(requested_by(args)), batch)
 
 
