@@ -13,6 +13,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import Mock
@@ -29,6 +30,8 @@ from tests.train.small_run import tensors
 from tlt.io.weights import read_checkpoint
 from volo import cli
 from volo.checkpoint.saver import Saver
+from volo.record.goodput import Account, account_of
+from volo.record.history import read_records
 from volo.train import loop
 
 # What was imported stays frozen (tests/conftest.py): each of hundreds of runs would look through a million objects.
@@ -185,6 +188,16 @@ def same_weights(*files: Path) -> dict[str, Any]:
         assert one[entry].keys() == two[entry].keys()
         assert all(torch.equal(value, two[entry][name]) for name, value in one[entry].items()), entry
     return one
+
+
+def spent_in(run: Path) -> Account:
+    """Return where a run's time went, which is all of it by the clock: from its first process to its last event."""
+    records = read_records(run)
+    account, events = account_of(records), [event for event in records.events if event["rank"] == 0]
+    first, last = (datetime.fromisoformat(event["time"]) for event in (events[0], events[-1]))
+    wall = (last - first).total_seconds() + sum(events[0]["spent"].values())
+    assert account.total == pytest.approx(wall, rel=0.01, abs=0.1), account
+    return account
 
 
 def launch(processes: int, flags: str, *more: str | Path, code: int = 0) -> str:

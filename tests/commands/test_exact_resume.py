@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.commands import interrupted_train
-from tests.commands.conftest import QUICK, ROOT, launch, metrics
+from tests.commands.conftest import QUICK, ROOT, launch, metrics, spent_in
 from tests.conftest import LIMIT, python_path
 from tests.same_records import without_times
 from tests.train.small_run import tensors
@@ -52,6 +52,8 @@ def test_fault_11_resumes_with_other_workers_and_shards(call, make_dataset, make
     lives = [f"{folder} -j 2", f"{shards} -j 2", f"{folder} -j 1", f"{shards} -j 0"]
     ends = [call("train", f"{flags} cut {life}") for life in lives]
     assert [end.code for end in ends] == [130, 130, 130, 0], ends
+    spent = spent_in(tmp_path / "cut")
+    assert spent.restarts == 3 and spent.parts["done twice"] == 0 < spent.parts["away"]
     assert_same(tmp_path / "whole", tmp_path / "cut")
 
 

@@ -26,7 +26,7 @@ from volo.checkpoint.saver import Saver
 from volo.cluster import stopping
 from volo.config.settings_evaluate import PREDICT
 from volo.config.train import TRAIN
-from volo.record.records import epochs_of
+from volo.record.history import epochs_of
 
 SMALL: dict[str, Any] = {
     **{"model": "volo_test", "img_size": 32, "num_classes": np.int64(4), "batch_size": 8, "workers": 0},

@@ -16,7 +16,7 @@ from tests.data.sources.test_tfrecords import Features, write
 from tlt.data.sources import open_images
 from tlt.data.sources.source import ImageSource
 from volo.checkpoint.resume import fingerprint
-from volo.record.records import epochs_of
+from volo.record.history import epochs_of
 from volo.train.data import as_list, listed_images
 
 OWN = "--model volo_test --img-size 32 -j 0 --epochs 2 --seed 3"

@@ -16,7 +16,7 @@ import timm
 import torch
 import yaml
 
-from tests.commands.conftest import QUICK, ROOT, metrics
+from tests.commands.conftest import QUICK, ROOT, metrics, spent_in
 from tests.conftest import LIMIT
 from tlt.data.batch import Batch
 from tlt.models.flops import flops_per_image
@@ -24,7 +24,7 @@ from volo import cli
 from volo.cluster.distributed import init_world
 from volo.cluster.watchdog import Watchdog
 from volo.commands import train
-from volo.record.records import epochs_of, read_json_lines
+from volo.record.history import epochs_of, read_json_lines
 from volo.train.loop import scores_of
 from volo.train.meter import Meter
 
@@ -165,6 +165,7 @@ def test_fault_53_divergence_keeps_the_last_good_file(call, make_dataset, tmp_pa
     assert [event["update"] for event in skipped] == list(range(skipped[0]["update"], skipped[0]["update"] + 3))
     assert set(skipped[-1]["not_finite"]) == {"loss", "gradients"} and len(skipped[-1]["images"]) == 8
     assert [event["images"] for event in skipped] == [shown[event["update"]] for event in skipped]
+    assert spent_in(tmp_path / "run").restarts == 1
     best = _weights(tmp_path / "run" / "model_best.pth.tar")
     assert all(torch.isfinite(value).all() for value in best.values())
 

@@ -23,12 +23,12 @@ from pathlib import Path
 from shutil import rmtree
 
 import volo.commands.train  # noqa: F401
-from tests.commands.conftest import ROOT, digest
+from tests.commands.conftest import ROOT, digest, spent_in
 from tests.conftest import LIMIT, free_port, wait_until
 from tests.same_records import without_times
 from volo.checkpoint.checkpoint import STAGED
 from volo.checkpoint.resume import newest_checkpoint
-from volo.record.records import read_json_lines
+from volo.record.history import read_json_lines
 
 APART = 0.05  # at most so many seconds lie between the deaths of two ranks
 SKIPPED_WRITES = 3  # a kill inside a write comes in one of so many
@@ -167,6 +167,7 @@ class Chain:
         """What `--resume auto` would take now is valid, and no older than what was there before."""
         result = newest_checkpoint(run)
         records, _ = read_json_lines(run / "events.jsonl")
+        assert not records or spent_in(run).restarts <= self.record.kills
         saved_updates = [record["update"] for record in records if record["kind"] == "checkpoint"]
         if result.path is None:
             assert self.known < 0 and not saved_updates, result.skipped

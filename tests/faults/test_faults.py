@@ -23,7 +23,7 @@ from typing import Any
 
 import pytest
 
-from tests.commands.conftest import ROOT, digest, metrics
+from tests.commands.conftest import ROOT, digest, metrics, spent_in
 from tests.commands.conftest import call as call  # a fixture
 from tests.commands.conftest import nothing_left_running as nothing_left_running  # a fixture
 from tests.conftest import LIMIT, module_of
@@ -131,6 +131,7 @@ def test_fault_08_14_full_disk_at_slurms_warning(call, digits, tmp_path, monkeyp
     saved = {"reason": "stopped by SIGUSR1", "update": update, "checkpoint": str(tmp_path / "run" / "last.pth.tar")}
     assert json.loads(marker.read_text()) == saved
     assert read_checkpoint(tmp_path / "run" / "last.pth.tar")["update"] == update
+    assert spent_in(tmp_path / "run").parts["saving"] > 0
 
 
 @linux
@@ -157,6 +158,8 @@ def test_fault_22_worker_is_killed_within_a_step(call, digits, tmp_path, monkeyp
     assert update == (4 if micro_batches == 1 else 2)
     assert call("train", f"{flags} run --resume auto", digits).code == 0
     assert digest(tmp_path / "run") == digest(tmp_path / "whole")
+    spent = spent_in(tmp_path / "run")
+    assert spent.restarts == 1 and (spent.parts["done twice"] > 0) == (micro_batches == 2)
 
 
 def test_fault_52_last_update_of_one(call, digits, make_labels, tmp_path):

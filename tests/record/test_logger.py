@@ -15,9 +15,10 @@ from tlt.errors import NonFiniteError
 from volo.cluster.distributed import World
 from volo.config.train import TRAIN
 from volo.record import records
+from volo.record.history import EVENTS, read_json_lines
 from volo.record.logger import Logger
 from volo.record.metrics import EpochTotals, Evaluation
-from volo.record.records import EVENTS, LineFile, RunRecords, read_json_lines, strict_json
+from volo.record.records import LineFile, RunRecords, strict_json
 
 
 def _logger(rank: int = 0) -> Logger:

@@ -19,7 +19,8 @@ from tests.conftest import python_path
 from tlt.errors import UserError
 from volo.config.settings_train import TrainSettings
 from volo.record import records, run_directory
-from volo.record.records import RunRecords, read_json_lines
+from volo.record.history import read_json_lines
+from volo.record.records import RunRecords
 from volo.record.run_directory import RunLock, new_directory, newest_alike
 
 

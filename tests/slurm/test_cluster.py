@@ -14,7 +14,7 @@ from shutil import which
 
 import pytest
 
-from tests.commands.conftest import QUICK, ROOT, digest, held, storage
+from tests.commands.conftest import QUICK, ROOT, digest, held, spent_in, storage
 from tests.conftest import LIMIT, wait_until, write_dataset
 from tests.hosts.conftest import NET, Host, network
 
@@ -188,6 +188,8 @@ def check_resumed(cluster: Cluster, experiment: str) -> None:
     """It went on once, from what it had saved, and has ended in the weights of the run that nobody disturbed."""
     (path,) = [event["path"] for event in events(cluster, experiment, "resume") if event["path"]]
     assert str(path).endswith("last.pth.tar")
+    spent = spent_in(cluster.runs / experiment)
+    assert spent.restarts == 1 and 0 < spent.queue == spent.parts["away"]
     assert digest(cluster.runs / experiment) == digest(cluster.runs / "whole")
 
 

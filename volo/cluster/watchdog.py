@@ -48,6 +48,8 @@ class Watchdog:
     timeout: float  # seconds without progress after which the process ends (`--dist-timeout`)
     loader_timeout: float  # seconds for which a rank may wait for data; 0 sets no limit
     note: Callable[..., None]  # records an event; it is called with the event's fields before the process ends
+    count: Callable[[str], object] = str  # receives what the time from now on is spent on
+    validates: bool = False  # whether data are waited for in a validation
 
     def __post_init__(self) -> None:
         self._since = time.monotonic()
@@ -69,6 +71,10 @@ class Watchdog:
         compiles = size is not None and size not in self._sizes
         if size is not None:
             self._sizes.add(size)
+        if phase == "saving" or self.validates:
+            self.count("saving" if phase == "saving" else "validation")
+        elif phase != "start":  # whose parts the program tells
+            self.count("data" if phase == "others" else phase)
         have_met = self._phase == "others" and phase not in _MEETINGS
         self._meetings_ahead = max(self._meetings_ahead - have_met, _MEETINGS.get(phase, int(compiles)))
         self._since = time.monotonic()
@@ -123,6 +129,7 @@ class StopGuard:
         UserError is the cause. Raise UserError if data failed within an update."""
         iterator = iter(batches)
         at_boundary = True
+        self.watchdog.validates = False
         while True:
             batch, failure = self._next(iterator, at_boundary)
             if at_boundary:
@@ -135,6 +142,7 @@ class StopGuard:
 
     def iterate_validation(self, loader: Iterable[T]) -> Iterator[T]:
         """Yield validation batches. At the end the ranks agree whether all got all their batches; if not, they stop."""
+        self.watchdog.validates = True
         iterator = iter(loader)
         while True:
             item, failure = self._next(iterator, True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+from contextlib import suppress
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,8 @@ from volo.config.fields import flags_of
 from volo.config.settings_tools import PushSettings
 from volo.config.settings_train import Checkpoints, Distributed, RunSettings, Tracking
 from volo.config.train import changed_flags
-from volo.record.records import epochs_of
+from volo.record.goodput import account_of
+from volo.record.history import epochs_of, read_records
 from volo.train.architecture import architecture_of, is_ours
 from volo.train.trained_model import TrainedModel
 
@@ -106,8 +108,16 @@ def card(trained: TrainedModel, name: str, checkpoint: str, licence: str, origin
     settings = (peek_checkpoint(checkpoint).get("args") or {}) if checkpoint else {}
     if changed := {dest: words for dest, words in changed_flags(settings).items() if dest not in _PLACES}:
         command = shlex.join(["volo", "train", "DATA", "--model", model, *chain(*map(_public, changed.values()))])
-        lines += ["## Training", "", "```bash", command, "```", ""]
+        lines += ["## Training", "", "```bash", command, "```", "", *_time(Path(checkpoint).parent)]
     return f"---\n{yaml.safe_dump(head, sort_keys=False)}---\n\n" + "\n".join(lines) + "\n"
+
+
+def _time(run: Path) -> list[str]:
+    """Return a sentence about where a run's time went; [] if the folder has no records of it."""
+    with suppress(UserError):
+        account = account_of(read_records(run))
+        return [f"{account}.", ""] if account.total else []
+    return []
 
 
 def _public(words: list[str]) -> list[str]:

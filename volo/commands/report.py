@@ -1,8 +1,8 @@
 """Reports what happened to a run, from the records in its directory: `volo report RUN`.
 
-It prints accuracy, data and model, command, starts, speed, checkpoints and faults. `--html` writes RUN/report.html,
-one page with these, the curves, the settings and the first batch, for any screen width, light and dark. Runs may be
-unfinished or killed, and files may be damaged.
+It prints accuracy, data and model, command, where the time went, starts, speed, checkpoints and faults. `--html` writes
+RUN/report.html, one page with these, the curves, the settings and the first batch, for any screen width, light and
+dark. Runs may be unfinished or killed, and files may be damaged.
 """
 
 from __future__ import annotations
@@ -15,10 +15,8 @@ import shlex
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from datetime import datetime, timezone
+from datetime import datetime
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import yaml
 
@@ -29,11 +27,12 @@ from tlt.io.weights import peek_checkpoint, read_checkpoint
 from volo.config.settings_tools import ReportSettings
 from volo.config.train import changed_flags
 from volo.record.confusion import CLASSES, CONFUSION, MISTAKES, WORST
-from volo.record.records import EVENTS, METRICS, duration, read_json_lines
+from volo.record.goodput import PARTS, Account, account_of
+from volo.record.history import EVENTS, Record, Records, Start, number, read_records, starts_in
+from volo.record.records import duration
 
-Record = dict[str, Any]
 PAGE = "report.html"
-_ORDINARY = {"start", "resume", "checkpoint", "verdict", "end"}  # kinds of events of a run without faults
+_ORDINARY = {"start", "resume", "time", "checkpoint", "verdict", "end"}  # kinds of events of a run without faults
 _SHOWN_FILES = 20
 _OF_LOG = ("model", "data")  # first words of the lines of log.txt that the report quotes
 _STYLE = """
@@ -43,6 +42,10 @@ body{font:16px/1.5 system-ui,sans-serif;max-width:60rem;margin:auto;padding:.5re
 html{background:var(--paper)}h1{font-size:1.5rem;overflow-wrap:anywhere}h2{font-size:1.15rem;margin-top:2rem}
 dl{display:grid;grid-template-columns:auto 1fr;gap:.3rem 1rem}dt{color:var(--faint)}dd{margin:0;overflow-wrap:anywhere}
 dd:first-of-type{font-size:1.25rem;font-weight:600}img{max-width:100%;height:auto;background:#fff}
+.bar{display:flex;height:1.6rem}.bar i{min-width:1px}.key{display:flex;flex-wrap:wrap;gap:.3rem 1rem;margin:.3rem 0}
+.key i{display:inline-block;width:.8rem;height:.8rem}.p0{background:#009e73}.p1{background:#e69f00}
+.p2{background:#56b4e9}.p3{background:#0072b2}.p4{background:#cc79a7}.p5{background:#d55e00}.p6{background:#f0e442}
+.p7{background:#999}.p8{background:#555}
 div{overflow-x:auto}div img{max-width:max(100%,36rem)}
 pre{font:14px/1.45 ui-monospace,monospace;background:var(--box);padding:.7rem;overflow-x:auto}summary{cursor:pointer}
 """
@@ -52,11 +55,13 @@ def run(settings: ReportSettings) -> int:
     """Print the report, and with `--html` write it as a page."""
     folder = Path(settings.run)
     records = read_records(folder)
-    starts = starts_of(records.events)
-    head = _head(folder, records)
+    starts = starts_in(records.events)
+    account = account_of(records)
+    head = _head(folder, records, account)
     sections = {
         "Settings other than the defaults": _settings(folder),
         "Classes, the least accurate first": _classes(folder),
+        "Time": _time(account),
         "Starts": table([_HEADS, *(_row(number, start) for number, start in enumerate(starts, 1))]) if starts else [],
         "Speed": _speed(records),
         "Checkpoints": _checkpoints(folder, verify=not settings.quick),
@@ -68,63 +73,9 @@ def run(settings: ReportSettings) -> int:
         print(f"\n{title}", *(lines or ["none recorded"]), sep="\n")
     if settings.html:
         with os_errors_as(lambda error: f"--html: {folder / PAGE} can't be written ({error.strerror})"):
-            (folder / PAGE).write_text(_page(folder, head, sections), "utf-8")
+            (folder / PAGE).write_text(_page(folder, head, sections, account), "utf-8")
         print(f"\nwritten: {folder / PAGE}")
     return 0
-
-
-class Records(NamedTuple):
-    """The records in the files of a run, in the order in which they were written."""
-
-    events: list[Record]
-    reports: list[Record]  # records of intervals of training
-    epochs: list[Record]  # records of finished epochs
-    damaged: dict[str, int]  # by file, the number of lines that could not be read
-
-
-@dataclass
-class Start:
-    """One start of the program, from the events of rank 0. Updates count over the whole run; times are UTC."""
-
-    node: str
-    ranks: Any
-    time: datetime | None
-    first: int = 0  # updates done when it started
-    last: int = 0  # updates done at its last event, such as a checkpoint
-    last_event: datetime | None = None  # time of its last event
-    end: str = ""  # exit code and reason; "" if not recorded
-
-
-def read_records(folder: Path) -> Records:
-    """Read the files of a run directory. Raises UserError if the folder is not a run directory, or can't be read."""
-    if not any((folder / name).is_file() for name in (EVENTS, METRICS)):
-        raise UserError(f"{folder} is no run directory: it holds neither {EVENTS} nor {METRICS}")
-    with os_errors_as(lambda error: f"{folder} can't be read: {error.strerror}"):
-        (events, bad_events), (metrics, bad_metrics) = (read_json_lines(folder / name) for name in (EVENTS, METRICS))
-    reports = [record for record in metrics if record.get("event") == "train"]
-    epochs = [record for record in metrics if record.get("event") == "epoch"]
-    return Records(events, reports, epochs, {EVENTS: bad_events, METRICS: bad_metrics})
-
-
-def starts_of(events: Sequence[Record]) -> list[Start]:
-    """Return the starts of the run, each with its extent."""
-    starts: list[Start] = []
-    by_process: dict[tuple[str, str], Start] = {}
-    for event in (event for event in events if event.get("rank") == 0):
-        kind = event.get("kind")
-        process = (str(event.get("node")), str(event.get("pid")))
-        if kind == "start":
-            by_process[process] = Start(process[0], event.get("world_size"), _time(event))
-            starts.append(by_process[process])
-        if (start := by_process.get(process)) is None:
-            continue
-        start.last_event = _time(event) or start.last_event
-        start.last = max(start.last, int(_number(event, "update")))
-        if kind == "resume":
-            start.first = int(_number(event, "update"))
-        elif kind == "end":
-            start.end = f"{event.get('exit_code')}: {event.get('reason')}"
-    return starts
 
 
 def faults(events: Sequence[Record]) -> Counter[str]:
@@ -134,27 +85,27 @@ def faults(events: Sequence[Record]) -> Counter[str]:
     return counts + Counter({"damaged checkpoint skipped": skipped})
 
 
-def _head(folder: Path, records: Records) -> dict[str, str]:
+def _head(folder: Path, records: Records, account: Account) -> dict[str, str]:
     """Return the most important facts by name: accuracy, how far the run came, data and model, and the command. Facts
     that are not recorded are left out."""
     last = records.reports[-1] if records.reports else {}
-    loss = f", loss {_number(last, 'loss', math.nan):.4f}" if last else ""
-    run = [f"{int(_number(last, 'update'))} updates reported, {len(records.epochs)} epochs finished{loss}"]
+    loss = f", loss {number(last, 'loss', math.nan):.4f}" if last else ""
+    run = [f"{int(number(last, 'update'))} updates reported, {len(records.epochs)} epochs finished{loss}"]
     run += [f"{count} damaged lines of {name} are left out" for name, count in records.damaged.items() if count]
     verdicts = [event.get("text") for event in records.events if event.get("kind") == "verdict"]
     summary = {"verdict": str(verdicts[-1] or "") if verdicts else ""}
     summary |= {"top-1": _accuracy(records.epochs), "run": "; ".join(run)}
     begun = [event for event in records.events if event.get("kind") in ("start", "resume")][:2]
     if begun and begun[-1]["kind"] == "resume" and begun[-1].get("path"):
-        summary["branch"] = f"of {begun[-1]['path']}, with {int(_number(begun[-1], 'update'))} updates done"
+        summary["branch"] = f"of {begun[-1]['path']}, with {int(number(begun[-1], 'update'))} updates done"
     with suppress(OSError):
         for line in (folder / "log.txt").read_text("utf-8", "replace").splitlines():
             word, _, text_after = line[20:].partition(" ")  # the first 20 characters are the time
             if word.rstrip(":") in _OF_LOG:
                 summary[word.rstrip(":")] = text_after
-    if times := [time for record in (*records.events, *records.reports) if (time := _time(record))]:
-        span = duration((max(times) - min(times)).total_seconds())
-        summary["time"] = f"from the first start to the last record {span}"
+    if account.total:
+        summary["time"] = f"from the first start to the last record {duration(account.total)}"
+        summary["goodput"] = str(account)
     commands = [event["command"] for event in records.events if isinstance(event.get("command"), list)]
     if words := [str(word) for word in commands[-1]] if commands else []:
         script = Path(words[0]).name
@@ -166,12 +117,12 @@ def _head(folder: Path, records: Records) -> dict[str, str]:
 def _accuracy(epochs: list[Record]) -> str:
     """Return the best and the last top-1 of the weights that rank the epochs; "" if none was measured."""
     for name, weights in (("eval_top1_ema", " of the averaged weights"), ("eval_top1", "")):
-        if scored := [record for record in epochs if _number(record, name, -1.0) >= 0]:
+        if scored := [record for record in epochs if number(record, name, -1.0) >= 0]:
             best, last = (
-                f"{_number(record, name):.2f} % (epoch {int(_number(record, 'epoch')) + 1})"
-                for record in (max(scored, key=lambda record: _number(record, name)), scored[-1])
+                f"{number(record, name):.2f} % (epoch {int(number(record, 'epoch')) + 1})"
+                for record in (max(scored, key=lambda record: number(record, name)), scored[-1])
             )
-            return f"best {best}, last {last}{weights}, {int(_number(scored[-1], 'eval_images'))} validation images"
+            return f"best {best}, last {last}{weights}, {int(number(scored[-1], 'eval_images'))} validation images"
     return ""
 
 
@@ -182,13 +133,38 @@ def _row(number: int, start: Start) -> tuple[str, ...]:
     ended = start.end or f"not recorded, last event {_clock(start.last_event)}"
     seconds = (start.last_event - start.time).total_seconds() if start.last_event and start.time else 0.0
     ranks = str(start.ranks or "?")
-    span = f"{start.first} -> {start.last}"
+    span = f"{start.first or 0} -> {start.last}"
     return str(number), _clock(start.time), start.node, ranks, span, duration(seconds), ended
+
+
+def _time(account: Account) -> list[str]:
+    """Return a bar of where the time went, and a row for each part; of an unfinished run until its last record."""
+    total = account.total
+    if not total:
+        return []
+    rows = [
+        (PARTS[part][0], part, duration(seconds), f"{100 * seconds / total:.1f} %")
+        for part, seconds in account.parts.items()
+        if seconds
+    ]
+    return [account.bar(), *table(rows)]
+
+
+def _drawn(account: Account) -> str:
+    """Return the same bar as a drawing, whose colours have their names in its text and below."""
+    shares = [(part, 100 * seconds / max(account.total, 1e-9)) for part, seconds in account.parts.items() if seconds]
+    spans = "".join(f'<i class="{_class(part)}" style="flex:{share:.3f}" title="{part}"></i>' for part, share in shares)
+    names = " ".join(f'<span><i class="{_class(part)}"></i> {part} {share:.1f} %</span>' for part, share in shares)
+    return f'<p class="bar" role="img" aria-label="{account}">{spans}</p><p class="key">{names}</p>' if shares else ""
+
+
+def _class(part: str) -> str:
+    return f"p{list(PARTS).index(part)}"
 
 
 def _speed(records: Records) -> list[str]:
     keys = ("seconds", "wait_seconds", "images", "updates")
-    seconds, waited, images, updates = (sum(_number(r, key) for r in records.reports) for key in keys)
+    seconds, waited, images, updates = (sum(number(r, key) for r in records.reports) for key in keys)
     if not seconds:
         return []
     return [
@@ -249,7 +225,7 @@ def _classes(folder: Path) -> list[str]:
     return []
 
 
-def _page(folder: Path, head: dict[str, str], sections: dict[str, list[str]]) -> str:
+def _page(folder: Path, head: dict[str, str], sections: dict[str, list[str]], account: Account) -> str:
     name = html.escape(folder.resolve().name)
     facts = "".join(f"<dt>{term}</dt><dd>{html.escape(text)}</dd>" for term, text in head.items())
     settings, classes, *others = (
@@ -261,8 +237,10 @@ def _page(folder: Path, head: dict[str, str], sections: dict[str, list[str]]) ->
     files |= {"args.yaml": "All settings", "run.json": "Starts, with versions"}
     curve, confusion, mistakes, images, flags, starts = (_shown(folder / file, title) for file, title in files.items())
     listed, link = f"more, in {CLASSES}", f'more, in <a href="{CLASSES}">{CLASSES}</a>'
-    body = f"<h1>{name}</h1><dl>{facts}</dl>{curve}<div>{confusion}</div>{classes.replace(listed, link)}{mistakes}"
-    body += f"{settings}{flags}<div>{images}</div>{''.join(others)}{starts}"
+    body = (
+        f"<h1>{name}</h1><dl>{facts}</dl>{_drawn(account)}{curve}<div>{confusion}</div>{classes.replace(listed, link)}"
+    )
+    body += f"{mistakes}{settings}{flags}<div>{images}</div>{''.join(others)}{starts}"
     tags = '<meta charset="utf-8"><meta name="viewport" content="width=device-width">'
     tags += f"<title>{name}</title><style>{_STYLE}</style>"
     return f'<!doctype html><html lang="en"><head>{tags}</head><body>{body}</body></html>\n'
@@ -276,21 +254,6 @@ def _shown(file: Path, title: str) -> str:
         return f'<h2>{title}</h2><img alt="{title}" src="data:image/png;base64,{data}">'
     text = html.escape(content.decode("utf-8", "replace"))
     return f"<details><summary>{title}</summary><pre>{text}</pre></details>" if content else ""
-
-
-def _number(record: Record, key: str, default: float = 0.0) -> float:
-    """Return the finite number `record[key]`, or `default`."""
-    value = record.get(key)
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-    return value if is_number and value is not None else default
-
-
-def _time(record: Record) -> datetime | None:
-    """Return the time of a record in UTC, or None."""
-    try:
-        return datetime.fromisoformat(record["time"]).astimezone(timezone.utc)
-    except (KeyError, TypeError, ValueError, OverflowError):
-        return None
 
 
 def _clock(time: datetime | None) -> str:

@@ -33,10 +33,11 @@ from volo.cluster.tensor_parallel import TensorParallelParams
 from volo.config.checkpoint_files import BEST
 from volo.config.rules import trackers_of
 from volo.config.settings_train import TrainSettings
+from volo.record.history import EVENTS
 from volo.record.logger import Logger
 from volo.record.metrics import Arithmetic, peak_flops
 from volo.record.profile import WARM_UP
-from volo.record.records import RunRecords, settings_of, versions
+from volo.record.records import RunRecords, settings_of, slurm_job, versions
 from volo.record.run_directory import RunLock, changed_settings, remove_unused
 from volo.train.architecture import image_size_by_name
 from volo.train.criterion import Criterion, TokenLabelCriterion
@@ -55,7 +56,7 @@ def note_start(settings: TrainSettings, world: World, logger: Logger) -> None:
     """Record the start as an event with the command, the arguments and the machines."""
     hosts = Counter(from_all(socket.gethostname()))
     if world.is_primary:
-        details = {"command": sys.argv, "args": settings_of(settings), "versions": versions()}
+        details = {"command": sys.argv, "args": settings_of(settings), "versions": versions(), "job": slurm_job()}
         logger.event("start", **details, world_size=world.size, hosts=hosts, device=str(world.device))
 
 
@@ -77,6 +78,8 @@ def open_start(settings: TrainSettings, world: World, logger: Logger) -> Iterato
                     decided = decide_start(asked, logger.line, None if settings.run.dry_run else lock.acquire)
             start = on_every_rank(decided)
             (logger.line if settings.run.dry_run else logger.detail)(str(start))
+            if decided is not None and not settings.run.dry_run and (start.directory / EVENTS).exists():
+                logger.open_events(start.directory)  # a run that is killed while it is built has told how far it came
             yield start, lock
     finally:
         if decided is not None and not settings.run.experiment:

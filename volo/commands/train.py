@@ -60,8 +60,9 @@ from volo.config.rules import other_sizes, sharding_flag
 from volo.config.settings_train import Average, Network, TrainSettings
 from volo.memory.prediction import report_dry_run
 from volo.record.confusion import ANSWERS, show_answers
+from volo.record.history import epochs_of
 from volo.record.logger import Logger
-from volo.record.records import duration, epochs_of, settings_of
+from volo.record.records import duration, settings_of
 from volo.train.architecture import architecture_of, requested_by
 from volo.train.compilation import compile_errors_told
 from volo.train.criterion import make_criterion
@@ -130,11 +131,13 @@ def train_on_ranks(settings: TrainSettings) -> TrainResult:
     timeout = max(hangs, Watchdog.START_S, loads or 7 * 24 * 3600) + 120
     launch = launch_of(os.environ, settings.distributed.local_rank)
     logger = Logger(World(launch.rank, launch.local_rank, launch.size, torch.device("cpu")))  # until the ranks have met
-    watchdog = Watchdog(launch.rank, hangs, loads, partial(logger.event, "fault"))
+    watchdog = Watchdog(launch.rank, hangs, loads, partial(logger.event, "fault"), logger.stopwatch.enter)
     watchdog.start()
     try:
         compiles = settings.precision.compilation.torchcompile
-        with logger.end_noted(), lost_rank_explained(), compile_errors_told(compiles):
+        counted = logger.stopwatch.compiling_counted(compiles)
+        with logger.end_noted(), lost_rank_explained(), compile_errors_told(compiles), counted:
+            logger.stopwatch.enter("connecting")
             world = init_world(settings.run.device, settings.distributed.local_rank, timeout, JOIN_S)
             use_own_stream(world.device)
             result = start(settings, world, logger, StopGuard(STOP, watchdog, max_over_ranks))
@@ -157,11 +160,14 @@ def start(settings: TrainSettings, world: World, logger: Logger, guard: StopGuar
     with primary_first():  # the architecture may have to be fetched
         architecture_of(settings.network.model)  # report a misspelt name before a long search for images
     on_progress = SearchProgress(logger.line, partial(guard.watchdog.enter_phase, "start"))
+    logger.stopwatch.enter("listing")
     folders = open_folders(settings, world.data_size, on_progress)
     settings = recipe_from_nothing(settings, len(folders.train), world.data_size)
     note_start(settings, world, logger)
     logger.line(*settings.notes)
+    logger.stopwatch.enter("checkpoint")
     with open_start(settings, world, logger) as (begun, lock):
+        logger.stopwatch.enter("building")
         fraction, seed = settings.images.val_fraction, settings.run.seed
         folders = hold_out(fraction, seed, folders, *([begun.file.parent] if begun.file else []), begun.directory)
         images = len(folders.train)
@@ -174,6 +180,7 @@ def start(settings: TrainSettings, world: World, logger: Logger, guard: StopGuar
         logger.line(*notes)
         flags = run.settings.labels
         synthetic = run.settings.images.loading.data_backend == "synthetic"
+        logger.stopwatch.enter("labels")
         labels, warnings = open_labels(
             flags.token_label_data, flags.maps, folders.train, model.num_classes, on_progress, synthetic=synthetic
         )
@@ -181,8 +188,11 @@ def start(settings: TrainSettings, world: World, logger: Logger, guard: StopGuar
         logger.line(*(f"warning: {warning}" for warning in folders.warnings + beyond + warnings))
         if world.is_primary and (agreement := label_agreement(labels, folders.train)):
             logger.line(agreement)
+        logger.stopwatch.enter("building")
         training = build(run, folders, labels, model, batch)
+        logger.stopwatch.enter("checkpoint")
         restore_state(run, training)
+        logger.stopwatch.enter("building")
         describe(run, training)
         (report_dry_run if run.settings.run.dry_run else train)(run, training)
         best, _ = best_so_far(training.state, ranked_by(run.settings.values()))
@@ -389,6 +399,7 @@ def train(run: Run, training: Training) -> None:
                 raise failure from stop
             raise
     spent = f"{duration(time.monotonic() - began)} since this start"
+    logger.stopwatch.enter("validation")  # its pictures
     logger.line(f"done: {state.update} updates, {spent}; results in {run.directory}")
     if run.world.is_primary and (run.directory / ANSWERS).is_file():
         classes = state.metadata["model_config"]["num_classes"]

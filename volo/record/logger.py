@@ -6,6 +6,7 @@ import importlib.util
 import os
 import socket
 import sys
+import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -20,8 +21,10 @@ from tlt.data.batch import Skipped
 from tlt.io.jobs import progress_bar
 from tlt.io.text import fill, printable, safe_text
 from volo.cluster.distributed import World
+from volo.record.goodput import Stopwatch
+from volo.record.history import EVENTS
 from volo.record.metrics import Arithmetic, EpochTotals, Evaluation, Interval, gpu_use
-from volo.record.records import EVENTS, KD_LOSS, LineFile, RunRecords, duration, strict_json, utc_now
+from volo.record.records import KD_LOSS, LineFile, RunRecords, duration, strict_json, utc_now
 
 if TYPE_CHECKING:
     from volo.record.trackers import Trackers
@@ -52,6 +55,7 @@ class Logger:
 
     def __init__(self, world: World) -> None:
         self.world = world
+        self.stopwatch = Stopwatch()  # of what this process does
         self.records: RunRecords | None = None  # None before `open`, and on ranks other than 0
         self._events = LineFile()  # events.jsonl; it keeps events in memory until `open_events`
         self.trackers: Trackers | None = None  # None unless trackers are used
@@ -67,6 +71,7 @@ class Logger:
         self._epochs = 0
         self._shows_bar = False
         self._advised = False
+        self._told_at = 0.0  # seconds of the stopwatch that the last event told
         self._next_curve = 0.0  # when learning curves are drawn again, on the monotonic clock
 
     def open(self, records: RunRecords, work: Sequence[float], arithmetic: Arithmetic | None = None) -> None:
@@ -93,7 +98,10 @@ class Logger:
 
     def event(self, kind: str, **fields: Any) -> None:
         """Add an event to events.jsonl, if possible, on any rank; `fields` may override `epoch` and `update`."""
-        where = {"rank": self.world.rank, "node": socket.gethostname(), "pid": os.getpid()}
+        where: dict[str, Any] = {"rank": self.world.rank, "node": socket.gethostname(), "pid": os.getpid()}
+        if self.world.is_primary:
+            where["spent"] = self.stopwatch.spent()
+            self._told_at = sum(where["spent"].values())
         self._events.append(strict_json({"time": utc_now(), "kind": kind, **where, **self._position, **fields}))
 
     def set_position(self, epoch: int, update: int) -> None:
@@ -103,19 +111,31 @@ class Logger:
     @contextmanager
     def end_noted(self) -> Iterator[None]:
         """After the block, add an `end` event with exit code and reason, on rank 0 and on every rank that fails. Pass
-        the exit code to the trackers as well."""
+        the exit code to the trackers as well. In the block, rank 0 tells now and then that it is alive."""
         failure: BaseException | None = None
+        ended = threading.Event()
+        if self.world.is_primary:
+            threading.Thread(target=self._tell_time, args=(ended,), daemon=True).start()
         try:
             yield
         except BaseException as error:
             failure = error
             raise
         finally:
+            ended.set()
             code, reason = outcome(failure)
             if self.world.is_primary or failure is not None:
                 self.event("end", exit_code=code, reason=reason)
             if self.trackers is not None:
                 self.trackers.close(code)
+
+    def _tell_time(self, ended: threading.Event) -> None:
+        """Add an event `time` whenever the process has become 1 % older since the last event, once these are written.
+        It is a thread of its own, because a file system that hangs must not keep the watchdog from its work."""
+        while not ended.wait(1.0):
+            age = sum(self.stopwatch.spent().values())
+            if self._events.path is not None and age > 1.01 * self._told_at:
+                self.event("time")
 
     def line(self, *texts: str) -> None:
         """Print each text as a line on rank 0, and add it to log.txt."""

@@ -30,9 +30,8 @@ from tlt.io.files import os_errors_as, read_at, write_whole
 from tlt.tools.drawing import INK, drawable, new_figure, shorten
 from volo.cluster.distributed import launch_id
 from volo.config.settings_train import FITTED, START_ONLY, TrainSettings
+from volo.record.history import METRICS, epochs_of, record_of, starts_of
 
-EVENTS = "events.jsonl"
-METRICS = "metrics.jsonl"
 SUMMARY = "summary.csv"
 _MOST_PENDING = 10_000  # lines kept in memory while a file can't be written
 # For each picture of curve.png: its curves' names in the records, and their legends. No two differ only in colour.
@@ -77,22 +76,6 @@ def plain(value: Any, strict: bool = False) -> Any:
 def strict_json(record: dict[str, Any]) -> str:
     """Return the record as one line of standard JSON."""
     return json.dumps(plain(record, strict=True), allow_nan=False)
-
-
-def read_json_lines(file: Path) -> tuple[list[dict[str, Any]], int]:
-    """Return the records of a file ([] if it is missing), and the number of damaged lines, which are left out."""
-    records = []
-    damaged = 0
-    for line in file.read_bytes().splitlines() if file.is_file() else []:
-        try:
-            record = json.loads(line)
-        except (ValueError, RecursionError):
-            record = None
-        if isinstance(record, dict):
-            records.append(record)
-        elif line.strip():
-            damaged += 1
-    return records, damaged
 
 
 class LineFile:
@@ -253,19 +236,6 @@ class RunRecords:
         return "loss = " + " + ".join(n if w == 1 else f"{w:g} {n}" for n, w in weights.items() if w)
 
 
-def epochs_of(folder: Path) -> list[dict[str, Any]]:
-    """Return the records of the finished epochs of a run."""
-    return [record for record in read_json_lines(folder / METRICS)[0] if record.get("event") == "epoch"]
-
-
-def starts_of(run: Path) -> list[dict[str, Any]]:
-    """Return the records of a run's starts from run.json; one empty record if it is missing or damaged."""
-    content: Any = None
-    with suppress(OSError, ValueError, RecursionError):
-        content = json.loads((run / "run.json").read_bytes())
-    return [start for start in content if isinstance(start, dict)] or [{}] if isinstance(content, list) else [{}]
-
-
 def versions() -> dict[str, str]:
     """Return the versions of the packages that a run depends on; torch's includes its build (+cu130)."""
     installed = {"volo-tlt": __version__, "torch": torch.__version__}
@@ -282,13 +252,18 @@ def settings_of(settings: TrainSettings) -> dict[str, Any]:
 
 def _is_before(line: bytes, epoch: int, update: int) -> bool:
     """Whether a record is before a position. Compare the epoch first, since the length of epochs may change."""
-    try:
-        record = json.loads(line)
+    record = record_of(line) or {}
+    with suppress(TypeError, KeyError):
         if record["event"] == "epoch" or record["epoch"] != epoch:
             return record["epoch"] < epoch
         return record["update"] <= update
-    except (ValueError, TypeError, KeyError, RecursionError):
-        return False
+    return False
+
+
+def slurm_job() -> str | None:
+    """Return the Slurm job of this process and how often it was requeued, such as `42.1`; None outside Slurm."""
+    job = os.environ.get("SLURM_JOB_ID")
+    return f"{job}.{os.environ.get('SLURM_RESTART_COUNT') or 0}" if job else None
 
 
 def launch_record() -> str | None:

@@ -19,7 +19,8 @@ from filelock import FileLock, Timeout
 from tlt.errors import UserError
 from tlt.io.files import os_errors_as
 from volo.cluster.distributed import restarts
-from volo.record.records import launch_record, plain, starts_of
+from volo.record.history import starts_of
+from volo.record.records import launch_record, plain
 
 _LOCK = "run.lock"
 _TIME = "%Y%m%d-%H%M%S"  # the time in the names of runs

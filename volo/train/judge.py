@@ -10,8 +10,8 @@ import numpy as np
 from volo.checkpoint.start import Kind
 from volo.checkpoint.state import ranked_by
 from volo.config.settings_train import FROM_NOTHING, STARTS
+from volo.record.history import epochs_of
 from volo.record.metrics import chance_interval
-from volo.record.records import epochs_of
 from volo.train.architecture import known_config
 from volo.train.run import Run, Training
 

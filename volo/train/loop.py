@@ -80,9 +80,9 @@ def train_epochs(run: Run, training: Training, saver: Saver) -> None:
             *_, ranked = evaluations.values()  # the average, if that is validated
             keep_answers(run.directory, ranked.answers, epoch, best=not epochs_since)
         judge_epoch(run, training, epoch)
+        logger.curve(last=state.epoch >= last)
         if best := saver.after_epoch():
             logger.detail(f"best {ranking_metric} {best.metric:.4f} (epoch {best.epoch + 1}, {best.file})")
-        logger.curve(last=state.epoch >= last)
     if last < epochs and state.epoch >= last:
         logger.line(f"--stop-epoch {last} of {epochs}: --resume auto without it goes on with the same schedule")
 

@@ -10,7 +10,20 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.commands.conftest import QUICK, ROOT, Make, Running, children, digest, ended, held, metrics, start, storage
+from tests.commands.conftest import (
+    QUICK,
+    ROOT,
+    Make,
+    Running,
+    children,
+    digest,
+    ended,
+    held,
+    metrics,
+    spent_in,
+    start,
+    storage,
+)
 from tests.conftest import python_path, wait_until
 from tlt.io.weights import read_checkpoint
 from volo.record.run_directory import RunLock
@@ -64,6 +77,7 @@ def test_fault_23_storage_fault_of_one_rank_stops_all(make_dataset, tmp_path):
     assert run.output.count(".jpg can't be read: Stale file handle, 4 times in a row; its storage") == 1
     assert not any(word in run.output for word in ("Traceback", "left out", "hung"))
     assert read_checkpoint(tmp_path / "run/last.pth.tar")["update"] >= 5
+    assert spent_in(tmp_path / "run").parts["waiting for data"] > 0
 
 
 def test_fault_21_hang_of_one_rank_prints_all_stacks_and_ends(make_dataset, tmp_path):
@@ -73,6 +87,8 @@ def test_fault_21_hang_of_one_rank_prints_all_stacks_and_ends(make_dataset, tmp_
         assert f"[rank {rank}] hung: no progress for " in run.output
     assert "in <lambda>" in run.output and run.output.count("in train_epoch") >= 2  # the stacks
     assert '"kind": "fault"' in (tmp_path / "run" / "events.jsonl").read_text()
+    spent = spent_in(tmp_path / "run")
+    assert spent.parts["training"] > 3 and not spent.restarts  # in the phase "step", and nothing is done again yet
 
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
@@ -94,6 +110,8 @@ def last_update(run: Path) -> int:
     """The update that was saved, which is the last one that was done."""
     update = saved(run)["update"]
     assert isinstance(update, int) and update == metrics(run)[-1]["update"]
+    spent = spent_in(run)
+    assert spent.parts["done twice"] == spent.restarts == 0 < min(spent.parts["training"], spent.parts["starting"])
     return update
 
 
@@ -155,6 +173,7 @@ def test_fault_07_signal_in_validation_keeps_the_epoch_open(make_dataset, tmp_pa
     assert run.end(signal.SIGTERM) == 85, run.output
     checkpoint = saved(tmp_path / "run")
     assert (checkpoint["epoch"], checkpoint["update"]) == (-1, 1)
+    assert spent_in(tmp_path / "run").parts["validation"] > 0
 
 
 @slow
@@ -170,3 +189,5 @@ def test_fault_20_restart_after_a_killed_rank_has_the_same_bits(data, tmp_path):
     (directory,) = tmp_path.glob("*-volo_test-32")
     assert start(f"{flags} --experiment whole", data, processes=2).end() == 0
     assert digest(directory) == digest(tmp_path / "whole")
+    spent = spent_in(directory)
+    assert spent.restarts == 1 and spent.parts["away"] > 0 == spent.queue
