@@ -2,6 +2,8 @@
 
     tlt pack TREE OUT --images DATA     one archive out of a tree of labels
     tlt unpack ARCHIVE OUT              a tree of labels out of an archive
+    tlt pack-masks MASKS OUT ...        labels out of masks of classes
+    tlt pack-table FILE OUT ...         labels out of a table of classes
     tlt pack-images DATA OUT            images and labels into tar shards
     tlt check DATA LABELS               do labels and images belong together?
     tlt show DATA LABELS -o page.png    images, labels and token targets
@@ -76,6 +78,41 @@ def _unpack(command: ArgumentParser) -> None:
     command.add_argument("--overwrite", action="store_true", help="replace label files in OUT, and nothing else")
 
 
+def _pack_masks(command: ArgumentParser) -> None:
+    """Pack masks into the archive OUT: for each cell of a grid, the share of every class among its pixels. MASKS is a
+    folder of PNG files of class numbers, with the paths or names of the images, or JSON files of COCO. Numbers are
+    those of the class folders. If classes are not folders, images may lie anywhere below DATA, and OUT/classes.csv
+    says their classes (volo train's --dataset csv/FILE). A killed command goes on where it was."""
+    add = command.add_argument
+    add("masks", nargs="+", metavar="MASKS", help="folder of PNG files, or JSON files")
+    _labels_of_images(command)
+    add("--grid", type=_positive, nargs=2, metavar="N", help="rows, columns of cells (usual image size / 16)")
+    add("-k", "--top-k", type=_positive, default=5, metavar="N", help="classes kept per cell (5)")
+    add("--ignore", type=_whole, nargs="*", metavar="N", help="numbers that are void (255; in JSON none)")
+    add("--classes", type=_path, metavar="FILE", help="number,name lines or JSON: where folders aren't the classes")
+    add("--map", dest="merge", type=_path, metavar="FILE", help="number,target lines: another number, or a name")
+    add("--suffix", dest="endings", nargs=2, default=("", ""), metavar="S", help="how names of image and mask end")
+    add("--workers", type=_positive, default=available_cpus(), metavar="N", help="processes (one per CPU)")
+
+
+def _pack_table(command: ArgumentParser) -> None:
+    """Pack a table into the archive OUT: one cell an image, with the classes of a row and their probabilities. FILE
+    has lines of image, class, ids and probabilities (0,391 and 0.27,1.0), separated by tabs, or is a parquet file. More
+    than 1 in all is divided by its sum; classes of the rest are as --label-tail says."""
+    command.add_argument("table", metavar="FILE", help="lines with tabs (.tsv), or .parquet")
+    _labels_of_images(command)
+    command.add_argument("-k", "--top-k", type=_positive, metavar="N", help="classes kept per image (all)")
+
+
+def _labels_of_images(command: ArgumentParser) -> None:
+    add = command.add_argument
+    add("out", metavar="OUT", help="folder of the archive")
+    add("--images", type=_path, required=True, metavar="DATA", help="the images")
+    add("--split", help=_SPLIT)
+    add("--dataset", default="", metavar="KIND", help="volo train's (class folders)")
+    add("--overwrite", action="store_true", help="replace the archive in OUT, and nothing else")
+
+
 def _pack_images(command: ArgumentParser) -> None:
     """Pack the images of DATA, byte for byte, into tar shards OUT/SPLIT/00000.tar, ... in WebDataset's layout. Programs
     read OUT instead of DATA: same order, same classes. Every byte is read back. A killed command goes on where it
@@ -138,6 +175,8 @@ _positive = partial(_whole, least=1)
 _COMMANDS = {  # name -> positional arguments, help line, function that adds flags (its docstring is the description)
     "pack": ("TREE OUT", "a tree of label files into an archive", _pack),
     "unpack": ("ARCHIVE OUT", "an archive into a tree of label files", _unpack),
+    "pack-masks": ("MASKS OUT --images DATA", "masks of classes into an archive of labels", _pack_masks),
+    "pack-table": ("FILE OUT --images DATA", "a table of classes into an archive of labels", _pack_table),
     "pack-images": ("DATA OUT", "images and labels into tar shards", _pack_images),
     "check": ("DATA LABELS", "whether labels, or features, and images belong together", _check),
     "show": ("DATA LABELS -o FILE", "a picture of images with their labels, or features", _show),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from tlt.data.sources import open_images
 from tlt.data.sources.source import ImageSource
 from tlt.errors import UserError
 from tlt.io.files import os_errors_as
-from tlt.io.jobs import Progress
+from tlt.io.jobs import Job, Progress, in_processes
 from tlt.io.text import leads_out, natural_sorted, printable
 from tlt.label_map import LabelMap
 from tlt.labels.archive import LABELS, ArchiveReader
@@ -54,21 +55,29 @@ def pack(
     info = replace(recorded or LabelInfo(k, (h, w)), k=k, grid=(h, w), log_sum_exp=False, skipped=[], max_id=None)
     made_by = {"--transposed": transposed}
     writer = ArchiveWriter(out, replace(info, area=area or info.area), names, overwrite, made_by=made_by)
-    if writer.complete:
-        raise UserError(f"OUT {printable(out)} is a complete label archive: choose another folder, or --overwrite")
-    pending = writer.pending()
-    written = sorted({*range(len(labels))}.difference(pending))
-    if not all(writer.holds(row, read(row)) for row in written[:: max(1, len(written) // _COMPARED)]):
-        raise UserError(f"OUT {printable(out)} holds labels of another tree: choose another OUT, or --overwrite")
-    progress = Progress("packing", len(pending), "label")
-    for row in pending:
-        writer.write(row, read(row))
-        progress.step()
-    progress.close()
+    write_rows(writer, lambda _, row: read(row), None, 1, "another tree")
     compared = folder is not None and (recorded is None or recorded.class_names == folder.class_names)
     agreement = writer.finish(recorded.skipped if recorded else (), classes if compared else None)
     done = f"{len(names)} labels packed in {printable(out)}"
     return [*notes, done, *([agreement_text(agreement)] if compared else [])]
+
+
+def write_rows(
+    writer: ArchiveWriter, make: Callable[[Job, int], LabelMap], job: Job, workers: int, source: str
+) -> None:
+    """Write `make(job, row)` into every row that is not written yet, by `workers` processes. Raise UserError if the
+    archive is complete, or some of the rows that are written come from another source."""
+    out = printable(str(writer.root))
+    if writer.complete:
+        raise UserError(f"OUT {out} is a complete label archive: choose another folder, or --overwrite")
+    pending = writer.pending()
+    written = sorted({*range(len(writer.names))}.difference(pending))
+    sample = written[:: max(1, len(written) // _COMPARED)]
+    for label_map, row in zip(in_processes(make, job, sample, 1, "comparing"), sample, strict=True):
+        if not writer.holds(row, label_map):
+            raise UserError(f"OUT {out} holds labels of {source}: choose another OUT, or --overwrite")
+    for label_map, row in zip(in_processes(make, job, pending, workers, "packing", "label"), pending, strict=True):
+        writer.write(row, label_map)
 
 
 def find_rows(tree: str, folder: ImageSource | None) -> tuple[list[str], list[str], np.ndarray, list[str]]:
@@ -104,6 +113,10 @@ def unpack(archive: str, out: str, overwrite: bool = False) -> list[str]:
     `out` can't be written or holds something other than a tree from such a command."""
     root = Path(out)
     info, names = read_description(archive, LABELS)
+    if info.shares:
+        raise UserError(
+            f"{printable(archive)} holds shares of classes, a tree of label files only logits: keep it packed"
+        )
     reader = ArchiveReader(archive, names)
     # The label file of the image, or the one whose name the row has.
     labels = [name if name.endswith(".pt") else usual for name, usual in zip(names, label_names(names), strict=True)]
