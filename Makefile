@@ -125,6 +125,13 @@ benchmark-gpu-features:
 	timeout --signal=INT 590 $(PYTHON) benchmark.py features --device $(DEVICE) --output $(OUT)/features.jsonl \
 	  $(if $(ON_CPU),--model volo_test --img-size 32 -b 2 --images 4 --rounds 1 --teacher test_vit,--model volo_d1 -b 96 --images 960)
 
+# What labels and a teacher are worth to VOLO-D1, on scenes of products (Debian's dataset-fashion-mnist); a further call
+# trains the runs that are missing.
+benchmark-gpu-scenes:
+	timeout --signal=INT $(if $(ON_CPU),1200,590) $(PYTHON) benchmark.py ablation --scenes products --gpu-size --device $(DEVICE) \
+	  --directory $(OUT)/ablation --output $(OUT)/ablation.jsonl $(if $(ON_CPU),--images 50 --validation 10 --single 100 \
+	  --epochs 1 --seeds 1 --jobs 1,--epochs 60) $(BENCHMARK_ARGS)
+
 FEW = --images 4 --copies 1 --image-size 60 48 -b 2 --epochs 1 --workers 1
 files = timeout --signal=INT $(if $(ON_CPU),590,$(1)) $(PYTHON) benchmark.py run --device $(DEVICE) --output $(OUT)/run.jsonl \
   $(if $(TIMM),--timm $(TIMM)) $(if $(ON_CPU),$(FEW) $(3),--workers 15) --model $(2)

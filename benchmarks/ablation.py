@@ -1,10 +1,13 @@
-"""Do labels at the right place make a better model? Small models, trained in several ways on made-up scenes.
+"""Do labels of places make a better model? Small models, trained in several ways on made-up scenes.
 
-    python benchmark.py ablation        # 45 minutes on two cores
+    python benchmark.py ablation        # 45 minutes on two cores: labels at the right place, scans of digits
+    # what labels and a teacher add, photographs of products, 300 and 3,000 scenes: an hour on two cores
+    python benchmark.py ablation --scenes products --images 300 --epochs 70
+    python benchmark.py ablation --scenes products --images 3000 --epochs 7
 
-Scenes are scans of digits on textured ground. A large digit in the central square names the class; two smaller ones of
-other classes lie anywhere. The arms differ in their labels alone: weights, order, crops and boxes of a seed are the
-same. Every finished run is a line of `runs.jsonl`; a further start trains what is missing. docs/evidence.md has more.
+`benchmarks.scenes` draws the scenes. The arms differ in what is learned alone: weights, order, crops and boxes of a
+seed are the same. Every finished run is a line of `runs.jsonl`; a further start trains what is missing.
+docs/evidence.md has more.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ import json
 import math
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import replace
@@ -23,32 +27,23 @@ from typing import Any, NamedTuple
 import numpy as np
 import timm
 import torch
-from PIL import Image
 from torch import Tensor
 
 import tlt
 import volo.models  # noqa: F401  registers them
 from benchmarks.rounds import BenchmarkSettings, Measuring, Range, Rows
+from benchmarks.scenes import CLASSES, MAP, PRODUCTS, SHORT, TOP_K, Digits, Products, Scenes
+from tlt.errors import one_of
+from tlt.io.jobs import available_cpus
+from tlt.labels.features import FeatureStore
 from tlt.models.token_labeling import DENSE_SHARE
 from tlt.upstream.behaviour import label_view
+from volo.cluster.distributed import choose_device
 from volo.config import value_types as t
-from volo.config.fields import flag, taken
-from volo.config.settings_shared import DEBUG
+from volo.config.fields import flag, switch, taken
+from volo.config.settings_shared import DEBUG, DEVICE
 
-VALIDATION = 1000
-BATCH = 20
-RATE = 1e-3
 FEW = 300
-CLASSES = 10
-LONG = 128
-SHORT = 96  # px, of scenes
-SIDE = 64  # px, of what models get
-TOKEN = 8  # px, of what a token shows
-MAP = 18  # cells of a label map in a row
-TOP_K = 3  # classes in each
-NEAR = 4.0  # px in which a digit's weight around it falls to 1 / e
-FLOOR = 0.02  # weight of what is not in the image
-HALF = float(np.log((FLOOR + 0.5) / FLOOR))  # logit of a class whose digit has half the weight it has on itself
 MEAN = 0.4  # of each channel
 STD = 0.25
 
@@ -56,209 +51,196 @@ STD = 0.25
 class Arm(NamedTuple):
     """A way to train."""
 
-    labels: str  # the truth, or by the annotator, a small network trained on crops
+    labels: str  # truth or masks, or annotator: a small network trained on crops of digits, or on single products
     against: str = ""  # the arm that it is compared with
     compat: tuple[str, ...] = ()
     other: bool = False  # labels are read in the window of the next crop of the batch
-    few: bool = False  # trains on FEW scenes without MixToken; the annotator has seen all
+    few: bool = False  # trains on FEW scenes; the annotator has seen all
+    mix: bool = True  # with MixToken
+    features: bool = False  # tokens learn stored features of the annotator
+    rate: float = 1e-3  # learning rate
+    crop: float = 0.08  # share of the image's area that a crop keeps at least
 
 
 _WINDOW = ("label-crop", "label-scale")  # the published window: mirrored, scaled by the map's width
 ARMS = {
-    "true": Arm("truth"),
-    "published": Arm("truth", "true", _WINDOW),
-    "annotator": Arm("annotator"),
-    "annotator-published": Arm("annotator", "annotator", _WINDOW),
-    "class": Arm("", "true"),
-    "other": Arm("truth", "true", other=True),
-    "few": Arm("annotator", "few-class", few=True),
-    "few-class": Arm("", few=True),
+    "digits": {
+        "true": Arm("truth"),
+        "published": Arm("truth", "true", _WINDOW),
+        "annotator": Arm("annotator"),
+        "annotator-published": Arm("annotator", "annotator", _WINDOW),
+        "class": Arm("", "true"),
+        "other": Arm("truth", "true", other=True),
+        "few": Arm("annotator", "few-class", few=True, mix=False),
+        "few-class": Arm("", few=True, mix=False),
+    },
+    "products": {
+        "class": Arm("", mix=False),
+        "class-mix": Arm("", "class"),
+        "masks": Arm("masks", "class", mix=False),
+        "annotator": Arm("annotator", "class", mix=False),
+        "published": Arm("annotator", "annotator", _WINDOW, mix=False),
+        "features": Arm("", "class", mix=False, features=True),
+    },
 }
+
+
+class Body(NamedTuple):
+    """What is trained."""
+
+    model: str
+    options: dict[str, Any]
+    side: int  # px, of what it gets
+    token: int  # px, of what a token shows
+    batch: int
+    scale: int  # scenes are so many times as large
+
+
+SMALL = Body("volo_test", {"patch_size": 4}, 64, 8, 20, 1)
+GPU = Body("volo_d1", {}, 224, 16, 96, 3)
 
 
 class Flags(BenchmarkSettings):
     """Runs"""
 
     directory: t.Dir = flag("output/ablation", "finished runs, and the scenes")
-    arms: list[str] = flag([arm for arm in ARMS if not ARMS[arm].few], ", ".join(ARMS), tuple(ARMS), metavar="ARM")
+    scenes: str = flag("digits", "what the scenes show", tuple(ARMS))
+    products: t.Dir = flag(PRODUCTS, "the files of Debian's dataset-fashion-mnist", metavar="FOLDER")
+    arms: list[str] = flag(
+        [], "digits: {}; products: {} (all, but for few ones)".format(*map(", ".join, ARMS.values())), metavar="ARM"
+    )
     seeds: t.Positive = flag(5, "seeds of each arm, from 0")
     epochs: t.Positive = flag(10, "epochs of a run")
     images: int = flag(3000, "training scenes", t.Number(int, low=50))
+    validation: t.Positive = flag(1000, "validation scenes")
+    single: t.Positive = flag(6000, "pictures of single products that the annotator learns")
+    gpu_size: bool = switch("VOLO-D1 at 224 px, on scenes three times as large")
     jobs: t.Positive = flag(2, "runs at a time, one thread each")
+    device: t.Device | None = DEVICE()
     output: t.File = taken(Measuring, "output")
     debug: bool = DEBUG()
 
 
 def run(settings: Flags) -> None:
     """Train what is missing, then print the table."""
-    arms = list(dict.fromkeys(settings.arms))
+    known = ARMS[settings.scenes]
+    arms = list(dict.fromkeys(settings.arms)) or [arm for arm in known if not known[arm].few]
+    for arm in arms:
+        one_of(f"--arms with --scenes {settings.scenes}", arm, list(known))
+    body = GPU if settings.gpu_size else SMALL
+    kinds = {"digits": Digits(body.scale, masks=False), "products": Products(body.scale, folder=settings.products)}
     runs = Path(settings.directory)
-    data = runs / f"scenes-{settings.images}"
+    name = "scenes" if settings.scenes == "digits" else settings.scenes
+    data = runs / f"{name}-{settings.images}{'-gpu' * settings.gpu_size}"
     file = runs / "runs.jsonl"
-    prepare(data, settings.images, any(ARMS[arm].labels == "annotator" for arm in arms))
-    done = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
-    same: dict[str, Any] = {"epochs": settings.epochs, "images": settings.images}
-    asked = [{"arm": arm, "seed": seed, **same} for arm in arms for seed in range(settings.seeds)]
+    sources = {known[arm].labels for arm in arms} | {"features" for arm in arms if known[arm].features}
+    device = str(choose_device(settings.device, 0))
+    counts = settings.images, settings.validation, settings.single
+    prepare(kinds[settings.scenes], body, data, counts, sources, device)
+    same: dict[str, Any] = {"scenes": "digits", "validation": 1000, "gpu_size": False}
+    done = [same | json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+    same = {name: settings[name] for name in ("scenes", "epochs", "images", "validation", "gpu_size")}
+    asked = [{"arm": arm, "seed": seed, **same} for seed in range(settings.seeds) for arm in arms]
     missing = [asked_run for asked_run in asked if not any(asked_run.items() <= row.items() for row in done)]
     with ProcessPoolExecutor(settings.jobs, get_context("spawn"), torch.set_num_threads, (1,)) as pool:
-        started = {pool.submit(train, data, row["arm"], row["seed"], settings.epochs): row for row in missing}
+        started = {
+            pool.submit(train, data, known[row["arm"]], row["seed"], settings.epochs, body, device): row
+            for row in missing
+        }
         for future in as_completed(started):
             done.append(started[future] | future.result())
             with file.open("a") as log:
                 log.write(json.dumps(done[-1]) + "\n")
             print(f"{done[-1]['arm']}, seed {done[-1]['seed']}: top-1 {done[-1]['top1'][-1]:.1f} %", flush=True)
-    table = Rows(settings, ("arm", "figure", "seeds", "%", "against", "points (95 % interval)", "p"))
-    for row in figures([row for asked_run in asked for row in done if asked_run.items() <= row.items()]):
+    columns = ("arm", "figure", "seeds", "%", "against", "points (95 % interval)", "p", "CPU s")
+    table = Rows(settings, columns)
+    for row in figures([row for asked_run in asked for row in done if asked_run.items() <= row.items()], known):
         table.write(row)
 
 
-def prepare(data: Path, images: int, annotate: bool) -> None:
-    """Write the scenes and their labels, as far as they are not there."""
+def prepare(
+    scenes: Scenes, body: Body, data: Path, counts: tuple[int, int, int], sources: set[str], device: str
+) -> None:
+    """Write the scenes, their labels and the features of their annotator, as far as they are not there. `counts` are of
+    training and validation scenes, and of single things."""
+    images, validation, single = counts
+    tokens = body.side // body.token
     if not (data / "validation.pt").exists():
-        write_scenes(data, images, VALIDATION)
-    if annotate and not (data / "annotated").exists():  # digits are as large in its crops as in what it labels
-        model = "--model-kwargs output_stride=8 -b 50"
-        network = data / "annotator" / "model_best.pth.tar"
-        plain = "--hflip 0 --aa none --color-jitter 0 --reprob 0 --scale 0.3 1.0 --lr 4e-3"
-        short = f"--experiment annotator --output {data} --epochs 12 --warmup-epochs 1 --cooldown-epochs 0"
-        for line in (
-            f"train {data} --model test_resnet --img-size {SHORT} --resume auto {model} {plain} {short}",
-            f"label {data} {data}/train-annotator --checkpoint {network} --img-size {8 * MAP} --top-k {TOP_K} {model}",
-        ):
-            subprocess.run([sys.executable, "-m", "volo", *line.split()], check=True)
-        (data / "annotated").touch()
+        scenes.write(data, images, validation, body.side, tokens)
+    model = f"--model-kwargs output_stride=8 -b 50 --device {device}"
+    plain = (
+        "--hflip 0 --aa none --color-jitter 0 --reprob 0 --lr 4e-3 --epochs 12 --warmup-epochs 1 --cooldown-epochs 0"
+    )
+    # Things are as large in what the annotator learns as in what it labels: crops of scenes, or single products.
+    learned, seen = data, f"--img-size {SHORT} --scale 0.3 1.0"
+    if isinstance(scenes, Products):
+        learned, seen = data.parent / "products-single", "--img-size 64 --scale 0.35 1.0"
+    network = f"--checkpoint {learned}/annotator/model_best.pth.tar {model} --img-size {8 * MAP}"
+    steps = {
+        "masks": f"tlt pack-masks {data}/train-drawn {data}/train-masks --images {data} --grid {MAP} {MAP} --workers 1",
+        "annotator": f"volo label {data} {data}/train-annotator {network} --top-k {TOP_K}",
+        "features": f"volo features {data} {data}/features {network}",
+    }
+    if sources & {"annotator", "features"} and not (learned / "learned.done").exists():
+        if learned != data and not (learned / "validation.pt").exists():
+            replace(scenes, scale=1).write(learned, single, validation, SMALL.side, tokens, single=True)
+        run_name = f"--resume auto --output {learned} --experiment annotator"
+        steps = {"learned": f"volo train {learned} --model test_resnet {model} {seen} {plain} {run_name}"} | steps
+    for source, line in steps.items():
+        done = (learned if source == "learned" else data) / f"{source}.done"
+        if source in {"learned", *sources} and not done.exists():
+            subprocess.run([sys.executable, "-m", *line.split()], check=True)
+            done.touch()
 
 
-class Digit(NamedTuple):
-    """A digit in a scene: its class and its box in pixels."""
-
-    number: int
-    x: int
-    y: int
-    side: int
-
-
-def write_scenes(root: Path, train: int, validation: int) -> None:
-    """Write image folders `train` and `val`, label files of the truth, and `validation.pt`: the central squares of the
-    latter, their classes, and the digit of each token, -1 where less than half of it is a digit's by the truth."""
-    from sklearn.datasets import load_digits
-
-    scans = load_digits()
-    held_out = np.arange(len(scans.target)) % 5 == 0
-    validation_scenes: list[tuple[Tensor, int, Tensor]] = []
-    for split, count, rows in (("train", train, ~held_out), ("val", validation, held_out)):
-        for number in range(count):
-            generator = np.random.default_rng([split == "val", number])
-            digits, pixels = draw_scene(generator, scans.images[rows], scans.target[rows], number)
-            height, width = pixels.shape[:2]
-            image = Image.fromarray(pixels)
-            maps = torch.from_numpy(truth(digits, (width, height)))
-            folders = [root / folder / str(digits[0].number) for folder in (split, f"{split}-truth")]
-            for folder in folders:
-                folder.mkdir(parents=True, exist_ok=True)
-            image.save(folders[0] / f"{number:05}.png")
-            torch.save(maps, folders[1] / f"{number:05}.pt")
-            if split == "val":
-                left = (width - SHORT) // 2
-                top = (height - SHORT) // 2
-                box = (left, top, left + SHORT, top + SHORT)
-                seen = np.array(image.resize((SIDE, SIDE), Image.Resampling.BICUBIC, box))
-                centres = (torch.arange(SIDE // TOKEN) + 0.5) * TOKEN / SIDE * SHORT
-                cells = [((s + centres) / n * MAP).long() for s, n in ((top, height), (left, width))]
-                names = torch.where(maps[0, 0] > HALF, maps[1, 0].long(), -1)[cells[0][:, None], cells[1]]
-                validation_scenes.append((torch.from_numpy(seen).permute(2, 0, 1), digits[0].number, names.flatten()))
-    images, classes, tokens = zip(*validation_scenes, strict=True)
-    torch.save([torch.stack(images), torch.tensor(classes), torch.stack(tokens)], root / "validation.pt")
-
-
-def draw_scene(
-    generator: np.random.Generator, scans: np.ndarray, numbers: np.ndarray, number: int
-) -> tuple[list[Digit], np.ndarray]:
-    """Return the digits of scene `number`, the large one first, and its pixels (height, width, 3)."""
-    width, height = (SHORT, LONG) if number % 2 else (LONG, SHORT)
-    coarse = generator.integers(20, 140, (height // 12 + 1, width // 12 + 1, 3), dtype=np.uint8)
-    smooth = np.asarray(Image.fromarray(coarse).resize((width, height), Image.Resampling.BICUBIC), float)
-    pixels = smooth + generator.normal(0, 12, (height, width, 1))
-    digits: list[Digit] = []
-    others = generator.permutation(CLASSES - 1)[:2]
-    own = number // 2 % CLASSES  # as many scenes of each class, as many of them landscapes
-    for place, digit_class in enumerate([own, *(own + 1 + others) % CLASSES]):
-        scan = scans[generator.choice(np.flatnonzero(numbers == digit_class))]
-        for _ in range(50):
-            digit = _place(generator, int(digit_class), (width, height), large=place == 0)
-            if not any(_overlap(digit, other) for other in digits):
-                break
-        else:
-            continue  # no room is left
-        digits.append(digit)
-        ink = np.asarray(Image.fromarray(np.uint8(scan * 255 / 16)).resize((digit.side,) * 2, Image.Resampling.BICUBIC))
-        opacity = (ink / 255.0)[..., None]
-        colour = generator.uniform(150, 255, 3)
-        window = pixels[digit.y : digit.y + digit.side, digit.x : digit.x + digit.side]
-        window[:] = window * (1 - opacity) + colour * opacity
-    return digits, pixels.clip(0, 255).astype(np.uint8)
-
-
-def _place(generator: np.random.Generator, number: int, size: tuple[int, int], large: bool) -> Digit:
-    side = int(generator.integers(*((34, 48) if large else (20, 28))))
-    # The large digit lies in the central square, which validation sees.
-    free = [(SHORT if large else length, length) for length in size]
-    x, y = (int(generator.integers(0, room - side + 1)) + (length - room) // 2 for room, length in free)
-    return Digit(number, x, y, side)
-
-
-def _overlap(one: Digit, two: Digit) -> bool:
-    apart = (abs(a + one.side / 2 - b - two.side / 2) for a, b in ((one.x, two.x), (one.y, two.y)))
-    return max(apart) < (one.side + two.side) / 2 - 2
-
-
-def truth(digits: list[Digit], size: tuple[int, int]) -> np.ndarray:
-    """Return the label map of a scene of `size` (width, height) as logits and class ids (2, TOP_K, MAP, MAP): in each
-    cell the digits' classes by their distance, as an annotator with a receptive field sees them."""
-    x, y = ((np.arange(MAP) + 0.5) * length / MAP for length in size)
-    weights = np.full((CLASSES, MAP, MAP), FLOOR)
-    for digit in digits:
-        dx = np.maximum(0, np.abs(x - digit.x - digit.side / 2) - digit.side / 2)[None, :]
-        dy = np.maximum(0, np.abs(y - digit.y - digit.side / 2) - digit.side / 2)[:, None]
-        weights[digit.number] += np.exp(-np.hypot(dx, dy) / NEAR)
-    ids = np.argsort(-weights, 0, kind="stable")[:TOP_K]
-    # Classes that are not listed have logit 0, which is the floor's.
-    return np.stack([np.log(np.take_along_axis(weights, ids, 0) / FLOOR), ids]).astype(np.float16)
-
-
-def train(data: Path, arm: str, seed: int, epochs: int) -> dict[str, list[float]]:
-    """Train one model and return what `evaluate` finds after each epoch."""
-    how = ARMS[arm]
+def train(data: Path, how: Arm, seed: int, epochs: int, body: Body, device: str) -> dict[str, Any]:
+    """Train one model and return what `evaluate` finds after ten of the epochs, the last among them, and seconds."""
+    began = time.perf_counter(), time.process_time()
     torch.manual_seed(seed)
-    model: Any = timm.create_model("volo_test", num_classes=CLASSES, img_size=SIDE, patch_size=TOKEN // 2)
-    criterion = tlt.TokenLabelLoss.of(model, (SIDE, SIDE), dense_weight=0.5 if how.labels else 0.0)
-    optimizer = torch.optim.AdamW(model.parameters(), RATE, weight_decay=0.05)
-    loader = open_loader(data, how, seed)
+    size = (body.side, body.side)
+    model: Any = timm.create_model(body.model, num_classes=CLASSES, img_size=body.side, **body.options)
+    criterion = tlt.TokenLabelLoss.of(model, size, dense_weight=0.5 if how.labels else 0.0)
+    loader, features = open_loader(data, how, seed, body, device)
+    distil = None
+    taught: dict[str, bool] = {}
+    for store in features:
+        teacher = tlt.StoredTeacher(store)
+        model = tlt.with_projector(model, teacher, size)
+        distil = tlt.DistillLoss.of(model, size, teacher)
+        taught = {"taught": True}
+    model.to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), how.rate, weight_decay=0.05)
     validation = torch.load(data / "validation.pt")
     updates = len(loader)
-    by_epoch: dict[str, list[float]] = {"top1": [], "tokens": []}
+    by_epoch: dict[str, Any] = {"top1": [], "tokens": []}
+    half = torch.autocast("cuda", torch.bfloat16, enabled=device.startswith("cuda"))
     for epoch in range(epochs):
         model.train()
         for update, batch in enumerate(loader.epoch(epoch), epoch * updates):
             if how.other:
                 batch = replace(batch, affine=batch.affine.roll(1, 0), visible=batch.visible.roll(1, 0))
-            optimizer.param_groups[0]["lr"] = rate(update, updates * epochs, updates)
+            optimizer.param_groups[0]["lr"] = rate(how.rate, update, updates * epochs, updates)
             step = tlt.StepKey(seed, update)
             step.seed_torch()
-            box = None if how.few else tlt.draw_box(step, criterion.grid)
-            outputs = model(batch.images, dense=True, mix_box=box)
-            loss = criterion(outputs, criterion.targets(batch), box)
+            box = tlt.draw_box(step, criterion.grid) if how.mix else None
+            with half:
+                outputs = model(batch.images, dense=True, mix_box=box, **taught)
+            outputs, tokens = outputs if distil else (outputs, None)
+            loss = criterion(outputs, criterion.targets(batch), box).total
+            if distil is not None:
+                loss = loss + distil(tokens, distil.lesson(batch))
             optimizer.zero_grad()
-            loss.total.backward()
+            loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
-        for name, value in evaluate(model, validation, dense=bool(how.labels)).items():
-            by_epoch[name].append(value)
-    return by_epoch
+        if (epochs - 1 - epoch) % max(1, epochs // 10) == 0:
+            for name, value in evaluate(model, validation, bool(how.labels), device).items():
+                by_epoch[name].append(value)
+    return by_epoch | {"wall_s": time.perf_counter() - began[0], "cpu_s": time.process_time() - began[1]}
 
 
-def open_loader(data: Path, how: Arm, seed: int) -> tlt.Loader:
-    """Return the training batches of an arm."""
+def open_loader(data: Path, how: Arm, seed: int, body: Body, device: str) -> tuple[tlt.Loader, list[FeatureStore]]:
+    """Return the training batches of an arm, and the stored features that they have."""
     images = tlt.open_images(str(data), "train")
     labels = None
     if how.few:
@@ -266,26 +248,30 @@ def open_loader(data: Path, how: Arm, seed: int) -> tlt.Loader:
     if how.labels:
         labels = tlt.open_labels(str(data / f"train-{how.labels}"), images.paths, num_classes=CLASSES)
     plain: dict[str, Any] = {"hflip": 0.0, "auto_augment": None, "color_jitter": None, "reprob": 0.0}
-    config = tlt.AugmentConfig((SIDE, SIDE), mean=(MEAN,) * 3, **plain)
+    config = tlt.AugmentConfig((body.side, body.side), (how.crop, 1.0), mean=(MEAN,) * 3, **plain)
     options: dict[str, Any] = {"std": (STD,) * 3, "workers": 0, "label_view": label_view(how.compat)}
-    return tlt.Loader(images, labels, config, BATCH, seed, **options)
+    if device != "cpu":
+        options |= {"device": device, "workers": max(1, available_cpus() - 1)}
+    features = [tlt.open_features(data / "features", images.paths)] if how.features else []
+    return tlt.Loader(images, labels, config, body.batch, seed, features=features, **options), features
 
 
-def rate(update: int, updates: int, warmup: int) -> float:
+def rate(highest: float, update: int, updates: int, warmup: int) -> float:
     """Return the learning rate of an update: a linear warm-up, then a half cosine to zero."""
     if update < warmup:
-        return RATE * (update + 1) / warmup
-    return RATE * 0.5 * (1 + math.cos(math.pi * (update - warmup) / max(1, updates - warmup)))
+        return highest * (update + 1) / warmup
+    return highest * 0.5 * (1 + math.cos(math.pi * (update - warmup) / max(1, updates - warmup)))
 
 
 @torch.inference_mode()
-def evaluate(model: Any, validation: Sequence[Tensor], dense: bool) -> dict[str, float]:
+def evaluate(model: Any, validation: Sequence[Tensor], dense: bool, device: str) -> dict[str, float]:
     """Return top-1 in percent, with half the maximum of a trained dense head as in every evaluation, and the percentage
     of the tokens with a digit that this head names."""
     model.eval()
     correct = []
     named = []
-    for images, classes, truth in zip(*(each.split(200) for each in validation), strict=True):
+    for parts in zip(*(each.split(200) for each in validation), strict=True):
+        images, classes, truth = (part.to(device) for part in parts)
         logits, token_logits = model((images / 255.0 - MEAN) / STD, dense=True)
         if dense:
             logits = logits + DENSE_SHARE * token_logits.amax(1)
@@ -295,7 +281,7 @@ def evaluate(model: Any, validation: Sequence[Tensor], dense: bool) -> dict[str,
     return {name: 100 * float(torch.cat(each).double().mean()) for name, each in shares.items()}
 
 
-def figures(rows: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
+def figures(rows: Sequence[Mapping[str, Any]], arms: Mapping[str, Arm]) -> Iterator[dict[str, Any]]:
     """Yield each arm's figures, and the differences by seed to the arm `against`: mean, 95 % interval and p-value of a
     paired t-test, not corrected for the number of arms."""
     from scipy import stats
@@ -305,10 +291,11 @@ def figures(rows: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
         for arm in dict.fromkeys(arm for arm, _ in last):
             of_arm = {seed: value for (other, seed), value in last.items() if other == arm}
             row_of_arm = {"arm": arm, "figure": name, "seeds": len(of_arm), "%": Range.of(list(of_arm.values()))}
-            against = ARMS[arm].against
+            against = arms[arm].against
             pairs = [value - last[against, seed] for seed, value in of_arm.items() if (against, seed) in last]
             if len(set(pairs)) > 1:
                 test = stats.ttest_1samp(pairs, 0.0)
                 interval = Range(float(np.mean(pairs)), *map(float, test.confidence_interval(0.95)))
                 row_of_arm |= {"against": against, "points (95 % interval)": interval, "p": float(test.pvalue)}
-            yield row_of_arm
+            seconds = [row["cpu_s"] for row in rows if row["arm"] == arm and "cpu_s" in row]
+            yield row_of_arm | ({"CPU s": Range.of(seconds)} if seconds else {})

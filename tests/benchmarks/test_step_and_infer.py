@@ -150,6 +150,8 @@ def test_an_arm_that_fails_is_told_and_the_others_are_timed(monkeypatch, measure
         ("infer --model volo_d --peer", "--model volo_d: timm knows no such model; did you mean"),
         ("infer --output nowhere/rows", "--output nowhere/rows: No such file or directory"),
         ("ablation --images 19", "--images: 19 is out of range: at least 50"),
+        ("ablation --arms masks", "--arms with --scenes digits masks: choose from true, "),
+        ("ablation --scenes products --products no", "no has no train-images-idx3-ubyte.gz: apt-get install dataset-f"),
     ],
 )
 def test_mistakes_are_told_in_one_line(line, message, capsys):
