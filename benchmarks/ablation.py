@@ -63,6 +63,7 @@ class Arm(NamedTuple):
 
 
 _WINDOW = ("label-crop", "label-scale")  # the published window: mirrored, scaled by the map's width
+_PLAIN = Arm("", mix=False, crop=0.6)
 ARMS = {
     "digits": {
         "true": Arm("truth"),
@@ -75,12 +76,12 @@ ARMS = {
         "few-class": Arm("", few=True, mix=False),
     },
     "products": {
-        "class": Arm("", mix=False),
-        "class-mix": Arm("", "class"),
-        "masks": Arm("masks", "class", mix=False),
-        "annotator": Arm("annotator", "class", mix=False),
-        "published": Arm("annotator", "annotator", _WINDOW, mix=False),
-        "features": Arm("", "class", mix=False, features=True),
+        "class": _PLAIN,
+        "class-mix": _PLAIN._replace(against="class", mix=True),
+        "masks": _PLAIN._replace(labels="masks", against="class"),
+        "annotator": _PLAIN._replace(labels="annotator", against="class"),
+        "published": _PLAIN._replace(labels="annotator", against="annotator", compat=_WINDOW),
+        "features": _PLAIN._replace(features=True, against="class"),
     },
 }
 
