@@ -80,9 +80,11 @@ def test_a_page_shows_what_the_pipeline_made(data):
         for colour, row, share in zip(cells.get_array().reshape(-1, 4), target, weight, strict=True):
             assert tuple(colour[:3]) == pytest.approx(shown[NAMES[int(row.argmax())].replace("美", "\\u7f8e")])
             assert colour[3] == pytest.approx(0.6 * float(row.max()) * share, abs=1e-6)
-        hatched = [c for c in axes.collections if c.get_label() == "blank"]
-        blank += sum(len(c.get_paths()) for c in hatched)
-        assert sum(len(c.get_paths()) for c in hatched) == (weight == 0).sum()
+        hatched = [path for c in axes.collections if c.get_label() == "blank" for path in c.get_paths()]
+        squares = {tuple(corners.min(0)) for path in hatched for corners in path.vertices.reshape(-1, 5, 2)[:, :4]}
+        side = 96 / GRID[1]
+        assert squares == {(c * side, r * side) for r, c in np.argwhere(example.tokens.weight == 0)}
+        blank += len(squares)
     assert blank
     # The label map lies on its area, with the softmax over all classes.
     cells = _one(_drawn(figure, "label")[1], "cells")

@@ -25,13 +25,15 @@ from tlt.tools.placement import check_placement
 _SHOWN = 3  # examples per kind of fault
 
 
-def check(data: str, labels: str, split: str = "train", num_classes: int | None = None) -> tuple[bool, list[str]]:
+def check(
+    data: str, labels: str, split: str = "train", num_classes: int | None = None, dataset: str = ""
+) -> tuple[bool, list[str]]:
     """Read every label of the images in `data`, or every map where `labels` is a feature archive. The images themselves
     are read only if they are in shards, and a sample of them for features. Return whether every image has what it
     should; and the report, as lines of text. Raise UserError if there are no images, or nothing that could be their
     labels or features."""
     stored = is_feature_archive(labels)
-    folder = open_images(data, split, None, allow_root=True, classes=not stored)
+    folder = open_images(data, split, dataset, allow_root=True, classes=not stored)
     if not stored:
         return check_labels(folder, open_labels(labels, folder.paths, num_classes=num_classes, bad_label="skip"))
     if num_classes is not None:

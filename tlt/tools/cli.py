@@ -141,6 +141,7 @@ def _images_and_labels(command: ArgumentParser) -> None:
     command.add_argument("data", metavar="DATA", help="image folder")
     command.add_argument("labels", metavar="LABELS", help="label tree or archive, or feature archive")
     command.add_argument("--split", default="train", help=_SPLIT)
+    command.add_argument("--dataset", default="", metavar="KIND", help="volo train's (class folders)")
 
 
 def _show(command: ArgumentParser) -> None:
@@ -151,6 +152,7 @@ def _show(command: ArgumentParser) -> None:
     command.add_argument("-o", "--output", required=True, type=_path, metavar="FILE", help="picture (.png ...)")
     command.add_argument("-n", "--n", type=_positive, metavar="N", help="images, spread over DATA (8)")
     command.add_argument("--images", nargs="+", metavar="NAME", help="these images instead: path within DATA, or name")
+    command.add_argument("--masks", nargs="+", metavar="MASKS", help="draw those of which the labels were made, too")
     command.add_argument("--area", choices=("full", "center"), help="what label maps cover (as recorded, else full)")
     command.add_argument("--size", type=_positive, nargs=2, default=(224, 224), metavar="N", help="H W, px (224 224)")
     command.add_argument("--grid", type=_positive, nargs=2, metavar="N", help="rows, columns of tokens (size / 16)")

@@ -34,7 +34,8 @@ def pack_table(
     """Pack a table; the arguments are the flags of `tlt pack-table`. Return lines that report the result. Raise
     UserError if a row is unusable, no image has one, or `out` can't be written."""
     with blamed_on(table, "is no table of images, classes, ids and probabilities", "see docs/token_labels.md"):
-        rows = [*read_rows(table)]
+        if not (rows := [*read_rows(table)]):
+            raise ValueError("it is empty")
     source = open_images(images, split or "train", dataset, allow_root=True)
     names = [name for name, _, _ in rows]
     found = partners(source.paths, names)
@@ -72,7 +73,7 @@ def read_rows(path: str) -> Iterable[Row]:
         with open(path, encoding="utf-8-sig", newline="", opener=regular_only) as file:
             lines = [line for line in csv.reader(file, delimiter="\t", quoting=csv.QUOTE_NONE) if line]
     for number, (name, _, ids, probabilities) in enumerate(lines):
-        if number == 0 and isinstance(ids, str) and not ids[:1].isdecimal():
+        if number == 0 and isinstance(ids, str) and any(map(str.isalpha, ids)):
             continue  # the heading
         row = name, _numbers(ids).astype(np.int64), _numbers(probabilities)
         if len(row[1]) != len(row[2]) or ((row[2] < 0) | (row[2] > 1)).any() or len({*row[1].tolist()}) < len(row[1]):

@@ -28,7 +28,9 @@ from tlt.labels.features import is_feature_archive, open_features, principal_dir
 from tlt.labels.store import open_labels
 from tlt.targets import make_targets
 from tlt.teacher import StoredTeacher
-from tlt.tools.drawing import Cells, check_format, draw_page, read_examples, save_figure
+from tlt.tools.drawing import Cells, Example, check_format, draw_page, read_examples, save_figure
+from tlt.tools.masks import Numbers
+from tlt.tools.pack_masks import open_masks
 from tlt.upstream.behaviour import label_view
 
 if TYPE_CHECKING:
@@ -37,6 +39,7 @@ if TYPE_CHECKING:
 _IMAGES = 8  # on a page, by default
 _MAX_IMAGES = 64  # on a page, at most
 _TOKEN_PIXELS = 16
+_MASK_PIXELS = 128  # longer side of a drawn mask, about
 _NORMALISATION = IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 _OUTLIERS = 0.02  # share of the tokens on either side whose component is beyond the range of the colours
 
@@ -48,7 +51,7 @@ def show(**flags: Any) -> list[str]:
     check_format(args.output)
     refuse_existing(args.output, "-o")
     stored = is_feature_archive(args.labels)
-    folder = open_images(args.data, args.split, None, allow_root=True, classes=not stored)
+    folder = open_images(args.data, args.split, args.dataset, allow_root=True, classes=not stored)
     args.grid = tuple(args.grid) if args.grid else tuple(max(1, side // _TOKEN_PIXELS) for side in args.size)
     auto_augment = None if args.aa in ("", "none") else args.aa
     config = AugmentConfig(
@@ -84,9 +87,12 @@ def label_page(
     label_args = batch.labels, batch.affine, batch.visible, batch.classes.clamp(max=num_classes - 1)
     targets = make_targets(*label_args, args.grid, num_classes, smoothing=0.0, uncovered=args.uncovered)
     examples = read_examples(dataset, unmirrored, targets, *_NORMALISATION)
+    if args.masks:
+        examples = with_masks(examples, args.masks, folder.select(rows), store.info.annotator)
     k, h, w = store.shape
     title = f"{args.labels}: maps of {h} x {w}, {k} classes each, on {args.grid[0]} x {args.grid[1]} tokens"
-    return draw_page(examples, names, title, "probability of the class"), [*store.warnings, *_notes(batch)]
+    meaning = "share" if store.info.shares else "probability"
+    return draw_page(examples, names, title, f"{meaning} of the class"), [*store.warnings, *_notes(batch)]
 
 
 def feature_page(
@@ -94,7 +100,12 @@ def feature_page(
 ) -> tuple[Figure, list[str]]:
     """Return the page of images with their stored features, and lines to print. Raise UserError if no image of the page
     has features, or a flag is given that is about labels."""
-    given = {"--area": args.area, "--uncovered": args.uncovered != "ignore", "--compat": args.compat}
+    given = {
+        "--masks": args.masks,
+        "--area": args.area,
+        "--uncovered": args.uncovered != "ignore",
+        "--compat": args.compat,
+    }
     if useless := [flag for flag, value in given.items() if value]:
         raise UserError(f"{useless[0]} is for labels, and {printable(args.labels)} holds features: leave it out")
     store = open_features(args.labels, folder.paths, bad_label="skip")
@@ -119,6 +130,25 @@ def feature_page(
     title = f"{args.labels}: {store.info.text}, read by {args.grid[0]} x {args.grid[1]}"
     note = f"principal components 1 to 3 of these features, {100 * share:.0f} % of their variance; pale: partly none"
     return draw_page(examples, [], title, note), notes
+
+
+def with_masks(
+    examples: Sequence[Example], masks: Sequence[str], images: ImageSource, annotator: dict[str, Any]
+) -> list[Example]:
+    """Return the examples of images with the masks of which their labels were made. Raise UserError if they were made
+    otherwise, or a mask is unusable."""
+    try:
+        read = open_masks(masks, images, Numbers.recorded(annotator))
+    except KeyError as error:
+        raise UserError("--masks: these labels were not made by tlt pack-masks: leave it out") from error
+    result = [*examples]
+    for row in read.rows:
+        classes = read.read(row)
+        step = max(1, max(classes.shape) // _MASK_PIXELS)
+        shown = classes[step // 2 :: step, step // 2 :: step].astype(np.int64)
+        cells = Cells(shown.clip(0), np.ones(shown.shape), (shown >= 0).astype(np.float64))
+        result[row] = replace(examples[row], mask=cells)
+    return result
 
 
 def component_colours(sample: Tensor, maps: Sequence[Tensor]) -> tuple[list[np.ndarray], float]:
