@@ -6,6 +6,7 @@
     outlook    outlook attention: each kernel of ours and timm's
     data       from image files to augmented batches: ours and timm's loader
     run        whole programs, from image files: ours and timm's train.py
+    restart    from the start of train.py's process to its first update
     ablation   do labels at the right place make a better model? (hours on a CPU)
 
 A module's flags are the fields of its `Flags`, and its `run(settings)` measures.
@@ -23,7 +24,7 @@ from benchmarks.rounds import BenchmarkSettings
 from volo.config.fields import Settings, flag
 from volo.config.parser import Program
 
-COMMANDS = ("step", "infer", "features", "outlook", "data", "run", "ablation")
+COMMANDS = ("step", "infer", "features", "outlook", "data", "run", "restart", "ablation")
 
 
 class _Command(Settings):

@@ -23,6 +23,7 @@ for folder in OUTPUT LOGS; do
   mkdir -p "${!folder}" && [ -w "${!folder}" ] || { echo "error: $folder=${!folder} cannot be written" >&2; exit 2; }
 done
 OUTPUT=$(realpath "$OUTPUT") LOGS=$(realpath "$LOGS")
+export VOLO_COMPILED=${VOLO_COMPILED:-$OUTPUT/.compiled} # where a requeued job finds what torch and Triton have compiled
 REQUEUE_MARKER=$LOGS/$SLURM_JOB_ID-requeue # on a file system that containers and all nodes see
 # shellcheck source=requeue.sh
 . "$REPO/slurm/requeue.sh"

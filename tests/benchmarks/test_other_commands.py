@@ -2,6 +2,7 @@
 outlook, data and run: what is compared does the same work."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -12,11 +13,12 @@ import pytest
 import torch
 
 import tlt
-from benchmarks import ablation, data, rounds, run, step
+from benchmarks import ablation, data, restart, rounds, run, step
 from benchmarks.arms import arms_of, train_settings
 from benchmarks.data import BATCHES, CROPS
 from benchmarks.program import parse_benchmark
 from benchmarks.rounds import Range, Rows
+from tlt.errors import UserError
 from volo import cli
 from volo.config.train import TRAIN
 from volo.kernels import KERNELS
@@ -185,3 +187,24 @@ def test_run_tells_of_a_program_that_fails(measure, tmp_path):
         patch.setattr(run, "commands", lambda *_: {"timm": [sys.executable, str(tmp_path / "train.py")]})
         rows = measure(f"run --timm {tmp_path} --data-dir {tmp_path} --device cpu")
     assert [row["note"] for row in rows] == ["not measured: exit code 1: no such model"]
+
+
+_SAVES = """
+import json, sys, time
+from pathlib import Path
+run = Path(sys.argv[1]); run.mkdir(exist_ok=True)
+with (run / "events.jsonl").open("a") as file:
+    print(json.dumps({"kind": "start"}), json.dumps({"kind": "checkpoint", "spent": {"step": 2}}), sep="\\n", file=file)
+time.sleep(600)
+"""
+
+
+def test_a_start_is_measured_until_its_first_save(tmp_path):
+    command = [sys.executable, "-c", _SAVES, str(tmp_path / "run")]
+    for start in (1, 2):  # killed as soon as it has saved
+        assert restart._first_update(command, dict(os.environ), tmp_path / "run" / "events.jsonl", start) == {"step": 2}
+    with pytest.raises(UserError, match="train.py has ended: ZeroDivisionError"):
+        restart._first_update([sys.executable, "-c", "1 / 0"], {}, tmp_path / "other" / "events.jsonl", 1)
+    made = Path(restart._made(tmp_path / "data", 2003))
+    assert [len([*(made / split).glob("n*/*.JPEG")]) for split in ("train", "val")] == [2003, 1000]
+    assert len([*(made / "train" / "n00000002").iterdir()]) == 3

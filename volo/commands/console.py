@@ -24,6 +24,7 @@ from typing import Any, TextIO
 from tlt.errors import UserError
 from tlt.io.text import open_streams, printable, safe_text
 from volo.cluster.binding import bind_process
+from volo.cluster.compiled import keep_compiled
 from volo.cluster.launch import Launch, launch_of
 from volo.cluster.stopping import STOP, Stopped, end_with_launcher
 from volo.config.fields import S, Settings, flags_of
@@ -61,9 +62,12 @@ def run_program(parse: Parse, module: str, argv: Sequence[str] | None = None) ->
 
 
 def bound(settings: S) -> S:
-    """Bind the process as `--bind` says, in programs that have it. Return the settings with lines about it."""
+    """Bind the process as `--bind` says, in programs that have it, and name a folder for what they compile. Return the
+    settings with lines about both."""
     if "bind" not in flags_of(type(settings)):
         return settings
+    if settings.values().get("torchcompile") or os.path.exists("/dev/nvidiactl"):
+        settings = settings.noting(*keep_compiled())
     return settings.noting(*bind_process(settings["bind"], settings["device"], settings.values().get("local_rank", 0)))
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 import time
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -135,7 +136,7 @@ def train_on_ranks(settings: TrainSettings) -> TrainResult:
     watchdog.start()
     try:
         compiles = settings.precision.compilation.torchcompile
-        counted = logger.stopwatch.compiling_counted(compiles)
+        counted = logger.stopwatch.compiling_counted() if compiles else nullcontext()
         with logger.end_noted(), lost_rank_explained(), compile_errors_told(compiles), counted:
             logger.stopwatch.enter("connecting")
             world = init_world(settings.run.device, settings.distributed.local_rank, timeout, JOIN_S)

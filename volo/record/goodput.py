@@ -9,17 +9,17 @@ the time of day.
 from __future__ import annotations
 
 import os
-import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from datetime import timedelta
+from datetime import datetime
 from itertools import accumulate, pairwise
 from pathlib import Path
 
-from volo.record.history import Reading, Records, Start, number, starts_in, time_of
+from tlt import starts_program
+from volo.record.history import Reading, Records, Start, starts_in
 
 AWAY = "away"
 COMPILING = "compiling"
@@ -49,10 +49,9 @@ def clock() -> float:
 
 
 def _age() -> float:
-    """Return for how many seconds this process has run, if it was started for this program, else 0."""
-    main = Path(getattr(sys.modules["__main__"], "__file__", None) or "")
-    with suppress(OSError, LookupError, ValueError):
-        if main.name in ("train.py", "volo") or main.parts[-2:] == ("volo", "__main__.py"):
+    """Return for how many seconds this process has run, if it was started for a program of this project, else 0."""
+    if starts_program:
+        with suppress(OSError, LookupError, ValueError):
             ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
             return max(0.0, clock() - ticks / os.sysconf("SC_CLK_TCK"))
     return 0.0
@@ -90,28 +89,19 @@ class Stopwatch:
             return {part: round(seconds, 3) for part, seconds in self._spent.items()}
 
     @contextmanager
-    def compiling_counted(self, backend: str | None) -> Iterator[None]:
+    def compiling_counted(self) -> Iterator[None]:
         """Count in this block what torch compiles, whenever it does so."""
-        if not backend:
-            yield
-            return
         from torch._dynamo.callback import callback_handler
 
         before: list[str] = []
-
-        def begins(_: object) -> None:
-            before.append(self.enter(COMPILING))
-
-        def ends(_: object) -> None:
-            self.enter(before.pop())
-
-        callback_handler.register_start_callback(begins)
-        callback_handler.register_end_callback(ends)
+        hooks = {"start": lambda _: before.append(self.enter(COMPILING)), "end": lambda _: self.enter(before.pop())}
+        for when, hook in hooks.items():
+            getattr(callback_handler, f"register_{when}_callback")(hook)
         try:
             yield
         finally:
-            callback_handler.remove_start_callback(begins)
-            callback_handler.remove_end_callback(ends)
+            for when, hook in hooks.items():
+                getattr(callback_handler, f"remove_{when}_callback")(hook)
 
 
 @dataclass
@@ -155,7 +145,8 @@ def account_of(records: Records) -> Account:
     for position, start in enumerate(own):
         later = own[position + 1 :]
         resumed = [other.first for other in later if other.first is not None]
-        spent = dict(start.readings[-1].spent) if start.readings else _of_old(start, later, records)
+        untold = {UNKNOWN: _seconds(start.time, start.last_event)}  # by an older version
+        spent = dict(start.readings[-1].spent) if start.readings else untold
         twice = _take_repeated(spent, start, min(resumed)) if start.readings and resumed else 0.0
         parts = {part: sum(spent.pop(name, 0.0) for name in names) for part, (_, names) in PARTS.items()}
         parts[TWICE] = twice
@@ -185,29 +176,6 @@ def _take_repeated(spent: dict[str, float], start: Start, kept: int) -> float:
     return sum(lost.values())
 
 
-def _of_old(start: Start, later: Sequence[Start], records: Records) -> dict[str, float]:
-    """Return what a start of an older version has spent, which told only the training and waiting of what was kept; and
-    count the last record of these as a sign of life."""
-    begun = start.time
-    if begun is None:
-        return {}
-    until = next((other.time for other in later if other.time is not None), None)
-    signs = [start.last_event or begun]
-    trained = 0.0
-    waited = 0.0
-    for report in records.reports:
-        time = time_of(report)
-        if time is not None and begun <= time and (until is None or time < until):
-            signs.append(time)
-            trained += number(report, "seconds")
-            waited += number(report, "wait_seconds")
-    start.last_event = max(signs)
-    total = max(0.0, (start.last_event - begun).total_seconds())
-    trained = min(trained, total)
-    waited = min(waited, trained)
-    return {"step": trained - waited, "data": waited, UNKNOWN: total - trained}
-
-
 def _reading_at(readings: Sequence[Reading], update: int) -> dict[str, float]:
     """Return what had been spent when `update` was saved, or was done by the readings before and after."""
     if at := [reading for reading in readings if reading.update == update and reading.saved]:
@@ -220,12 +188,14 @@ def _reading_at(readings: Sequence[Reading], update: int) -> dict[str, float]:
 
 
 def _between(before: Start, start: Start) -> float:
-    """Return the seconds from the last sign of life of a start to the beginning of the next one's process; a clock that
-    was set back makes it no less than none."""
-    if before.last_event is None or start.time is None:
-        return 0.0
+    """Return the seconds from the last sign of life of a start to the beginning of the next one's process."""
     age = sum(start.readings[0].spent.values()) if start.readings else 0.0
-    return max(0.0, (start.time - timedelta(seconds=age) - before.last_event).total_seconds())
+    return max(0.0, _seconds(before.last_event, start.time) - age)
+
+
+def _seconds(first: datetime | None, last: datetime | None) -> float:
+    """Return the seconds between two times of day: 0 if the clock was set back, or if one is not known."""
+    return 0.0 if first is None or last is None else max(0.0, (last - first).total_seconds())
 
 
 def _was_queued(before: Start, start: Start) -> bool:
