@@ -20,10 +20,12 @@ from tlt.data.sources import open_images
 from tlt.errors import UserError
 from tlt.labels.archive_writer import ArchiveWriter
 from tlt.labels.store import open_labels
+from tlt.tools import show
 from tlt.tools.cli import main
 from tlt.tools.coco import counts_in
 from tlt.tools.masks import count_cells, read_numbers
 
+pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # in pycocotools
 RNG = np.random.default_rng(0)
 
 
@@ -245,28 +247,39 @@ def test_flat_images_of_coco_get_classes_and_shares(tmp_path, capsys):
             assert images.classes[row] == np.bincount(known).argmax()
 
 
-def test_flat_png_masks_are_merged_and_found_by_ending(tmp_path, capsys):
+def test_flat_png_masks_are_merged_and_found_by_ending(tmp_path, capsys, monkeypatch):
     data, masks = tmp_path / "data", tmp_path / "data" / "masks"  # which are no images
     (tmp_path / "classes.tsv").write_text(
-        "Idx\tRatio\tName\n0\t0.1\tother\n1\t0.2\troad\n2\t0.3\tcar\n3\t0.1\tbus\n400\t0\tbin\n"
+        "Idx\tRatio\tName\n8\t0.1\tother\n1\t0.2\troad\n2\t0.3\tcar\n3\t0.1\tbus\n400\t0\tbin\n255\t0\tno\n"
     )
-    (tmp_path / "map.json").write_text('{"3": "vehicle", "2": "vehicle", "7": 1, "8": 0}')
+    (tmp_path / "map.json").write_text('{"3": "vehicle", "2": "vehicle", "7": 1, "8": 255}')
     arrays = {}
     for number in range(3):
-        numbers = RNG.choice([0, 1, 2, 3, 7, 8, 400], (16, 24)).astype(np.uint16)
+        numbers = RNG.choice([255, 1, 2, 3, 7, 8, 400], (16, 24)).astype(np.uint16)
         save(data / "city" / f"{number}_rgb.jpg", np.zeros((16, 24, 3), np.uint8))
         save(masks / "city" / f"{number}_ids.png", numbers)
         save(masks / "city" / f"{number}_color.png", np.zeros((16, 24, 3), np.uint8))
         # In natural order: bin, road, vehicle.
         named = np.select([numbers == 400, np.isin(numbers, (1, 7)), np.isin(numbers, (2, 3))], [0, 1, 2], -1)
         arrays[f"city/{number}_rgb.jpg"] = named
-    flags = f"--classes {tmp_path}/classes.tsv --map {tmp_path}/map.json --ignore 0 --suffix _rgb _ids --grid 1 1"
+    flags = f"--classes {tmp_path}/classes.tsv --map {tmp_path}/map.json --suffix _rgb _ids --grid 1 1"
     assert pack(masks, tmp_path / "out", data, *flags.split()) == 0
-    assert "warning" not in capsys.readouterr().out
+    assert capsys.readouterr().out.count("warning: number 255 (class no) counts as void: give --ignore without") == 1
     check_shares(tmp_path / "out", sorted(arrays), arrays, 3)
     assert open_labels(tmp_path / "out", sorted(arrays)).info.class_names == ["bin", "road", "vehicle"]
     page = f"-o {tmp_path}/page.png --masks {masks} --dataset csv/{tmp_path}/out/classes.csv --size 32 32"
+    pages: list[Any] = []
+    monkeypatch.setattr(show, "save_figure", lambda page, path: pages.append(page))
     assert main(["show", str(data), str(tmp_path / "out"), *page.split()]) == 0
+    alpha: dict[str, list[np.ndarray]] = {"mask": [], "label": []}
+    for axes in pages[0].axes:
+        if axes.get_gid() in alpha:
+            (cells,) = [artist for artist in axes.get_images() if artist.get_label() == "cells"]
+            alpha[axes.get_gid()].append(np.asarray(cells.get_array())[..., 3])
+    masks_of = [arrays[name] for name in sorted(arrays)]
+    np.testing.assert_allclose(alpha["mask"], [0.6 * (mask >= 0) for mask in masks_of])
+    shares = [[[np.bincount(mask[mask >= 0]).max() / mask.size]] for mask in masks_of]  # of the cell that is not void
+    np.testing.assert_allclose(alpha["label"], np.multiply(0.6, shares), atol=1e-6)
 
 
 @pytest.mark.parametrize(

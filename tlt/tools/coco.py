@@ -88,12 +88,12 @@ class CocoMasks(Masks):
             if row < 0 or not item.get("segmentation"):
                 continue
             with blamed_on(name, "has no mask", "mend or remove it"):
-                runs = runs_of(item["segmentation"], *self._sizes[row].tolist())
+                runs, area = runs_of(item["segmentation"], *self._sizes[row].tolist())
                 category = item["category_id"]
                 if category not in self.numbers.ids and category not in self.numbers.void:
                     raise UserError(f"its category {category} is none of the classes: give --ignore {category}")
                 class_id = VOID if category in self.numbers.void else self.numbers.ids[category]
-                column = row, class_id, end + len(runs), int(counts_in(runs)[1::2].sum()), item.get("iscrowd", 0)
+                column = row, class_id, end + len(runs), area, item.get("iscrowd", 0)
                 for values, value in zip(kept, column if runs else (), strict=False):
                     values.append(value)
             with os_errors_as(lambda e: f"the folder of TMPDIR, {tempfile.gettempdir()}, can't be used: {e.strerror}"):
@@ -134,32 +134,29 @@ def _annotations(files: Sequence[str], known: list[dict[Any, int]]) -> Iterator[
                 yield name, numbers[item["image_id"]], item
 
 
-def runs_of(segmentation: Any, height: int, width: int) -> bytes:
-    """Return COCO's compressed RLE of a segmentation in any of its forms. Raise an error of any type if it is none, or
-    not of this size, or leaves the image."""
+def runs_of(segmentation: Any, height: int, width: int) -> tuple[bytes, int]:
+    """Return a segmentation, in any form, as COCO's compressed RLE, and its area. Raise an error of any type if it is
+    none, or not of this size, or leaves the image."""
     coco = require("pycocotools.mask", _EXTRA)
-    if isinstance(segmentation, dict):
-        runs = segmentation["counts"]
-        if [int(side) for side in segmentation["size"]] != [height, width]:
-            raise UserError(
-                f"its RLE is of {segmentation['size']} pixels, its image of [{height}, {width}] by the file"
-            )
-        if isinstance(runs, list):
-            if min(runs) < 0 or sum(runs) != height * width:
-                raise UserError(f"its runs do not sum to {height} x {width}")
-            runs = coco.frPyObjects(segmentation, height, width)["counts"]
-        runs = runs.encode() if isinstance(runs, str) else runs
-        counts = counts_in(runs)
-        if (counts < 0).any() or counts.sum() != height * width:  # pycocotools would read memory that is not its own
-            raise UserError(f"its runs do not sum to {height} x {width}")
-        return runs
-    for polygon in segmentation:
-        points = np.asarray(polygon, np.float64).reshape(-1, 2)
-        if not ((points >= -_BEYOND) & (points <= np.add((width, height), _BEYOND))).all():
-            x, y = points[np.abs(points - np.divide((width, height), 2)).max(1).argmax()].tolist()
-            raise UserError(f"its polygon reaches x {x:g}, y {y:g}, outside of its image of {width} x {height}")
-    drawn = [polygon for polygon in segmentation if len(polygon) >= 6]  # fewer points have no area
-    return coco.merge(coco.frPyObjects(drawn, height, width))["counts"] if drawn else b""
+    if isinstance(segmentation, list):
+        for polygon in segmentation:
+            points = np.asarray(polygon, np.float64).reshape(-1, 2)
+            if not ((points >= -_BEYOND) & (points <= np.add((width, height), _BEYOND))).all():
+                x, y = points[np.abs(points - np.divide((width, height), 2)).max(1).argmax()].tolist()
+                raise UserError(f"its polygon reaches x {x:g}, y {y:g}, outside of its image of {width} x {height}")
+        drawn = [polygon for polygon in segmentation if len(polygon) >= 6]  # fewer points have no area
+        if not drawn:
+            return b"", 0
+        merged = coco.merge(coco.frPyObjects(drawn, height, width))
+        return merged["counts"], int(coco.area(merged))
+    if [int(side) for side in segmentation["size"]] != [height, width]:
+        raise UserError(f"its RLE is of {segmentation['size']} pixels, its image of [{height}, {width}] by the file")
+    runs = segmentation["counts"]
+    counts = np.asarray(runs) if isinstance(runs, list) else counts_in(runs.encode())
+    if (counts < 0).any() or counts.sum() != height * width:  # pycocotools would touch memory that is not its own
+        raise UserError(f"its runs do not sum to {height} x {width}")
+    runs = coco.frPyObjects(segmentation, height, width)["counts"] if isinstance(runs, list) else runs.encode()
+    return runs, int(counts[1::2].sum())
 
 
 def counts_in(runs: bytes) -> np.ndarray:

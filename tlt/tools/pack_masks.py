@@ -77,7 +77,7 @@ def pack_masks(
     read = open_masks(masks, source, Numbers(ids, sorted(void), (endings[0], endings[1])))
     remedy = f"not in {_TABLE}" if flat else "train with --bad-label skip"
     notes = missing_lines(source, read.rows, read.unused, "mask", remedy)
-    if ignore is None and void & names.keys():
+    if ignore is None and not coco and _IGNORED in names:
         name = printable(names[_IGNORED])
         notes.append(f"warning: number {_IGNORED} (class {name}) counts as void: give --ignore without a number if not")
     cells = size_of("--grid", grid) if grid else default_grid(read)
