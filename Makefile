@@ -129,8 +129,8 @@ benchmark-gpu-features:
 # trains the runs that are missing.
 benchmark-gpu-scenes:
 	timeout --signal=INT $(if $(ON_CPU),1200,590) $(PYTHON) benchmark.py ablation --scenes products --gpu-size --device $(DEVICE) \
-	  --directory $(OUT)/ablation --output $(OUT)/ablation.jsonl $(if $(ON_CPU),--images 50 --validation 10 --single 100 \
-	  --epochs 1 --seeds 1 --jobs 1,--epochs 60) $(BENCHMARK_ARGS)
+	  --directory $(OUT)/ablation --output $(OUT)/ablation.jsonl $(if $(ON_CPU),--images 50 --validation 20 --single 100 \
+	  --epochs 1 --seeds 1 --jobs 1 --arms masks features,--epochs 60) $(BENCHMARK_ARGS)
 
 FEW = --images 4 --copies 1 --image-size 60 48 -b 2 --epochs 1 --workers 1
 files = timeout --signal=INT $(if $(ON_CPU),590,$(1)) $(PYTHON) benchmark.py run --device $(DEVICE) --output $(OUT)/run.jsonl \

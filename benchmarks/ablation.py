@@ -33,7 +33,7 @@ import tlt
 import volo.models  # noqa: F401  registers them
 from benchmarks.rounds import BenchmarkSettings, Measuring, Range, Rows
 from benchmarks.scenes import CLASSES, MAP, PRODUCTS, SHORT, TOP_K, Digits, Products, Scenes
-from tlt.errors import one_of
+from tlt.errors import UserError, one_of
 from tlt.io.jobs import available_cpus
 from tlt.labels.features import FeatureStore
 from tlt.models.token_labeling import DENSE_SHARE
@@ -98,7 +98,7 @@ class Body(NamedTuple):
 
 
 SMALL = Body("volo_test", {"patch_size": 4}, 64, 8, 20, 1)
-GPU = Body("volo_d1", {}, 224, 16, 96, 3)
+GPU = Body("volo_d1", {}, 224, 16, 50, 3)
 
 
 class Flags(BenchmarkSettings):
@@ -113,8 +113,8 @@ class Flags(BenchmarkSettings):
     seeds: t.Positive = flag(5, "seeds of each arm, from 0")
     epochs: t.Positive = flag(10, "epochs of a run")
     images: int = flag(3000, "training scenes", t.Number(int, low=50))
-    validation: t.Positive = flag(1000, "validation scenes")
-    single: t.Positive = flag(6000, "pictures of single products that the annotator learns")
+    validation: int = flag(1000, "validation scenes", t.Number(int, low=20))
+    single: int = flag(6000, "pictures of single products that the annotator learns", t.Number(int, low=50))
     gpu_size: bool = switch("VOLO-D1 at 224 px, on scenes three times as large")
     jobs: t.Positive = flag(2, "runs at a time, one thread each")
     device: t.Device | None = DEVICE()
@@ -131,16 +131,18 @@ def run(settings: Flags) -> None:
     body = GPU if settings.gpu_size else SMALL
     kinds = {"digits": Digits(body.scale, masks=False), "products": Products(body.scale, folder=settings.products)}
     runs = Path(settings.directory)
+    counts = settings.images, settings.validation, settings.single
+    usual = (settings.images, 1000, 6000)
     name = "scenes" if settings.scenes == "digits" else settings.scenes
-    data = runs / f"{name}-{settings.images}{'-gpu' * settings.gpu_size}"
+    size = "-".join(map(str, counts[: 1 if counts == usual else 3]))
+    data = runs / f"{name}-{size}{'-gpu' * settings.gpu_size}"
     file = runs / "runs.jsonl"
     sources = {known[arm].labels for arm in arms} | {"features" for arm in arms if known[arm].features}
     device = str(choose_device(settings.device, 0))
-    counts = settings.images, settings.validation, settings.single
     prepare(kinds[settings.scenes], body, data, counts, sources, device)
-    same: dict[str, Any] = {"scenes": "digits", "validation": 1000, "gpu_size": False}
-    done = [same | json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
-    same = {name: settings[name] for name in ("scenes", "epochs", "images", "validation", "gpu_size")}
+    old: dict[str, Any] = {"scenes": "digits", "validation": 1000, "single": 6000, "gpu_size": False}
+    done = [old | json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+    same = {name: settings[name] for name in ("epochs", "images", *old)}
     asked = [{"arm": arm, "seed": seed, **same} for seed in range(settings.seeds) for arm in arms]
     missing = [asked_run for asked_run in asked if not any(asked_run.items() <= row.items() for row in done)]
     with ProcessPoolExecutor(settings.jobs, get_context("spawn"), torch.set_num_threads, (1,)) as pool:
@@ -168,30 +170,31 @@ def prepare(
     tokens = body.side // body.token
     if not (data / "validation.pt").exists():
         scenes.write(data, images, validation, body.side, tokens)
-    model = f"--model-kwargs output_stride=8 -b 50 --device {device}"
-    plain = (
-        "--hflip 0 --aa none --color-jitter 0 --reprob 0 --lr 4e-3 --epochs 12 --warmup-epochs 1 --cooldown-epochs 0"
-    )
     # Things are as large in what the annotator learns as in what it labels: crops of scenes, or single products.
     learned, seen = data, f"--img-size {SHORT} --scale 0.3 1.0"
     if isinstance(scenes, Products):
-        learned, seen = data.parent / "products-single", "--img-size 64 --scale 0.35 1.0"
-    network = f"--checkpoint {learned}/annotator/model_best.pth.tar {model} --img-size {8 * MAP}"
-    steps = {
-        "masks": f"tlt pack-masks {data}/train-drawn {data}/train-masks --images {data} --grid {MAP} {MAP} --workers 1",
-        "annotator": f"volo label {data} {data}/train-annotator {network} --top-k {TOP_K}",
-        "features": f"volo features {data} {data}/features {network}",
+        learned, seen = data.parent / f"single-{single}-{validation}", "--img-size 64 --scale 0.35 1.0"
+    model = f"--model-kwargs output_stride=8 -b 50 --device {device}"
+    plain = "--hflip 0 --aa none --color-jitter 0 --reprob 0 --lr 4e-3 --epochs 12 --warmup-epochs 1"
+    network = f"--checkpoint {{learned}}/annotator/model_best.pth.tar {model} --img-size {8 * MAP}"
+    lines = {  # of programs, by what they write
+        "network": f"volo train {{learned}} --model test_resnet {model} {seen} {plain} --cooldown-epochs 0 "
+        "--output {learned} --experiment annotator --resume auto",
+        "masks": "tlt pack-masks {data}/train-drawn {data}/train-masks --images {data} --workers 1 "
+        f"--grid {MAP} {MAP}",
+        "annotator": f"volo label {{data}} {{data}}/train-annotator {network} --top-k {TOP_K}",
+        "features": f"volo features {{data}} {{data}}/features {network}",
     }
-    if sources & {"annotator", "features"} and not (learned / "learned.done").exists():
-        if learned != data and not (learned / "validation.pt").exists():
+    missing = [source for source in lines if source in sources and not (data / f"{source}.done").exists()]
+    if {"annotator", "features"} & {*missing} and not (learned / "network.done").exists():
+        missing = ["network", *missing]
+        if not (learned / "validation.pt").exists():
             replace(scenes, scale=1).write(learned, single, validation, SMALL.side, tokens, single=True)
-        run_name = f"--resume auto --output {learned} --experiment annotator"
-        steps = {"learned": f"volo train {learned} --model test_resnet {model} {seen} {plain} {run_name}"} | steps
-    for source, line in steps.items():
-        done = (learned if source == "learned" else data) / f"{source}.done"
-        if source in {"learned", *sources} and not done.exists():
-            subprocess.run([sys.executable, "-m", *line.split()], check=True)
-            done.touch()
+    for source in missing:
+        words = [word.format(data=data, learned=learned) for word in lines[source].split()]
+        if code := subprocess.run([sys.executable, "-m", *words]).returncode:
+            raise UserError(f"{words[0]} {words[1]} ended with code {code}: mend what it says above, and start again")
+        ((learned if source == "network" else data) / f"{source}.done").touch()
 
 
 def train(data: Path, how: Arm, seed: int, epochs: int, body: Body, device: str) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from benchmarks.ablation import ARMS, SMALL
 from benchmarks.scenes import FLOOR, GROUND, MAP, Digits, Products, Scenes, Thing, truth
 from tests.benchmarks.conftest import benchmark
 from tlt.labels.features import FeatureInfo, FeatureWriter
+from tlt.tools.cli import main as tlt_command
 
 
 @pytest.fixture(scope="module")
@@ -44,6 +46,10 @@ def data(tmp_path_factory: pytest.TempPathFactory, kinds: dict[str, Scenes]) -> 
     for row in range(len(names)):
         writer.write(row, torch.ones(2, 2, 4))
     writer.finish()
+    with pytest.MonkeyPatch.context() as patch:
+        in_this_process = lambda words: SimpleNamespace(returncode=tlt_command(words[3:]))  # noqa: E731
+        patch.setattr(ablation.subprocess, "run", in_this_process)
+        ablation.prepare(kinds["products"], SMALL, root, (20, 20, 50), {"masks"}, "cpu")
     return roots
 
 
@@ -112,7 +118,7 @@ def test_arms_differ_in_what_is_learned_alone(data, monkeypatch):
     monkeypatch.setattr(ablation.tlt.TokenLabelLoss, "targets", recorded)
     result = {}
     for scenes, arm in ((scenes, arm) for scenes, arms in ARMS.items() for arm in arms):
-        if ARMS[scenes][arm].labels in ("", "truth"):  # others need an annotator, or masks that are packed
+        if ARMS[scenes][arm].labels != "annotator":
             train = partial(ablation.train, data[scenes], ARMS[scenes][arm], 3, 1, SMALL, "cpu")
             result[scenes, arm] = train()
     for (kind, _), batch in seen.items():
@@ -122,6 +128,7 @@ def test_arms_differ_in_what_is_learned_alone(data, monkeypatch):
     assert not torch.allclose(seen["digits", "published"].affine, same.affine)
     assert seen["digits", "class"].labels is None and not result["digits", "class"]["tokens"]
     assert seen["products", "features"].labels is None and seen["products", "features"].features
+    assert seen["products", "masks"].labels.void is not None and len(result["products", "masks"]["tokens"]) == 1
     assert train()["top1"] == result[scenes, arm]["top1"]
 
 
