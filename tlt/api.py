@@ -9,7 +9,8 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import repeat
 from typing import Any
 
 import numpy as np
@@ -171,18 +172,27 @@ class Loader(DeviceLoader):
         self._next = self._next + 1
         yield from self.epoch(epoch)
 
-    def epoch(self, epoch: int, start_update: int = 0) -> Iterator[Batch]:
+    def epoch(self, epoch: int, start_update: int = 0, again: tuple[int, int] | None = None) -> Iterator[Batch]:
         """Yield the batches of an epoch from an update on. `batch.key.last` marks the last micro-batch of an update.
-        Raise WorkerDied if a data worker was killed or ran out of memory, and UserError if there are too many
-        unreadable images, a label map is bad, reading a file takes too long, or an epoch has no such update."""
+        `again` (R, N) adds, before every N-th update of the run, rank R's last micro-batch of that update, with
+        `batch.key.again`. Raise WorkerDied if a data worker was killed or ran out of memory, and UserError if there are
+        too many unreadable images, a label map is bad, reading a file takes too long, or an epoch has no such update.
+        """
         in_range_all(0, epoch=epoch)
         in_range("start_update", start_update, 0, self.index_stream.updates_per_epoch, whole=True)
-        return self._load(self._keys(epoch, start_update))
+        return self._load(self._keys(epoch, start_update, again))
 
-    def _keys(self, epoch: int, start_update: int) -> Iterator[BatchKey]:
-        sizes = self.index_stream.sizes_of(epoch)[start_update:]
-        for micro_batches, size in zip(self.index_stream.epoch(epoch, start_update), sizes, strict=True):
+    def _keys(self, epoch: int, start_update: int, again: tuple[int, int] | None) -> Iterator[BatchKey]:
+        stream = self.index_stream
+        sizes = stream.sizes_of(epoch)[start_update:]
+        rank, every = again or (stream.rank, 0)
+        others = replace(stream, rank=rank).epoch(epoch, start_update) if every else repeat([])
+        updates = zip(stream.epoch(epoch, start_update), others, sizes, strict=False)
+        first = epoch * stream.updates_per_epoch + start_update
+        for update, (micro_batches, theirs, size) in enumerate(updates, first):
             samples = sum(map(len, micro_batches))
+            if every and update % every == 0:
+                yield BatchKey(epoch, tuple(theirs[-1].tolist()), True, samples, size, len(theirs))
             for number, indices in enumerate(micro_batches, start=1):
                 yield BatchKey(epoch, tuple(indices.tolist()), number == len(micro_batches), samples, size)
 

@@ -16,6 +16,7 @@ from volo.cluster.distributed import World
 from volo.commands.train import build
 from volo.config.train import TRAIN
 from volo.train.architecture import requested_by
+from volo.train.audit import Audit
 from volo.train.data import Folders
 from volo.train.loop import train_epoch
 from volo.train.model import build_model
@@ -30,16 +31,17 @@ FLAGS = (
 LABELLED = "--token-label --token-label-data synthetic"
 
 
-def small_run(flags: str, images: int = 27, seen: int = 0) -> tuple[Any, Training]:
+def small_run(flags: str, images: int = 27, seen: int = 0, world: World | None = None) -> tuple[Any, Training]:
     """What runs have that steps look at, and what is trained. `seen`: batches that a resumed one has had."""
-    use_own_stream(device := torch.device("cuda", 0))
+    world = world or World(0, 0, 1, torch.device("cuda", 0))
+    use_own_stream(world.device)
     few_blocks = "" if "--model" in flags else " --model-kwargs layers=[1,1,0,0]"  # of each kind one
     args = TRAIN.parse(f"{FLAGS}{few_blocks} {flags}".split())
-    args, batch, _ = resolve_args(args, {}, images, 4, 1)
+    args, batch, _ = resolve_args(args, {}, images, 4, world.data_size)
     logger = Mock(lines=[])
     logger.line = lambda *texts: logger.lines.extend(texts)
     guard = SimpleNamespace(iterate_until_stopped=partial(_spoilt, count(seen)), watchdog=Mock())
-    run: Any = Run(args, World(0, 0, 1, device), logger, guard, Mock(), Mock())
+    run: Any = Run(args, world, logger, guard, Mock(), Mock())
     torch.manual_seed(args.run.seed)
     folder = synthetic_folder(images, 4)
     labels = SyntheticLabels(folder, (3, 6, 6)) if (maps := args.labels.token_label_data) == "synthetic" else None
@@ -63,7 +65,7 @@ def train(run: Any, training: Training, step: Step, epochs: int = 1) -> list[flo
     meter.add = lambda terms, batch: told.append(terms.total)
     meter.update_done = lambda lr, norm: told.append(norm)
     for _ in range(epochs):
-        train_epoch(run, training, step, meter, Mock())
+        train_epoch(run, training, step, meter, Mock(), Audit(run, training, step))
         training.state.epoch += 1
     return [float(value) for value in told]
 

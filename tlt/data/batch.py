@@ -211,6 +211,7 @@ class BatchKey:
     last: bool = True  # whether this is the last micro-batch of its update
     update_samples: int = 0  # images of this rank in the whole update
     size: tuple[int, int] | None = None  # (H, W) of the output; None takes the data set's size
+    again: int = 0  # number, from 1, in its update if it is another rank's batch, to be computed again; else 0
 
 
 @dataclass(frozen=True)

@@ -88,7 +88,7 @@ class DeviceLoader:
         return self._one_ahead(batches) if self.prefetch else map(self._finish_batch, batches)
 
     def _finish_batch(self, batch: Batch) -> Batch:
-        self.skips.record(batch.skipped)
+        self.skips.record(() if batch.key.again else batch.skipped)
         if batch.images.is_cuda:
             # It was made on a stream of the backend. Its memory must not be reused before this stream has read it.
             batch.images.record_stream(torch.cuda.current_stream(self.device))

@@ -74,7 +74,7 @@ class Saver:
     Args:
         checkpoints: None on ranks other than 0.
         before_write: Called on rank 0 before each attempt to write. If it raises, nothing is written.
-        on_save: Called on every rank before a save, because a save may take long.
+        on_save: Called on every rank before a save. If it raises, nothing is saved.
     """
 
     def __init__(

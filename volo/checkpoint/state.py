@@ -23,10 +23,12 @@ from tlt.io.files import blamed_on
 from tlt.io.weights import EMA_KEYS, check_finite, clean_names, clean_state_dict, first_non_finite, load_clean, unwrap
 from tlt.models.fit_weights import DENSE_ENTRIES, fit_state_dict, joined_state_dict, place_of, split_state_dict
 from volo.checkpoint.finetune import explain_misfit, needed, place_text
+from volo.cluster.shard import local
 from volo.cluster.tensor_parallel import own_model_state, own_optimizer_state, whole_model_state, whole_optimizer_state
 from volo.record.records import plain
 
 SCALER_KEY = "amp_scaler"
+MOMENTS = "moments"  # begins the names of the optimizer's tensors
 STATISTICS_KEY = "rank_statistics"
 ORDER_KEY = "order"  # what decides which images an epoch's updates have
 _FORMAT = 2  # timm's: `epoch` is the last finished one
@@ -76,19 +78,30 @@ class TrainState:
             payload[entry], dense = split_state_dict(model, whole_model_state(model))
             if dense:
                 payload[DENSE_ENTRIES[entry]] = dense
-        if self._within_epoch and dist.is_initialized():
+        if self.within_epoch and dist.is_initialized():
             payload[STATISTICS_KEY] = {name: gather_statistics(model) for name, model in self._models().items()}
         if self.scaler is not None:
             payload[SCALER_KEY] = self.scaler.state_dict()
         return payload
 
     @property
-    def _within_epoch(self) -> bool:
+    def within_epoch(self) -> bool:
         """Whether an epoch is unfinished, so that its ranks have not yet shared BatchNorm's statistics."""
         return self.update != self.epoch * self.updates_per_epoch
 
     def _models(self) -> dict[str, nn.Module]:
         return {"state_dict": self.model} | ({} if self.ema is None else {EMA_KEYS[0]: self.ema.module})
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return this rank's tensors that an update changes, the model's own: weights, buffers, averages, moments."""
+        states = {entry: model.state_dict() for entry, model in self._models().items()}
+        states |= {f"{MOMENTS}{number}": state for number, state in enumerate(self.optimizer.state.values())}
+        return {
+            f"{entry}.{name}": local(value)
+            for entry, state in states.items()
+            for name, value in state.items()
+            if isinstance(value, Tensor)
+        }
 
     def load(self, checkpoint: dict[str, Any], path: str | Path, load_optimizer: bool = True) -> list[str]:
         """Restore the state from a checkpoint of this project, timm or the published code; return lines for the user.
@@ -134,7 +147,7 @@ class TrainState:
         self.update = update
         self.scores = scores
         self.loaded_progress = progress
-        if self._within_epoch and not set_statistics(self._models(), statistics):
+        if self.within_epoch and not set_statistics(self._models(), statistics):
             messages.append("another number of ranks: all take the running statistics of BatchNorm from rank 0")
         return messages
 

@@ -32,8 +32,9 @@ from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCP
 
 from volo.cluster.distributed import LEFT, RankLost, connect, meet, serve, start_of
 
-# Success; bad input, divergence, full disk and unfit machines, which a restart can't mend; stopped by a signal.
-FINAL = (0, 2, 3, 4, 6, 85, 130)
+# Success; bad input, divergence, full disk, unfit machines and a wrong rank, which a restart can't mend; stopped by a
+# signal.
+FINAL = (0, 2, 3, 4, 6, 7, 85, 130)
 _SIGNALS = [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP]
 _SAME_S = 1.0  # seconds within which several signals count as one
 _END_S = 60  # seconds for which a node that has finished waits for the others

@@ -169,12 +169,17 @@ def total_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
     return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 
+def local(value: Tensor) -> Tensor:
+    """Return this rank's part of a tensor, detached."""
+    return (value.to_local() if isinstance(value, DTensor) else value).detach()
+
+
 class ShardedEma(ModelEmaV3):
     """timm's moving average over this rank's parts; torch's foreach functions can't mix DTensors with plain tensors."""
 
     def apply_update_(self, model: nn.Module, decay: float) -> None:
         states = self.module.state_dict(), model.state_dict()
-        averages, new = ([v.to_local() if isinstance(v, DTensor) else v for v in state.values()] for state in states)
+        averages, new = (list(map(local, state.values())) for state in states)
         floating = [pair for pair in zip(averages, new, strict=True) if pair[0].is_floating_point()]
         torch._foreach_lerp_([a for a, _ in floating], [b for _, b in floating], weight=1.0 - decay)
         for average, value in zip(averages, new, strict=True):

@@ -22,7 +22,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
@@ -161,15 +161,16 @@ def tell_batch_script(state: str) -> None:
             Path(f"{marker}.state").write_text(state)
 
 
-def ask_for_requeue(stop: Stopped, update: int, checkpoint: Path) -> None:
+def ask_for_requeue(reason: str, update: int, checkpoint: Path, exclude: Sequence[str] = ()) -> None:
     """Write a line of JSON to the file REQUEUE_MARKER, which the batch script reads; rank 0 calls this after it saved.
+    The job should not get the machines of `exclude` again.
 
     The batch script can't use the exit code of `srun` or `torchrun`, which combines the codes of many processes.
     """
-    marker = os.environ.get("REQUEUE_MARKER")
-    if marker and stop.exit_code == PREEMPTED:
+    if marker := os.environ.get("REQUEUE_MARKER"):
         saved = str(checkpoint) if checkpoint.is_file() else None
+        line = {"reason": reason, "update": update, "checkpoint": saved, "exclude": ",".join(exclude)}
         try:
-            Path(marker).write_text(json.dumps({"reason": str(stop), "update": update, "checkpoint": saved}) + "\n")
+            Path(marker).write_text(json.dumps(line) + "\n")
         except OSError as error:  # the checkpoint is safe: the run ends normally, and the user has to restart it
             print(f"REQUEUE_MARKER={marker}: {error.strerror}: nobody requeues the job", file=sys.stderr)

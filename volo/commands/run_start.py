@@ -8,7 +8,6 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -224,7 +223,12 @@ def open_run(run: Run, training: Training) -> Saver:
         flags.checkpoint_sync,
         flags.max_failed_saves,
     )
-    return Saver(state, checkpoints, logger, policy, run.lock.check, partial(run.guard.watchdog.enter_phase, "saving"))
+
+    def on_save() -> None:
+        run.guard.watchdog.enter_phase("saving")
+        training.replicas.compare()
+
+    return Saver(state, checkpoints, logger, policy, run.lock.check, on_save)
 
 
 def describe(run: Run, training: Training) -> None:

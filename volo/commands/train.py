@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import os
 import time
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -30,6 +31,7 @@ from tlt.data.sources.source import ImageSource
 from tlt.io.jobs import SearchProgress
 from volo.checkpoint.checkpoint import LAST, NotWrittenError
 from volo.checkpoint.finetune import load_finetune, load_weights
+from volo.checkpoint.replicas import Replicas, WrongRank
 from volo.checkpoint.resume import DATA_KEY, fingerprint
 from volo.checkpoint.state import ORDER_KEY, TrainState, ranked_by
 from volo.cluster.distributed import (
@@ -44,7 +46,7 @@ from volo.cluster.distributed import (
 )
 from volo.cluster.launch import launch_of
 from volo.cluster.shard import ShardedEma
-from volo.cluster.stopping import STOP, Stopped, ask_for_requeue, tell_batch_script
+from volo.cluster.stopping import PREEMPTED, STOP, Stopped, ask_for_requeue, tell_batch_script
 from volo.cluster.tensor_parallel import TensorParallelParams, in_groups
 from volo.cluster.watchdog import StopGuard, Watchdog
 from volo.commands.run_start import (
@@ -77,7 +79,7 @@ from volo.train.data import (
     validation_loader,
 )
 from volo.train.dense_score import DenseScore
-from volo.train.loop import best_so_far, garbage_collected_by_the_loop, out_of_memory_explained, train_epochs
+from volo.train.loop import best_so_far, garbage_collected_by_the_loop, named, out_of_memory_explained, train_epochs
 from volo.train.model import (
     TimmModel,
     add_dense_head,
@@ -237,18 +239,17 @@ def build(run: Run, folders: Folders, labels: LabelReader | None, model: TimmMod
     ema = create_ema(model, settings.ema, bool(sharding_flag(settings.distributed)))
     working_copy, forward_model, average = wrap_models(settings, model, ema, world)
     # 7. The step: precision, optimizer, learning rate.
-    limit = settings.optim.clip_grad
-    clip = None if limit is None else Clipping(limit, settings.optim.clip_mode, heads_of(model))
-    norm_of = TensorParallelParams(model).total_norm
-    precision = Precision(world.device, dtype, clip, settings.checkpoints.max_nonfinite, working_copy, norm_of)
+    precision = create_precision(settings, model, world.device, dtype, working_copy)
     lr, lr_formula = resolve_lr(settings.schedule, stream.global_batch)
     optimizer = create_optimizer(model, settings.optim, settings.distributed, lr, world.device)
     # 8. What checkpoints tell.
     metadata = metadata_of(settings, model, data_config, folders.train, labels, distillation)
     metadata |= {BATCH_KEY: batch, ORDER_KEY: repr(replace(stream, world_size=1, rank=0, micro_batches=1))}
     per_epoch = stream.updates_per_epoch
+    state = TrainState(model, optimizer, precision.scaler, ema, metadata=metadata, updates_per_epoch=per_epoch)
     return Training(
-        state=TrainState(model, optimizer, precision.scaler, ema, metadata=metadata, updates_per_epoch=per_epoch),
+        state=state,
+        replicas=Replicas(state, settings.distributed, world),
         forward_model=forward_model,
         average=average,
         loader=loader,
@@ -357,6 +358,20 @@ def load_start(model: TimmModel, network: Network, logger: Logger, class_names: 
     return model
 
 
+def create_precision(
+    settings: TrainSettings,
+    model: TimmModel,
+    device: torch.device,
+    dtype: torch.dtype | None,
+    working_copy: WorkingCopy | None,
+) -> Precision:
+    """Return how steps compute, and clip gradients."""
+    limit = settings.optim.clip_grad
+    clip = None if limit is None else Clipping(limit, settings.optim.clip_mode, heads_of(model))
+    norm_of = TensorParallelParams(model).total_norm
+    return Precision(device, dtype, clip, settings.checkpoints.max_nonfinite, working_copy, norm_of)
+
+
 def create_ema(model: nn.Module, ema: Average, divided: bool) -> ModelEmaV3 | None:
     """Return the moving average of the weights, or None without `--model-ema`."""
     if not ema.model_ema:
@@ -364,6 +379,22 @@ def create_ema(model: nn.Module, ema: Average, divided: bool) -> ModelEmaV3 | No
     device = "cpu" if ema.model_ema_force_cpu else None
     kind = ShardedEma if divided else ModelEmaV3
     return kind(model, ema.model_ema_decay, use_warmup=ema.model_ema_warmup, device=device)
+
+
+@contextmanager
+def wrong_rank_named(run: Run, training: Training) -> Iterator[None]:
+    """Find out which rank is wrong if WrongRank is raised, record it, and ask for other machines."""
+    try:
+        yield
+    except WrongRank as error:
+        update = training.state.update
+        wrong = named(run, training, error)
+        fault = {"fault": "wrong-rank", "reason": str(wrong), "exit_code": wrong.exit_code}
+        run.logger.event("fault", **fault, ranks=wrong.ranks, nodes=wrong.nodes)
+        if run.world.is_primary and not wrong.doubt:
+            ask_for_requeue(str(wrong), update, run.directory / LAST, wrong.nodes)
+        wait_for_hosts()
+        raise wrong from None
 
 
 def train(run: Run, training: Training) -> None:
@@ -376,7 +407,7 @@ def train(run: Run, training: Training) -> None:
     began = time.monotonic()
     opened = open_run(run, training)
     guard.stop.only_noted()
-    with opened as saver:
+    with wrong_rank_named(run, training), opened as saver:
         if run.world.is_primary:
             tell_batch_script("begun")
         try:
@@ -392,9 +423,10 @@ def train(run: Run, training: Training) -> None:
                 saver.save_now(str(stop))
             except NotWrittenError as error:
                 failure = error
-            if run.world.is_primary and (failure is None or (run.directory / LAST).is_file()):
+            saved = failure is None or (run.directory / LAST).is_file()
+            if run.world.is_primary and stop.exit_code == PREEMPTED and saved:
                 # Write this before any rank leaves: when one node's processes have ended, others may be killed.
-                ask_for_requeue(stop, saver.saved_at[1], run.directory / LAST)
+                ask_for_requeue(str(stop), saver.saved_at[1], run.directory / LAST)
             wait_for_hosts()  # don't leave the process group, which the model holds: `run_program` ends the process
             if failure is not None:
                 raise failure from stop

@@ -282,6 +282,7 @@ class Distributed(Group):
     local_rank: int = flag(
         0, "of old launchers; where set, LOCAL_RANK or SLURM_LOCALID wins", names="--local_rank --local-rank"
     )
+    audit: t.Count = flag(0, "every N updates compute another rank's batch again, to find one that is wrong; 0: never")
     dist_timeout: t.Positive = flag(120, "end a run that hangs for S (600 at start, validation, saves)", metavar="S")
     bind: str = shared.BIND()
 

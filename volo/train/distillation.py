@@ -109,10 +109,10 @@ class Distillation:
         """Whether a teacher is a network that runs in each step."""
         return len(self.stores) < len(self.names)
 
-    def paired(self, batches: Iterator[Batch], epoch: int, update: int) -> Iterator[Batch]:
-        """Yield the batches of an epoch from update `update` on, and load the teachers' views of each."""
+    def paired(self, batches: Iterator[Batch], *where: Any) -> Iterator[Batch]:
+        """Yield the batches of a loader's `epoch(*where)`, and load the teachers' views of each."""
         loaders = [loader for loader in dict.fromkeys(self.views) if loader is not None]
-        for batch, *views in zip(batches, *(loader.epoch(epoch, update) for loader in loaders), strict=True):
+        for batch, *views in zip(batches, *(loader.epoch(*where) for loader in loaders), strict=True):
             self._seen = dict(zip(loaders, views, strict=True))
             yield batch
 

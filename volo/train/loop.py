@@ -14,28 +14,27 @@ import torch.nn.functional as F
 from timm.utils import distribute_bn
 from torch import Tensor, nn
 
-from tlt.api import StepKey
 from tlt.data.batch import Batch
 from tlt.data.loader import EvalLoader
 from tlt.errors import UserError
 from volo.checkpoint.checkpoint import best_of, rank_epochs
+from volo.checkpoint.replicas import WrongRank
 from volo.checkpoint.saver import Saver
 from volo.checkpoint.state import TrainState, ranked_by
-from volo.cluster.distributed import World
+from volo.cluster.distributed import World, from_all
 from volo.cluster.shard import whole_weights
 from volo.record.confusion import Answers, keep_answers
 from volo.record.metrics import EpochTotals, Evaluation, Sums, correct_in_top
+from volo.train.audit import Audit
 from volo.train.compilation import begin_step
 from volo.train.dense_score import DenseScore
 from volo.train.judge import judge_epoch
 from volo.train.meter import Meter
-from volo.train.optimizer import set_lr
 from volo.train.precision import Precision
 from volo.train.run import Run, Training
-from volo.train.step import Step
+from volo.train.step import Step, train_on
 from volo.train.step_graph import step_of
 
-_LR_POWER = {"none": 0.0, "sqrt": 0.5, "linear": 1.0}  # exponent of (images in an update / mean images per update)
 _COLLECT = 200  # updates between two garbage collections
 
 
@@ -53,21 +52,22 @@ def train_epochs(run: Run, training: Training, saver: Saver) -> None:
     if settings.network.finetune and state.update == 0 and not settings.teachers.kd_only:
         logger.line(f"before fine-tuning: {_evaluated(run, training, state.model)}")
     patience = settings.checkpoints.patience
-    mixup_off = settings.regular.mixup_off_epoch
+    audit = Audit(run, training, step)
     for epoch in range(state.epoch, last):
         if patience and best_so_far(state, ranking_metric)[1] >= patience:
             logger.line(f"--patience {patience}: no better epoch for {patience} epochs; the run ends here")
             break
-        if mixup_off and epoch >= mixup_off and training.criterion.mix is not None:
-            training = replace(training, criterion=replace(training.criterion, mix=None))
+        if (now := in_epoch(run, training, epoch)) is not training:
+            training = now
             step = step_of(run, training)
+            audit = Audit(run, training, step)
         logger.start_epoch(epoch, epochs, state.updates_per_epoch)
         if training.loader.index_stream.sizes is not None:
             counts = sorted(Counter(training.loader.index_stream.sizes_of(epoch)).items())
             listed = ", ".join(f"{updates} of {size[0]} px" for size, updates in counts if size is not None)
             logger.detail(f"epoch {epoch + 1}: updates on images {listed}")
         gc.collect()
-        totals = train_epoch(run, training, step, meter, saver)
+        totals = train_epoch(run, training, step, meter, saver, audit)
         if training.distillation is not None and training.distillation.computes:
             logger.detail(training.distillation.summary_line(totals.seconds))
         evaluations = validate_epoch(run, training, epoch)
@@ -87,7 +87,15 @@ def train_epochs(run: Run, training: Training, saver: Saver) -> None:
         logger.line(f"--stop-epoch {last} of {epochs}: --resume auto without it goes on with the same schedule")
 
 
-def train_epoch(run: Run, training: Training, step: Step, meter: Meter, saver: Saver) -> EpochTotals:
+def in_epoch(run: Run, training: Training, epoch: int) -> Training:
+    """Return what an epoch trains with: from `--mixup-off-epoch` on, without Mixup and CutMix."""
+    mixup_off = run.settings.regular.mixup_off_epoch
+    if not mixup_off or epoch < mixup_off or training.criterion.mix is None:
+        return training
+    return replace(training, criterion=replace(training.criterion, mix=None))
+
+
+def train_epoch(run: Run, training: Training, step: Step, meter: Meter, saver: Saver, audit: Audit) -> EpochTotals:
     """Train the epoch `state.epoch`. `state.update` advances by one per optimizer step.
 
     Raises:
@@ -97,21 +105,17 @@ def train_epoch(run: Run, training: Training, step: Step, meter: Meter, saver: S
     """
     state = training.state
     model = training.forward_model
-    loader = training.loader
     set_train_mode(model, run.settings.norms.freeze_bn or run.settings.network.freeze)
     training.precision.begin(model)
     micro_batch = 0
     meter.begin()
-    first = state.update - state.epoch * state.updates_per_epoch
-    batches = loader.epoch(state.epoch, first)
-    if training.distillation is not None:
-        batches = training.distillation.paired(batches, state.epoch, first)
-    for batch in run.guard.iterate_until_stopped(batches):
+    training.replicas.agree()
+    for batch in run.guard.iterate_until_stopped(training.batches(audit.again)):
+        if batch.key.again:
+            audit.begin(batch)
+            continue
         meter.look_at(batch)
-        batch_ratio = batch.key.update_samples * run.world.data_size / loader.index_stream.global_batch
-        lr = training.schedule(state.update) * batch_ratio ** _LR_POWER[run.settings.sizes.variable_batch_loss_scale]
-        set_lr(state.optimizer, lr)
-        result = step(batch, StepKey(run.settings.run.seed, state.update, micro_batch, run.world.data_rank))
+        result, lr = train_on(run, training, step, batch, micro_batch)
         meter.add(result.terms, batch)
         micro_batch += 1
         if result.norm is None:  # another micro-batch of this update follows
@@ -121,12 +125,43 @@ def train_epoch(run: Run, training: Training, step: Step, meter: Meter, saver: S
         state.update += 1
         micro_batch = 0
         meter.update_done(lr, result.norm)
+        audit.end(result.terms.total)
         if meter.done < state.updates_per_epoch:
             saver.after_update()
         if state.update % _COLLECT == 0:
             gc.collect()
     step.release_memory()  # for the validation
     return meter.end()
+
+
+def named(run: Run, training: Training, wrong: WrongRank) -> WrongRank:
+    """Return which rank is wrong. If two differ, do the updates since they agreed last once more, up to the first one
+    that differs, and see which of them gets something else than before. The state is none to go on from afterwards."""
+    replicas = training.replicas
+    state = training.state
+    if not (wrong.doubt and wrong.values and replicas.every):
+        return wrong
+    run.logger.line(f"warning: {wrong.what} differ between ranks: the updates since they agreed are done again")
+    updates = min(wrong.row // 2 + 1, int(replicas.noted) // 2)
+    replicas.put()
+    last = state.update + updates
+    training = in_epoch(run, training, state.epoch)
+    set_train_mode(training.forward_model, run.settings.norms.freeze_bn or run.settings.network.freeze)
+    training.precision.begin(training.forward_model)
+    step = Step(run, training)
+    micro_batch = 0
+    batches = training.batches()
+    while state.update < last:
+        run.guard.watchdog.enter_phase("data")
+        batch = next(batches)
+        run.guard.watchdog.enter_phase("step", batch.size)
+        result, _ = train_on(run, training, step, batch, micro_batch)
+        micro_batch = 0 if batch.key.last else micro_batch + 1
+        state.update += batch.key.last
+    now = [tuple(row) for row in from_all(replicas.row(wrong.row))]
+    others = [rank for rank in wrong.ranks if now[rank] != wrong.values[rank]]
+    alike = len({now[rank] for rank in wrong.ranks}) == 1
+    return WrongRank(wrong.what, others) if alike and 0 < len(others) < len(wrong.ranks) else wrong
 
 
 @contextmanager

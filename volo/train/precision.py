@@ -250,10 +250,12 @@ class Precision:
         if self.working_copy is not None:
             self.working_copy.accumulate_into_master()
 
-    def step(self, optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter]) -> tuple[Tensor, Tensor]:
-        """Clip the gradients, step unless one of them is not finite, and clear them. All ranks decide alike whether to
-        step, because they have the same all-reduced gradients. Return the 2-norm of the gradients before clipping, a
-        scalar on the device, and the argument of `skipped.note`."""
+    def step(
+        self, optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter], note: Callable[[], None] = lambda: None
+    ) -> tuple[Tensor, Tensor]:
+        """Clip the gradients, step unless one of them is not finite, and clear them; `note` is called before they are
+        cleared. All ranks decide alike whether to step, because they have the same all-reduced gradients. Return the
+        2-norm of the gradients before clipping, a scalar on the device, and the argument of `skipped.note`."""
         if self.scaler is not None:
             self.scaler.unscale_(optimizer)
         norm = self._norm_of(parameters)
@@ -267,10 +269,18 @@ class Precision:
             self._statistics.settle(broken)
         if self.scaler is not None:
             self.scaler.update()
+        note()
         optimizer.zero_grad(set_to_none=not self.keeps_gradients)
         if self.working_copy is not None:
             self.working_copy.refresh_copy()
         return norm, outcome
+
+    def forget(self, optimizer: torch.optim.Optimizer) -> None:
+        """Undo what a forward and a backward pass between two updates have changed."""
+        optimizer.zero_grad(set_to_none=not self.keeps_gradients)
+        if self._statistics is not None:
+            self._statistics.settle(torch.ones_like(self._loss_broken))
+        self._loss_broken.zero_()
 
 
 # Their fused steps leave weights and moments unchanged if `found_inf` is set, even the first step. torch's SGD would

@@ -8,6 +8,7 @@ change, except the accumulation steps, which keep a resumed run's global batch i
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,8 +16,10 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from tlt.api import Loader
+from tlt.data.batch import Batch
 from tlt.data.loader import EvalLoader
 from tlt.kinds import KINDS
+from volo.checkpoint.replicas import Replicas
 from volo.checkpoint.resume import table
 from volo.checkpoint.start import Start
 from volo.checkpoint.state import TrainState
@@ -88,12 +91,14 @@ class Training:
         state: Model, optimizer, scaler, moving average and the position in the run.
         forward_model: What a step calls: the state's model or its working copy, perhaps compiled or distributed.
         average: The module that validates the moving average; None if it is not validated.
+        replicas: The ranks' copies of the state.
         lr_formula: How the peak learning rate was computed, for the log.
         arithmetic: Operations of a step; None if they can't be counted, and on ranks that write no records.
         dense_score: Compares tokens with labels in validation; None without `--val-label-data`.
     """
 
     state: TrainState
+    replicas: Replicas
     forward_model: nn.Module
     average: nn.Module | None
     loader: Loader
@@ -105,6 +110,13 @@ class Training:
     arithmetic: Arithmetic | None = None
     distillation: Distillation | None = None
     dense_score: DenseScore | None = None
+
+    def batches(self, again: tuple[int, int] | None = None) -> Iterator[Batch]:
+        """Yield the batches of the current epoch from the state's position on; `again` is as in `Loader.epoch`."""
+        state = self.state
+        where = state.epoch, state.update - state.epoch * state.updates_per_epoch, again
+        batches = self.loader.epoch(*where)
+        return batches if self.distillation is None else self.distillation.paired(batches, *where)
 
 
 def recipe_from_nothing(settings: TrainSettings, images: int, world_size: int) -> TrainSettings:

@@ -13,7 +13,10 @@ from volo.checkpoint.state import optimizer_state_of
 from volo.cluster.shard import synchronised
 from volo.train.compilation import begin_step
 from volo.train.criterion import Drawn, step_loss
+from volo.train.optimizer import set_lr
 from volo.train.run import Run, Training
+
+_LR_POWER = {"none": 0.0, "sqrt": 0.5, "linear": 1.0}  # exponent of (images in an update / mean images per update)
 
 
 class StepResult(NamedTuple):
@@ -34,7 +37,9 @@ class Step:
         self.teachers = training.distillation
         self.state = training.state
         self.precision = training.precision
+        self.replicas = training.replicas
         self.parameters = [p for p in self.state.model.parameters() if p.requires_grad]
+        self.watched = False  # whether gradients are looked at in the backward pass, so that no graph may replace it
         self.several_ranks = run.world.size > 1
         ema = self.state.ema
         # Whether `compute` updates the moving average: it can't if that needs a counter or is on the CPU.
@@ -59,8 +64,9 @@ class Step:
         terms = loss.map(Tensor.detach)
         if not last:
             return StepResult(terms)
+        self.replicas.note(weights_only=True)
         with optimizer_state_of(state.unproven):
-            norm, broken = precision.step(state.optimizer, self.parameters)
+            norm, broken = precision.step(state.optimizer, self.parameters, self.replicas.note)
         if self.averages and state.ema is not None:
             # Without the argument `step`, the decay is constant from the first update on, as published.
             state.ema.update(state.model)
@@ -77,3 +83,12 @@ class Step:
 
     def release_memory(self) -> None:
         """Release memory that the steps hold if other work may need it. A launched step holds none between steps."""
+
+
+def train_on(run: Run, training: Training, step: Step, batch: Batch, micro_batch: int) -> tuple[StepResult, float]:
+    """Train on a micro-batch of the current update. Return its results and the learning rate of the update."""
+    state = training.state
+    ratio = batch.key.update_samples * run.world.data_size / training.loader.index_stream.global_batch
+    lr = training.schedule(state.update) * ratio ** _LR_POWER[run.settings.sizes.variable_batch_loss_scale]
+    set_lr(state.optimizer, lr)
+    return step(batch, StepKey(run.settings.run.seed, state.update, micro_batch, run.world.data_rank)), lr

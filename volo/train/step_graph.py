@@ -173,6 +173,8 @@ class StepGraph(Step):
         full = batch.size == now.batch_size
         if not full or now.inputs is None:  # work outside the graphs' pool
             self.release_memory()
+        if self.watched:
+            return super().__call__(batch, key)
         if now.phase is Phase.CAPTURE and full and key.micro_batch == 0:
             self._capture_or_give_up(batch, key)
         if now.phase is Phase.REPLAY and now.inputs is not None and _shapes(batch) == _shapes(now.inputs[0]):
@@ -341,7 +343,8 @@ class StepGraph(Step):
         moments = [value for state in self.state.optimizer.state.values() for value in state.values()]
         average = [] if ema is None or not self.averages else ema.module.state_dict().values()
         weights = [weight.detach() for weight in model.parameters()]
-        return [value for value in (*weights, *model.buffers(), *average, *moments) if isinstance(value, Tensor)]
+        values = (*weights, *model.buffers(), *average, *moments, self.replicas.log, self.replicas.noted)
+        return [value for value in values if isinstance(value, Tensor)]
 
     def _go_back(self, before: list[Tensor]) -> None:
         with torch.no_grad():
