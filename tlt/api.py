@@ -182,7 +182,7 @@ class Loader(DeviceLoader):
         in_range("start_update", start_update, 0, self.index_stream.updates_per_epoch, whole=True)
         return self._load(self._keys(epoch, start_update, again))
 
-    def _keys(self, epoch: int, start_update: int, again: tuple[int, int] | None) -> Iterator[BatchKey]:
+    def _keys(self, epoch: int, start_update: int, again: tuple[int, int] | None = None) -> Iterator[BatchKey]:
         stream = self.index_stream
         sizes = stream.sizes_of(epoch)[start_update:]
         rank, every = again or (stream.rank, 0)
