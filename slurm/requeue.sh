@@ -9,7 +9,8 @@
 #
 # The script exits with the training's exit code, even after a requeue. When a signal has stopped the training and it has
 # saved, rank 0 writes the file REQUEUE_MARKER, which rank 0's node must see. That file decides about requeueing, because
-# the exit code of srun combines the codes of many processes.
+# the exit code of srun combines the codes of many processes. It may name nodes that compute wrong: the job is started
+# again on others.
 #
 # A script that sources this file, as job.sh does, may set REQUEUE_MARKER before, and calls `fail`, `step` and `finish`.
 # Variables that begin with _ are this file's own.
@@ -80,7 +81,7 @@ goes_on() {
 
 # CODE: exit with it; requeue the job first if the training was stopped by a signal.
 finish() {
-  local job
+  local job exclude others
   trap '' TERM USR1 INT # scontrol requeue signals this script
   # In a job array, name this task; the job's number alone may mean all tasks.
   job=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID}
@@ -92,7 +93,14 @@ finish() {
     rm -f "$REQUEUE_MARKER.last"
   else
     [ ! -s "$REQUEUE_MARKER" ] || echo "the training says: $(cat "$REQUEUE_MARKER")"
-    scontrol requeue "$job" && echo "job $job goes back into the queue"
+    exclude=$(sed -n 's/.*"exclude": "\([^"]*\)".*/\1/p' "$REQUEUE_MARKER")
+    if [ -z "$exclude" ]; then
+      scontrol requeue "$job"
+    else # Slurm lets only a job that waits exclude nodes: hold it until that is done
+      others=$(scontrol show job -o "$job" | sed -n 's/.*ExcNodeList=\([^ (]*\).*/\1/p')
+      scontrol requeuehold "$job" && echo "not on $exclude, which computed or stored something wrong" &&
+        { scontrol update JobId="$job" ExcNodeList="${others:+$others,}$exclude"; scontrol release "$job"; }
+    fi && echo "job $job goes back into the queue"
   fi
   rm -f "$REQUEUE_MARKER" "$REQUEUE_MARKER.state"
   exit "$1"

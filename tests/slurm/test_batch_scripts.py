@@ -30,8 +30,8 @@ case "$*" in *"$ON"*) exec bash -c "$DO" srun "$@" ;; esac
 case "$1 $2" in
   "show hostnames") eval "printf '%s\\n' $(sed 's/\\[\\(.*\\)-\\(.*\\)\\]/{\\1..\\2}/' <<<"$3")" ;;
   "show config") echo "SlurmctldTimeout = 120 sec"; echo "SlurmdTimeout = 300 sec" ;;
-  "show job") echo "JobId=$4 JobState=$STATE Reason=None PreemptTime=$PREEMPTED" ;;
-  requeue*) echo "$@" >> "$FAKE/asked"; exit "$REFUSED" ;;
+  "show job") echo "JobId=$4 JobState=$STATE Reason=None PreemptTime=$PREEMPTED ExcNodeList=$EXCLUDED" ;;
+  requeue* | update* | release*) echo "$@" >> "$FAKE/asked"; exit "$REFUSED" ;;
 esac
 """,
     "getent": """[ "$2" = node2 ] && echo "10.0.0.12 STREAM node2" """,
@@ -65,6 +65,7 @@ class FakeSlurm:
         (folder / "d5.pth.tar").touch()
         self.env = {"PATH": f"{folder}/bin:/usr/bin:/bin", "VIRTUAL_ENV": "/venv", "FAKE": str(folder)}
         self.env |= {"ON": "rank.sh", "DO": DONE, "STATE": "RUNNING", "PREEMPTED": "None", "REFUSED": "0"}
+        self.env["EXCLUDED"] = "(null)"
         self.env |= {"SLURM_JOB_ID": "12345", "SLURM_JOB_NAME": "pretrain", "SLURM_JOB_NODELIST": "node[1-5]"}
         self.env |= {"SLURM_JOB_NUM_NODES": "5", "SLURM_GPUS_ON_NODE": "8"}
         places = {"DATA": "data", "OUTPUT": "runs", "LOGS": "logs", "FINETUNE": "d5.pth.tar"}
@@ -188,6 +189,14 @@ def test_the_marker_decides_about_a_requeue(slurm, do, env, asked):
     ended = slurm.run("pretrain.sbatch", DO=do, **env)
     assert slurm.lines("asked") == (["requeue 12345"] if asked else [])
     assert ended.code == int(do.split()[-1]) and not marker.exists()
+
+
+def test_nodes_that_are_wrong_are_left_out(slurm):
+    do = """echo '{"reason": "x", "update": 4, "exclude": "node2,node4"}' > $REQUEUE_MARKER; exit 7"""
+    for before, excluded in (("(null)", "node2,node4"), ("node9", "node9,node2,node4")):
+        assert slurm.run("pretrain.sbatch", DO=do, EXCLUDED=before).code == 7
+        asked = slurm.lines("asked")[-3:]
+        assert asked == ["requeuehold 12345", f"update JobId=12345 ExcNodeList={excluded}", "release 12345"]
 
 
 @pytest.mark.parametrize(

@@ -389,10 +389,11 @@ def wrong_rank_named(run: Run, training: Training) -> Iterator[None]:
     except WrongRank as error:
         update = training.state.update
         wrong = named(run, training, error)
-        fault = {"fault": "wrong-rank", "reason": str(wrong), "exit_code": wrong.exit_code}
-        run.logger.event("fault", **fault, ranks=wrong.ranks, nodes=wrong.nodes)
-        if run.world.is_primary and not wrong.doubt:
-            ask_for_requeue(str(wrong), update, run.directory / LAST, wrong.nodes)
+        if run.world.is_primary:
+            found = {"ranks": wrong.ranks, "nodes": wrong.nodes, "exit_code": wrong.exit_code}
+            run.logger.event("fault", fault="wrong-rank", reason=str(wrong), **found)
+            if not wrong.doubt:
+                ask_for_requeue(str(wrong), update, run.directory / LAST, wrong.nodes)
         wait_for_hosts()
         raise wrong from None
 
