@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import re
 import shlex
 import shutil
 import subprocess
@@ -119,6 +120,7 @@ def test_card_has_settings_and_exported_accuracy(call, trained_run, tmp_path):
     average, plain = "Top-1 62.50 % of 8 validation images (averaged weights).", "Top-1 12.50 % of 8 validation images."
     text = card("")
     assert average in text and "12.50" not in text
+    assert re.search(r"^\d+ % of [\d.]+ s trained\.$", text, re.M)
     assert "volo train DATA --model volo_test" in text and "--token-label --token-label-data LABELS" in text
     assert "--smoothing 0.0" in text and "False" not in text
     # The command trains as the run did: its settings are all told, also those that the data decided.

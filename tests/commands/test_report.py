@@ -43,6 +43,9 @@ def test_one_page_holds_the_whole_run(call, data, tmp_path):
         and f"<dl><dt>verdict</dt><dd>{html.escape(verdict)}" in page
     )
     assert "a<b>" not in page and "a&lt;b&gt;&amp;c" in page and "model: volo_test" in page
+    (bar,) = re.findall(r"\nTime\n([#dvs+.]{79})\n#  training ", ended.out)
+    shares = re.findall(r'<i class="p\d" style="flex:([\d.]+)" title=', page)
+    assert {*bar} >= {*"#dvs"} and sum(map(float, shares)) == pytest.approx(100, abs=0.01)
     assert "4 updates reported, 2 epochs finished" in page and '"torch":' in html.unescape(page)
     assert page.count("<img") == page.count('src="data:image/png;base64,iVBOR') == page.count("src=") == 4
     assert "href=" not in page and "onclick=" not in page

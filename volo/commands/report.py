@@ -143,9 +143,11 @@ def _time(account: Account) -> list[str]:
     if not total:
         return []
     rows = [
-        (PARTS[part][0], part, duration(seconds), f"{100 * seconds / total:.1f} %")
-        for part, seconds in account.parts.items()
-        if seconds
+        (mark, part, f"{duration(seconds)}.{int(10 * seconds) % 10}", f"{100 * seconds / total:.1f} %")
+        for mark, part, seconds in (
+            *((PARTS[part][0], part, seconds) for part, seconds in account.parts.items() if seconds),
+            ("", "all", total),
+        )
     ]
     return [account.bar(), *table(rows)]
 

@@ -19,6 +19,7 @@ from itertools import accumulate, pairwise
 from pathlib import Path
 
 from tlt import starts_program
+from volo.cluster.stopping import PREEMPTED
 from volo.record.history import Reading, Records, Start, starts_in
 
 AWAY = "away"
@@ -39,7 +40,6 @@ PARTS: dict[str, tuple[str, tuple[str, ...]]] = {
 }
 _REPEATED = ("step", "data", "validation")  # what an update that is done again takes again
 _STOOD_STILL_S = 3.0  # if nobody looked at the stopwatch for so long, the process or the machine may have stood still
-_PREEMPTED = 85  # exit code of a start that asks for another one
 
 
 def clock() -> float:
@@ -200,7 +200,7 @@ def _seconds(first: datetime | None, last: datetime | None) -> float:
 
 def _was_queued(before: Start, start: Start) -> bool:
     """Whether a start was in Slurm's queue before; it was not if the same job has started its processes again."""
-    return bool(start.job) and (start.job != before.job or before.exit_code == _PREEMPTED)
+    return bool(start.job) and (start.job != before.job or before.exit_code == PREEMPTED)
 
 
 def _told(seconds: float) -> str:
