@@ -84,6 +84,8 @@ class MaskFiles(Masks):
 
     def __init__(self, root: str, images: ImageSource, numbers: Numbers) -> None:
         super().__init__(images, numbers)
+        if not os.path.isdir(root):
+            raise UserError(f"MASKS {printable(root)} is no folder, nor a JSON file of COCO (.json)")
         inside = os.path.join(root, os.path.basename(images.root))  # MASKS/train of DATA/train
         self._root = inside if os.path.isdir(inside) else root
         listed = FolderListing(self._root, classes=False).names
@@ -174,20 +176,6 @@ def partners(images: Sequence[str], others: Sequence[str], endings: tuple[str, s
         if found:
             break
     return [found.get(name, -1) for name in keyed]
-
-
-def missing_lines(images: ImageSource, rows: Sequence[int], unused: Sequence[str], one: str, remedy: str) -> list[str]:
-    """Return a line about the images that are not among `rows`, those with a mask or other `one`, and a line about
-    those that belong to no image."""
-    lines = []
-    known = {*rows}
-    without = [row for row in range(len(images)) if row not in known]
-    if without:
-        first = printable(images.paths[without[0]])
-        lines.append(f"warning: {len(without)} of {len(images)} images have no {one}, such as {first}: {remedy}")
-    if unused:
-        lines.append(f"warning: {len(unused)} {one}s belong to no image, such as {printable(unused[0])}")
-    return lines
 
 
 def count_cells(classes: np.ndarray, grid: tuple[int, int], k: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

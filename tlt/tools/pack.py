@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -90,21 +90,31 @@ def find_rows(tree: str, folder: ImageSource | None) -> tuple[list[str], list[st
     paths, numbers = ([], np.empty(0, np.int64)) if folder is None else (folder.paths, folder.classes)
     label_files = list(find_labels(paths, files, tree))
     images = [row for row, label in enumerate(label_files) if label]
-    without = label_files.count("")
     if folder is not None and not images:
         raise UserError(
             f"no image in {printable(folder.root)} has a label in {printable(tree)}: is it another data set?"
         )
-    notes = []
     extra = natural_sorted(files.difference(label_files))
-    if without:
-        first = printable(paths[label_files.index("")])
-        notes.append(f"warning: {without} of {len(label_files)} images have no label, such as {first}")
-    if folder is not None and extra:
-        notes.append(f"warning: {len(extra)} labels belong to no image, such as {printable(extra[0])}; packed too")
+    notes = [] if folder is None else missing_lines(folder, images, extra, "label", unused_too="; packed too")
     labels = [label_files[row] for row in images]
     names = [paths[row] for row in images]
     return labels + extra, names + extra, np.append(numbers[images], [-1] * len(extra)), notes
+
+
+def missing_lines(
+    images: ImageSource, rows: Sequence[int], unused: Sequence[str], one: str, remedy: str = "", unused_too: str = ""
+) -> list[str]:
+    """Return a line about the images that are not among `rows`, those with a label or other `one`, and a line about
+    those that belong to no image. Each ends with what becomes of them."""
+    lines = []
+    has = np.zeros(len(images), bool)
+    has[rows] = True
+    if not has.all():
+        first = printable(images.paths[int(has.argmin())])
+        lines.append(f"warning: {(~has).sum()} of {len(images)} images have no {one}, such as {first}{remedy}")
+    if unused:
+        lines.append(f"warning: {len(unused)} {one}s belong to no image, such as {printable(unused[0])}{unused_too}")
+    return lines
 
 
 def unpack(archive: str, out: str, overwrite: bool = False) -> list[str]:

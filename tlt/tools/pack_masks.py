@@ -29,8 +29,8 @@ from tlt.label_map import LabelMap
 from tlt.labels.archive_writer import ArchiveWriter
 from tlt.labels.label_info import LabelInfo, agreement_text
 from tlt.tools.coco import CocoMasks, is_coco, read_categories
-from tlt.tools.masks import MaskFiles, Masks, Numbers, image_size, missing_lines
-from tlt.tools.pack import write_rows
+from tlt.tools.masks import MaskFiles, Masks, Numbers, image_size
+from tlt.tools.pack import missing_lines, write_rows
 
 _TABLE = "classes.csv"
 _PIXELS = 16  # of a cell's side, by default
@@ -75,7 +75,7 @@ def pack_masks(
     class_names = natural_sorted({*named.values()}) if flat else source.class_names
     ids = {number: class_names.index(name) for number, name in sorted(named.items())}
     read = open_masks(masks, source, Numbers(ids, sorted(void), (endings[0], endings[1])))
-    remedy = f"not in {_TABLE}" if flat else "train with --bad-label skip"
+    remedy = f": not in {_TABLE}" if flat else ": train with --bad-label skip"
     notes = missing_lines(source, read.rows, read.unused, "mask", remedy)
     if ignore is None and not coco and _IGNORED in names:
         name = printable(names[_IGNORED])
@@ -107,7 +107,8 @@ def _label(job: tuple[Masks, tuple[int, int], int], row: int) -> LabelMap:
 def read_table(path: str) -> dict[int, str]:
     """Return the text of each number in a file: of JSON a list of objects with id and name, or one object; else lines
     with the number in the first column, separated by tabs or commas. A first line without a number names the columns,
-    of which `name` is used; without one it is the second. Raise UserError if it is something else."""
+    of which `name` is used; without one it is the second. Numbers of one name are one class. Raise UserError if it is
+    something else."""
     with blamed_on(path, "is no table of numbers and names", 'write lines such as "7,road"'):
         text = read_bytes(path).decode("utf-8-sig")
         if path.lower().endswith(".json"):
@@ -181,7 +182,7 @@ def default_grid(masks: Masks) -> tuple[int, int]:
 
 def write_classes(writer: ArchiveWriter, class_names: Sequence[str]) -> int:
     """Write the table of the images' classes. Return the number of masks that name none."""
-    folders = [path.partition("/")[0] for path in writer.names]
+    folders = [path.partition("/")[0] if "/" in path else "" for path in writer.names]
     splits = [match[0] if (match := re.match("train|val", folder)) else folder for folder in folders]
     has_splits = not {"train", "val"}.isdisjoint(splits)
     table = [("path", "class", "split")]

@@ -16,8 +16,8 @@ from tlt.io.text import printable
 from tlt.label_map import LabelMap
 from tlt.labels.archive_writer import ArchiveWriter
 from tlt.labels.label_info import LabelInfo, agreement_text
-from tlt.tools.masks import missing_lines, partners
-from tlt.tools.pack import write_rows
+from tlt.tools.masks import partners
+from tlt.tools.pack import missing_lines, write_rows
 
 Row = tuple[str, np.ndarray, np.ndarray]  # image, class ids, probabilities
 
@@ -59,7 +59,7 @@ def pack_table(
     writer = ArchiveWriter(out, info, [source.paths[row] for row in packed], overwrite)
     write_rows(writer, make, None, 1, "another table")
     unused = [names[number] for number in sorted({*range(len(rows))}.difference(found))]
-    notes = missing_lines(source, packed, unused, "row", "train with --bad-label skip")
+    notes = missing_lines(source, packed, unused, "row", ": train with --bad-label skip")
     done = f"{len(packed)} labels packed in {printable(out)}"
     return [*notes, done, agreement_text(writer.finish((), source.classes[packed]))]
 
