@@ -25,7 +25,7 @@ def keep_compiled() -> list[str]:
     if not unset or not hasattr(os, "getuid"):
         return []
     cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    root = Path(os.environ.get("VOLO_COMPILED") or Path(cache, "volo"))
+    root = Path(os.environ.get("VOLO_COMPILED") or Path(cache, "volo")).absolute()
     folder = root / f"compiled-{os.getuid()}-{_kind_of_machine()}"
     try:
         root.mkdir(parents=True, exist_ok=True)
