@@ -18,6 +18,7 @@ import numpy as np
 from tlt.data.sources.source import ImageSource
 from tlt.errors import UserError, require
 from tlt.io.files import blamed_on, os_errors_as, read_at, regular_only
+from tlt.io.jobs import SearchProgress
 from tlt.io.text import printable
 from tlt.tools.masks import VOID, Masks, Numbers, partners
 
@@ -52,6 +53,7 @@ class CocoMasks(Masks):
 
     def __init__(self, files: Sequence[str], images: ImageSource, numbers: Numbers) -> None:
         super().__init__(images, numbers)
+        require("pycocotools.mask", _EXTRA)  # before minutes of reading
         names = list[str]()
         sizes = array("q")
         known = list[dict[Any, int]]()  # for each file, the number of an image by its id
@@ -125,9 +127,11 @@ def _items(file: str, name: str) -> Iterator[dict[str, Any]]:
 
 def _annotations(files: Sequence[str], known: list[dict[Any, int]]) -> Iterator[tuple[str, int, dict[str, Any]]]:
     """Yield every annotation, with a name for messages before it and the number of its image."""
+    progress = SearchProgress()
     for file, numbers in zip(files, known, strict=True):
         with blamed_on(file, *_WRONG):
-            for item in _items(file, "annotations"):
+            for count, item in enumerate(_items(file, "annotations")):
+                progress(f"reading annotations of {printable(file)}", count)
                 name = f"annotation {item.get('id')} of {printable(file)}"
                 if item["image_id"] not in numbers:
                     raise UserError(f"{name} is of image {item['image_id']}, which the file does not list")
