@@ -255,7 +255,7 @@ def open_loader(data: Path, how: Arm, seed: int, body: Body, device: str) -> tup
     config = tlt.AugmentConfig((body.side, body.side), (how.crop, 1.0), mean=(MEAN,) * 3, **plain)
     options: dict[str, Any] = {"std": (STD,) * 3, "workers": 0, "label_view": label_view(how.compat)}
     if device != "cpu":
-        options |= {"device": device, "workers": max(1, available_cpus() - 1)}
+        options |= {"device": device, "workers": max(1, available_cpus() - 1), "persistent_workers": True}
     features = [tlt.open_features(data / "features", images.paths)] if how.features else []
     return tlt.Loader(images, labels, config, body.batch, seed, features=features, **options), features
 
@@ -270,7 +270,7 @@ def rate(highest: float, update: int, updates: int, warmup: int) -> float:
 @torch.inference_mode()
 def evaluate(model: Any, validation: Sequence[Tensor], dense: bool, device: str) -> dict[str, float]:
     """Return top-1 in percent, with half the maximum of a trained dense head as in every evaluation, and the percentage
-    of the tokens with a digit that this head names."""
+    of the tokens with a thing that this head names."""
     model.eval()
     correct = []
     named = []
