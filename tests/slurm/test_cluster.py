@@ -261,3 +261,20 @@ def test_job_of_a_dead_node_goes_on_elsewhere(cluster, begin, whole, tmp_path):
         assert digest(cluster.runs / "moved") == digest(cluster.runs / "whole")
     finally:
         cluster.revive("node2")
+
+
+def test_job_of_a_range_of_nodes_goes_on_with_those_left(cluster, begin, tmp_path):
+    """With the same images in its updates: three batches of four, then four of three."""
+    job = begin("pretrain", options="-N 2-3", EXPERIMENT="fewer", **held(tmp_path, at=17))
+    cluster.read_until(job, "epoch 2 [1/4]")
+    cluster.kill("node2")
+    try:
+        ended = cluster.ended(job)
+        assert (ended["Restarts"], ended["NodeList"]) == ("1", "node[1,3]")
+        kept = "3 processes before, 2 now: 2 accumulation steps, not 1, of batches of 3 images, not 4, keep the global"
+        assert kept in cluster.log(job)
+        lines = (cluster.runs / "fewer" / "metrics.jsonl").read_text().splitlines()
+        updates = [record for record in map(json.loads, lines) if "update" in record]
+        assert [record["images"] for record in updates][:3] == [record["images"] for record in updates][4:7]
+    finally:
+        cluster.revive("node2")

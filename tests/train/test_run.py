@@ -15,7 +15,7 @@ from volo.config.settings_train import FITTED, FROM_NOTHING
 from volo.config.train import TRAIN
 from volo.record.records import duration
 from volo.train import loop, meter
-from volo.train.run import batch_record, recipe_from_nothing, resolve_args, steps_to_keep
+from volo.train.run import batch_record, parts_to_keep, recipe_from_nothing, resolve_args
 
 SIZES = "--train-img-sizes 96 224 --train-batch-sizes auto"
 
@@ -297,17 +297,21 @@ def test_fault_61_checkpoint_values_are_checked_as_flags():
 
 
 @pytest.mark.parametrize(
-    ("before", "now", "steps", "told"),
+    ("before", "now", "parts", "told"),
     [
-        ((8, 1, 8), (8, 1, 8), 1, None),
-        ((8, 1, 8), (8, 1, 4), 2, "8 processes before, 4 now: 2 accumulation steps, not 1, keep the global batch of"),
-        ((8, 4, 1), (8, 4, 4), 1, "keep the global batch of 32"),
-        ((8, 1, 8), (4, 4, 4), 4, None),
-        ((8, 1, 8), (8, 1, 3), 1, "was 64, it is 24 now"),
-        ((8, 1, 8), (4, 1, 8), 1, "was 64, it is 32 now"),
+        ((8, 1, 8), (8, 1, 8), (1, 8), None),
+        ((8, 1, 8), (8, 1, 4), (2, 8), "8 processes before, 4 now: 2 accumulation steps, not 1, keep the global batch"),
+        ((8, 4, 1), (8, 4, 4), (1, 8), "keep the global batch of 32"),
+        ((8, 1, 8), (4, 4, 4), (4, 4), None),
+        ((8, 1, 8), (8, 1, 3), (1, 8), "was 64, it is 24 now"),
+        ((8, 1, 8), (4, 1, 8), (1, 4), "was 64, it is 32 now"),
+        ((4, 1, 3), (4, 1, 2), (2, 3), "2 accumulation steps, not 1, of batches of 3 images, not 4, keep the global"),
+        ((4, 2, 2), (4, 2, 8), (1, 2), "1 accumulation steps, not 2, of batches of 2 images, not 4, keep the global"),
+        ((8, 1, 26), (8, 1, 16), (1, 8), "was 208, it is 128 now"),  # 13 images each: only one by one
     ],
 )
-def test_fault_13_global_batch_is_kept_or_reported(before, now, steps, told):
-    kept, message = steps_to_keep({"batch": batch_record(*before, before[1])}, *now)
-    assert kept == steps
+def test_fault_13_global_batch_is_kept_or_reported(before, now, parts, told):
+    record = {"batch": batch_record(*before, before[0] * before[1])}
+    *kept, message = parts_to_keep(record, *now, arguments().sizes)
+    assert tuple(kept) == parts
     assert message is None if told is None else told in str(message)

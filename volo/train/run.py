@@ -35,6 +35,7 @@ from volo.config.settings_train import (
     STABLE_SCHEDULES,
     STARTS,
     Average,
+    ImageSizes,
     TrainSettings,
 )
 from volo.config.train import TRAIN, checked_settings
@@ -149,11 +150,13 @@ def resolve_args(
     fitted = fit_to_data(settings, checkpoint, recorded, images, classes, world_size)
     begun = {name: value for name, value in fitted.items() if recorded.get(name) == value}
     decided = settings.decide("data", **fitted).decide("checkpoint", **begun)
+    asked, asked_size = settings.optim.grad_accum_steps, decided.images.batch_size
+    steps, size, kept_batch = parts_to_keep(checkpoint, asked_size, asked, world_size, settings.sizes)
+    batch = batch_record(size, steps, world_size, asked_size * asked)
+    if (steps, size) != (asked, asked_size):
+        decided = decided.decide("checkpoint", grad_accum_steps=steps, batch_size=size)
     sizes = sizes_of(decided, image_size_by_name(decided.network, decided.images.pixels))
     check_drop_path(decided, decided.sizes.train_batch_sizes if sizes is None else sizes.batch_sizes)
-    asked, batch_size = settings.optim.grad_accum_steps, decided.images.batch_size
-    steps, kept_batch = steps_to_keep(checkpoint, batch_size, asked, world_size)
-    batch = batch_record(batch_size, steps, world_size, asked)
     changes = {name: value for name, value in fitted.items() if value != settings[name]}
     new = {name: value for name, value in changes.items() if name not in begun}
     source = f"defaults for {images} images of {classes} classes and {settings.schedule.epochs} epochs"
@@ -163,8 +166,6 @@ def resolve_args(
         kept_batch,
         _useless_average(decided.ema, _updates(decided, images, batch["global"])),
     )
-    if steps != asked:
-        decided = decided.decide("checkpoint", grad_accum_steps=steps)
     return decided, batch, [line for line in lines if line]
 
 
@@ -211,7 +212,8 @@ def fit_to_data(
     # A rate in proportion to 8 images would be as small as 1e-5; Adam's noise grows with the square root.
     few = "batch_size" in fitted and size < _LARGEST_BATCH and settings.schedule.lr is None
     fit("lr_base_scale", "sqrt" if few else settings.schedule.lr_base_scale)
-    batch = size * world_size * steps_to_keep(checkpoint, size, steps, world_size)[0]
+    parts, part, _ = parts_to_keep(checkpoint, size, steps, world_size, sizes)
+    batch = part * world_size * parts
     updates = _updates(settings.decide("data", batch_size=size), images, batch)
     updates_then = _updates(then, images, (_recorded_batch(checkpoint) or {"global": batch})["global"])
     # The rest of the run has to forget the initial weights that the checkpoint's average still holds.
@@ -277,10 +279,11 @@ def settings_from_checkpoint(checkpoint: dict[str, Any], settings: TrainSettings
     if "num_classes" in left_open and type(classes := config.get("num_classes")) is int:
         recorded["num_classes"] = classes
     if "batch_size" in recorded and (batch := _recorded_batch(checkpoint)):
-        images = batch["global"]
-        parts = world_size * settings.optim.grad_accum_steps
-        if images % (recorded["batch_size"] * world_size) and images % parts == 0:
-            recorded["batch_size"] = images // parts
+        images, steps = batch["global"], settings.optim.grad_accum_steps
+        if batch["asked"] % steps == 0:  # with other processes the batches may have been smaller
+            recorded["batch_size"] = batch["asked"] // steps
+        if images % (recorded["batch_size"] * world_size) and images % (world_size * steps) == 0:
+            recorded["batch_size"] = min(recorded["batch_size"], images // (world_size * steps))
     return recorded
 
 
@@ -291,25 +294,31 @@ def _recorded_batch(checkpoint: dict[str, Any]) -> dict[str, int] | None:
     return batch if complete else None
 
 
-def batch_record(batch_size: int, steps: int, world_size: int, asked_steps: int) -> dict[str, int]:
-    """Return the record of the batch in checkpoints: images per update, processes, images that the flags ask for."""
-    return {"global": batch_size * steps * world_size, "world_size": world_size, "asked": batch_size * asked_steps}
+def batch_record(batch_size: int, steps: int, world_size: int, asked: int) -> dict[str, int]:
+    """Return the record of the batch in checkpoints: images per update, processes, images per process and update that
+    the flags ask for."""
+    return {"global": batch_size * steps * world_size, "world_size": world_size, "asked": asked}
 
 
-def steps_to_keep(checkpoint: dict[str, Any], batch_size: int, steps: int, world_size: int) -> tuple[int, str | None]:
-    """Return the accumulation steps for a resumed run, and a line for the user. If only the number of processes has
-    changed and full batches can add up to the old global batch, that is kept, so that every update has the same images.
-    Otherwise the flags are followed, with a warning."""
+def parts_to_keep(
+    checkpoint: dict[str, Any], batch_size: int, steps: int, world_size: int, sizes: ImageSizes
+) -> tuple[int, int, str | None]:
+    """Return the accumulation steps and the batch size for a resumed run, and a line for the user. If only the number
+    of processes has changed and divides the old global batch, that is kept, so that every update has the same images,
+    in batches that are at most as large as before and at least half as large if there are several. Otherwise, or if
+    image sizes have batch sizes of their own, the flags are followed, with a warning."""
     recorded = _recorded_batch(checkpoint) or {"global": 0}
     before = recorded["global"]
-    per_step = batch_size * world_size
-    now = per_step * steps
+    now = batch_size * world_size * steps
     if before == now or before < 1:
-        return steps, None
-    if recorded["asked"] == batch_size * steps and before % per_step == 0:
-        kept = before // per_step
-        return kept, (
-            f"{recorded['world_size']} processes before, {world_size} now: {kept} accumulation steps, not {steps}, "
-            f"keep the global batch of {before}"
-        )
-    return steps, f"warning: the global batch (-b x --grad-accum-steps x processes) was {before}, it is {now} now"
+        return steps, batch_size, None
+    if recorded["asked"] == batch_size * steps and before % world_size == 0:
+        images = before // world_size
+        kept = next(count for count in range(-(-images // batch_size), images + 1) if images % count == 0)
+        size = images // kept
+        if size == batch_size or (not sizes.train_img_sizes and (kept == 1 or 2 * size >= batch_size)):
+            changed = f"{recorded['world_size']} processes before, {world_size} now: {kept} accumulation steps"
+            smaller = f", of batches of {size} images, not {batch_size}," if size < batch_size else ","
+            return kept, size, f"{changed}, not {steps}{smaller} keep the global batch of {before}"
+    told = f"warning: the global batch (-b x --grad-accum-steps x processes) was {before}, it is {now} now"
+    return steps, batch_size, told
