@@ -128,6 +128,9 @@ def run(settings: Flags) -> None:
     arms = list(dict.fromkeys(settings.arms)) or [arm for arm in known if not known[arm].few]
     for arm in arms:
         one_of(f"--arms with --scenes {settings.scenes}", arm, list(known))
+    for flag_name in ("products", "single"):
+        if flag_name in settings.sources and settings.scenes == "digits":
+            raise UserError(f"--{flag_name} has no effect without --scenes products")
     body = GPU if settings.gpu_size else SMALL
     kinds = {"digits": Digits(body.scale, masks=False), "products": Products(body.scale, folder=settings.products)}
     runs = Path(settings.directory)

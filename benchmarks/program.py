@@ -7,7 +7,7 @@
     data       from image files to augmented batches: ours and timm's loader
     run        whole programs, from image files: ours and timm's train.py
     restart    from the start of train.py's process to its first update
-    ablation   do labels at the right place make a better model? (hours on a CPU)
+    ablation   do labels of places, or a teacher, make a better model? (hours on a CPU)
 
 A module's flags are the fields of its `Flags`, and its `run(settings)` measures.
 """

@@ -177,11 +177,10 @@ class Products(Scenes):
 
     def pictures(self, held_out: bool) -> tuple[np.ndarray, np.ndarray]:
         kind = "t10k" if held_out else "train"
-        images = self._read(f"{kind}-images-idx3-ubyte", 16)
-        return images.reshape(-1, 28, 28), self._read(f"{kind}-labels-idx1-ubyte", 8)
+        return self._read(f"{kind}-images-idx3-ubyte", 16, (28, 28)), self._read(f"{kind}-labels-idx1-ubyte", 8, ())
 
-    def _read(self, name: str, start: int) -> np.ndarray:
-        """Return the bytes of an idx file, packed or not. Raise UserError."""
+    def _read(self, name: str, start: int, shape: tuple[int, ...]) -> np.ndarray:
+        """Return the bytes (N, *shape) of an idx file, packed or not. Raise UserError."""
         file = next((file for file in Path(self.folder).glob(f"{name}*")), None)
         if file is None:
             raise UserError(
@@ -189,7 +188,7 @@ class Products(Scenes):
                 "four files by --products FOLDER"
             )
         with blamed_on(file), gzip.open(file) if file.suffix == ".gz" else file.open("rb") as content:
-            return np.frombuffer(content.read(), np.uint8, offset=start)
+            return np.frombuffer(content.read(), np.uint8, offset=start).reshape(-1, *shape)
 
     def size(self, generator: np.random.Generator, number: int) -> Size:
         width, height = (int(side) * 16 * self.scale for side in generator.integers(6, 11, 2))

@@ -151,6 +151,7 @@ def test_an_arm_that_fails_is_told_and_the_others_are_timed(monkeypatch, measure
         ("infer --output nowhere/rows", "--output nowhere/rows: No such file or directory"),
         ("ablation --images 19", "--images: 19 is out of range: at least 50"),
         ("ablation --arms masks", "--arms with --scenes digits masks: choose from true, "),
+        ("ablation --single 100", "--single has no effect without --scenes products"),
         ("ablation --scenes products --products no", "no has no train-images-idx3-ubyte.gz: apt-get install dataset-f"),
     ],
 )
