@@ -1,5 +1,6 @@
 """How long a phase may take, and when a run stops."""
 
+import itertools
 import math
 import os
 import signal
@@ -63,6 +64,21 @@ def test_fault_21_hang_after_validation_or_save_is_seen_as_soon():
         list(guard.iterate_validation([0]))
         watch.enter_phase("saving")
     assert allowed == [Watchdog.START_S, *[3.0] * 5]
+
+
+def test_phases_count_as_what_their_time_is_spent_on():
+    counted: list[str] = []
+    watch = Watchdog(0, 3.0, 50.0, note=lambda **fields: None, count=counted.append)
+    guard = StopGuard(StopSignal(), watch, int)
+    watch.enter_phase("start")  # the program tells its parts
+    for _ in range(2):
+        for _ in guard.iterate_until_stopped(batch_at(True, 4) for _ in range(2)):
+            watch.enter_phase("capture")
+        list(guard.iterate_validation([0, 1]))
+        watch.enter_phase("saving")
+    steps = ["data", "step", "capture"]
+    epoch = [*steps, *steps, "data", "step", "validation", "saving"]
+    assert [part for part, _ in itertools.groupby(counted)] == epoch * 2
 
 
 def test_a_stop_is_between_updates_alone():
