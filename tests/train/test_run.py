@@ -19,6 +19,8 @@ from volo.train.run import batch_record, parts_to_keep, recipe_from_nothing, res
 
 SIZES = "--train-img-sizes 96 224 --train-batch-sizes auto"
 
+_RECIPES_AA = "rand-m5-n4-mstd0.5-inc1"
+
 
 @pytest.mark.parametrize(
     ("flags", "images", "taken"),
@@ -52,18 +54,24 @@ def test_a_command_without_a_model_takes_the_recipe_from_nothing(flags, images, 
 @pytest.mark.parametrize(
     ("flags", "images", "world_size", "fitted"),
     [
-        ("", 9000, 1, (40, 2, 16)),
-        ("", 9000, 8, (40, 2, 16)),
-        ("", 90, 1, (600, 24, 16)),
-        ("", 90, 8, (600, 24, 2)),
-        ("", 8, 1, (600, 24, 2)),
-        ("", 1, 1, (600, 24, 1)),
-        ("--epochs 7 -b 8", 90, 1, (7, 1, 8)),
+        ("", 9000, 1, (20, 1, 16, "none")),
+        ("", 2000, 8, (30, 2, 16, "none")),
+        ("--aa rand-m3", 9000, 1, (20, 1, 16, "rand-m3")),
+        ("--no-aug", 9000, 1, (20, 1, 16, "rand-m9-mstd0.5-inc1")),  # its default, which is not used
+        ("", 1999, 1, (31, 2, 16, "rand-m5-n2-mstd0.5-inc1")),
+        ("", 999, 1, (61, 3, 16, _RECIPES_AA)),
+        ("", 90, 1, (600, 24, 16, _RECIPES_AA)),
+        ("", 90, 8, (600, 24, 2, _RECIPES_AA)),
+        ("", 8, 1, (600, 24, 2, _RECIPES_AA)),
+        ("", 1, 1, (600, 24, 1, _RECIPES_AA)),
+        ("--epochs 7 -b 8", 90, 1, (7, 1, 8, _RECIPES_AA)),
     ],
 )
 def test_recipe_from_nothing_fits(flags, images, world_size, fitted):
     args = recipe_from_nothing(TRAIN.parse(["data", *flags.split()]), images, world_size)
-    assert (args.schedule.epochs, args.checkpoints.val_interval, args.images.batch_size) == fitted
+    found = args.schedule.epochs, args.checkpoints.val_interval, args.images.batch_size, args.augment.aa
+    assert found == fitted
+    assert (" --aa " in args.notes[-1]) == (images >= 1000 and not flags)
 
 
 @pytest.mark.parametrize(

@@ -60,10 +60,13 @@ _LARGEST_BATCH = 128  # images per device, likewise
 # A command without a model takes the recipe from nothing for so many images at most, with so many epochs at least and
 # at most, until so many images have been seen, and validates so many times at most.
 _FEW_IMAGES = 20_000
-_LEAST_EPOCHS = 40
+_LEAST_EPOCHS = 20
 _MOST_EPOCHS = 600
 _IMAGES_SEEN = 60_000
 _VALIDATIONS = 25
+# `--aa` by the least number of images, in place of the recipe's: many images vary enough, and the network would not
+# learn the changed ones in this time.
+_LESS_AUGMENTED = {1_000: "rand-m5-n2-mstd0.5-inc1", 2_000: "none"}
 
 
 @dataclass(frozen=True)
@@ -130,11 +133,15 @@ def recipe_from_nothing(settings: TrainSettings, images: int, world_size: int) -
     batch = min(load_yaml(FROM_NOTHING, TRAIN.parser())["batch_size"], _fitting_batch(images // world_size))
     epochs = typed.get("epochs", min(_MOST_EPOCHS, max(_LEAST_EPOCHS, -(-_IMAGES_SEEN // images))))
     fitted = {"epochs": epochs, "val_interval": -(-epochs // _VALIDATIONS), "batch_size": batch}
+    for least, policy in _LESS_AUGMENTED.items():
+        if images >= least and not settings.augment.no_aug:
+            fitted["aa"] = policy
     unasked = {name: value for name, value in ({"config": FROM_NOTHING} | fitted).items() if name not in typed}
     chosen = TRAIN.over_recipe(unasked | typed).decide("recipe", **unasked)
+    flags = f"-c {FROM_NOTHING} --epochs {epochs}" + (f" --aa {unasked['aa']}" if "aa" in unasked else "")
     line = (
-        f"no --model: -c {FROM_NOTHING} --epochs {epochs} for {images} images, which trains {chosen.network.model} "
-        f"from nothing; photographs do better with -c {FINE_TUNING} --model volo_d1 --pretrained"
+        f"no --model: {flags} for {images} images, which trains {chosen.network.model} from nothing; photographs do "
+        f"better with -c {FINE_TUNING} --model volo_d1 --pretrained"
     )
     return replace(chosen, notes=(*dict.fromkeys([*settings.notes, *chosen.notes, line]),))
 
