@@ -13,7 +13,8 @@ from volo.cli import COMMANDS
 from volo.config.parser import SCRIPTS
 
 ROOT = Path(__file__).parents[2]
-TOOLS = {"show": "show", "check": "check", "pack": "pack", "unpack": "pack", "pack-images": "pack_images"}
+TOOLS = {name: name.replace("-", "_") for name in ("show", "check", "pack", "pack-images", "pack-masks", "pack-table")}
+TOOLS["unpack"] = "pack"
 WITH_WEIGHTS = ("validate", "label", "predict", "export", "attention")
 # The modules of one program or a few. Messages of all other modules may name the flags of any program.
 MODULES = [
@@ -21,6 +22,8 @@ MODULES = [
     *((f"tlt.tools.{module}", f"tlt {name}") for name, module in TOOLS.items()),
     *(("volo.train.trained_model", name) for name in WITH_WEIGHTS),
     ("volo.commands.hub", "export"),
+    ("tlt.tools.coco", "tlt pack-masks"),
+    ("tlt.tools.masks", "tlt pack-masks"),
 ]
 # In a clause, the flags behind the name of a program are that program's.
 COMMAND = re.compile(r"volo ([a-z]+)|(tlt [a-z-]+)|(train|validate|generate_label)\.py|docker|\btar\b|torchrun|sbatch")

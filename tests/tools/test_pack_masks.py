@@ -333,7 +333,7 @@ def test_missing_and_extra_masks_are_counted(folders, tmp_path, capsys):
         (masks / "train" / f"{name}.png").rename(masks / "train" / f"{name[:2]}old.png")
     assert pack(masks, tmp_path / "out", data) == 0
     said = capsys.readouterr().out
-    assert "2 of 6 images have no mask, such as a/0.v1.jpg: train with --bad-label skip" in said
+    assert "2 of 6 images have no mask, such as a/0.v1.jpg: give volo train --bad-label skip" in said
     assert "2 masks belong to no image, such as a/old.png" in said and "4 masks packed" in said
     with pytest.raises(UserError, match="2 of 6 images have no label"):
         open_labels(tmp_path / "out", open_images(data, "train").paths)

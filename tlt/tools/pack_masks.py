@@ -75,7 +75,7 @@ def pack_masks(
     class_names = natural_sorted({*named.values()}) if flat else source.class_names
     ids = {number: class_names.index(name) for number, name in sorted(named.items())}
     read = open_masks(masks, source, Numbers(ids, sorted(void), (endings[0], endings[1])))
-    remedy = f": not in {_TABLE}" if flat else ": train with --bad-label skip"
+    remedy = f": not in {_TABLE}" if flat else ": give volo train --bad-label skip"
     notes = missing_lines(source, read.rows, read.unused, "mask", remedy)
     if ignore is None and not coco and _IGNORED in names:
         name = printable(names[_IGNORED])
@@ -94,7 +94,7 @@ def pack_masks(
         notes.append(f"warning: {left_out} masks are void alone: not in {_TABLE}")
     writer.finish()
     table = os.path.abspath(os.path.join(out, _TABLE))
-    command = f"volo train {images} --dataset csv/{table} --token-label --token-label-data {out}"
+    command = f"volo train --token-label --token-label-data {out} --dataset csv/{table} {images}"
     return [*notes, f"{done}, {len(class_names)} classes", printable(command)]
 
 

@@ -59,7 +59,7 @@ def pack_table(
     writer = ArchiveWriter(out, info, [source.paths[row] for row in packed], overwrite)
     write_rows(writer, make, None, 1, "another table")
     unused = [names[number] for number in sorted({*range(len(rows))}.difference(found))]
-    notes = missing_lines(source, packed, unused, "row", ": train with --bad-label skip")
+    notes = missing_lines(source, packed, unused, "row", ": give volo train --bad-label skip")
     done = f"{len(packed)} labels packed in {printable(out)}"
     return [*notes, done, agreement_text(writer.finish((), source.classes[packed]))]
 
