@@ -203,6 +203,7 @@ def prepare(
 def train(data: Path, how: Arm, seed: int, epochs: int, body: Body, device: str) -> dict[str, Any]:
     """Train one model and return what `evaluate` finds after ten of the epochs, the last among them, and seconds."""
     began = time.perf_counter(), time.process_time()
+    choose_device(device, 0)  # this process rounds as programs on a GPU do
     torch.manual_seed(seed)
     size = (body.side, body.side)
     model: Any = timm.create_model(body.model, num_classes=CLASSES, img_size=body.side, **body.options)

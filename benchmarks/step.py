@@ -27,6 +27,7 @@ from tlt import Batch, StepKey
 from tlt.errors import UserError
 from tlt.loss import LossTerms
 from tlt.targets import Targets
+from volo.checkpoint.replicas import Replicas
 from volo.cluster.distributed import World, choose_device
 from volo.cluster.watchdog import Watchdog
 from volo.config import value_types as t
@@ -173,11 +174,13 @@ class TrainStep:
             precision.begin(computing)
         optimizer = create_optimizer(bare, settings.optim, settings.distributed, device=device)
         set_lr(optimizer, 1e-5)
-        state = SimpleNamespace(model=bare, optimizer=optimizer, ema=None, unproven=None)
+        state: Any = SimpleNamespace(model=bare, optimizer=optimizer, ema=None, unproven=None)
+        alone = World(0, 0, 1, device)
         training: Any = SimpleNamespace(state=state, precision=precision, distillation=distillation)
+        training.replicas = Replicas(state, settings.distributed, alone)
         training.forward_model = compiler_of(settings).model(computing)
         training.criterion = self._criterion = _KeptLogits(**vars(criterion))
-        run: Any = SimpleNamespace(settings=settings, world=World(0, 0, 1, device))
+        run: Any = SimpleNamespace(settings=settings, world=alone)
         self._told: list[str] = []
         self._launched = settings.precision.compilation.no_cuda_graph
         run.logger = SimpleNamespace(line=lambda *texts: self._told.extend(texts))

@@ -12,9 +12,10 @@ import torch
 import volo
 from tests.commands.conftest import QUICK, metrics
 from tests.stand_in.streams import ACTIVE
+from tlt.api import StepKey
 from volo.checkpoint.saver import host_copy
 from volo.cluster.topology import read_machine, visible_gpus
-from volo.train import loop, step_graph
+from volo.train import step_graph
 from volo.train.precision import SkippedSteps
 
 pytestmark = pytest.mark.gpu
@@ -61,10 +62,10 @@ def test_losses_are_the_cpus(call, data, labels, tmp_path, trained_run, amp, mor
     ],
 )
 def test_the_host_never_waits_between_two_reports(call, data, labels, tmp_path, trained_run, monkeypatch, more, says):
-    seed, pop, checked = loop.StepKey.seed_torch, SkippedSteps.pop, []
+    seed, pop, checked = StepKey.seed_torch, SkippedSteps.pop, []
     seen = ACTIVE.device.waits if ACTIVE.device else []  # the stand-in sees waits for events, too
 
-    def begin_step(step: loop.StepKey) -> None:  # of the second epoch on: in the first one libraries start up
+    def begin_step(step: StepKey) -> None:  # of the second epoch on: in the first one libraries start up
         seed(step)
         if step.update == 4:
             seen.clear()
@@ -80,7 +81,7 @@ def test_the_host_never_waits_between_two_reports(call, data, labels, tmp_path, 
         return pop(skipped)
 
     monkeypatch.setattr(step_graph, "WARM_UP", 1)
-    monkeypatch.setattr(loop.StepKey, "seed_torch", begin_step)
+    monkeypatch.setattr(StepKey, "seed_torch", begin_step)
     monkeypatch.setattr(SkippedSteps, "pop", report)
     flags = f"{data} {QUICK} -b 4 --epochs 2 --log-interval 4 --lr 1e-4 --drop-path 0.5 --device cuda "
     flags += more.format(run=trained_run.run)

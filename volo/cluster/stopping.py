@@ -169,7 +169,8 @@ def ask_for_requeue(reason: str, update: int, checkpoint: Path, exclude: Sequenc
     """
     if marker := os.environ.get("REQUEUE_MARKER"):
         saved = str(checkpoint) if checkpoint.is_file() else None
-        line = {"reason": reason, "update": update, "checkpoint": saved, "exclude": ",".join(exclude)}
+        line = {"reason": reason, "update": update, "checkpoint": saved}
+        line |= {"exclude": ",".join(exclude)} if exclude else {}
         try:
             Path(marker).write_text(json.dumps(line) + "\n")
         except OSError as error:  # the checkpoint is safe: the run ends normally, and the user has to restart it
