@@ -189,9 +189,14 @@ TOKENS = "--kd-distill-type token"
     "flags",
     [
         "--kd-distill-type feature --token-label --model-ema --kd-size 48 --amp",
-        "--mixup 0.8 --cutmix 1.0 --model-dtype bfloat16 --kd-temperature 2",
         f"{TOKENS} --kd-view whole --kd-dense-loss smooth-l1 --token-label --token-label-size 2 --grad-accum-steps 2",
-        f"{TOKENS} --model test_vit --kd-dense-loss gram --channels-last --distill-loss-weight 3",
+        *(
+            pytest.param(more, marks=pytest.mark.slow)
+            for more in (
+                "--mixup 0.8 --cutmix 1.0 --model-dtype bfloat16 --kd-temperature 2",
+                f"{TOKENS} --model test_vit --kd-dense-loss gram --channels-last --distill-loss-weight 3",
+            )
+        ),
     ],
 )
 def test_stopped_run_goes_on_to_the_same_weights(

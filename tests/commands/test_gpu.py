@@ -30,10 +30,11 @@ pytestmark = pytest.mark.gpu
             "--token-label --token-label-teacher resnet10t --token-label-teacher-checkpoint {w}",
         ),
         ("--model-dtype bfloat16", "--token-label --token-label-data {labels} --grad-accum-steps 2 -b 4 --model-ema"),
-        (
+        pytest.param(
             "",
             "--model test_resnet --opt momentum --clip-grad 1 --mixup 0.2 --cutmix 1 --kd-model-name {run} {run} "
             "--kd-distill-type logit feature",
+            marks=pytest.mark.slow,
         ),
     ],
 )
