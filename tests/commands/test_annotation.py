@@ -145,6 +145,7 @@ def test_a_run_says_how_often_the_labels_name_the_class(train, labels):
     assert "warning: the token labels name the class of 0.0 % of 16 sampled images" in ended.out
 
 
+@pytest.mark.slow
 def test_upstream_resumes_to_the_same_bits(call, make_dataset, make_labels, tmp_path):
     data = make_dataset(size=(60, 36))
     labels = make_labels(data, grid=(6, 8))

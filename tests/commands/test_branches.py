@@ -21,6 +21,7 @@ def files(run: Path) -> set[str]:
     return {path.name.removesuffix(".pth.tar") for path in run.glob("*.pth.tar")}
 
 
+@pytest.mark.slow
 def test_two_branches_end_as_runs_of_their_lengths(call, make_dataset, tmp_path, stop_at):
     flags = f"{make_dataset()} {FLAGS} --model-ema --model-ema-decay 0.9 --output {tmp_path}"
     trunk, recipe = tmp_path / "trunk", f"{flags} --save-epochs 2 4 --checkpoint-hist 1 --experiment trunk"

@@ -59,6 +59,7 @@ print(extra["model_config.json"])
 """
 
 
+@pytest.mark.slow
 def test_a_pt2_file_runs_where_only_torch_is(call, described, images, tmp_path):
     model, checkpoint = described("volo_test", {"layers": (1, 1, 0, 0)}, **LOOKS)
     call("export", f"--checkpoint {checkpoint} -o {tmp_path}/model.pt2 --img-size 64 --crop-pct 0.8").ok()

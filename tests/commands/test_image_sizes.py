@@ -30,6 +30,7 @@ from volo.train.trained_model import load_frozen
 SIZES = "--img-size 96 --train-img-sizes 64 80 96"
 
 
+@pytest.mark.slow
 def test_kill_around_a_change_of_size_keeps_the_bits(call, make_dataset, make_labels, tmp_path, stop_at):
     data = make_dataset(train=16, validation=4)
     flags = f"{QUICK} {SIZES} --train-batch-sizes 6 4 2 --train-size-schedule progressive --lr 1e-3 -b 2 --model-ema"

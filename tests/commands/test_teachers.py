@@ -189,6 +189,7 @@ def test_run_with_three_teachers_resumes_to_the_same_bits(
     assert recorded[0] == recorded[1] and "kd_loss_resnet10t.pth.tar" in recorded[0][0]
 
 
+@pytest.mark.slow
 def test_one_teacher_twice_has_two_names(call: Call, root: Path) -> None:
     more = "--kd-distill-type token logit --kd-loss-weight 3"
     ended, run = train(call, root, "twice", flags_of(root, "resnet10t", "resnet10t", more=more))

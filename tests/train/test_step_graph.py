@@ -84,7 +84,8 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("flags", "resumed"), [(f"{LABELLED} --model-ema", False), (SIZES, False), (ACCUMULATING, True)]
+    ("flags", "resumed"),
+    [(f"{LABELLED} --model-ema", False), (SIZES, False), pytest.param(ACCUMULATING, True, marks=pytest.mark.slow)],
 )
 def test_graphs_compute_what_launched_steps_do(flags, resumed, monkeypatch):
     """The last batch of an epoch is smaller, and launched; a step is not finite, and skipped; in between a run is
