@@ -189,3 +189,8 @@ class LabelBatch:
         """Raise UserError, which names a map, if `largest_id` is known and not below `num_classes`."""
         if self.largest_id is not None:
             check_class_id(self.largest_id[0], num_classes, self.largest_id[1])
+
+
+def has_area(labels: LabelBatch) -> torch.Tensor:
+    """Return (B,) bool: whether the map covers any part of its image (a map with `NO_AREA` does not)."""
+    return (labels.area[:, 2:] > labels.area[:, :2]).all(1)

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tlt.label_map import FULL_AREA, Area, LabelBatch, on_host
+from tlt.label_map import FULL_AREA, Area, LabelBatch, has_area, on_host
 from tlt.sparse_labels import Reading, SparseLabels, Sums, merge_equal
 
 _STRETCH = 2.0  # see `stretch_of`; published crops and warps stretch at most 1.6 times
@@ -61,7 +61,7 @@ def token_shares(labels: LabelBatch, affine: Tensor, visible: Tensor, how: Readi
     of_known = (share > 0).to(share)
     if how.uncovered == "uniform":  # what is not known has all classes equally
         of_known = share
-        weight = (labels.area[:, 2:] > labels.area[:, :2]).all(1).to(share)[:, None].expand_as(share)
+        weight = has_area(labels).to(share)[:, None].expand_as(share)
     of_known = of_known * (1 - how.smoothing)
     base = base * of_known + (1 - of_known) / how.num_classes
     return SparseLabels(weight, base, sums.ids.int(), sums.sums * of_known[..., None])
@@ -159,7 +159,8 @@ def areas_in_cells(around: Tensor, x: Tensor, y: Tensor) -> Tensor:
         fall = y1 - y0
         slope = (x1 - x0) / torch.where(fall == 0, 1, fall)  # a level edge has no part in the integral
         # Where the edge enters and leaves the row. Rounding must not carry it beyond its ends.
-        left, right = torch.minimum(x0, x1), torch.maximum(x0, x1)
+        left = torch.minimum(x0, x1)
+        right = torch.maximum(x0, x1)
         enters, leaves = (
             torch.minimum(torch.maximum(x0 + (each - y0) * slope, left), right)[..., None] for each in (begin, end)
         )
@@ -170,7 +171,8 @@ def areas_in_cells(around: Tensor, x: Tensor, y: Tensor) -> Tensor:
 
 def _mean_below(begin: Tensor, end: Tensor, limit: Tensor) -> Tensor:
     """Return the mean of min(x, limit) over x from `begin` to `end`."""
-    low, high = torch.minimum(begin, end), torch.maximum(begin, end)
+    low = torch.minimum(begin, end)
+    high = torch.maximum(begin, end)
     inside = torch.minimum(torch.maximum(limit, low), high) - low
     width = high - low
     over = inside.square() / torch.where(width > 0, 2 * width, 1) + (limit - high).clamp(min=0)

@@ -37,7 +37,7 @@ from torch import Tensor
 
 from tlt.errors import UserError, in_range, in_range_all, one_of, size_of
 from tlt.io.chunks import image_chunks
-from tlt.label_map import FULL_AREA, Area, LabelBatch, check_class_id, on_host
+from tlt.label_map import FULL_AREA, Area, LabelBatch, check_class_id, has_area, on_host
 from tlt.shares import cells_across, crop_shares, stretch_of, token_shares
 from tlt.sparse_labels import Reading, SparseLabels, Sums, merge_equal, smooth
 
@@ -170,11 +170,6 @@ def points_per_token(map_size: tuple[int, int], grid: tuple[int, int]) -> int:
     """Return how many points per axis are read for one token: enough that a crop of the full image skips no map cell,
     and at least 2 so that a token never depends on one point."""
     return max(2, *(math.ceil(cells / tokens) for cells, tokens in zip(map_size, grid, strict=True)))
-
-
-def has_area(labels: LabelBatch) -> Tensor:
-    """Return (B,) bool: whether the map covers any part of its image (a map with `NO_AREA` does not)."""
-    return (labels.area[:, 2:] > labels.area[:, :2]).all(1)
 
 
 def _truth_tokens(

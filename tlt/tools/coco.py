@@ -112,7 +112,8 @@ class CocoMasks(Masks):
         height, width = self._sizes[row].tolist()
         classes = np.full(height * width, VOID, np.int32)  # column by column, as COCO counts
         for number in range(self._first[row], self._first[row + 1]):
-            start, end = int(self._begins[number]), int(self._ends[number])
+            start = int(self._begins[number])
+            end = int(self._ends[number])
             counts = counts_in(read_at(self._runs.fileno(), end - start, start))
             classes[np.repeat(np.arange(len(counts)) % 2 == 1, counts)] = self._classes[number]
         return classes.reshape(width, height).T

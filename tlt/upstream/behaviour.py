@@ -19,8 +19,8 @@ from torch import Tensor
 from tlt import geometry
 from tlt.data.augment.plan import Plan
 from tlt.data.dataset import LabelView
-from tlt.label_map import FULL_AREA, LabelBatch
-from tlt.targets import Targets, has_area
+from tlt.label_map import FULL_AREA, LabelBatch, has_area
+from tlt.targets import Targets
 from tlt.upstream import WINDOW_ROWS
 
 

@@ -72,7 +72,8 @@ class Stopwatch:
     def enter(self, part: str | None = None) -> str:
         """Count what follows as this part (None: as before), and return what was counted before."""
         with self._lock:
-            passed, processor = clock() - self._at, time.process_time()
+            passed = clock() - self._at
+            processor = time.process_time()
             still = passed > _STOOD_STILL_S and processor - self._processor < passed / 10
             counted = AWAY if still else self._part
             self._spent[counted] = self._spent.get(counted, 0.0) + passed
