@@ -54,7 +54,7 @@ def run(settings: Flags) -> None:
         environment["VOLO_COMPILED"] = str(Path(name, "compiled"))
         for number in range(1, settings.starts + 1):
             with rows.measuring({"start": number}):
-                spent = _first_update(command, environment, Path(name, "run", EVENTS), number)
+                spent = _first_update(command, environment, Path(name, "run", EVENTS))
                 parts = {f"{part}, s": spent.get(part, 0.0) for part in _PARTS}
                 rows.write({"start": number, "first update, s": sum(parts.values())} | parts)
 
@@ -73,14 +73,14 @@ def _made(root: Path, images: int) -> str:
     return str(root)
 
 
-def _first_update(command: list[str], environment: dict[str, str], events: Path, start: int) -> Record:
+def _first_update(command: list[str], environment: dict[str, str], events: Path) -> Record:
     """Start the run, kill it after its first save, and return what it had spent then. Raises UserError if it ends."""
     log = events.parent.with_suffix(".log")
     with log.open("wb") as output, subprocess.Popen(command, stdout=output, stderr=output, env=environment) as process:
         while process.poll() is None:
-            saves = [event for event in read_json_lines(events)[0] if event["kind"] == "checkpoint"]
-            if len(saves) >= start:
-                process.kill()
-                return saves[start - 1]["spent"]
+            for event in read_json_lines(events)[0]:
+                if event["kind"] == "checkpoint" and event["pid"] == process.pid:
+                    process.kill()
+                    return event["spent"]
             time.sleep(0.2)
     raise UserError(f"train.py has ended: {(log.read_text().strip().splitlines() or [''])[-1][:160]}")

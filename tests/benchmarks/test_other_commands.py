@@ -190,21 +190,25 @@ def test_run_tells_of_a_program_that_fails(measure, tmp_path):
 
 
 _SAVES = """
-import json, sys, time
+import json, os, sys, time
 from pathlib import Path
 run = Path(sys.argv[1]); run.mkdir(exist_ok=True)
 with (run / "events.jsonl").open("a") as file:
-    print(json.dumps({"kind": "start"}), json.dumps({"kind": "checkpoint", "spent": {"step": 2}}), sep="\\n", file=file)
+    print(json.dumps({"kind": "start", "pid": os.getpid()}), file=file)
+    for step in (1, 2):  # more than one save may be there when it is looked for
+        spent = {"step": step, "of": sys.argv[2]}
+        print(json.dumps({"kind": "checkpoint", "pid": os.getpid(), "spent": spent}), file=file)
 time.sleep(600)
 """
 
 
 def test_a_start_is_measured_until_its_first_save(tmp_path):
-    command = [sys.executable, "-c", _SAVES, str(tmp_path / "run")]
-    for start in (1, 2):  # killed as soon as it has saved
-        assert restart._first_update(command, dict(os.environ), tmp_path / "run" / "events.jsonl", start) == {"step": 2}
+    events = tmp_path / "run" / "events.jsonl"
+    for start in "ab":  # killed as soon as it has saved
+        command = [sys.executable, "-c", _SAVES, str(tmp_path / "run"), start]
+        assert restart._first_update(command, dict(os.environ), events) == {"step": 1, "of": start}
     with pytest.raises(UserError, match="train.py has ended: ZeroDivisionError"):
-        restart._first_update([sys.executable, "-c", "1 / 0"], {}, tmp_path / "other" / "events.jsonl", 1)
+        restart._first_update([sys.executable, "-c", "1 / 0"], {}, tmp_path / "other" / "events.jsonl")
     made = Path(restart._made(tmp_path / "data", 2003))
     assert [len([*(made / split).glob("n*/*.JPEG")]) for split in ("train", "val")] == [2003, 1000]
     assert len([*(made / "train" / "n00000002").iterdir()]) == 3
