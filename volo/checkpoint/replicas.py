@@ -3,7 +3,7 @@
 All ranks start from the same weights and apply the same gradients, so their copies are equal bit for bit. A copy that
 differs has been computed or stored wrong: saving it, or going on, would spoil the run. With `--audit N` the ranks also
 keep a checksum of each update, so that the first update that differs is known, and a copy of the state from which they
-agreed last: `volo.train.audit` does what came after it once more if the copies are too few for a majority.
+agreed last: `volo.train.loop.named` does what came after it once more if the copies are too few for a majority.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from volo.config.settings_train import Distributed
 
 _LARGE = 1 << 26  # bytes of small tensors that a GPU sums at once
 _BLOCK = 1024  # numbers of 8 bytes in each sum
+_FADING = "exp_avg", "momentum_buffer"  # moments that forget a change within a few updates
 
 
 class WrongRank(UserError):
@@ -71,7 +72,8 @@ def checksum(tensors: Iterable[Tensor]) -> Tensor:
         bits = (flat.clone() if flat.data_ptr() % 8 else flat).view(torch.uint8)
         if not bits.is_cuda:
             whole = len(bits) // 8 * 8
-            sums += [bits[:whole].view(torch.int64).sum(), bits[whole:].sum()]
+            sums.append(bits[:whole].view(torch.int64).sum())
+            sums += [bits[whole:].sum()] if whole < len(bits) else []
             continue
         group.append(bits)
         if sum(map(len, group)) >= _LARGE:
@@ -84,8 +86,8 @@ def checksum(tensors: Iterable[Tensor]) -> Tensor:
 
 def _of_blocks(group: list[Tensor]) -> Tensor:
     """Return the sums of blocks of these bytes. A GPU launches few kernels for many tensors."""
-    joined = torch.cat(group)
-    return torch.nn.functional.pad(joined, (0, -len(joined) % (8 * _BLOCK))).view(torch.int64).view(-1, _BLOCK).sum(1)
+    filled = group[0].new_zeros(-sum(map(len, group)) % (8 * _BLOCK))
+    return torch.cat([*group, filled]).view(torch.int64).view(-1, _BLOCK).sum(1)
 
 
 def differing(values: Sequence[Hashable]) -> list[int]:
@@ -126,17 +128,17 @@ class Replicas:
         self.noted = torch.zeros(1, dtype=torch.int64, device=world.device)
         self._agreed: StateCopy | None = None
 
-    def note(self, weights_only: bool = False) -> None:
-        """Record an update twice for `--audit`: the weights that its gradients come from, before the optimizer's step;
-        and after it the gradients, which are not cleared yet, and the state. This waits for nothing.
+    def note(self, gradients: Iterable[Tensor] = ()) -> None:
+        """Record half an update for `--audit`: the weights and first moments that it begins with, when its gradients
+        are averaged, and after the optimizer's step these gradients. This waits for nothing.
 
-        Wrong weights spoil the gradients of all ranks within the update. So the ranks' states alone, after it, would no
-        longer tell whose weights were wrong.
+        Wrong weights spoil the gradients of all ranks, so each half has a checksum of its own. What changes in second
+        moments and averages reaches the weights, or is still there at the next agreement.
         """
         if self.every:
-            weights = list(self.state.model.parameters())
-            gradients = [weight.grad for weight in weights if weight.grad is not None]
-            row = checksum(weights if weights_only else [*self._shared()[0], *gradients])
+            of_weights = self.state.optimizer.state.values()
+            moments = [moment[name] for moment in of_weights for name in _FADING if name in moment]
+            row = checksum(list(gradients) or [*self.state.model.parameters(), *moments])
             self.log.index_copy_(0, self.noted, row[None])
             self.noted.add_(1)
 

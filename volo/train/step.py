@@ -64,7 +64,7 @@ class Step:
         terms = loss.map(Tensor.detach)
         if not last:
             return StepResult(terms)
-        self.replicas.note(weights_only=True)
+        self.replicas.note()
         with optimizer_state_of(state.unproven):
             norm, broken = precision.step(state.optimizer, self.parameters, self.replicas.note)
         if self.averages and state.ema is not None:
