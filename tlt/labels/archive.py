@@ -42,8 +42,7 @@ class ArchiveReader(RowReader[LabelInfo]):
     """Reads the maps of a list of images; a `tlt.labels.store.Reader`. A row is found by the image's name if the
     archive has it, else by its label file with the rule of `find_labels`."""
 
-    def __init__(self, root: str, names: Names) -> None:
-        super().__init__(root, names, LABELS)
+    kind = LABELS
 
     def _find(self, names: Names, stored: Names) -> np.ndarray:
         rows = super()._find(names, stored)

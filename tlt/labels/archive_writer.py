@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -19,18 +18,8 @@ from tlt.labels.row_writer import RowWriter
 class ArchiveWriter(RowWriter[LabelInfo]):
     """Writes label maps. The arguments are those of `RowWriter`."""
 
+    kind = LABELS
     found_out = ("skipped", "max_id")
-
-    def __init__(
-        self,
-        root: str | Path,
-        info: LabelInfo,
-        names: Sequence[str],
-        overwrite: bool = False,
-        first: bool = True,
-        made_by: Mapping[str, Any] | None = None,
-    ) -> None:
-        super().__init__(root, LABELS, info, names, overwrite, first, made_by)
 
     def holds(self, row: int, label_map: LabelMap) -> bool:
         """Return whether this map is the one that was written into a row."""

@@ -16,7 +16,7 @@ from __future__ import annotations
 import io
 import json
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -113,8 +113,10 @@ class FeatureStore(RowReader[FeatureInfo]):
         warnings: Warnings of one line each.
     """
 
+    kind = FEATURES
+
     def __init__(self, root: str, names: Names, bad_label: str = "stop") -> None:
-        super().__init__(root, names, FEATURES)
+        super().__init__(root, names)
         self.names = names
         self.bad_label = bad_label
         if self.info.basis_crc32 is not None:
@@ -234,19 +236,9 @@ def read_basis(root: str | Path, info: FeatureInfo) -> Basis:
 class FeatureWriter(RowWriter[FeatureInfo]):
     """Writes feature maps. The arguments are those of `RowWriter`."""
 
+    kind = FEATURES
     found_out = ("skipped", "basis_crc32")
     other_files = _BASIS
-
-    def __init__(
-        self,
-        root: str | Path,
-        info: FeatureInfo,
-        names: Sequence[str],
-        overwrite: bool = False,
-        first: bool = True,
-        made_by: Mapping[str, Any] | None = None,
-    ) -> None:
-        super().__init__(root, FEATURES, info, names, overwrite, first, made_by)
 
     def write_basis(self, basis: Basis) -> None:
         """Write the basis, before any row."""

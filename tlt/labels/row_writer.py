@@ -29,7 +29,6 @@ class RowWriter(Generic[Info]):
     else or another archive, or can't be written.
 
     Args:
-        kind: The kind of archive.
         info: The description that all rows share, with what is known before they are made.
         names: The image path of every row, or its label file (.pt) if the image is not known.
         overwrite: First remove the archive in this folder, complete or not, and nothing else.
@@ -37,13 +36,13 @@ class RowWriter(Generic[Info]):
         made_by: Other settings that must be equal for continuing, and what identifies the source of the rows.
     """
 
+    kind: ArchiveKind[Info]
     found_out: tuple[str, ...] = ("skipped",)  # fields of the description that are known at the end
     other_files: tuple[str, ...] = ()  # besides the columns
 
     def __init__(
         self,
         root: str | Path,
-        kind: ArchiveKind[Info],
         info: Info,
         names: Sequence[str],
         overwrite: bool = False,
@@ -52,14 +51,13 @@ class RowWriter(Generic[Info]):
     ) -> None:
         self.root = Path(root)
         self.info = info
-        self._kind = kind
         self._made_by = made_by or {}
         self.names = names if isinstance(names, Names) else Names(names)
         with self.writing():
             self._folder = self._begin(overwrite) if first else None
             # Whether the same command has finished this archive before. Then rows must not be written.
             self.complete = self._folder is not None and self._folder.complete
-            self._rows = Rows(root, kind, info, len(names), writable=not self.complete)
+            self._rows = Rows(root, self.kind, info, len(names), writable=not self.complete)
 
     def pending(self) -> list[int]:
         """Return the rows that are not written yet. Rows marked as done are read and checked again."""
@@ -76,7 +74,7 @@ class RowWriter(Generic[Info]):
 
     def write_absent(self, row: int) -> None:
         """Mark a row as having no content, because its image is unreadable."""
-        empty = {name: np.zeros(shape, np.uint8) for name, (shape, _) in self._kind.columns(self.info).items()}
+        empty = {name: np.zeros(shape, np.uint8) for name, (shape, _) in self.kind.columns(self.info).items()}
         with self.writing():
             self._rows.write(row, empty, ABSENT)
 
@@ -103,7 +101,7 @@ class RowWriter(Generic[Info]):
         with self.writing():
             for column in self._rows.columns.values():
                 column.sync()
-            self._folder.finish({**asdict(self.info), f"{self._kind.all}_crc32": checksum, **more})
+            self._folder.finish({**asdict(self.info), f"{self.kind.all}_crc32": checksum, **more})
         self.close()
 
     def close(self) -> None:
@@ -116,9 +114,9 @@ class RowWriter(Generic[Info]):
         block = np.frombuffer(self.names.block, np.uint8)
         ends = np.asarray(self.names.ends, np.int64)
         described = {key: value for key, value in asdict(self.info).items() if key not in self.found_out}
-        settings = {"format": self._kind.format, **self._made_by, **described}
+        settings = {"format": self.kind.format, **self._made_by, **described}
         settings |= {"records": len(self.names), "names_crc32": names_crc(block, ends)}
-        columns = all_columns(self._kind.columns(self.info))
+        columns = all_columns(self.kind.columns(self.info))
         files = [f"{name}.npy" for name in (*columns, "names", "name_ends")] + [*self.other_files]
         folder = OutputFolder(self.root, META_NAME, settings, files, overwrite)
         if folder.complete:
@@ -130,7 +128,7 @@ class RowWriter(Generic[Info]):
             path = self.root / f"{name}.npy"
             shape = (len(self.names), *shape)
             try:
-                Column(str(path), shape, dtypes, self._kind.what)
+                Column(str(path), shape, dtypes, self.kind.what)
             except UserError:
                 np.lib.format.open_memmap(path, "w+", dtypes[0], shape, version=(1, 0))  # all zeros
         return folder

@@ -194,12 +194,13 @@ class RowReader(Generic[Info]):
         missing: Indices of images without a row.
     """
 
-    def __init__(self, root: str, names: Names, kind: ArchiveKind[Info]) -> None:
+    kind: ArchiveKind[Info]
+
+    def __init__(self, root: str, names: Names) -> None:
         self.root = root
-        self.info, stored = read_description(root, kind)
-        self._kind = kind
+        self.info, stored = read_description(root, self.kind)
         self._names = names
-        self._rows = Rows(root, kind, self.info, len(stored))
+        self._rows = Rows(root, self.kind, self.info, len(stored))
         self._done, self._crc32 = self._rows.states()
         self._row_of = self._find(names, stored)  # (images,); -1: no row
         self._row_of[self._done[self._row_of] == ABSENT] = -1
@@ -211,7 +212,7 @@ class RowReader(Generic[Info]):
 
     def source(self, index: int) -> str:
         """Return where the row of image `index` is, or should be, for messages."""
-        return f"{self._kind.one} of {printable(self._names[index])} in {printable(self.root)}"
+        return f"{self.kind.one} of {printable(self._names[index])} in {printable(self.root)}"
 
     def identity(self) -> bytes:
         """Return a text from which a checkpoint recognises this archive: its description, which has a checksum of all
@@ -222,7 +223,7 @@ class RowReader(Generic[Info]):
         """Return the names of the rows that belong to none of the images."""
         unused = self._done == WRITTEN
         unused[self._row_of[self._row_of >= 0]] = False
-        _, stored = read_description(self.root, self._kind)
+        _, stored = read_description(self.root, self.kind)
         return [stored[row] for row in np.flatnonzero(unused).tolist()]
 
     def read_row(self, index: int) -> dict[str, np.ndarray]:
