@@ -160,6 +160,6 @@ def test_published_commands_are_taken():
     assert args.network.pretrained and "published weights" in args.notes[0]
     line = "/imagenet out --model dm_nfnet_f6 --pretrained --img-size 576 -b 32 --crop-pct 1.0 --transfer"
     label = GENERATE_LABEL.parse(line.split())
-    assert (label.images.data, label.images.token_label_root, label.images.split) == ("/imagenet", "out", "train")
+    assert (label.images.data, label.written.out, label.images.split) == ("/imagenet", "out", "train")
     assert label.written.transfer and label.written.top_k == 5
     assert label.images.pixels.crop_pct == 1.0 and label.images.batch_size == 32

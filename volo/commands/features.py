@@ -56,7 +56,7 @@ def store_folder(settings: FeaturesSettings, world: World) -> None:
     digest = checksum(trained.model)
     teacher = prepare_teacher(settings, trained, world)
     info = describe(settings, trained, digest, teacher)
-    out = str(images.out)
+    out = str(written.out)
     job = ArchiveJob(trained, folder, images.loading, images.batch_size, world, out, "features", "stored")
     say([needed_room(info, len(folder), out)], world.is_primary)
     if written.dry_run:

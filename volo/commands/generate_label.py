@@ -60,7 +60,7 @@ def label_folder(settings: LabelSettings, world: World) -> None:
     size = trained.data_config["input_size"]
     grid = annotator(torch.zeros(1, *size, device=world.device)).values.shape[2:]
     info = describe(settings, trained, folder, (grid[0], grid[1]))
-    out = str(images.token_label_root)
+    out = str(written.out)
     job = ArchiveJob(trained, folder, images.loading, images.batch_size, world, out, "labelling", "labelled")
     make = partial(ArchiveWriter, out, info, folder.paths)
     writer = job.open(make, settings.network.model_kwargs, written.overwrite)

@@ -7,7 +7,7 @@ names its model.
 from __future__ import annotations
 
 import os
-from typing import Literal
+from typing import Literal, TypeVar
 
 from tlt.errors import UserError
 from volo.config import settings_shared as shared
@@ -132,13 +132,12 @@ def _check_validate(settings: ValidateSettings) -> ValidateSettings:
 VALIDATE = Program("validate", "DATA --checkpoint PATH [flags]", ValidateSettings, _check_validate)
 
 
-class LabelledImages(Group):
+class WholeImages(Group):
     """Data"""
 
     data: t.Source = flag(
         None, "images: DATA/SPLIT/CLASS/IMAGE, DATA/CLASS/IMAGE or shards", positional=True, metavar="DATA"
     )
-    token_label_root: t.Source = flag(None, "folder of the label archive", positional=True, metavar="OUT")
     dataset: str = shared.DATASET(needs=shared.FILES)
     split: t.Name = flag("train", "folder of the images")
     batch_size: t.Positive = flag(32, "images per device", also="-b")
@@ -149,6 +148,7 @@ class LabelledImages(Group):
 class WrittenLabels(Group):
     """Labels"""
 
+    out: t.Dir = flag(None, "folder of the label archive", positional=True, metavar="OUT")
     top_k: t.Positive = flag(5, "classes kept per cell of the map")
     no_log_sum_exp: bool = switch("without what --label-tail exact needs, a sixth smaller")
     transfer: bool = switch("the annotator's classes are not the folder's: measure no accuracy")
@@ -159,22 +159,11 @@ class WrittenLabels(Group):
 class LabelSettings(Settings):
     """Write a token-label map for every image. OUT gets files CLASS/IMAGE.pt, or is one archive."""
 
-    images: LabelledImages = group(LabelledImages)
+    images: WholeImages = group(WholeImages)
     network: shared.TrainedNetwork = group(shared.TrainedNetwork)
     written: WrittenLabels = group(WrittenLabels)
     precision: Precision = group(Precision)
     distributed: Distributed = group(Distributed, "num_gpu")
-
-
-def _check_label(settings: LabelSettings) -> LabelSettings:
-    images = settings.images
-    check_folder(images.data, images.dataset, images.loading.data_backend, "DATA")
-    return check_weights(settings, settings.network, images.pixels, settings.precision.compilation)
-
-
-GENERATE_LABEL = Program(
-    "label", "DATA OUT --model NAME [--checkpoint PATH | --pretrained] [flags]", LabelSettings, _check_label
-)
 
 
 class StoredPixels(shared.Pixels):
@@ -185,23 +174,16 @@ class StoredPixels(shared.Pixels):
     )
 
 
-class StoredImages(Group):
+class StoredImages(WholeImages):
     """Data"""
 
-    data: t.Source | None = flag(
-        None, "images: DATA/SPLIT/CLASS/IMAGE, DATA/CLASS/IMAGE or shards", positional=True, metavar="DATA"
-    )
-    out: t.Dir | None = flag(None, "folder of the archive", positional=True, metavar="FEATURES")
-    dataset: str = shared.DATASET(needs=shared.FILES)
-    split: t.Name = flag("train", "folder of the images")
-    batch_size: t.Positive = flag(32, "images per device", also="-b")
     pixels: StoredPixels = group(StoredPixels, "crop_pct")
-    loading: Loading = group(Loading, TRAINS_LOADING)
 
 
 class WrittenFeatures(Group):
     """Features"""
 
+    out: t.Dir = flag(None, "folder of the archive", positional=True, metavar="FEATURES")
     dtype: Literal["int8", "float16"] = flag("int8", "int8: with a scale for each token")
     channels: t.Positive | None = flag(None, "keep so many principal directions of the channels (all channels)")
     dry_run: bool = switch("tell size and time, and write nothing")
@@ -219,14 +201,20 @@ class FeaturesSettings(Settings):
     distributed: Distributed = group(Distributed, "num_gpu")
 
 
-def _check_features(settings: FeaturesSettings) -> FeaturesSettings:
+OfWholeImages = TypeVar("OfWholeImages", LabelSettings, FeaturesSettings)
+
+
+def _check_whole_images(settings: OfWholeImages) -> OfWholeImages:
     images = settings.images
     check_folder(images.data, images.dataset, images.loading.data_backend, "DATA")
     return check_weights(settings, settings.network, images.pixels, settings.precision.compilation)
 
 
+GENERATE_LABEL = Program(
+    "label", "DATA OUT --model NAME [--checkpoint PATH | --pretrained] [flags]", LabelSettings, _check_whole_images
+)
 FEATURES = Program(
-    "features", "DATA FEATURES --model NAME [--checkpoint PATH] [flags]", FeaturesSettings, _check_features
+    "features", "DATA FEATURES --model NAME [--checkpoint PATH] [flags]", FeaturesSettings, _check_whole_images
 )
 
 # File endings for predictions and embeddings.
