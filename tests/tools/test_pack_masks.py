@@ -287,7 +287,7 @@ def test_flat_png_masks_are_merged_and_found_by_ending(tmp_path, capsys, monkeyp
     [
         ("size", "", "4.v1.png has 33 x 24 pixels, but its image a/4.v1.jpg 33 x 20: is it the mask of this image"),
         ("number", "", "0.v1.png has number 2 at x 3, y 1, which is none of the 2 classes: give --ignore 2 if"),
-        ("rgb", "", "0.v1.png can't be used: it holds colours (RGB), not class numbers; write it as a palette"),
+        ("rgb", "", "0.v1.png holds colours (RGB), not class numbers; write it as a palette"),
         ("broken", "", "0.v1.png can't be used: "),
         ("", "--suffix _a _b", "holds no PNG files of this --suffix"),
         ("rename", "", "no image in DATA/train has a mask in MASKS: images are named a/0.v1.jpg, a/2.v1.jpg, masks"),

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import csv
 import errno
+import io
 import json
 import os
 import stat
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from threading import Lock
@@ -103,6 +105,22 @@ def read_bytes(path: str | Path) -> bytes:
             return file.read()
 
     return with_retries(read, str(path))
+
+
+def read_lines(path: str | Path, what: str, errors: str = "strict") -> list[str]:
+    """Return the lines of a text file, without blank ones. Raise UserError, which calls the file `what`."""
+    try:
+        with open(path, encoding="utf-8-sig", errors=errors, opener=regular_only) as file:
+            return [line.rstrip("\n") for line in file if line.strip()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{what} {printable(str(path))} can't be read as lines of text: {error}") from error
+
+
+def write_csv(path: str | Path, rows: Iterable[Sequence[Any]], **style: Any) -> None:
+    """Write a table atomically. `style` is that of `csv.writer`."""
+    content = io.StringIO(newline="")
+    csv.writer(content, **style).writerows(rows)
+    write_whole(path, content.getvalue().encode(errors="surrogateescape"))
 
 
 def sync_folder(folder: str | Path) -> None:

@@ -17,7 +17,7 @@ import numpy as np
 from PIL import Image
 
 from tlt.data.sources.folder import FolderListing
-from tlt.data.sources.image_file import DEFAULT_MAX_PIXELS, BadImage, image_formats, pillow_errors
+from tlt.data.sources.image_file import DEFAULT_MAX_PIXELS, BadImage, image_formats, pillow_errors, read_file
 from tlt.data.sources.source import ImageSource
 from tlt.errors import UserError
 from tlt.io.text import printable
@@ -63,15 +63,7 @@ class Masks(ABC):
 
     def read(self, row: int) -> np.ndarray:
         """Return the mask of an image as `decode` does. Raise UserError if the image has another size."""
-        classes = self.decode(row)
-        height, width = classes.shape
-        if (size := image_size(self.images, row)) != (width, height):
-            turned = "; EXIF orientation is ignored" if size == (height, width) else ""
-            raise UserError(
-                f"{self.source(row)} has {width} x {height} pixels, but its image {printable(self.images.paths[row])} "
-                f"{size[0]} x {size[1]}: is it the mask of this image, not made smaller?{turned}"
-            )
-        return classes
+        return of_same_size(self.decode(row), self.source(row), self.images, row)
 
     def label(self, row: int, grid: tuple[int, int], k: int) -> LabelMap:
         """Return the label map of an image."""
@@ -121,20 +113,33 @@ class MaskFiles(Masks):
         return classes
 
 
-def read_numbers(path: str) -> np.ndarray:
-    """Return the class numbers in a PNG file, (H, W) of whole numbers. Raise BadImage if it can't be read, or holds
-    colours."""
-    with pillow_errors(DEFAULT_MAX_PIXELS), Image.open(path, formats=["PNG"]) as image:
-        if image.mode not in ("1", "L", "P") and not image.mode.startswith("I"):
-            raise BadImage(
-                f"it holds colours ({image.mode}), not class numbers; write it as a palette or grey PNG, from the "
-                "numbers themselves (a palette image that was converted to RGB has lost them)"
-            )
-        with open(path, "rb") as file:
-            bits = file.read(25)[24]  # of the PNG's header
+def read_numbers(path: str, max_pixels: int = DEFAULT_MAX_PIXELS) -> np.ndarray:
+    """Return the class numbers in a PNG file, (H, W) of whole numbers. Raise BadImage if it can't be read, UserError if
+    it holds colours."""
+    data = read_file(path, max_pixels)
+    with pillow_errors(max_pixels), Image.open(io.BytesIO(data), formats=["PNG"]) as image:
         numbers = np.asarray(image)
+        mode = image.mode
+    if mode not in ("1", "L", "P") and not mode.startswith("I"):
+        raise UserError(
+            f"mask {printable(path)} holds colours ({mode}), not class numbers; write it as a palette or grey PNG, "
+            "from the numbers themselves (a palette image that was converted to RGB has lost them)"
+        )
+    bits = data[24]  # in the PNG's header
     # Pillow spreads grey of 2 and 4 bits over 0 to 255.
-    return numbers // (255 // (2**bits - 1)) if image.mode == "L" and bits < 8 else numbers.astype(np.int64)
+    return numbers // (255 // (2**bits - 1)) if mode == "L" and bits < 8 else numbers.astype(np.int64)
+
+
+def of_same_size(mask: np.ndarray, source: str, images: ImageSource, row: int) -> np.ndarray:
+    """Return the mask (H, W) of an image. Raise UserError, which names its `source`, if the image has another size."""
+    height, width = mask.shape
+    if (size := image_size(images, row)) != (width, height):
+        turned = "; EXIF orientation is ignored" if size == (height, width) else ""
+        raise UserError(
+            f"{source} has {width} x {height} pixels, but its image {printable(images.paths[row])} "
+            f"{size[0]} x {size[1]}: is it the mask of this image, not made smaller?{turned}"
+        )
+    return mask
 
 
 def image_size(images: ImageSource, row: int) -> tuple[int, int]:

@@ -22,7 +22,7 @@ from tlt.data.sources import open_images
 from tlt.data.sources.folder import scan_folder, split_names
 from tlt.data.sources.source import ImageSource
 from tlt.errors import UserError, size_of
-from tlt.io.files import blamed_on, read_bytes, write_whole
+from tlt.io.files import blamed_on, read_bytes, write_csv
 from tlt.io.jobs import START_METHOD
 from tlt.io.text import natural_sorted, printable, some_names
 from tlt.label_map import LabelMap
@@ -194,7 +194,6 @@ def write_classes(writer: ArchiveWriter, class_names: Sequence[str]) -> int:
     absent = {*class_names}.difference(name for _, name, _ in table[1:])
     unnamed = len(writer.names) - len(table) + 1
     table += [("-", name, "none") for name in natural_sorted(absent)]  # every class keeps its number
-    csv.writer(content := io.StringIO(), quoting=csv.QUOTE_ALL, lineterminator="\n").writerows(table)
     with writer.writing():
-        write_whole(writer.root / _TABLE, content.getvalue().encode(errors="surrogateescape"))
+        write_csv(writer.root / _TABLE, table, quoting=csv.QUOTE_ALL, lineterminator="\n")
     return unnamed

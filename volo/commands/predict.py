@@ -27,7 +27,7 @@ from tlt.data.batch import SkipCounter
 from tlt.data.loader import EvalLoader
 from tlt.data.sources.folder import FolderListing, ImageFolder
 from tlt.errors import UserError, require
-from tlt.io.files import os_errors_as, read_bytes, refuse_existing
+from tlt.io.files import os_errors_as, read_lines, refuse_existing
 from tlt.io.jobs import Progress
 from tlt.io.text import printable, table
 from tlt.labels.annotate import labelled_area
@@ -168,10 +168,7 @@ def names_of_classes(path: str, trained: TrainedModel) -> list[str]:
     if not path:
         known = class_names(trained.config, count)
         return known if len(known) == count else [str(number) for number in range(count)]
-    try:
-        names = read_bytes(path).decode("utf-8-sig").splitlines()
-    except (OSError, ValueError) as error:
-        raise UserError(f"--class-names {path} can't be read: {error}") from error
+    names = read_lines(path, "--class-names")
     if len(names) != count:
         raise UserError(f"--class-names {path} holds {len(names)} lines: give a name for each of {count} classes")
     check_numbers("--class-names", names, own_names(trained.config, names))

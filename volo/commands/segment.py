@@ -9,7 +9,6 @@ In shapes: h x w tokens of D features, K classes, masks (H, W) of class numbers;
 
 from __future__ import annotations
 
-import io
 import math
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -18,20 +17,21 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from PIL import Image
 from torch import Tensor
 
 from tlt.data.batch import Batch, Skipped, permutation
 from tlt.data.loader import EvalLoader
 from tlt.data.sources import open_images
 from tlt.data.sources.folder import find_split
-from tlt.data.sources.image_file import BadImage, pillow_errors, read_file
+from tlt.data.sources.image_file import BadImage
+from tlt.data.sources.source import ImageSource
 from tlt.errors import UserError
 from tlt.io.text import printable
 from tlt.label_map import Area
 from tlt.models.spatial import feature_map
 from tlt.models.wrap import find_tokens
 from tlt.targets import linear_weights
+from tlt.tools.masks import of_same_size, read_numbers
 from volo.cluster.distributed import World, max_over_ranks, sum_over_ranks
 from volo.commands.console import say, warn
 from volo.config.settings_evaluate import Results, ValidateSettings, ValidationImages
@@ -116,7 +116,7 @@ def _examples(
     for features, batch in maps:
         for index, tokens in zip(batch.indices.tolist(), features.cpu(), strict=True):
             try:
-                examples[index] = tokens, _read_mask(masks[index], images.path(index), wanted.loading.max_pixels)
+                examples[index] = tokens, _read_mask(masks[index], images, index, wanted.loading.max_pixels)
             except BadImage as error:
                 loader.skips.record([Skipped(masks[index], str(error))])
     if not max_over_ranks(len(examples)):
@@ -124,21 +124,13 @@ def _examples(
     return examples
 
 
-def _read_mask(path: str, image: str, max_pixels: int) -> np.ndarray:
+def _read_mask(path: str, images: ImageSource, row: int, max_pixels: int) -> np.ndarray:
     """Return an image's mask, (H, W) uint8. Raises BadImage if it is damaged, UserError if it is no such mask."""
-    with pillow_errors(max_pixels):
-        with Image.open(image) as picture:  # reads only the header
-            size = picture.size
-        with Image.open(io.BytesIO(read_file(path, max_pixels)), formats=("PNG",)) as mask:
-            layout = mask.tile[0][3]
-            numbers = np.asarray(mask)
-            mode = mask.mode
-    if mode not in ("1", "L", "P"):
-        raise UserError(f"mask {printable(path)}: its pixels are {mode}, not numbers of 8 bits: classes to 254, or 255")
-    if numbers.shape != size[::-1]:
-        shapes = "{1} x {0} pixels, its image {2} x {3}".format(*numbers.shape, *size)
-        raise UserError(f"mask {printable(path)} has {shapes}: they must be of one size")
-    return numbers.astype(np.uint8) // {"L;2": 85, "L;4": 17}.get(layout, 1)  # Pillow scales 2 and 4 bits to 0..255
+    source = f"mask {printable(path)}"
+    numbers = of_same_size(read_numbers(path, max_pixels), source, images, row)
+    if numbers.max() > _LEFT_OUT:
+        raise UserError(f"{source} has number {numbers.max()}: classes are up to 254, and 255 is left out")
+    return numbers.astype(np.uint8)
 
 
 def _trained(

@@ -8,7 +8,6 @@ counts once, for any number of processes (`torchrun --nproc-per-node N validate.
 
 from __future__ import annotations
 
-import csv
 import json
 import time
 from collections.abc import Callable, Sequence
@@ -30,7 +29,7 @@ from tlt.data.sources import open_images
 from tlt.data.sources.folder import check_num_classes, read_class_map
 from tlt.data.sources.source import ImageSource
 from tlt.errors import UserError
-from tlt.io.files import os_errors_as, read_bytes, refuse_existing
+from tlt.io.files import blamed_on, os_errors_as, read_bytes, read_lines, refuse_existing, write_csv, write_whole
 from tlt.io.text import table
 from tlt.models.folding import fold_batchnorm
 from tlt.models.layers import Constants
@@ -235,22 +234,16 @@ def write_results(path: Path, rows: list[dict[str, Any]], kind: str) -> None:
     """Write the rows as CSV with a header, or as a JSON list. Raises UserError if the file can't be written."""
     with os_errors_as(lambda error: f"--results-file {path}: {error.strerror}"):
         path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("w", newline="", encoding="utf-8") as file:
-            if kind == "json":
-                json.dump(rows, file, indent=1)
-                return
-            writer = csv.DictWriter(file, list(rows[0]))
-            writer.writeheader()
-            writer.writerows(rows)
+        if kind == "json":
+            return write_whole(path, json.dumps(rows, indent=1).encode())
+        write_csv(path, [list(rows[0]), *(list(row.values()) for row in rows)])
 
 
 def read_numbers(path: str) -> list[int]:
     """Read class numbers from a text file, one per line (`--valid-labels`). Raises UserError if the file can't be read,
     or contains something else."""
-    try:
-        return [int(line) for line in read_bytes(path).decode("utf-8-sig").split()]
-    except (OSError, ValueError) as error:
-        raise UserError(f"--valid-labels {path}: one class number per line is needed ({error})") from error
+    with blamed_on(f"--valid-labels {path}", "is no list of class numbers", "give one per line"):
+        return [int(line) for line in read_lines(path, "--valid-labels")]
 
 
 class ChosenClasses(Constants):
@@ -274,11 +267,9 @@ class RealLabels:
     """
 
     def __init__(self, path: str, dataset: EvalDataset, world: World) -> None:
-        try:
+        with blamed_on(f"--real-labels {path}", "is no JSON list of class lists"):
             entries = json.loads(read_bytes(path))
             self.labels = {f"ILSVRC2012_val_{i:08d}": set(map(int, ids)) for i, ids in enumerate(entries, start=1)}
-        except (OSError, ValueError, TypeError) as error:
-            raise UserError(f"--real-labels {path}: a JSON list of class lists is needed ({error})") from error
         self.dataset = dataset
         self.sums = Sums(("images", "top1", "top5"), world)
 

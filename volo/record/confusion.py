@@ -5,12 +5,10 @@
 
 from __future__ import annotations
 
-import csv
 import importlib.util
 import io
 import math
 import os
-from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from itertools import combinations
 from pathlib import Path
@@ -24,7 +22,7 @@ from torch import Tensor
 from tlt.data.augment.operations import precise_dtype
 from tlt.data.batch import BatchKey
 from tlt.data.dataset import EvalDataset
-from tlt.io.files import write_whole
+from tlt.io.files import write_csv, write_whole
 from tlt.io.text import printable
 from tlt.tools.drawing import INK, drawable, new_figure, save_figure, shorten, show_image
 from volo.cluster.distributed import World, sum_over_ranks
@@ -214,8 +212,8 @@ def show_answers(
         what += f": {100 * confusion.counts.trace() / images:.2f} % of {images} images right"
         counts = zip(confusion.names, confusion.counts.tolist(), strict=True)
         folder.mkdir(parents=True, exist_ok=True)
-        _write_csv(folder / CLASSES, confusion.table())
-        _write_csv(folder / COUNTS, [("true/predicted", *confusion.names), *((name, *row) for name, row in counts)])
+        write_csv(folder / CLASSES, confusion.table())
+        write_csv(folder / COUNTS, [("true/predicted", *confusion.names), *((name, *row) for name, row in counts)])
         drawn = {} if importlib.util.find_spec("matplotlib") is None else _PICTURES
         for name, draw in drawn.items():
             save_figure(draw(confusion, drawable(what)), folder / name, bbox_inches="tight")
@@ -223,9 +221,3 @@ def show_answers(
         return [f"warning: {CONFUSION} could not be drawn: {type(error).__name__}: {error}"]
     missing = "" if drawn else ", and no pictures, which need the pip extra plot"
     return [f"wrote {', '.join((CLASSES, COUNTS, *drawn))}{missing} ({what})"]
-
-
-def _write_csv(path: Path, rows: Iterable[Sequence[Any]]) -> None:
-    out = io.StringIO(newline="")
-    csv.writer(out).writerows(rows)
-    write_whole(path, out.getvalue().encode())

@@ -5,8 +5,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 import math
 import os
@@ -26,7 +24,7 @@ import torch
 import yaml
 
 from tlt import __version__
-from tlt.io.files import os_errors_as, read_at, write_whole
+from tlt.io.files import os_errors_as, read_at, write_csv, write_whole
 from tlt.tools.drawing import INK, drawable, new_figure, shorten
 from volo.cluster.distributed import launch_id
 from volo.config.settings_train import FITTED, START_ONLY, TrainSettings
@@ -196,11 +194,8 @@ class RunRecords:
             {k: v + 1 if k == "epoch" else v for k, v in record.items() if k not in ("event", "time")}
             for record in epochs_of(self.path)
         ]
-        out = io.StringIO(newline="")
-        writer = csv.DictWriter(out, list(dict.fromkeys(name for row in rows for name in row)), restval="")
-        writer.writeheader()
-        writer.writerows(rows)
-        write_whole(self.path / SUMMARY, out.getvalue().encode())
+        names = list(dict.fromkeys(name for row in rows for name in row))
+        write_csv(self.path / SUMMARY, [names, *([row.get(name, "") for name in names] for row in rows)])
 
     def draw_curve(self) -> None:
         """Draw curve.png from the records of the epochs. Raises any error of matplotlib."""

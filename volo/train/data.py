@@ -27,7 +27,7 @@ from tlt.data.sources import open_images
 from tlt.data.sources.folder import compare_classes, read_class_map
 from tlt.data.sources.source import ImageSource
 from tlt.errors import UserError
-from tlt.io.files import regular_only
+from tlt.io.files import read_lines
 from tlt.io.jobs import SearchProgress, default_workers
 from tlt.io.text import lookalikes, printable, some_names
 from volo.cluster.distributed import World
@@ -107,11 +107,7 @@ def _draw_held_out(images: ImageSource, fraction: float, seed: int) -> Mask:
 def listed_images(images: ImageSource, file: str, missing_allowed: bool = False) -> Mask:
     """Return for each image (N,) whether it is in a file that lists one name per line (see `as_list`). Raise UserError
     if the file can't be read, or no listed image exists; one missing is enough unless `missing_allowed`."""
-    try:
-        with open(file, encoding="utf-8-sig", errors="surrogateescape", opener=regular_only) as lines:
-            names = {_unquoted(line.rstrip("\n")) for line in lines if line.strip()}
-    except OSError as error:
-        raise UserError(f"image list {printable(file)} can't be read ({error.strerror})") from error
+    names = {*map(_unquoted, read_lines(file, "image list", "surrogateescape"))}
     listed = np.fromiter((path in names for path in images.paths), bool, len(images))
     gone = names.difference(images.paths) if listed.sum() < len(names) else set()
     if not listed.any() or (gone and not missing_allowed):

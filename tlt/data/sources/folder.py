@@ -19,7 +19,7 @@ import numpy as np
 from tlt.data.sources.image_file import DEFAULT_MAX_PIXELS, image_extensions, read_file
 from tlt.data.sources.source import ImageSource, ProgressCallback, left_out_lines
 from tlt.errors import MissingSplit, UserError
-from tlt.io.files import os_errors_as, regular_only
+from tlt.io.files import os_errors_as, read_lines, regular_only
 from tlt.io.jobs import SearchProgress
 from tlt.io.names import Names
 from tlt.io.text import leads_out, lookalikes, natural_key, natural_sorted, printable, some_names
@@ -316,11 +316,7 @@ def read_class_map(path: str | os.PathLike[str]) -> list[str]:
     """Read a class list (`--class-map`): one folder name per line, where the line's number is the class index. Raise
     UserError if the file is unreadable or empty, or has a name twice."""
     path = os.fspath(path)
-    try:
-        with open(path, encoding="utf-8-sig", opener=regular_only) as file:
-            names = [line.strip() for line in file if line.strip()]
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"class map {printable(path)} can't be read as a text file of class names: {error}") from error
+    names = [line.strip() for line in read_lines(path, "class map")]
     twice = [name for name, count in Counter(names).items() if count > 1]
     if twice or not names:
         problem = f"names {some_names(twice)} more than once" if twice else "is empty"
