@@ -10,8 +10,6 @@ seed are the same. Every finished run is a line of `runs.jsonl`; a further start
 docs/evidence.md has more.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import subprocess

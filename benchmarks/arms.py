@@ -4,8 +4,6 @@ An arm is a run of train.py: its model is built, placed and compiled by train.py
 of the first. To add one, add a line to ARMS: what its settings have instead of ours.
 """
 
-from __future__ import annotations
-
 import gc
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -8,8 +8,6 @@ which cost what others do, and sees the student's crops where it runs in the ste
 page cache and after it was dropped; writing is timed against the teacher alone, which sees the same images.
 """
 
-from __future__ import annotations
-
 import os
 import tempfile
 from collections.abc import Callable

@@ -6,8 +6,6 @@ The work is `model(images)` in evaluation: the published sum of both heads. What
 checked before: its logits against those of our model in float32 without any of that.
 """
 
-from __future__ import annotations
-
 from functools import partial
 
 import torch

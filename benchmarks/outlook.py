@@ -8,8 +8,6 @@ timm's arm is its own layer without the projections. Before the timing, output a
 with those of the reference kernel in float64. bfloat16 and float16 are those of autocast.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable
 from functools import partial

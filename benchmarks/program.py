@@ -12,8 +12,6 @@
 A module's flags are the fields of its `Flags`, and its `run(settings)` measures.
 """
 
-from __future__ import annotations
-
 import importlib
 import shlex
 import sys

@@ -7,8 +7,6 @@ The first start begins the run, with nothing compiled, and the others resume it.
 first update; what it has spent until then, but for the save, is in its records (`volo.record.goodput`).
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -8,8 +8,6 @@ compiled, which timm does by autocast, ours by `--model-dtype`. A round starts e
 by the program's own clock.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -4,8 +4,6 @@ classes lie anywhere, on textured ground. What shows where is known.
 Shapes: scenes of `size` (width, height) in px, n tokens in a row of what a model sees.
 """
 
-from __future__ import annotations
-
 import gzip
 from abc import ABC, abstractmethod
 from collections.abc import Sequence

@@ -9,8 +9,6 @@ outside the crop, is fill, or was dropped at an edge.
 Shapes: B images, N tokens of the student, T = h * w cells of the teacher's map, C channels of the teacher.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, cast

@@ -1,7 +1,5 @@
 """Errors that the user can fix. Each has a message of one line."""
 
-from __future__ import annotations
-
 import importlib
 import math
 from collections.abc import Sequence

@@ -6,8 +6,6 @@ Every map goes from OUTPUT coordinates to SOURCE coordinates: it says from which
 warping images and sampling label maps require. Rotation, shear and translation have PIL's signs and centre.
 """
 
-from __future__ import annotations
-
 from typing import TypeAlias
 
 import numpy as np

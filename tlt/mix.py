@@ -6,8 +6,6 @@ Sample i is mixed with sample B - 1 - i, its partner, as in timm. The middle sam
 Legend: B images of (H, W), C classes, R = 1 in mode "batch", else B. `lam` is the share of a sample that stays.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -9,8 +9,6 @@ Token targets stay as they are: `TokenLabelModel.apply_heads` puts every token b
 head. The class target is mixed by the share of the box (`tlt.loss.TokenLabelLoss`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import TypeAlias
 

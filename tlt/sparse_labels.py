@@ -4,8 +4,6 @@ A soft label is one number for all classes plus an excess at M entries, so targe
 images, N tokens, C classes.
 """
 
-from __future__ import annotations
-
 import math
 from typing import NamedTuple
 

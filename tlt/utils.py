@@ -1,7 +1,5 @@
 """The published module `tlt.utils`, implemented with `tlt.io.weights` and `tlt.models.fit_weights`."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from torch import nn

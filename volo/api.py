@@ -4,8 +4,6 @@ Keywords are the flags' names with underscores: `epochs=100`, `token_label=True`
 `no_amp=True`, `model_kwargs={"depth": 3}`. The same parser checks them. None is as if the keyword were not there.
 """
 
-from __future__ import annotations
-
 import faulthandler
 import gc
 import os

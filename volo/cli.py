@@ -3,8 +3,6 @@
 Flags are parsed before torch is imported, so that `--help` and error messages come at once.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 from contextlib import nullcontext

@@ -7,8 +7,6 @@ resize and centre crop; it skips and reports an image that can't be decoded.
 Legend: B images, (H, W) output size.
 """
 
-from __future__ import annotations
-
 import math
 import re
 import time

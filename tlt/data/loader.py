@@ -6,8 +6,6 @@ has random state or uses torch's. Worker processes of torch's DataLoader make th
 has threads of its own. If no batch arrives in time, the error names the file that is being read.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 import math

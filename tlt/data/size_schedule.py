@@ -1,7 +1,5 @@
 """Training on images of several sizes: chooses the size of each update of an epoch by the weights of timm's sampler."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property

@@ -1,7 +1,5 @@
 """Splits a batch into groups of images, so that temporary memory does not grow with the batch."""
 
-from __future__ import annotations
-
 import torch
 
 _CPU_NUMBERS = 2**18  # temporary numbers per group; they fit into a CPU's caches

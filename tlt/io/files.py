@@ -1,7 +1,5 @@
 """Reads files with retries and at offsets, writes whole files atomically, and explains errors."""
 
-from __future__ import annotations
-
 import csv
 import errno
 import io

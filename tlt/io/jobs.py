@@ -1,7 +1,5 @@
 """Runs long jobs: shows progress, and divides a job among processes."""
 
-from __future__ import annotations
-
 import ctypes
 import gc
 import itertools

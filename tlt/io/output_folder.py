@@ -4,8 +4,6 @@
 written first, and again when everything else is on the disk. `OUT/.lock` is locked while the command runs.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import zlib

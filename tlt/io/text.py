@@ -3,8 +3,6 @@
 It imports nothing large, because the command line is checked with it.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import sys

@@ -4,8 +4,6 @@
 archive that `torch.save` writes, because torch accepts some damage. Safetensors have no CRCs; their length is checked.
 """
 
-from __future__ import annotations
-
 import argparse
 import re
 import zipfile

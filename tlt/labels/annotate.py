@@ -13,8 +13,6 @@ Other networks (with an activation after the pooling, attention pooling, or a cl
 and `check_dense` refuses them. Models with a dense head were trained to label their positions; we use that head.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from dataclasses import InitVar, dataclass

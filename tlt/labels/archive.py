@@ -7,8 +7,6 @@ OUT/void.npy        float32 (N, h, w), with shares alone: the share of each cell
 OUT/lse.npy         float32 (N, h, w), optional: log-sum-exp of all the annotator's logits
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import numpy as np

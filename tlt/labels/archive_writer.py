@@ -1,7 +1,5 @@
 """Writes a label archive (`tlt.labels.row_writer`)."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -4,8 +4,6 @@ The crc32 of a row and its "done" are written last, so the same command run agai
 write. The finished files depend on the rows only, not on the order or the processes that wrote them.
 """
 
-from __future__ import annotations
-
 import io
 import zlib
 from collections.abc import Iterator, Mapping, Sequence

@@ -8,8 +8,6 @@ OUT/names.npy       uint8: the concatenated paths of the images (of label files,
 OUT/name_ends.npy   int64 (N,): the end of each path in names.npy
 """
 
-from __future__ import annotations
-
 import math
 import os
 import zlib

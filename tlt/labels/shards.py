@@ -8,8 +8,6 @@
 | `void` | float32 (h, w), with shares alone | the share of each cell that has no class |
 """
 
-from __future__ import annotations
-
 import os
 from dataclasses import asdict
 from pathlib import Path

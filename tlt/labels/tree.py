@@ -8,8 +8,6 @@ too. We give each image its own label; the published reader cuts the path at its
 `ROOT/labels.json` describes the maps (`tlt.labels.label_info`). Published trees have none.
 """
 
-from __future__ import annotations
-
 import hashlib
 import io
 import os

@@ -1,7 +1,5 @@
 """Adds methods to a model in place, by replacing its class with a subclass: a dense head, a student's projectors."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

@@ -10,8 +10,6 @@ run would then compute other bits.
 Shapes: B images, N queries, M keys, D channels of a head.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import re

@@ -4,8 +4,6 @@ The dense head of a WithDenseHead and the projector of a student (`tlt.distill`)
 weights, which plain timm does not read. No function here changes a file, and only `number_classes` changes a model.
 """
 
-from __future__ import annotations
-
 import math
 import sys
 from collections.abc import Collection, Mapping, Sequence

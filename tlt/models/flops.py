@@ -1,7 +1,5 @@
 """Counts a model's arithmetic with torch's counter on meta tensors, without computing or changing anything."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Folds BatchNorm into the convolution before it, which saves inference one pass over the model's largest maps."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

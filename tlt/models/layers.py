@@ -7,8 +7,6 @@ branch for a fixed number of images only.
 Shapes: B images, S of which keep a branch; N tokens, C channels.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

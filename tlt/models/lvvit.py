@@ -5,8 +5,6 @@
 State-dict names and shapes are those of the published checkpoints.
 """
 
-from __future__ import annotations
-
 from dataclasses import asdict, dataclass
 from typing import Any
 

@@ -4,8 +4,6 @@ Shapes: B images, C = `num_features` channels, N = rows * columns tokens of the 
 how it embeds an image, which stages the tokens go through and how they end. This file defines the order of the steps.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

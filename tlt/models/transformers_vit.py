@@ -1,7 +1,5 @@
 """Converts vision transformers of Hugging Face's Transformers (`google/vit-...`) to timm's VisionTransformer."""
 
-from __future__ import annotations
-
 import re
 from collections import OrderedDict
 from collections.abc import Mapping

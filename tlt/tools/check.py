@@ -1,7 +1,5 @@
 """Checks whether labels or stored features belong to the images (`tlt check`)."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable
 from typing import Any

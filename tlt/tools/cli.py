@@ -15,8 +15,6 @@ hung; 130 interrupted from the keyboard.
 """
 
 # Arguments are parsed before torch is imported.
-from __future__ import annotations
-
 import os
 import sys
 from argparse import ArgumentParser, ArgumentTypeError, RawDescriptionHelpFormatter

@@ -5,8 +5,6 @@ What no annotation covers is void. The files are read as streams, and only the r
 temporary file (its folder is that of TMPDIR): they may be larger than the memory.
 """
 
-from __future__ import annotations
-
 import os
 import tempfile
 from array import array

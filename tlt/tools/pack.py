@@ -1,7 +1,5 @@
 """Packs a tree of label files into an archive (`tlt pack`), and unpacks it again (`tlt unpack`)."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace

@@ -9,8 +9,6 @@ A shard gets its name when it is complete, and the table of the images is writte
 a killed one.
 """
 
-from __future__ import annotations
-
 import hashlib
 import io
 import os

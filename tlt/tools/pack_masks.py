@@ -6,8 +6,6 @@ OUT/classes.csv is written, a table for `--dataset csv/FILE`, in which the class
 share of its mask's cells.
 """
 
-from __future__ import annotations
-
 import csv
 import io
 import json

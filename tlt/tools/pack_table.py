@@ -1,8 +1,6 @@
 """Makes a label archive from a table of the classes in each image (`tlt pack-table`), as MultiLabel-ImageNet has one:
 lines of image, class, class ids and their probabilities, without a heading, or a parquet file with these columns."""
 
-from __future__ import annotations
-
 import csv
 from collections.abc import Iterable
 from typing import Any

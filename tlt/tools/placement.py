@@ -8,8 +8,6 @@ before, so that position embeddings and what all images share predict nothing.
 Shapes: n images, maps of h x w cells with D channels.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from contextlib import suppress

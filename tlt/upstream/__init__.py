@@ -3,8 +3,6 @@
 This file imports nothing large, because the command line is checked with it.
 """
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Mapping, Sequence
 

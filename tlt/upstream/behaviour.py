@@ -6,8 +6,6 @@ which follow TokenLabeling (9dbfd59).
 Legend: B images, maps of h x w cells, C classes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from dataclasses import replace
 from functools import partial

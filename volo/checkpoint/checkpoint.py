@@ -9,8 +9,6 @@ If one epoch has several of these names, they are hard links to one file. The pa
 the published code can read it. It holds only tensors and plain data.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import re

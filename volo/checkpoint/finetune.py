@@ -1,7 +1,5 @@
 """Loads weights into a model: `load_weights` needs a file that fits completely, `load_finetune` takes what fits."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The `model_config` of a checkpoint: how to build the model and how to prepare its images."""
 
-from __future__ import annotations
-
 import math
 import reprlib
 from collections.abc import Sequence

@@ -3,8 +3,6 @@
 `volo.checkpoint.start` decides in which directory a run goes on.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 from pathlib import Path

@@ -12,8 +12,6 @@ finite. Without one, the file that `--resume` or `--branch` names counts: CONTIN
 it is another run's. Without such a file, the run is NEW.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field

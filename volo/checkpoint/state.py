@@ -4,8 +4,6 @@ The optimizer's state is loaded, but not its settings (weight decay, betas, ...)
 resumes, and it reports how its arguments differ from those in the file.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field

@@ -9,8 +9,6 @@ torchrun's `--numa-binding` binds only CPUs, and ends the run if the cgroup cont
 bound the CPUs, they stay so, and only memory and network card are bound here.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import socket

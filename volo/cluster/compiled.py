@@ -1,8 +1,6 @@
 """Keeps what torch and Triton compile for the next start of a program. This module imports no torch, which decides at
 its import where it keeps them."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import platform

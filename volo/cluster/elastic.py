@@ -7,8 +7,6 @@ On a signal, the agent would end the processes and lose their exit codes. So the
 processes, which save and end by themselves.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import signal

@@ -4,8 +4,6 @@ torchrun's names take precedence. `volo launch`, Ray Train and many clusters set
 Missing values come from the variables of another launcher if they describe the same processes.
 """
 
-from __future__ import annotations
-
 import ipaddress
 import os
 import re

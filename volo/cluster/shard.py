@@ -6,8 +6,6 @@ hold one copy of the model. If there are more than N ranks, there are several co
 (hybrid sharding). This file decides, among other things, which modules are gathered as one unit.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext

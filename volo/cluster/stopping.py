@@ -13,8 +13,6 @@ the watchdog or the launcher ends it.
 This module imports no torch, so that signals are handled before torch is loaded.
 """
 
-from __future__ import annotations
-
 import ctypes
 import json
 import os

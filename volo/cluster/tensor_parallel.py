@@ -5,8 +5,6 @@ weight rows of this rank's heads or channels, and its last layer the matching co
 (Megatron-LM, arXiv 1909.08053, section 3). All other weights are whole on every rank. Checkpoints hold whole tensors.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any

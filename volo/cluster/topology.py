@@ -4,8 +4,6 @@ CPUs by NUMA node, GPUs, and ports of InfiniBand and RoCE cards are read from th
 so that a test can make up a machine. What is missing there is left out. This needs neither CUDA, ibverbs nor torch.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import socket

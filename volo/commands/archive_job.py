@@ -6,8 +6,6 @@ depend on which images share a batch. So batches follow the order of the folder,
 a whole; the rows are then the same as without an interruption.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress

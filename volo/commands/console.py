@@ -7,8 +7,6 @@ interrupted from the keyboard; 141 the reader of the output has closed it; 1 a d
 traceback.
 """
 
-from __future__ import annotations
-
 import importlib
 import os
 import sys

@@ -9,8 +9,6 @@ folded into the stem. The JSON text `model_config` in the file says how images a
 The file is loaded and compared with the model before it gets its final name.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import os

@@ -8,8 +8,6 @@ FEATURES becomes a feature archive (docs/teachers.md). The teacher sees images a
 reads each token's features in this map, where crop, flip and warp say that the token looks.
 """
 
-from __future__ import annotations
-
 import shutil
 import time
 from collections.abc import Iterator, Sequence

@@ -11,8 +11,6 @@ every crop has labels. It is a timm ConvNet, Swin or vision transformer with ave
 head: VOLO, LV-ViT, or any model trained with token labels.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterator, Sequence
 from functools import partial

@@ -1,7 +1,5 @@
 """Writes a trained model as a folder for the Hugging Face Hub (`volo export --to-hf`), and uploads it (`volo push`)."""
 
-from __future__ import annotations
-
 import json
 import shlex
 from contextlib import suppress

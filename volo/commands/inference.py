@@ -1,7 +1,5 @@
 """The steps that programs with a trained model share: they connect their ranks, load the model, and place it."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from pathlib import Path

@@ -6,8 +6,6 @@ As a script it imports no models, and imports torch only after checking its argu
 that failed first for a reason of its own; 2 for a user's mistake; 5 if the nodes don't come together.
 """
 
-from __future__ import annotations
-
 import ipaddress
 import os
 import shlex

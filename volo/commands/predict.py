@@ -8,8 +8,6 @@ Images are prepared as in validation. Unreadable images are named and left out; 
 program uses one process and one device.
 """
 
-from __future__ import annotations
-
 import csv
 import json
 import os

@@ -5,8 +5,6 @@ RUN/report.html, one page with these, the curves, the settings and the first bat
 dark. Runs may be unfinished or killed, and files may be damaged.
 """
 
-from __future__ import annotations
-
 import base64
 import csv
 import html

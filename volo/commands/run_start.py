@@ -1,7 +1,5 @@
 """How a run starts: it opens its directory, restores a checkpoint if asked to, and prints what it is about to do."""
 
-from __future__ import annotations
-
 import importlib.util
 import socket
 import sys

@@ -4,8 +4,6 @@ They are the 1,797 scans of UCI's "Optical Recognition of Handwritten Digits" th
 downloaded. Every fifth scan is held out: `pictures/train/3/0013.jpg`, `pictures/validation/0/0000.jpg`.
 """
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

@@ -7,8 +7,6 @@ images are squashed to the model's size, without augmentation. Tokens and masks 
 In shapes: h x w tokens of D features, K classes, masks (H, W) of class numbers; pixels with 255 don't count.
 """
 
-from __future__ import annotations
-
 import math
 import os
 from collections.abc import Callable, Iterator, Sequence

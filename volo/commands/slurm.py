@@ -1,7 +1,5 @@
 """Writes the batch scripts for Slurm into a folder, for users who have installed the package without the checkout."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

@@ -6,8 +6,6 @@ A checkpoint of this project records its model and the preparation of its images
 counts once, for any number of processes (`torchrun --nproc-per-node N validate.py ...`).
 """
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """The names of checkpoint files, and the one file that a folder stands for in every program."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

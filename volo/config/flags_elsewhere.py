@@ -5,8 +5,6 @@ A row begins with what is asked for here: a flag, with its value or a remark whe
 takes, or a command. Programs suggest the first row whose first word they know.
 """
 
-from __future__ import annotations
-
 ELSEWHERE = {
     "data_dir": "data data-path data-root root source train-dir imagefolder",
     "data": "data-path data-root root source",

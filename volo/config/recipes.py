@@ -1,7 +1,5 @@
 """Recipes: YAML files with values of train.py's flags, which are checked as on the command line."""
 
-from __future__ import annotations
-
 import os
 from collections import Counter
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Checks that concern several settings, and values that one setting decides for another."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 from importlib.util import find_spec

@@ -4,8 +4,6 @@ validate.py has the 33 flags of the published program. `--model` has no default,
 names its model.
 """
 
-from __future__ import annotations
-
 import os
 from typing import Literal, TypeVar
 

@@ -1,7 +1,5 @@
 """Settings that several programs share: single ones, which stand in groups of theirs, and groups."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any, Literal
 

@@ -1,7 +1,5 @@
 """The settings of the programs that look at few images or at none: export, attention, report, launch, ..."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 from dataclasses import replace

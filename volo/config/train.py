@@ -7,8 +7,6 @@ Reading order: `value_types` and `fields` (what a setting is), `settings_train` 
 (contradictions between settings), `parser`, `recipes`, this file.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The types of flags' values: each converts the text of a command line, or says what is wrong with it."""
 
-from __future__ import annotations
-
 import argparse
 import ast
 import math

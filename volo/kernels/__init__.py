@@ -10,8 +10,6 @@ three implementations of the same arithmetic:
 In shapes: B images, H x W cells, h x w windows, D channels per head.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import NamedTuple
 

@@ -9,8 +9,6 @@ size of the batch is read or written only once. torch.compile sees this loop as 
 In shapes: B images, N of them in a chunk, H x W cells, h x w windows, D channels per head.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -7,8 +7,6 @@ is measured. Predictions are for eager mode (a compiled step stores less) and fo
 may store somewhat more or less.
 """
 
-from __future__ import annotations
-
 import copy
 import math
 import time

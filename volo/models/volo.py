@@ -7,8 +7,6 @@ State-dict names and shapes equal those of the published checkpoints and of timm
 In shapes: B images, H x W cells, N tokens, C channels.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any

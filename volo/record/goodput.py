@@ -6,8 +6,6 @@ process is unknown, and counts as being away. Within a process no clock is used 
 the time of day.
 """
 
-from __future__ import annotations
-
 import os
 import threading
 import time

@@ -3,8 +3,6 @@
 Report, curves, resume and model card read the records here; trackers, whose script imports nothing, follow them alone.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Output of a training run: a progress bar on a terminal, lines in a log, records in the run directory."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import socket

@@ -1,8 +1,6 @@
 """Measurements of training and validation: sums that stay on the device until they are read, results, and the GPU's
 utilisation."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Measures where the time of training steps goes (`--profile N`): a trace, and a table by kind of kernel."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from pathlib import Path

@@ -3,8 +3,6 @@
 `volo.record.logger.Logger.event` writes the events in `events.jsonl`. docs/training.md lists their kinds and all files.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -8,8 +8,6 @@ points, and the next start sends what a failed tracker has missed. The file runs
 of this project, so that it loads neither torch nor the models.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import select

@@ -1,8 +1,6 @@
 """What `--model` names: an architecture of timm, a folder (`local-dir:PATH`) or a repository of the Hugging Face Hub
 (`hf-hub:ORG/NAME`); and what a program asks of a model. This module builds no models."""
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, field

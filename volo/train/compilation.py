@@ -5,8 +5,6 @@ kind. The rest of the model is not compiled, except its stem on a GPU. Scope "mo
 torch's own CUDA graphs need.
 """
 
-from __future__ import annotations
-
 import importlib
 import sys
 from collections.abc import Callable, Iterator

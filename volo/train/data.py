@@ -1,7 +1,5 @@
 """Builds the data of a run from its flags: images, labels, augmentation and loaders."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -1,7 +1,5 @@
 """Measures how often a token's prediction is its label: the dense top-1 of a validation set."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from typing import Any

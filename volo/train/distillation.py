@@ -5,8 +5,6 @@ loader of its own makes its batches; they contain the same images, because data 
 What a stored teacher (`volo features`) gives is part of the student's batch.
 """
 
-from __future__ import annotations
-
 import hashlib
 import time
 from collections import deque

@@ -1,7 +1,5 @@
 """Judges a run: whether validation is better than chance, and if not, what may help with the settings in use."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 

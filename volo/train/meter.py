@@ -1,7 +1,5 @@
 """Measures and reports a run's steps: unreadable files, the first batch, and losses and times once per interval."""
 
-from __future__ import annotations
-
 import importlib.util
 import math
 import time

@@ -1,7 +1,5 @@
 """Builds the model that the flags describe: creates it with timm, configures and wraps it, and records how."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Sequence
 from contextlib import suppress

@@ -4,8 +4,6 @@ It sees the student's images, after augmentation and before they are mixed. Its 
 label of that position, so that no geometry has to be undone. The annotator is not trained, averaged or saved.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any

@@ -1,7 +1,5 @@
 """The optimizer: timm creates it, with the model's exclusions from weight decay, and layer decay."""
 
-from __future__ import annotations
-
 import importlib.util
 from typing import Any
 

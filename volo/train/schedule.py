@@ -6,8 +6,6 @@ group's `lr_scale` (`--layer-decay`). With CUDA graphs it is rounded to float32.
 decides the defaults that follow from the data.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -1,7 +1,5 @@
 """A training step that the host launches operation by operation; `volo.train.step_graph` makes it one CUDA graph."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 from torch import Tensor

@@ -12,8 +12,6 @@ of kernels than they run. A graph repeats kernels with the addresses and numbers
 Outside a capture, the optimizer's rates are numbers and it isn't capturable: checkpoints equal those without graphs.
 """
 
-from __future__ import annotations
-
 import gc
 import math
 from collections import deque

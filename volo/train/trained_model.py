@@ -1,7 +1,5 @@
 """Builds a trained model from its checkpoint, to evaluate or export it, or to make labels with it."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path

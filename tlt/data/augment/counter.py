@@ -5,8 +5,6 @@ over the words. Equal words give equal numbers on every machine and device, in b
 is held in one of torch's signed integers.
 """
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

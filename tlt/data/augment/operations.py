@@ -7,8 +7,6 @@ images with different operations share the steps that these have in common. Noth
 Legend: b images of H x W pixels.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np

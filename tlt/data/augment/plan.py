@@ -11,8 +11,6 @@ Legend: B samples, L colour layers, R erased boxes, (H, W) output size. `tlt.geo
 Draws are uniform numbers in [0, 1).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace

@@ -4,8 +4,6 @@
 batch. `operations.py` applies those that change colours to pixels; `plan.py` turns the others into maps.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from dataclasses import dataclass

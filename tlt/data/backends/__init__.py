@@ -1,7 +1,5 @@
 """Creates a backend, which decodes, crops and resizes, from its name."""
 
-from __future__ import annotations
-
 import torch
 
 from tlt.data.backends.decode import Backend, PilBackend, TorchvisionBackend

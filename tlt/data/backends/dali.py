@@ -9,8 +9,6 @@ images that DALI decodes differently from Pillow (other formats, CMYK, 12 bits, 
   libjpeg. At the edges of a window DALI repeats the last pixel; Pillow and torch do not.
 """
 
-from __future__ import annotations
-
 import functools
 import io
 import math

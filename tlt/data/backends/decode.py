@@ -5,8 +5,6 @@ resizes with torch (in about half the time); `pil` does both with Pillow, as tim
 level, except for about 1 in 10,000 bicubic values, where an overshoot is clipped between the two axes.
 """
 
-from __future__ import annotations
-
 import io
 import math
 from collections.abc import Sequence

@@ -4,8 +4,6 @@ The colours of an image encode positions: red grows from 0 to 255 from left to r
 depends on class and index. All of this is a function of the path, so that the real loader can be used.
 """
 
-from __future__ import annotations
-
 import zlib
 
 import numpy as np

@@ -6,8 +6,6 @@ The class of an image is the name of the folder that holds it. Classes and image
 with one name; here they are errors or warnings, because each can shift all labels.
 """
 
-from __future__ import annotations
-
 import csv
 import os
 import re

@@ -3,8 +3,6 @@
 This module does not need torch.
 """
 
-from __future__ import annotations
-
 import functools
 import io
 import os

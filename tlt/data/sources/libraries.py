@@ -1,8 +1,6 @@
 """Reads data sets of other libraries by index: Hugging Face's `datasets` (`--dataset hfds/NAME`) from its memory-mapped
 tables, and torchvision's CIFAR-10 and CIFAR-100 (`--dataset torch/NAME`) as images in PPM format."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass, field
 from typing import Any

@@ -10,8 +10,6 @@ Python's `tarfile` treats a damaged header as the end of the archive, as most re
 follows. We require the end marker that tar writers write, and nothing but zeros after it.
 """
 
-from __future__ import annotations
-
 import io
 import itertools
 import json

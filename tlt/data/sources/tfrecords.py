@@ -8,8 +8,6 @@ A record is a length (8 bytes), its CRC-32C, the data, and their CRC-32C. We ver
 TensorFlow's Example messages, which `_PROTO` describes.
 """
 
-from __future__ import annotations
-
 import functools
 import os
 import re
