@@ -9,8 +9,6 @@ are finished on the device: ours warped, coloured, normalised, erased; timm's no
 compared, by CPU time of all threads and workers, with one thread in the main process and in each worker.
 """
 
-from __future__ import annotations
-
 import itertools
 import random
 import subprocess
@@ -135,7 +133,7 @@ def make_labels(root: Path, names: Sequence[str]) -> Any:
     return tlt.open_labels(str(root / "labels"), names, num_classes=CLASSES)
 
 
-def measure(measuring: Measuring, rows: Rows, facts: dict[str, Any], loading: Loading) -> None:
+def measure(measuring: Measuring, rows: Rows, facts: dict[str, Any], loading: "Loading") -> None:
     """Time timm's loader and ours with each decoder in turns, and write their rows."""
     loaders: dict[tuple[str, str], Epochs] = {(part, TIMM): loading.timm(part) for part in (CROPS, BATCHES)}
     for backend in dict.fromkeys(measuring.backend):

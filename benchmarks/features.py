@@ -10,7 +10,7 @@ page cache and after it was dropped; writing is timed against the teacher alone,
 
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -118,11 +118,24 @@ def _time_steps(
 
     for step in steps.values():
         work(step, step.launched_first + 1)
-    timings = in_turns({name: partial(work, step) for name, step in steps.items()}, settings.measuring.rounds)
+    works = {name: partial(work, step) for name, step in steps.items()}
+    _measure(settings, rows, "step", works, lambda name: {"note": steps[name].note})
+
+
+def _measure(
+    settings: Flags,
+    rows: Rows,
+    what: str,
+    works: Mapping[str, Callable[[], int]],
+    more: Callable[[str], dict[str, Any]],
+) -> None:
+    """Do the works in turns, and write a row of each, with `more` facts of it."""
+    timings = in_turns(works, settings.measuring.rounds)
     for name, (wall, cpu) in timings.items():
-        ratio = None if name == "without" else speedup(timings["without"].wall, wall)
-        row = {"what": "step", "arm": name, "rounds": settings.measuring.rounds, "images/s": 1 / Range.of(wall).median}
-        rows.write(row | {"without is, times": ratio, "CPU ms an image": Range.of(cpu, 1e3), "note": steps[name].note})
+        row = {"what": what, "arm": name, "rounds": settings.measuring.rounds, "images/s": 1 / Range.of(wall).median}
+        if name != "without" and "without" in timings:
+            row["without is, times"] = speedup(timings["without"].wall, wall)
+        rows.write(row | {"CPU ms an image": Range.of(cpu, 1e3)} | more(name))
 
 
 def _step(settings: Flags, teacher: str, folder: ImageSource, device: torch.device) -> TrainStep:
@@ -155,15 +168,8 @@ def _time_reading(settings: Flags, rows: Rows, name: str, store: FeatureStore) -
             store.batch(order[first : first + settings.models.batch_size])
         return count
 
-    works: dict[str, Callable[[], int]] = {"cold cache": partial(read, True), "warm cache": partial(read, False)}
-    for cache, (wall, cpu) in in_turns(works, settings.measuring.rounds).items():
-        row: dict[str, Any] = {
-            "what": "read",
-            "arm": f"{name}, {cache}",
-            "images/s": Range.of([1 / one for one in wall]),
-        }
-        row |= {"rounds": settings.measuring.rounds, "KB an image": store.info.row_bytes / 1e3}
-        rows.write(row | {"CPU ms an image": Range.of(cpu, 1e3)})
+    works = {f"{name}, cold cache": partial(read, True), f"{name}, warm cache": partial(read, False)}
+    _measure(settings, rows, "read", works, lambda _: {"KB an image": store.info.row_bytes / 1e3})
 
 
 def _time_writing(
@@ -181,8 +187,4 @@ def _time_writing(
         _store(teacher, folder, next(outs), DTYPES[0], batch_size, device)
         return len(folder)
 
-    timings = in_turns({"without": alone, f"stored, {DTYPES[0]}": written}, settings.measuring.rounds)
-    for name, (wall, cpu) in timings.items():
-        ratio = None if name == "without" else speedup(timings["without"].wall, wall)
-        row = {"what": "write", "arm": name, "rounds": settings.measuring.rounds, "images/s": 1 / Range.of(wall).median}
-        rows.write(row | {"without is, times": ratio, "CPU ms an image": Range.of(cpu, 1e3)})
+    _measure(settings, rows, "write", {"without": alone, f"stored, {DTYPES[0]}": written}, lambda _: {})

@@ -3,8 +3,6 @@
 Whatever else runs on the machine slows all alternatives alike if they take turns, so ratios are formed within a round.
 """
 
-from __future__ import annotations
-
 import ctypes
 import json
 import multiprocessing
@@ -57,7 +55,7 @@ class Range(NamedTuple):
     high: float
 
     @classmethod
-    def of(cls, values: Sequence[float], scale: float = 1.0) -> Range:
+    def of(cls, values: Sequence[float], scale: float = 1.0) -> "Range":
         """Return the range of `values`, each multiplied by `scale`."""
         scaled = [scale * value for value in values]
         return cls(statistics.median(scaled), min(scaled), max(scaled))

@@ -9,8 +9,6 @@ timed, compiled or in bfloat16, is checked before: logits, loss and norm of the 
 stochastic depth, which each arm draws in its own way, against those of our model in float32 without any of that.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import count, cycle, islice
@@ -118,7 +116,7 @@ class _Case:
         self.batches: list[Batch] = list(islice(loader.epoch(0), 2))
         synchronize(device)  # arms use them on other streams
 
-    def step(self, arm: Arm) -> TrainStep:
+    def step(self, arm: Arm) -> "TrainStep":
         """Return the arm's step. Raises DifferentResult: it computes something else than ours in float32."""
         still = Arm(arm.name, arm.settings.decide("other flags", drop_path=0.0))
         with arms.exact_float32(), compile_errors_told(arm.settings.precision.compilation.torchcompile):
@@ -128,7 +126,7 @@ class _Case:
             arms.check_same(arm.name, found, exact, arms.TOLERANCE[arm.dtype(self.device)])
         return self._build(arm)
 
-    def _build(self, arm: Arm) -> TrainStep:
+    def _build(self, arm: Arm) -> "TrainStep":
         if not arm.settings.precision.compilation.no_cuda_graph:
             use_own_stream(self.device)  # a graph that can't be captured makes others of its stream unusable
         return TrainStep(arm, arms.build(arm, self.first, self.device), self.criterion, self.batches, self.device)

@@ -11,8 +11,6 @@ maps are made, and trains VOLO-D0 from these alone. Both have their own output f
 the weights of the plain demo, bit for bit.
 """
 
-from __future__ import annotations
-
 import argparse
 import csv
 import json

@@ -4,8 +4,6 @@
 equal seeds both compute equal numbers. docs/python_api.md shows such a loop, examples/ has whole programs.
 """
 
-from __future__ import annotations
-
 import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -157,7 +155,7 @@ class Loader(DeviceLoader):
         return self.index_stream.batches_per_epoch
 
     @property
-    def sampler(self) -> Loader:
+    def sampler(self) -> "Loader":
         """The loader itself, because frameworks call `loader.sampler.set_epoch(number)`."""
         return self
 

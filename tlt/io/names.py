@@ -1,7 +1,5 @@
 """A list of many names that needs little memory."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, overload
@@ -22,7 +20,7 @@ class Names(Sequence[str]):
         self.block: bytes | memoryview = encoded.replace(b"\0", b"")
 
     @classmethod
-    def packed(cls, block: bytes | memoryview, ends: np.ndarray) -> Names:
+    def packed(cls, block: bytes | memoryview, ends: np.ndarray) -> "Names":
         """Return names from `block`, in which name i ends at byte `ends[i]`, without copying."""
         names = cls()
         names.block = block
@@ -38,8 +36,8 @@ class Names(Sequence[str]):
     @overload
     def __getitem__(self, index: int) -> str: ...
     @overload
-    def __getitem__(self, index: slice) -> Names: ...
-    def __getitem__(self, index: int | slice) -> str | Names:
+    def __getitem__(self, index: slice) -> "Names": ...
+    def __getitem__(self, index: int | slice) -> "str | Names":
         if isinstance(index, slice):
             return Names(self[i] for i in range(*index.indices(len(self))))
         row = range(len(self))[index]

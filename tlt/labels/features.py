@@ -11,8 +11,6 @@ A teacher that sees whole images without augmentation gives the same map in ever
 follows from crop, flip and warp, as with a label map, so the stored map teaches what the teacher itself would.
 """
 
-from __future__ import annotations
-
 import io
 import json
 import zlib
@@ -73,7 +71,7 @@ class FeatureInfo:
         )
 
     @classmethod
-    def from_json(cls, content: dict[str, Any], path: str | Path) -> FeatureInfo:
+    def from_json(cls, content: dict[str, Any], path: str | Path) -> "FeatureInfo":
         """Return the description in the JSON object of a file `path`; other entries are ignored. Raise UserError."""
         with blamed_on(path):
             info = cls(**{item.name: content[item.name] for item in fields(cls) if item.name in content})

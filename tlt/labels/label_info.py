@@ -3,8 +3,6 @@
 A tree has the description in `labels.json`. Published trees have none.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from collections import Counter
@@ -53,12 +51,12 @@ class LabelInfo:
         write_whole(path, (json.dumps({"format": FORMAT, **asdict(self)}, indent=1) + "\n").encode())
 
     @classmethod
-    def read(cls, path: str | Path) -> LabelInfo | None:
+    def read(cls, path: str | Path) -> "LabelInfo | None":
         """Read a file of `write`. Return None if it does not exist; raise UserError if it is something else."""
         return cls.from_json(read_json(path, FORMAT), path) if os.path.lexists(path) else None
 
     @classmethod
-    def from_json(cls, content: dict[str, Any], path: str | Path) -> LabelInfo:
+    def from_json(cls, content: dict[str, Any], path: str | Path) -> "LabelInfo":
         """Return the description in the JSON object of a file `path`; other entries are ignored. Raise UserError."""
         with blamed_on(path):
             info = cls(**{item.name: content[item.name] for item in fields(cls) if item.name in content})

@@ -9,9 +9,7 @@
 """
 
 import os
-from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from safetensors.numpy import load, save
@@ -40,11 +38,6 @@ def label_bytes(label_map: LabelMap) -> bytes:
         if (array := getattr(label_map, name)) is not None:
             tensors[name] = array
     return save({name: np.ascontiguousarray(array) for name, array in tensors.items()})
-
-
-def labels_description(info: LabelInfo, identity: bytes) -> dict[str, Any]:
-    """Return the description of the labels for their table."""
-    return {"info": asdict(info), "identity": identity.decode(errors="surrogateescape")}
 
 
 class ShardReader:

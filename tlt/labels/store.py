@@ -1,7 +1,5 @@
 """Reads label maps by image index from any kind of store, checks them against the data, and handles bad ones."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 from collections.abc import Callable, Sequence
@@ -61,7 +59,7 @@ def open_labels(
     class_names: Sequence[str] | None = None,
     label_tail: str = "zero",
     on_progress: Callable[[str, int], None] | None = None,
-) -> LabelStore:
+) -> "LabelStore":
     """Open the labels of a list of images: an archive (`volo label`), shards (`tlt pack-images`), or a tree of
     published files. Raise UserError if the labels were made for other classes, all are missing, or `"exact"` needs a
     log-sum-exp that they lack; with `"stop"` also if one is missing.

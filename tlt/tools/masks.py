@@ -4,8 +4,6 @@ A mask gives each pixel of an image a number: a PNG file, palette or grey, of up
 (`tlt.tools.coco`). `Numbers` says which class a number is.
 """
 
-from __future__ import annotations
-
 import io
 import os
 from abc import ABC, abstractmethod
@@ -38,7 +36,7 @@ class Numbers:
     endings: tuple[str, str] = ("", "")
 
     @classmethod
-    def recorded(cls, annotator: dict[str, Any]) -> Numbers:
+    def recorded(cls, annotator: dict[str, Any]) -> "Numbers":
         """Return what an archive has recorded. JSON has turned numbers into texts. Raise KeyError if it is none."""
         return cls({int(number): i for number, i in annotator["ids"].items()}, annotator["void"], annotator["endings"])
 

@@ -17,7 +17,7 @@ import tarfile
 import zlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -42,7 +42,7 @@ from tlt.io.files import sync_folder
 from tlt.io.jobs import in_processes
 from tlt.io.output_folder import OutputFolder
 from tlt.io.text import leads_out, printable
-from tlt.labels.shards import label_bytes, labels_description
+from tlt.labels.shards import label_bytes
 from tlt.labels.store import LabelStore, open_labels
 
 FORMAT = "volo-tlt shards, version 1"
@@ -161,7 +161,8 @@ class Packing:
         source = self.source
         labels = self.labels
         if labels is not None:
-            about = labels_description(replace(labels.info, area=labels.area), labels.reader.identity())
+            info = asdict(replace(labels.info, area=labels.area))
+            about = {"info": info, "identity": labels.reader.identity().decode(errors="surrogateescape")}
             names = [source.paths[row] for row in sorted(self.labelled)]
             table = os.path.join(self.folder, LABELS)
             write_table(table, maps, concatenated(maps), names, source.class_names, about=about)

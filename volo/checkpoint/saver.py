@@ -1,7 +1,5 @@
 """Decides when a run saves, and handles failed saves. Training waits only for a copy in memory; a thread writes it."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -141,7 +139,7 @@ class Saver:
             self._save(reason, in_place=True)
         self.finish()
 
-    def __enter__(self) -> Saver:
+    def __enter__(self) -> "Saver":
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:

@@ -279,12 +279,16 @@ def draw_token_maps(
 
 
 def report(wanted: Predictions, paths: list[str], names: list[str], rows: dict[str, Tensor]) -> Rows:
-    """Write the files. Print the table if it is short, or if no file is requested. Return the `prediction_rows`. Raises
-    NotWrittenError if a file can't be written."""
+    """Write the files. Print the table if it is short, or if no file is requested. Return the values of `COLUMNS`,
+    k rows per image; rank 1 is the most probable class. Raises NotWrittenError if a file can't be written."""
     predictions: Rows = []
     if "class_id" in rows:
         ids, probabilities = (rows.pop(name)[:, : wanted.topk] for name in ("class_id", "probability"))
-        predictions = prediction_rows(paths, ids, probabilities, names)
+        predictions = [
+            (in_text(path), rank, class_id, names[class_id], round(value, 8))
+            for path, own_ids, values in zip(paths, ids.tolist(), probabilities.tolist(), strict=True)
+            for rank, (class_id, value) in enumerate(zip(own_ids, values, strict=True), start=1)
+        ]
         if len(paths) <= FEW or not (wanted.output or wanted.embeddings or wanted.token_maps):
             rows_of_text = [
                 (path if rank == 1 else "", str(class_id), shorten(name, _WIDTH), f"{100 * value:5.1f} %")
@@ -301,21 +305,6 @@ def report(wanted: Predictions, paths: list[str], names: list[str], rows: dict[s
     if wanted.token_maps:
         print(f"wrote {len(paths)} pictures to {printable(wanted.token_maps)}")
     return predictions
-
-
-def prediction_rows(paths: Sequence[str], ids: Tensor, probabilities: Tensor, names: Sequence[str]) -> Rows:
-    """Return the values of `COLUMNS`, k rows per image; rank 1 is the most probable class.
-
-    Args:
-        paths: Paths of the N images.
-        ids, probabilities: (N, k), the most probable class first.
-        names: Names of all classes.
-    """
-    return [
-        (in_text(path), rank, class_id, names[class_id], round(value, 8))
-        for path, own_ids, values in zip(paths, ids.tolist(), probabilities.tolist(), strict=True)
-        for rank, (class_id, value) in enumerate(zip(own_ids, values, strict=True), start=1)
-    ]
 
 
 def write_predictions(path: Path, rows: Rows) -> None:

@@ -3,8 +3,6 @@
 This module imports nothing slow, so that `--help` answers at once.
 """
 
-from __future__ import annotations
-
 import argparse
 import difflib
 import os
@@ -30,7 +28,7 @@ class FlagParser(argparse.ArgumentParser):
     Abbreviated flags are refused, because a flag added later could silently change what an abbreviation means.
     """
 
-    def __init__(self, program: Program[Any]) -> None:
+    def __init__(self, program: "Program[Any]") -> None:
         name = _started_as(program.name)
         epilog = "Values in brackets are the defaults, words in parentheses what happens without the flag."
         epilog += " --no-X turns a switch off that a recipe turns on, and --X a switch --no-X." if program.undo else ""

@@ -1,7 +1,5 @@
 """The directories of runs: finding one, making one, and a lock that keeps other jobs from writing there."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import re
@@ -146,7 +144,7 @@ class RunLock:
         self._path = Path()
         self._inode = 0
 
-    def __enter__(self) -> RunLock:
+    def __enter__(self) -> "RunLock":
         return self
 
     def __exit__(self, *_: object) -> None:

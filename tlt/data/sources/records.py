@@ -12,8 +12,6 @@ The table is made when a data set is opened for the first time, which reads ever
 processes of a machine share the mapped files.
 """
 
-from __future__ import annotations
-
 import io
 import json
 import os
@@ -71,7 +69,7 @@ def open_records(
     scan: Callable[..., FileRecords],
     write: Callable[[str, list[FileRecords]], None],
     on_progress: ProgressCallback | None = None,
-) -> RecordImages:
+) -> "RecordImages":
     """Return the images in large files. If there is no `table` (a path without an extension) yet, one process at a time
     makes it. Raise UserError if a file is missing, cut or damaged, or differs from the table.
 
@@ -111,7 +109,7 @@ def open_records(
 
 
 def _check_texts(
-    images: RecordImages, table: str, scan: Callable[..., FileRecords], on_progress: ProgressCallback
+    images: "RecordImages", table: str, scan: Callable[..., FileRecords], on_progress: ProgressCallback
 ) -> None:
     """Check that files that were written or copied after their table still say the same about their images. Raise
     UserError if one of them does not."""

@@ -4,8 +4,6 @@ Sources are image files (`folder.py`), records in large files (`records.py`), an
 torchvision (`libraries.py`).
 """
 
-from __future__ import annotations
-
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -68,7 +66,7 @@ class ImageSource:
         self.class_names = list(class_names)
         check_classes(self.classes, class_names, f"the class list for {printable(self.root)}")
 
-    def select(self, rows: Sequence[int] | np.ndarray) -> ImageSource:
+    def select(self, rows: Sequence[int] | np.ndarray) -> "ImageSource":
         """Return a source of the images `rows`, in that order, or of those for which a mask `rows` (N,) is true."""
         rows = np.arange(len(self))[rows if len(rows) else []]
         details = self.class_names, self.folder_names, self.warnings
