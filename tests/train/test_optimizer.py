@@ -69,7 +69,7 @@ def test_fused_where_torch_has_it():
         ("--momentum 0.5", "cpu", "--momentum 0.5 has no effect: --opt adamw has no momentum"),
         ("--opt sgd --opt-eps 1e-6", "cpu", "--opt-eps 1e-06 has no effect"),
         ("--opt-betas 0.9", "cpu", "--opt adamw takes 2 betas, 1 are given"),
-        ("--opt-betas 0.9 1.5", "cpu", "--opt adamw: Invalid beta"),
+        ("--opt-betas 0.9 1.5", "cpu", "--opt adamw can't be made (ValueError: Invalid beta"),
     ],
 )
 def test_refused_in_one_line(line, device, message, monkeypatch):

@@ -107,11 +107,9 @@ def read_bytes(path: str | Path) -> bytes:
 
 def read_lines(path: str | Path, what: str, errors: str = "strict") -> list[str]:
     """Return the lines of a text file, without blank ones. Raise UserError, which calls the file `what`."""
-    try:
-        with open(path, encoding="utf-8-sig", errors=errors, opener=regular_only) as file:
-            return [line.rstrip("\n") for line in file if line.strip()]
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{what} {printable(str(path))} can't be read as lines of text: {error}") from error
+    told = blamed_on(f"{what} {path}", "can't be read as lines of text", "name a text file")
+    with told, open(path, encoding="utf-8-sig", errors=errors, opener=regular_only) as file:
+        return [line.rstrip("\n") for line in file if line.strip()]
 
 
 def write_csv(path: str | Path, rows: Iterable[Sequence[Any]], **style: Any) -> None:
@@ -184,10 +182,8 @@ def write_whole(path: str | Path, data: bytes | memoryview, sync: bool = True) -
 def read_json(path: str | Path, format_name: str) -> dict[str, Any]:
     """Return the JSON object in a file. Raise UserError if its `format` is not `format_name`."""
     name = printable(str(path))
-    try:
+    with blamed_on(path, "can't be read as JSON"):
         content = json.loads(read_bytes(path))
-    except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"{name} can't be read as JSON: {error}") from error
     if not isinstance(content, dict) or content.get("format") != format_name:
         raise UserError(f"{name} does not describe a {format_name}")
     return content

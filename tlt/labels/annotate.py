@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from tlt.errors import UserError
 from tlt.io.chunks import image_chunks
+from tlt.io.files import blamed_on
 from tlt.label_map import Area
 from tlt.models.spatial import feature_map, is_channels_last, norm_after_pooling, norm_with_scale_of, prefix_tokens
 from tlt.models.token_labeling import TokenLabelModel
@@ -99,19 +100,16 @@ def check_dense(model: nn.Module, images: Tensor, name: str = "the annotator") -
     head is accepted without a check. Two real images (B, 3, H, W), normalised, are enough. We compare in float32."""
     if isinstance(model, TOKEN_LABEL_MODELS):
         return
-    try:
-        with torch.no_grad(), torch.autocast(images.device.type, enabled=False):
-            features, tokens = _features(model, images)
-            # Small features may use only the nearly linear range of a nonlinear head, and small images may give a map
-            # of one position. So we also try large features of both signs on a 3 x 3 map.
-            generator = torch.Generator("cpu").manual_seed(0)
-            probe = torch.randn((2, 3, 3, features.shape[-1]), generator=generator, device="cpu").to(features)
-            pairs = [
-                (model(images), _classify(model, features, tokens)),
-                (_head(model, 10 * probe, tokens), _classify(model, 10 * probe, tokens)),
-            ]
-    except UserError as error:
-        raise UserError(f"{name}: {error}") from error
+    with blamed_on(name), torch.no_grad(), torch.autocast(images.device.type, enabled=False):
+        features, tokens = _features(model, images)
+        # Small features may use only the nearly linear range of a nonlinear head, and small images may give a map
+        # of one position. So we also try large features of both signs on a 3 x 3 map.
+        generator = torch.Generator("cpu").manual_seed(0)
+        probe = torch.randn((2, 3, 3, features.shape[-1]), generator=generator, device="cpu").to(features)
+        pairs = [
+            (model(images), _classify(model, features, tokens)),
+            (_head(model, 10 * probe, tokens), _classify(model, 10 * probe, tokens)),
+        ]
     for class_logits, dense in pairs:
         mean = dense.mean((1, 2))
         difference = float((mean - class_logits).abs().max())

@@ -20,6 +20,7 @@ from timm.layers import to_2tuple
 from torch import Tensor, nn
 
 from tlt.errors import UserError, reason_of, size_of
+from tlt.io.files import blamed_on
 from tlt.io.weights import unwrap
 from tlt.mixtoken import Box, mix_cells, mix_tokens
 from tlt.models.extension import Extension, extend
@@ -152,7 +153,7 @@ def with_dense_head(model: Any, img_size: tuple[int, int] | None = None) -> Any:
     bare(model, "with_dense_head")
     check_interface(model, "num_classes", "forward_features", "forward_head")
     size = size_of("img_size", _own_size(model) if img_size is None else img_size)
-    try:
+    with blamed_on(f"{_name(model)} can't get a dense head"):
         if not model.num_classes:
             raise UserError("it has no classes")
         if any(parameter.is_meta for parameter in model.parameters()):
@@ -160,8 +161,6 @@ def with_dense_head(model: Any, img_size: tuple[int, int] | None = None) -> Any:
         if not isinstance(getattr(model, "patch_drop", None), nn.Identity | None):
             raise UserError("it drops patches in training (patch_drop_rate)")
         layout = find_tokens(model, size)
-    except UserError as error:
-        raise UserError(f"{_name(model)} can't get a dense head: {error}") from error
     extend(model, WithDenseHead)
     model._layout_by_size = {size: layout}
     model.aux_head = new_head(model, layout.channels)

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from tlt.errors import NonFiniteError, UserError
-from tlt.io.files import sync_folder
+from tlt.io.files import os_errors_as, sync_folder
 from tlt.io.weights import first_non_finite
 from volo.checkpoint.state import TrainState
 from volo.config.checkpoint_files import BEST, LAST, MILESTONE
@@ -190,12 +190,10 @@ class CheckpointDir:
         self.keep = keep
         self.ranked_by = ranked_by
         self.milestones = milestones or ()
-        try:
+        with os_errors_as(lambda error: f"cannot write checkpoints to {directory}: {error.strerror}"):
             self.directory.mkdir(parents=True, exist_ok=True)
             for leftover in self.directory.glob(f"{STAGED}*"):
                 leftover.unlink()
-        except OSError as error:
-            raise UserError(f"cannot write checkpoints to {directory}: {error.strerror}") from error
 
     def plan(self, payload: dict[str, Any], ranked: bool = True) -> Save:
         """Return a save of `payload`, which `TrainState.state_dict` made, and add the epoch's metric to it. Raises

@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 
 from tlt.errors import UserError
+from tlt.io.files import os_errors_as
 from tlt.io.jobs import cpu_share
 from volo.cluster.launch import Launch, launch_of
 from volo.cluster.topology import interface_to, listed, own_address
@@ -223,15 +224,13 @@ def serve(address: str, port: int, other_machines: bool = False) -> dist.TCPStor
     at all addresses; port 0 takes a free port. If `other_machines` must reach it, and the address is loopback, as
     Debian resolves a machine's own name, the store listens at all addresses. Raise UserError if the port is in use, or
     this machine doesn't have the address."""
-    try:
+    remedy = "give the IP address of the first node as MASTER_ADDR; where the port is in use, another MASTER_PORT"
+    with os_errors_as(lambda e: f"can't listen at {address}, port {port} ({e.strerror}): {remedy}"):
         host = str(socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)[0][4][0])
         if other_machines and ipaddress.ip_address(host).is_loopback:
             host = "::" if ":" in host else "0.0.0.0"
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         listener = socket.create_server((host, port), family=family, backlog=_BACKLOG)
-    except OSError as error:
-        remedy = "give the IP address of the first node as MASTER_ADDR; where the port is in use, another MASTER_PORT"
-        raise UserError(f"can't listen at {address}, port {port} ({error.strerror}): {remedy}") from error
     port = listener.getsockname()[1]
     return dist.TCPStore(host, port, None, True, _ANSWER, wait_for_workers=False, master_listen_fd=listener.detach())
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 
 from tlt.errors import UserError, reason_of, require
-from tlt.io.files import refuse_existing
+from tlt.io.files import blamed_on, refuse_existing
 from tlt.io.text import printable
 from tlt.models.folding import fold_batchnorm
 from volo.checkpoint.checkpoint import explained, install, tensor_bytes
@@ -66,11 +66,9 @@ class ExportModule(nn.Module):
 def trace(module: ExportModule, images: Tensor) -> ExportedProgram:
     """Return the module as a graph for any number of images of the size of these, at least two, because torch would
     treat a batch size of one as a constant. Raises UserError if the model can't be traced."""
-    try:
-        with torch.no_grad():
-            return torch.export.export(module, (images,), dynamic_shapes={INPUT: {0: Dim("batch", min=1)}})
-    except Exception as error:  # torch raises errors of any type for what it can't trace
-        raise UserError(f"{type(module.model).__name__} can't be exported for any batch: {reason_of(error)}") from error
+    name = type(module.model).__name__
+    with blamed_on(name, "can't be exported for any batch", "it has to be one that torch can trace"), torch.no_grad():
+        return torch.export.export(module, (images,), dynamic_shapes={INPUT: {0: Dim("batch", min=1)}})
 
 
 def write_onnx(program: ExportedProgram, outputs: list[str], config: str, path: Path, opset: int) -> None:
@@ -110,12 +108,8 @@ def load_onnx(path: Path) -> Callable[[Tensor], tuple[Tensor, ...]]:
     """Return the file as a function on the CPU, which onnxruntime computes. Raises UserError if onnxruntime can't run
     it: it is too old for the opset, or lacks an operator for this dtype."""
     runtime = require("onnxruntime", extra="onnx")
-    try:
+    with blamed_on("onnxruntime", "can't run the model", "use a lower --opset, or float32"):
         session = runtime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
-    except Exception as error:  # onnxruntime's errors share no narrower class
-        raise UserError(
-            f"onnxruntime can't run the model ({reason_of(error)}): use a lower --opset, or float32"
-        ) from error
     return lambda images: tuple(map(torch.from_numpy, session.run(None, {INPUT: images.numpy()})))
 
 

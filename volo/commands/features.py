@@ -20,6 +20,7 @@ from torch import Tensor
 
 from tlt.data.sources import open_images
 from tlt.errors import UserError, in_range
+from tlt.io.files import blamed_on
 from tlt.io.text import printable
 from tlt.labels.features import Basis, FeatureInfo, FeatureWriter, principal_directions, quantised, read_basis
 from tlt.teacher import FeatureTeacher
@@ -81,10 +82,8 @@ def prepare_teacher(settings: FeaturesSettings, trained: TrainedModel, world: Wo
     compiled = compiler.features(trained.model)
     size = config["input_size"][1:]
     teacher = FeatureTeacher(trained.model, size, config["mean"], config["std"], precision.amp_dtype, compiled)
-    try:
+    with blamed_on(f"--model {trained.name}"):
         _ = teacher.tokens
-    except UserError as error:
-        raise UserError(f"--model {trained.name}: {error}") from error
     return teacher
 
 

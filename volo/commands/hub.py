@@ -11,7 +11,7 @@ import timm
 import yaml
 from timm.models import get_model_traits, save_for_hf
 
-from tlt.errors import UserError, install_command, reason_of
+from tlt.errors import UserError, install_command
 from tlt.io.files import blamed_on, os_errors_as
 from tlt.io.weights import peek_checkpoint
 from volo.checkpoint.model_config import class_names
@@ -165,7 +165,7 @@ def run(settings: PushSettings) -> int:
         return 0
     from huggingface_hub import HfApi  # timm depends on it
 
-    try:
+    with blamed_on(settings.repository, "was not uploaded", "log in (`hf auth login`, HF_TOKEN)"):
         api = HfApi()
         api.create_repo(settings.repository, private=settings.private or None, exist_ok=True)
         done = api.upload_folder(
@@ -174,9 +174,5 @@ def run(settings: PushSettings) -> int:
             revision=settings.revision or None,
             commit_message=settings.message,
         )
-    except Exception as error:  # the errors of huggingface_hub, httpx and requests share no narrower class
-        raise UserError(
-            f"{settings.repository} was not uploaded: {reason_of(error)} (log in: `hf auth login`, HF_TOKEN)"
-        ) from error
     print(f"uploaded: {done.commit_url}")
     return 0

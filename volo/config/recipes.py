@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 from tlt.errors import UserError
-from tlt.io.files import regular_only
+from tlt.io.files import blamed_on, regular_only
 from volo.config.fields import Flag
 from volo.config.parser import FlagParser, nearest
 from volo.config.value_types import key_value
@@ -77,10 +77,8 @@ def load_yaml(path: str, parser: FlagParser) -> dict[str, Any]:
         row = known[name]
         if name != row.dest and value in (None, False):
             continue  # an alias that used to be a flag of its own, and is off
-        try:
+        with blamed_on(f"{path}: {key}"):
             converted = convert(row, value, parser, texts.get(key, ()))
-        except UserError as error:
-            raise UserError(f"{path}: {key}: {error}") from error
         if values.setdefault(row.dest, converted) != converted:
             raise UserError(f"{path}: {row.dest} stands there twice, under two names")
     return values
@@ -88,16 +86,13 @@ def load_yaml(path: str, parser: FlagParser) -> dict[str, Any]:
 
 def _mapping(path: str) -> tuple[dict[Any, Any], dict[Any, list[str]]]:
     """Return a recipe's values by key, and the text of each value's items: a name may be written 001."""
-    try:
-        with open(path, encoding="utf-8", opener=regular_only) as file:
-            loader = _Loader(file)
-            node = loader.get_single_node()
-            content = None if node is None else loader.construct_document(node)
-            pairs = node.value if isinstance(node, yaml.MappingNode) else []
-    except OSError as error:
-        raise UserError(f"--config {path}: {error.strerror}") from error
-    except Exception as error:  # errors of YAML, and of bad content: a month 13, brackets nested too deeply
-        raise UserError(f"--config {path} can't be read: {' '.join(str(error).split())[:300]}") from error
+    # Also for errors of bad content: a month 13, brackets nested too deeply.
+    told = blamed_on(f"--config {path}", "can't be read", "mend it, or name another")
+    with told, open(path, encoding="utf-8", opener=regular_only) as file:
+        loader = _Loader(file)
+        node = loader.get_single_node()
+        content = None if node is None else loader.construct_document(node)
+        pairs = node.value if isinstance(node, yaml.MappingNode) else []
     if not isinstance(content, dict):
         content_type = "nothing" if content is None else f"a {type(content).__name__}"
         raise UserError(f"--config {path}: holds {content_type} where KEY: VALUE lines are expected")

@@ -13,7 +13,8 @@ from timm.layers import to_2tuple
 from timm.models import load_model_config_from_hf
 from timm.models._hub import download_from_hf, load_cfg_from_json, load_model_config_from_path
 
-from tlt.errors import UserError, reason_of
+from tlt.errors import UserError
+from tlt.io.files import blamed_on
 from tlt.models import transformers_vit
 from volo.config.parser import look_of
 from volo.config.rules import other_sizes
@@ -39,16 +40,12 @@ def architecture_of(model: str) -> Architecture:
             near = ", ".join(nearest_models(model))
             raise UserError(f"--model {model}: timm knows no such model" + (f"; did you mean {near}?" if near else ""))
         return Architecture(model, {}, None)
-    try:
+    with blamed_on(f"--model {model}", "can't be read", "see its name, and whether it can be reached"):
         described = load_cfg_from_json(_file(prefix, name, "config.json"))
         if transformers_vit.describes_vit(described):
             return _transformers_vit(described, prefix, name)
         load = load_model_config_from_path if prefix == "local-dir" else load_model_config_from_hf
         config, name, kwargs = load(name)
-    except UserError as error:
-        raise UserError(f"--model {model}: {error}") from error
-    except Exception as error:  # errors of huggingface_hub and requests share no narrower class
-        raise UserError(f"--model {model} can't be read: {reason_of(error)}") from error
     if not timm.is_model(name):
         raise UserError(f"--model {model} is a {name}, which timm does not know: install the package that registers it")
     return Architecture(name, kwargs or {}, config)

@@ -25,7 +25,7 @@ from tlt.data.sources import open_images
 from tlt.data.sources.folder import compare_classes, read_class_map
 from tlt.data.sources.source import ImageSource
 from tlt.errors import UserError
-from tlt.io.files import read_lines
+from tlt.io.files import blamed_on, read_lines
 from tlt.io.jobs import SearchProgress, default_workers
 from tlt.io.text import lookalikes, printable, some_names
 from volo.cluster.distributed import World
@@ -157,7 +157,7 @@ def open_labels(
         return SyntheticLabels(folder), [f"{flag} {path}: synthetic images, synthetic maps"]
     from tlt.labels import store
 
-    try:
+    with blamed_on(flag):  # a run may have labels for training and for validation
         labels = store.open_labels(
             path,
             folder.paths,
@@ -168,8 +168,6 @@ def open_labels(
             label_tail=maps.label_tail,
             on_progress=on_progress,
         )
-    except UserError as error:
-        raise type(error)(f"{flag}: {error}") from error  # a run may have labels for training and for validation
     return labels, labels.warnings
 
 

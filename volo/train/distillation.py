@@ -24,7 +24,7 @@ from tlt.data.batch import Batch
 from tlt.data.size_schedule import SizeSchedule
 from tlt.data.sources.source import ImageSource
 from tlt.distill import DistillLoss, DistillLosses, TeacherTargets, with_projector
-from tlt.errors import UserError, reason_of
+from tlt.io.files import blamed_on
 from tlt.kinds import KINDS
 from tlt.labels.features import FeatureStore, open_features
 from tlt.models.fit_weights import Classes
@@ -154,7 +154,7 @@ def load_distillation(
         hw = list(row.size or size)
         whole = row.view == "whole"
         sized = data_config | {"input_size": (channels, *hw)}
-        with _blamed(f"--kd-model-name {row.model}"):
+        with blamed_on(f"--kd-model-name {row.model}", "can't teach", "name another, or another --kd-size"):
             classes = names_of_classes, student.num_classes, f"{whose} has {student.num_classes}"
             with torch.random.fork_rng(devices=[]):  # projectors begin alike, whether teachers are built or stored
                 teacher, digest, trained = _load_teacher(settings, row.model, row.kind, sized, world, classes)
@@ -171,7 +171,7 @@ def load_distillation(
         loaded.append(_Loaded(teacher, digest, view=loaders.get(view)))
     teachers = [each.teacher for each in loaded]
     lesson = " and ".join(f"{kind}s" for kind in dict.fromkeys(kinds))
-    with _blamed(f"{whose} can't learn {lesson}"):
+    with blamed_on(f"{whose} can't learn {lesson}"):
         learns_features = not all(KINDS[kind].of_classes for kind in kinds)
         if learns_features or len(kinds) > 1:
             with_projector(student, teachers, (size[0], size[1]), kinds, dense_losses)
@@ -196,7 +196,7 @@ class _Loaded(NamedTuple):
 def _open_stored(path: str, images: ImageSource, bad_label: str, logger: Logger) -> _Loaded:
     """Return a stored teacher of these images, and log it. Raise UserError if it is of other images, incomplete or
     damaged."""
-    with _blamed(f"--kd-model-name {path}"):
+    with blamed_on(f"--kd-model-name {path}"):
         store = open_features(path, images.paths, bad_label)
     made_by = store.info.teacher
     size = " x ".join(map(str, made_by.get("input_size", [])[1:]))
@@ -223,15 +223,6 @@ def _of_view(settings: TrainSettings, view: _View, schedule: SizeSchedule | None
         return seen
     sizes = [list(view.size)] * len(schedule.sizes)
     return seen.decide("other flags", train_img_sizes=sizes, train_batch_sizes=schedule.batch_sizes)
-
-
-@contextmanager
-def _blamed(what: str) -> Iterator[None]:
-    """Turn a UserError, or an error of a layer about the image size, into a UserError that begins with `what`."""
-    try:
-        yield
-    except Exception as error:  # layers raise errors of any type
-        raise UserError(f"{what}: {reason_of(error, 1000)}") from error
 
 
 def _load_teacher(

@@ -16,6 +16,7 @@ from timm.models._hub import _EXT_PRIORITY, _PREFERRED_FILES
 from torch import nn
 
 from tlt.errors import UserError, reason_of
+from tlt.io.files import blamed_on
 from tlt.io.jobs import physical_memory
 from tlt.io.weights import check_finite, clean_state_dict, read_checkpoint
 from tlt.models.fit_weights import number_classes, rows_by_name
@@ -212,11 +213,9 @@ def prepare_model(model: TimmModel, settings: TrainSettings, world: World) -> Ti
     """Apply the flags for BatchNorm, gradient checkpointing and memory format, and move the model to its device."""
     set_batchnorm(model, settings.norms, settings.network.model)
     if settings.precision.grad_checkpointing:
-        try:
+        asked = f"--grad-checkpointing: --model {settings.network.model}"
+        with blamed_on(asked, "can't recompute its activations", "leave the flag out"):
             model.set_grad_checkpointing(True)
-        except (AssertionError, AttributeError, NotImplementedError) as error:  # timm's models refuse in these ways
-            model_flag = f"--model {settings.network.model}"
-            raise UserError(f"--grad-checkpointing: {model_flag} can't recompute its activations") from error
     if settings.norms.sync_bn and world.size > 1:
         if world.device.type != "cuda":
             raise UserError("--sync-bn needs GPUs (torch has no SyncBatchNorm for the CPU); use --dist-bn reduce")

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from tlt.data.batch import Batch
-from tlt.errors import UserError, reason_of
+from tlt.io.files import blamed_on
 from tlt.label_map import FULL_AREA, Area, LabelBatch
 from tlt.labels.annotate import Annotator, check_dense, labelled_area
 from tlt.labels.store import relative_to_tail
@@ -74,7 +74,8 @@ def load_online_annotator(
     classes than the student, or can't take images of this size."""
     name, path = settings.labels.token_label_teacher, settings.labels.token_label_teacher_checkpoint
     size, flag = data_config["input_size"], f"--token-label-teacher {name}"
-    try:
+    reason = f"does not take images of {size[1]} x {size[2]} px"
+    with blamed_on(flag, reason, "use another annotator, or another --img-size"):
         classes = class_names, student.num_classes, f"--model {settings.network.model} has {student.num_classes}"
         others = other_sizes(replace(settings.sizes, val_img_size=None))
         trained = load_frozen(name, path or None, size, others, classes)
@@ -82,11 +83,6 @@ def load_online_annotator(
         model = place_model(trained.model.requires_grad_(False), settings.precision.channels_last, world)
         for image_size in sizes:
             check_dense(model, torch.randn(2, size[0], *image_size, device=world.device), f"--model {name}")
-    except UserError as error:
-        raise UserError(f"{flag}: {error}") from error
-    except Exception as error:  # layers raise errors of any type for a wrong image size
-        reason = f"{flag} does not take images of {size[1]} x {size[2]} px ({reason_of(error)})"
-        raise UserError(f"{reason}: use another annotator, or another --img-size") from error
     dtype = compute_dtype(settings.precision.mixed, world.device)
     compiled = compiler_of(settings).features(model)
     annotator = Annotator(model, settings.labels.token_label_teacher_top_k, dtype, compiled)

@@ -9,6 +9,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from tlt.errors import UserError
+from tlt.io.files import blamed_on
 from volo.config.parser import nearest
 from volo.config.rules import sharding_flag
 from volo.config.settings_train import Distributed
@@ -54,10 +55,8 @@ def create_optimizer(
         raise UserError(f"--opt-kwargs {min(twice)}=... contradicts --opt-{min(twice)}: keep one of them")
     if device.type in ("cuda", "cpu") and name in _FUSED:
         options["fused"] = True
-    try:
+    with blamed_on(f"--opt {flags.opt}", "can't be made", "see its settings (--opt-eps, --opt-betas, --opt-kwargs)"):
         return create_optimizer_v2(model, **options | flags.opt_kwargs)
-    except (ImportError, ValueError, TypeError, AssertionError, RuntimeError) as error:
-        raise UserError(f"--opt {flags.opt}: {' '.join(str(error).split())}") from error
 
 
 def set_lr(optimizer: Optimizer, lr: float) -> None:

@@ -17,7 +17,7 @@ import numpy as np
 from tlt.data.sources.image_file import DEFAULT_MAX_PIXELS, image_extensions, read_file
 from tlt.data.sources.source import ImageSource, ProgressCallback, left_out_lines
 from tlt.errors import MissingSplit, UserError
-from tlt.io.files import os_errors_as, read_lines, regular_only
+from tlt.io.files import blamed_on, os_errors_as, read_lines, regular_only
 from tlt.io.jobs import SearchProgress
 from tlt.io.names import Names
 from tlt.io.text import leads_out, lookalikes, natural_key, natural_sorted, printable, some_names
@@ -206,28 +206,24 @@ def _rows(file: str) -> list[dict[str, str]]:
     """Return the rows, with normalised paths (`a.jpg` for `./a.jpg`)."""
     csv_name = printable(file)
     rows = list[dict[str, str]]()
-    try:
-        with open(file, newline="", encoding="utf-8-sig", opener=regular_only) as lines:
-            reader = csv.DictReader(lines, skipinitialspace=True)
-            reader.fieldnames = [name.strip() for name in reader.fieldnames or ()]
-            if not {"path", "class"} <= {*reader.fieldnames}:
-                raise UserError(f"{csv_name} is no table, with commas, of columns 'path' and 'class' in its first line")
-            for read in reader:
-                row = {
-                    name: text.strip() if name in ("class", "split") and text else text for name, text in read.items()
-                }
-                where = f"{csv_name}, line {reader.line_num}"
-                if any(row.get(None, ())) or None in row.values() or "" in (row["path"], row["class"]):
-                    raise UserError(
-                        f"{where}: a row needs a path and a class, and a field for each column and no more; write "
-                        '"a, b" for a name with a comma'
-                    )
-                row["path"] = os.path.normpath(row["path"])
-                if leads_out(row["path"]):
-                    raise UserError(f"{where}: {printable(row['path'])} is not below DATA: paths count from there")
-                rows.append(row)
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise UserError(f"--dataset csv: {csv_name} can't be read as a table: {error}") from error
+    told = blamed_on(file, "can't be read as a table", "see --dataset csv/FILE")
+    with told, open(file, newline="", encoding="utf-8-sig", opener=regular_only) as lines:
+        reader = csv.DictReader(lines, skipinitialspace=True)
+        reader.fieldnames = [name.strip() for name in reader.fieldnames or ()]
+        if not {"path", "class"} <= {*reader.fieldnames}:
+            raise UserError(f"{csv_name} is no table, with commas, of columns 'path' and 'class' in its first line")
+        for read in reader:
+            row = {name: text.strip() if name in ("class", "split") and text else text for name, text in read.items()}
+            where = f"{csv_name}, line {reader.line_num}"
+            if any(row.get(None, ())) or None in row.values() or "" in (row["path"], row["class"]):
+                raise UserError(
+                    f"{where}: a row needs a path and a class, and a field for each column and no more; write "
+                    '"a, b" for a name with a comma'
+                )
+            row["path"] = os.path.normpath(row["path"])
+            if leads_out(row["path"]):
+                raise UserError(f"{where}: {printable(row['path'])} is not below DATA: paths count from there")
+            rows.append(row)
     return rows
 
 

@@ -24,7 +24,7 @@ from tlt.data.sources.image_file import most_bytes
 from tlt.data.sources.records import ROW, FileRecords, RecordImages
 from tlt.data.sources.source import MAX_CLASS, ProgressCallback, check_classes, class_folder, numbered_names
 from tlt.errors import MissingSplit, UserError, require
-from tlt.io.files import os_errors_as, regular_only
+from tlt.io.files import blamed_on, os_errors_as, regular_only
 from tlt.io.text import first_difference, leads_out, natural_key, natural_sorted, printable, some_names
 
 # Names of the features in TensorFlow's image records, then in those of tensorflow_datasets.
@@ -186,10 +186,8 @@ def scan_records(path: str, texts_only: bool = False) -> FileRecords:
 
 def _parse_example(record: bytes, record_name: str) -> Features:
     """Return the features of an Example by name. Raise UserError if it is damaged or of another kind."""
-    try:
+    with blamed_on(record_name, "is no Example of TensorFlow", "write the file with these"):
         entries = _example().FromString(record).features.entries
-    except require("google.protobuf.message", "tfrecord").DecodeError as error:
-        raise UserError(f"{record_name} is no Example of TensorFlow ({error})") from error
     return {entry.name: [*entry.feature.texts.value, *entry.feature.numbers.value] for entry in entries}
 
 
