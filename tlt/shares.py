@@ -12,8 +12,6 @@ Shapes: B images, a token grid of `rows x cols` with N = rows * cols tokens, C c
 classes each, of which R x S cells cover any token.
 """
 
-from __future__ import annotations
-
 import math
 from typing import NamedTuple
 

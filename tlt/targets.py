@@ -25,8 +25,6 @@ Shapes: B images, a token grid of `rows x cols` with N = rows * cols tokens, C c
 classes each.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Registers models with timm, and finds their published weights or explains why it can't."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext

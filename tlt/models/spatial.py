@@ -8,8 +8,6 @@ by padding (16 pixels up and left in a ResNet). docs/alignment.md compares the p
 Shapes: B images of (H, W) pixels, maps of `h x w` tokens, C channels, P prefix tokens (class token, registers).
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Makes an implementation of outlook attention a torch operator: torch.compile and export see one node."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias

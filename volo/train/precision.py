@@ -4,8 +4,6 @@ On CUDA `--amp` means float16 autocast with loss scaling, or bfloat16 on request
 float16 is about 50 times slower there. A step whose gradients are not finite changes no weight.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext

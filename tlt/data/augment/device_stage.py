@@ -6,8 +6,6 @@ numbers and arguments, and nothing comes back. An image's result does not depend
 Legend: B images of H x W pixels, b rows of them.
 """
 
-from __future__ import annotations
-
 import copy
 import warnings
 from collections.abc import Callable, Iterator, Sequence
