@@ -15,10 +15,9 @@ import numpy as np
 from PIL import Image
 
 from tlt.data.sources.folder import FolderListing
-from tlt.data.sources.image_file import DEFAULT_MAX_PIXELS, image_formats, pillow_errors, read_file
+from tlt.data.sources.image_file import DEFAULT_MAX_PIXELS, BadImage, image_formats, pillow_errors, read_file
 from tlt.data.sources.source import ImageSource
 from tlt.errors import UserError
-from tlt.io.files import blamed_on
 from tlt.io.text import printable
 from tlt.label_map import LabelMap
 
@@ -97,8 +96,10 @@ class MaskFiles(Masks):
         return f"mask {printable(os.path.join(self._root, self._files[row]))}"
 
     def decode(self, row: int) -> np.ndarray:
-        with blamed_on(self.source(row)):
+        try:
             numbers = read_numbers(os.path.join(self._root, self._files[row]))
+        except BadImage as error:
+            raise UserError(f"{self.source(row)} can't be used: {error}") from error
         classes = self._of_number[numbers]
         if (strange := classes == _UNKNOWN).any():
             y, x = np.argwhere(strange)[0].tolist()
@@ -142,10 +143,12 @@ def of_same_size(mask: np.ndarray, source: str, images: ImageSource, row: int) -
 def image_size(images: ImageSource, row: int) -> tuple[int, int]:
     """Return width and height of an image; of a file only the header is read. Raise UserError if it is unreadable."""
     path = images.path(row)
-    with blamed_on(path, "can't be read", "mend or remove it"):
+    try:
         file = path if os.path.isfile(path) else io.BytesIO(images.read(row))
         with pillow_errors(DEFAULT_MAX_PIXELS), Image.open(file, formats=image_formats()) as image:
             return image.size
+    except BadImage as error:
+        raise UserError(f"{printable(path)} can't be read ({error}): mend or remove it") from error
 
 
 def partners(images: Sequence[str], others: Sequence[str], endings: tuple[str, str] = ("", "")) -> list[int]:
