@@ -4,8 +4,6 @@ section 3.1). MixToken mixes two class labels (section 3.3); Mixup and CutMix ma
 Shapes: B images, N tokens, C classes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -37,7 +35,7 @@ class LossTerms(NamedTuple):
     dense: Tensor
     teachers: Mapping[str, Tensor] = MappingProxyType({})
 
-    def map(self, change: Callable[[Tensor], Tensor]) -> LossTerms:
+    def map(self, change: Callable[[Tensor], Tensor]) -> "LossTerms":
         """Return the losses after applying `change` to each."""
         teachers = {name: change(loss) for name, loss in self.teachers.items()}
         return LossTerms(change(self.total), change(self.cls), change(self.dense), teachers)
@@ -94,7 +92,9 @@ class TokenLabelLoss(TokenPlaces):
             in_range(name, getattr(self, name), 0, 1)
 
     @classmethod
-    def of(cls, model: Any, img_size: tuple[int, int], sizes: Sequence[tuple[int, int]] = (), **settings: Any) -> Self:
+    def of(
+        cls, model: Any, img_size: tuple[int, int], sizes: Sequence[tuple[int, int]] = (), **settings: Any
+    ) -> "Self":
         """Return the loss for a model and images of (H, W) pixels, or of other `sizes`. Raise UserError if the model
         has no dense head, or does not take this size.
 
@@ -137,7 +137,7 @@ class TokenLabelLoss(TokenPlaces):
         targets: Targets,
         box: Box | None = None,
         ratios: MixRatios | None = None,
-    ) -> LossTerms:
+    ) -> "LossTerms":
         """Return the losses, as means over the batch.
 
         The dense loss weighs each token by its coverage and always divides by B * N. So the mean over micro-batches or

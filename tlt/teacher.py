@@ -3,8 +3,6 @@
 Shapes: B images, T = h * w cells of the teacher's map, C channels of its features or classes.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
@@ -129,7 +127,7 @@ class StoredTeacher:
         features: From `tlt.open_features`.
     """
 
-    def __init__(self, features: FeatureStore) -> None:
+    def __init__(self, features: "FeatureStore") -> None:
         info = features.info
         self.key = features.key
         self.tokens: tuple[Size, Area, int] = info.grid, info.area, info.channels

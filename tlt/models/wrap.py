@@ -7,8 +7,6 @@ replaced by a subclass (`extend`). Its parameters keep their names, and `model(x
 Shapes: B images, maps of `h x w` tokens, N = h * w tokens, C channels, K classes.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -63,7 +61,7 @@ class WithDenseHead(Extension):
     forward_head: Callable[[Tensor], Tensor]
     aux_head: Any
     aux_norm: nn.Module
-    mix_point: MixPoint | None
+    mix_point: "MixPoint | None"
     mix_refusal: str  # why there is no `mix_point`
     _layout_by_size: dict[Size, TokenLayout]
 
@@ -198,7 +196,7 @@ def check_interface(model: nn.Module, *names: str) -> None:
             raise UserError(f"{_name(model)} is no model of timm: it has no {name}")
 
 
-def find_tokens(model: Any, size: Size, mix_point: MixPoint | None = None) -> TokenLayout:
+def find_tokens(model: Any, size: Size, mix_point: "MixPoint | None" = None) -> TokenLayout:
     """Return the layout of a model's last map. Run a timm model on an image of (H, W) for that; VOLO and LV-ViT know
     it. Raises like `with_dense_head`."""
     if isinstance(model, TokenLabelModel):
@@ -318,7 +316,7 @@ def _this_call() -> int:
     return 0 if torch.compiler.is_compiling() else threading.get_ident()
 
 
-def add_mix_point(model: nn.Module, images: Tensor) -> tuple[MixPoint, TokenLayout]:
+def add_mix_point(model: nn.Module, images: Tensor) -> "tuple[MixPoint, TokenLayout]":
     """Hook a `MixPoint` to the embedding of a model and test it with any two images (2, 3, H, W): a box of all tokens
     must give the partner's features. Return it with the token layout for images of this size. Raise UserError, and
     leave no hook, if there is no such layer, its output is no map, or images also reach the features another way."""

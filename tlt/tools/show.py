@@ -1,7 +1,5 @@
 """Draws images with their labels or stored features, before and after augmentation (`tlt show`)."""
 
-from __future__ import annotations
-
 import os
 from argparse import Namespace
 from collections.abc import Sequence
@@ -69,7 +67,7 @@ def show(**flags: Any) -> list[str]:
 
 def label_page(
     args: Namespace, folder: ImageSource, rows: list[int], config: AugmentConfig
-) -> tuple[Figure, list[str]]:
+) -> "tuple[Figure, list[str]]":
     """Return the page of images with their labels, and lines to print."""
     store = open_labels(args.labels, folder.paths, area=args.area, bad_label="skip")
     dataset = TrainDataset(folder, config, args.seed, store, label_view=label_view(args.compat))
@@ -97,7 +95,7 @@ def label_page(
 
 def feature_page(
     args: Namespace, folder: ImageSource, rows: list[int], config: AugmentConfig
-) -> tuple[Figure, list[str]]:
+) -> "tuple[Figure, list[str]]":
     """Return the page of images with their stored features, and lines to print. Raise UserError if no image of the page
     has features, or a flag is given that is about labels."""
     given = {

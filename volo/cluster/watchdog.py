@@ -7,8 +7,6 @@ are left.
 This module imports no torch, like `volo.cluster.stopping`.
 """
 
-from __future__ import annotations
-
 import faulthandler
 import os
 import signal
@@ -123,7 +121,7 @@ class StopGuard:
     largest: Callable[[int], int]  # takes one int from each rank and returns the largest of them
     waited: float = 0.0  # seconds spent waiting for batches
 
-    def iterate_until_stopped(self, batches: Iterable[Batch]) -> Iterator[Batch]:
+    def iterate_until_stopped(self, batches: "Iterable[Batch]") -> "Iterator[Batch]":
         """Yield training batches. An update begins after all ranks have received its first batch. Raise Stopped between
         two updates, on all ranks, if a rank received a signal or its data failed; on the rank whose data failed, its
         UserError is the cause. Raise UserError if data failed within an update."""

@@ -9,8 +9,6 @@ keep attention weights (`scaled_dot_product_attention`), so they are recomputed 
 In shapes: B images, H x W cells of the outlooker stage, h x w windows, K the kernel's side, N tokens, C channels.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -201,7 +199,7 @@ def _array(tensor: Tensor) -> npt.NDArray[np.float64]:
     return tensor.double().cpu().numpy()
 
 
-def draw_attention(image: Pixels, content: View, query: Sequence[float], names: Sequence[str], title: str) -> Figure:
+def draw_attention(image: Pixels, content: View, query: Sequence[float], names: Sequence[str], title: str) -> "Figure":
     """Draw the image before normalisation, the predictions of both heads, and the rows of attention maps."""
     from matplotlib.colors import LinearSegmentedColormap, LogNorm
 
@@ -229,7 +227,7 @@ def draw_attention(image: Pixels, content: View, query: Sequence[float], names: 
 
 def answers_page(
     rows: int, image: Pixels, content: View, names: Sequence[str], title: str
-) -> tuple[Figure, list[list[Axes]]]:
+) -> "tuple[Figure, list[list[Axes]]]":
     """Return a page with three pictures per row, and its axes. The first row shows the image, the dense head's classes
     over it, and the most probable classes."""
     height = _SIDE * min(1.0, image.shape[0] / image.shape[1])
@@ -259,5 +257,5 @@ def answers_page(
     return figure, grid
 
 
-def _caption(axes: Axes, text: str) -> None:
+def _caption(axes: "Axes", text: str) -> None:
     axes.set_title(text, loc="left", fontsize=7.5, parse_math=False)

@@ -8,8 +8,6 @@ volo/train/criterion.py (loss) -> volo/train/step.py (step) -> volo/train/loop.p
 decides what a run begins as; volo/commands/run_start.py restores a checkpoint and opens the records.
 """
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Iterator
@@ -270,7 +268,7 @@ def metadata_of(
     data_config: dict[str, Any],
     images: ImageSource,
     labels: LabelReader | None,
-    distillation: Distillation | None,
+    distillation: "Distillation | None",
 ) -> dict[str, Any]:
     """Return what checkpoints tell about the model, the arguments and the data."""
     names = distillation.class_names if distillation and settings.teachers.kd_only else images.class_names
@@ -281,7 +279,7 @@ def metadata_of(
 
 def load_annotator(
     run: Run, images: ImageSource, model: TimmModel, data_config: dict[str, Any]
-) -> OnlineAnnotator | None:
+) -> "OnlineAnnotator | None":
     """Return the annotator of `--token-label-teacher`; None without the flag."""
     if not run.settings.labels.token_label_teacher:
         return None
@@ -296,7 +294,7 @@ def load_annotator(
 
 def load_teachers(
     run: Run, images: ImageSource, model: TimmModel, data_config: dict[str, Any]
-) -> tuple[TimmModel, Distillation | None]:
+) -> "tuple[TimmModel, Distillation | None]":
     """Return the model, with projectors if it learns features, and its teachers of `--kd-model-name`; None without."""
     if not run.settings.teachers.kd_model_name:
         return model, None

@@ -3,8 +3,6 @@
 `evaluate` keeps the answer to every image, so that nothing is evaluated again for them. N images, C classes.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import io
 import math
@@ -105,7 +103,7 @@ class Confusion:
             )
         return rows
 
-    def draw(self, title: str) -> Figure:
+    def draw(self, title: str) -> "Figure":
         """Draw the shares of each class, a row, that got each answer. Of more than 50 classes draw the 20 worst, and in
         the columns what these are taken for."""
         from matplotlib.colors import PowerNorm
@@ -137,7 +135,7 @@ class Confusion:
                 axes.text(column, row, f"{100 * share:.0f}", ha="center", va="center", color=ink, **_TEXT)
         return figure
 
-    def draw_mistakes(self, title: str) -> Figure:
+    def draw_mistakes(self, title: str) -> "Figure":
         """Draw the mistakes whose answers were the most probable, the surest first. Their images are read again."""
         wrong = np.flatnonzero((self.predicted >= 0) & (self.predicted != self.true))
         surest = wrong[np.argsort(-self.probability[wrong], kind="stable")][: math.prod(_SHEET)]

@@ -5,8 +5,6 @@
 run draws the same numbers.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -49,7 +47,7 @@ class Drawn(NamedTuple):
 
 
 def step_loss(
-    criterion: Criterion, teachers: Distillation | None, model: Callable[..., Any], batch: Batch, drawn: Drawn
+    criterion: "Criterion", teachers: "Distillation | None", model: Callable[..., Any], batch: Batch, drawn: Drawn
 ) -> LossTerms:
     """Return the losses of a step, averaged over the batch: those of the criterion, and the teachers' in the total."""
     targets: Any = criterion.targets(batch)  # before the model, so that the memory of an annotator is free by then
@@ -83,7 +81,7 @@ class TokenLabelCriterion(TokenLabelLoss):
     mix_token: bool = True
     mix: Mixup | None = None
     published_sum: bool = False
-    annotator: OnlineAnnotator | None = None
+    annotator: "OnlineAnnotator | None" = None
 
     def draw(self, batch: Batch, step: StepKey) -> Drawn:
         """Return the step's random numbers. Raises UserError if a label map has a class that doesn't exist."""
@@ -156,8 +154,8 @@ def _draw_ratios(mix: Mixup | None, batch: Batch, step: StepKey) -> MixRatios | 
 
 
 def make_criterion(
-    settings: TrainSettings, model: Any, image_size: tuple[int, int], annotator: OnlineAnnotator | None = None
-) -> Criterion:
+    settings: TrainSettings, model: Any, image_size: tuple[int, int], annotator: "OnlineAnnotator | None" = None
+) -> "Criterion":
     """Return the criterion that the flags describe; `image_size` is (H, W). If the dense loss has weight 0, switch off
     the model's dense head. Raise UserError if the model has none, or a label size doesn't fit its tokens."""
     if settings.teachers.kd_only:

@@ -5,8 +5,6 @@ warm-up, 10 of cool-down, 10 checkpoints) are used where they make sense. Values
 change, except the accumulation steps, which keep a resumed run's global batch if the number of processes changes.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -112,7 +110,7 @@ class Training:
     schedule: LrSchedule
     lr_formula: str
     arithmetic: Arithmetic | None = None
-    distillation: Distillation | None = None
+    distillation: "Distillation | None" = None
     dense_score: DenseScore | None = None
 
     def batches(self, again: tuple[int, int] | None = None) -> Iterator[Batch]:

@@ -3,8 +3,6 @@
 The table of kinds is here so that flags can be checked before the module of a kind is imported.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shlex
@@ -41,7 +39,7 @@ def open_images(
     on_progress: Callable[[str, int], None] | None = None,
     split_flag: str = "--split",
     classes: bool = True,
-) -> ImageSource:
+) -> "ImageSource":
     """Find the images of a split. If records in large files have no table yet, they are read once, every byte, and a
     table is written beside them (`tlt.data.sources.records`). Raise UserError if the data set does not exist, its kind
     is unknown, or it is unusable; the message names the flag or file.
