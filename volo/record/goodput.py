@@ -160,7 +160,9 @@ def account_of(records: Records) -> Account:
                 account.after_end += gap
             else:
                 account.cost += gap
-                account.queue += gap if _was_queued(before, start) else 0.0
+                # The same job that has started its processes again was in no queue.
+                if start.job and (start.job != before.job or before.exit_code == PREEMPTED):
+                    account.queue += gap
         for part, seconds in parts.items():
             account.parts[part] += seconds
         before = start
@@ -195,11 +197,6 @@ def _between(before: Start, start: Start) -> float:
 def _seconds(first: datetime | None, last: datetime | None) -> float:
     """Return the seconds between two times of day: 0 if the clock was set back, or if one is not known."""
     return 0.0 if first is None or last is None else max(0.0, (last - first).total_seconds())
-
-
-def _was_queued(before: Start, start: Start) -> bool:
-    """Whether a start was in Slurm's queue before; it was not if the same job has started its processes again."""
-    return bool(start.job) and (start.job != before.job or before.exit_code == PREEMPTED)
 
 
 def _told(seconds: float) -> str:
