@@ -114,6 +114,19 @@ def shards(tmp_path: Path, images: ImageFolder) -> ImageSource:
     return open_images(str(tmp_path / "shards"), "train")
 
 
+def test_a_defect_of_ours_is_not_blamed_on_a_file():
+    """Foreign content may raise anything; where only our own code runs, an error that is no user's keeps its class."""
+    with (
+        pytest.raises(UserError, match=r"^a\.pt can't be used \(KeyError: 'x'\): copy it again$"),
+        files.blamed_on("a.pt"),
+    ):
+        raise KeyError("x")
+    with pytest.raises(KeyError), files.blamed_on("a.pt", of=UserError):
+        raise KeyError("x")
+    with pytest.raises(MachineFault, match=r"^a\.pt: worn$"), files.blamed_on("a.pt", of=UserError):
+        raise MachineFault("worn")
+
+
 @pytest.mark.parametrize("what", ["image", "label"])
 def test_shard_failing_once_is_reopened(shards, tmp_path, monkeypatch, what):
     labels = open_labels(tmp_path / "shards", shards.paths, bad_label="skip")

@@ -58,14 +58,16 @@ def with_retries(read: Callable[[], Result], path: str) -> Result:
 
 
 @contextmanager
-def blamed_on(file: str | Path | None, what: str = "can't be used", remedy: str = "copy it again") -> Iterator[None]:
+def blamed_on(
+    file: str | Path | None, what: str = "can't be used", remedy: str = "copy it again", of: type[Exception] = Exception
+) -> Iterator[None]:
     """Turn every error that the content of a file causes in the block into a UserError of one line, `FILE what (the
     error): remedy`. A UserError from the block keeps its class and gets the file's name, if it lacks it. Foreign
-    content makes parsers, constructors and optimizers raise errors of any class, so all are caught. If `file` is None,
-    all errors pass unchanged."""
+    content makes parsers, constructors and optimizers raise errors of any class, so all are caught; where only our own
+    code runs, those `of` UserError, because others are defects. If `file` is None, all errors pass unchanged."""
     try:
         yield
-    except Exception as error:
+    except of as error:
         name = printable(str(file))
         text = " ".join(str(error).split())[:200]
         if file is None or (isinstance(error, UserError) and name in printable(str(error))):

@@ -100,7 +100,7 @@ def check_dense(model: nn.Module, images: Tensor, name: str = "the annotator") -
     head is accepted without a check. Two real images (B, 3, H, W), normalised, are enough. We compare in float32."""
     if isinstance(model, TOKEN_LABEL_MODELS):
         return
-    with blamed_on(name), torch.no_grad(), torch.autocast(images.device.type, enabled=False):
+    with blamed_on(name, of=UserError), torch.no_grad(), torch.autocast(images.device.type, enabled=False):
         features, tokens = _features(model, images)
         # Small features may use only the nearly linear range of a nonlinear head, and small images may give a map
         # of one position. So we also try large features of both signs on a 3 x 3 map.

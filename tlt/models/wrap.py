@@ -151,7 +151,7 @@ def with_dense_head(model: Any, img_size: tuple[int, int] | None = None) -> Any:
     bare(model, "with_dense_head")
     check_interface(model, "num_classes", "forward_features", "forward_head")
     size = size_of("img_size", _own_size(model) if img_size is None else img_size)
-    with blamed_on(f"{_name(model)} can't get a dense head"):
+    with blamed_on(f"{_name(model)} can't get a dense head", of=UserError):
         if not model.num_classes:
             raise UserError("it has no classes")
         if any(parameter.is_meta for parameter in model.parameters()):

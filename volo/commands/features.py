@@ -82,7 +82,7 @@ def prepare_teacher(settings: FeaturesSettings, trained: TrainedModel, world: Wo
     compiled = compiler.features(trained.model)
     size = config["input_size"][1:]
     teacher = FeatureTeacher(trained.model, size, config["mean"], config["std"], precision.amp_dtype, compiled)
-    with blamed_on(f"--model {trained.name}"):
+    with blamed_on(f"--model {trained.name}", of=UserError):
         _ = teacher.tokens
     return teacher
 

@@ -234,14 +234,14 @@ def write_results(path: Path, rows: list[dict[str, Any]], kind: str) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         if kind == "json":
             return write_whole(path, json.dumps(rows, indent=1).encode())
-        write_csv(path, [list(rows[0]), *(list(row.values()) for row in rows)])
+        write_csv(path, [list(rows[0]), *([row.get(name) for name in rows[0]] for row in rows)])
 
 
 def read_numbers(path: str) -> list[int]:
     """Read class numbers from a text file, one per line (`--valid-labels`). Raises UserError if the file can't be read,
     or contains something else."""
     with blamed_on(f"--valid-labels {path}", "is no list of class numbers", "give one per line"):
-        return [int(line) for line in read_lines(path, "--valid-labels")]
+        return [int(number) for line in read_lines(path, "--valid-labels") for number in line.split()]
 
 
 class ChosenClasses(Constants):

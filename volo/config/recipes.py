@@ -77,7 +77,7 @@ def load_yaml(path: str, parser: FlagParser) -> dict[str, Any]:
         row = known[name]
         if name != row.dest and value in (None, False):
             continue  # an alias that used to be a flag of its own, and is off
-        with blamed_on(f"{path}: {key}"):
+        with blamed_on(f"{path}: {key}", of=UserError):
             converted = convert(row, value, parser, texts.get(key, ()))
         if values.setdefault(row.dest, converted) != converted:
             raise UserError(f"{path}: {row.dest} stands there twice, under two names")

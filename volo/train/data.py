@@ -157,7 +157,7 @@ def open_labels(
         return SyntheticLabels(folder), [f"{flag} {path}: synthetic images, synthetic maps"]
     from tlt.labels import store
 
-    with blamed_on(flag):  # a run may have labels for training and for validation
+    with blamed_on(flag, of=UserError):  # a run may have labels for training and for validation
         labels = store.open_labels(
             path,
             folder.paths,

@@ -171,7 +171,7 @@ def load_distillation(
         loaded.append(_Loaded(teacher, digest, view=loaders.get(view)))
     teachers = [each.teacher for each in loaded]
     lesson = " and ".join(f"{kind}s" for kind in dict.fromkeys(kinds))
-    with blamed_on(f"{whose} can't learn {lesson}"):
+    with blamed_on(f"{whose} can't learn {lesson}", "from these teachers", "name others (--kd-model-name)"):
         learns_features = not all(KINDS[kind].of_classes for kind in kinds)
         if learns_features or len(kinds) > 1:
             with_projector(student, teachers, (size[0], size[1]), kinds, dense_losses)
