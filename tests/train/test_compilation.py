@@ -1,5 +1,6 @@
 """--torchcompile by blocks: as many graphs as there are kinds of blocks, which compute what eager mode does."""
 
+import signal
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import Any
@@ -16,6 +17,7 @@ from tlt.errors import UserError
 from tlt.models.layers import WHOLE, ResidualBlock, draw_masks
 from volo.cluster.distributed import World
 from volo.cluster.shard import distribute
+from volo.cluster.stopping import STOP, Stopped
 from volo.config.settings_shared import Compilation
 from volo.train.compilation import Compiler, compile_errors_told, stems
 from volo.train.model import wrap_model
@@ -147,7 +149,7 @@ def test_an_annotator_s_features_are_compiled_in_either_scope():
             assert graphs() > before
 
 
-def test_errors_of_the_compiler_are_one_line():
+def test_errors_of_the_compiler_are_one_line(monkeypatch):
     def broken(*_: Any) -> Callable[..., Any]:
         raise ValueError("two\nlines")
 
@@ -155,6 +157,9 @@ def test_errors_of_the_compiler_are_one_line():
     with told as caught, compile_errors_told("inductor"):
         torch.compile(nn.ReLU(), backend=broken)(torch.ones(2))
     assert "\n" not in str(caught.value)
+    monkeypatch.setattr(STOP, "number", signal.SIGTERM)  # which has come to the compiler, too
+    with pytest.raises(Stopped), compile_errors_told("inductor"):
+        raise caught.value.__cause__ or caught.value
     with pytest.raises(ZeroDivisionError), compile_errors_told("inductor"):
         _ = 1 / 0
 

@@ -20,9 +20,10 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from types import FrameType
+from typing import Any
 
 from torch.distributed import DistError
-from torch.distributed.elastic.agent.server.api import WorkerSpec
+from torch.distributed.elastic.agent.server.api import WorkerGroup, WorkerSpec
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
 from torch.distributed.elastic.rendezvous import RendezvousInfo
@@ -36,6 +37,7 @@ FINAL = (0, 2, 3, 4, 6, 7, 85, 130)
 _SIGNALS = [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP]
 _SAME_S = 1.0  # seconds within which several signals count as one
 _END_S = 60  # seconds for which a node that has finished waits for the others
+_LOST_S = 8  # seconds that processes get to end after another one has failed, as in a save that hangs
 
 
 class OneAddress(StaticTCPRendezvous):
@@ -61,6 +63,22 @@ class OneAddress(StaticTCPRendezvous):
             start_of(self._store, self.run_id, restart).set(LEFT, "")
 
 
+class Agent(LocalElasticAgent):
+    """torch's agent, which itself gives processes 30 s to end after another one was lost."""
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        started = super()._start_workers(worker_group)
+        context: Any = self._pcontext
+        close = context.close
+
+        def close_soon(death_sig: signal.Signals | None = None, timeout: int = 30) -> None:
+            lost = any(failure.exitcode not in FINAL for failure in context._failures.values())
+            close(death_sig, _LOST_S if lost else timeout)
+
+        context.close = close_soon
+        return started
+
+
 @dataclass
 class Launcher:
     """This node's launcher. It starts the processes, again after failures, until they succeed or can't be restarted."""
@@ -77,7 +95,7 @@ class Launcher:
     name: str = field(default_factory=lambda: f"volo-{uuid.uuid4().hex[:12]}")  # run id, unique to this launcher
     _signal: int = 0  # number of the first signal that came
     _since: float = 0.0  # monotonic time at which it came, in seconds
-    _agent: LocalElasticAgent | None = None
+    _agent: Agent | None = None
 
     def run(self) -> int:
         """Return the exit code of this node. Raises UserError if the nodes don't come together; see `OneAddress`."""
@@ -119,7 +137,7 @@ class Launcher:
                 monitor_interval=0.1,
             )
             logs = DefaultLogsSpecs(scratch, tee=Std.ALL if prefix else Std.NONE)
-            self._agent = LocalElasticAgent(spec, logs, exit_barrier_timeout=_END_S, log_line_prefix_template=prefix)
+            self._agent = Agent(spec, logs, exit_barrier_timeout=_END_S, log_line_prefix_template=prefix)
             result = self._agent.run()
             self._agent = None
         if result.failures:

@@ -3,7 +3,7 @@
 # Environment:
 #   PYTHON            default: python3 of the active environment, else of .venv beside the script
 #   MAX_RESTARTS      start all processes again, up to so many times, after one was lost (0; on one node only)
-#   SHUTDOWN_TIMEOUT  seconds that processes get to save and end after a signal (300; after another one failed: 30)
+#   SHUTDOWN_TIMEOUT  seconds that processes get to save and end after a signal (300; after another one failed: 8)
 #   DRY_RUN=1         print what would be started, instead of starting it
 # Several nodes: start the script on each, all with the same N and flags (lines then get a prefix, [HOST:RANK]), and
 #   NNODES            how many there are (1)

@@ -18,6 +18,7 @@ from torch import nn
 
 from tlt.errors import UserError
 from tlt.models.token_labeling import TokenLabelModel
+from volo.cluster.stopping import STOP
 from volo.config.settings_shared import CUDA_GRAPH_MODES, Compilation
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -110,6 +111,7 @@ def compile_errors_told(backend: str | None) -> Iterator[None]:
         of_compiler = type(error).__module__.startswith(("torch._dynamo.exc", "torch._inductor.", "triton."))
         if not backend or not of_compiler:
             raise
+        STOP.check()  # a launcher that ends this process ends its compiler, too
         inner = getattr(error, "inner_exception", None) or error
         reason = " ".join(f"{type(inner).__name__}: {inner}".split())[:300]  # cuts off torch's general advice
         remedy = "try another --torchcompile-scope, or leave --torchcompile out; --debug shows all"

@@ -5,6 +5,7 @@ import json
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -174,6 +175,33 @@ def test_fault_07_signal_in_validation_keeps_the_epoch_open(make_dataset, tmp_pa
     checkpoint = saved(tmp_path / "run")
     assert (checkpoint["epoch"], checkpoint["update"]) == (-1, 1)
     assert spent_in(tmp_path / "run").parts["validation"] > 0
+
+
+# Of each phase: more flags, what holds the processes in it, and which file or line tells that they are there.
+PHASES = {
+    "training": ("", "False", "[3/5]"),
+    "save": ("--recovery-interval 2", "os.path.exists(f'{path}/last.pth.tar') and os.environ['RANK'] == '0'", "held"),
+    "validation": ("", "'/validation/' in str(path)", "held"),
+    "data": ("", "'/train/' in str(path) and next(number) > 6", "held"),
+    "compile": ("--torchcompile --drop-path 0", "False", "*.cpp"),
+}
+
+
+@slow
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("phase", PHASES)
+def test_fault_20_death_of_a_rank_ends_all_in_each_phase(data, tmp_path, phase, rank):
+    more, where, there = PHASES[phase]
+    holds = storage(tmp_path, f"if {where}: print('held', flush=True); time.sleep(9999)")
+    cache = tmp_path / "cache"
+    run = start(f"{FLAGS} {tmp_path} -b 4 {more}", data, processes=2, TORCHINDUCTOR_CACHE_DIR=str(cache), **holds)
+    wait_until(lambda: there in run.output or [*cache.rglob(there)], lambda: run.output)
+    processes = [pid for each in run.ranks().values() for pid in (each, *children(each))]
+    killed = time.monotonic()
+    os.kill(run.ranks()[rank], signal.SIGKILL)
+    assert run.end() == 128 + signal.SIGKILL and "Traceback" not in run.output, run.output
+    wait_until(lambda: all(map(ended, processes)))
+    print(f"all had ended {time.monotonic() - killed:.1f} s after rank {rank} in phase {phase}")
 
 
 @slow
