@@ -1,11 +1,13 @@
 """A step that a CUDA graph repeats computes what the launched step does, from other numbers in every step."""
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import cache
 from itertools import count
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -20,7 +22,10 @@ from tlt.api import StepKey
 from tlt.data.backends.synthetic import synthetic_folder
 from tlt.data.batch import Batch
 from tlt.labels.features import FeatureInfo, FeatureWriter
-from volo.train import step_graph
+from volo.checkpoint import replicas
+from volo.checkpoint.replicas import Replicas
+from volo.cluster.distributed import World
+from volo.train import audit, step_graph
 from volo.train.loop import set_train_mode
 from volo.train.optimizer import set_lr
 from volo.train.precision import Precision
@@ -133,6 +138,35 @@ def test_sizes_in_turns_keep_their_graphs_in_short_memory(monkeypatch):
         assert isinstance(step, StepGraph) and not any(state.graphs for state in step._sizes.values())
     # Captured anew after the validation, which got the memory (4 otherwise), but not at each change of size.
     assert 4 < next(captures) < 10 and next(replays) > 30
+
+
+def test_an_audited_run_trains_as_others_beside_its_graphs(monkeypatch):
+    """Two ranks that compute the same: graphs note what each update begins with, and an audit, which gets the graphs'
+    memory, changes nothing."""
+    monkeypatch.setattr("volo.commands.train.Replicas", lambda *given: Replicas(*given[:2], replace(given[2], size=2)))
+    monkeypatch.setattr(torch.distributed, "all_gather", lambda all, own: [value.copy_(own) for value in all])
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: torch.cuda.mem_get_info()[1])
+    for module in (replicas, audit):
+        monkeypatch.setattr(module, "from_all", lambda value: [value] * 2)
+    captured, capture = count(), StepGraph._capture
+    monkeypatch.setattr(StepGraph, "_capture", lambda step: (next(captured), capture(step))[1])
+    run, training = small_run(f"{LABELLED} --model-ema --audit 4", 4 * 7)
+    expected = Replicas(training.state, Mock(shard=1, tensor_parallel=1, audit=9), World(0, 0, 2, CUDA))
+
+    def seen(batches: Iterator[Batch]) -> Iterator[Batch]:
+        for batch in batches:
+            None if batch.key.again else expected.note()
+            yield batch
+
+    run.guard.iterate_until_stopped = seen
+    told = train(run, training, step_of(run, training))
+    noted = training.replicas.log[: int(training.replicas.noted)]
+    assert len(noted) == 2 * 3 and torch.equal(noted[::2].cpu(), expected.log[4:7].cpu())
+    assert next(captured) == 2
+    run, plain = small_run(f"{LABELLED} --model-ema --no-cuda-graph", 4 * 7)
+    run.guard.iterate_until_stopped = iter
+    assert len(told) == 2 * 7
+    check_same((told, []), (train(run, plain, step_of(run, plain)), []))
 
 
 @pytest.mark.gpu(stand_in=False)

@@ -132,9 +132,10 @@ class Audit:
         self._step.watched = True
         self._watching = [p.register_hook(partial(self._look, number)) for number, p in enumerate(self._weights)]
 
-    def _look(self, number: int, gradient: Tensor) -> None:
-        values = local(gradient)
-        self._seen[number] = torch.linalg.vector_norm(values, dtype=torch.float64), checksum([values])
+    def _look(self, number: int, gradient: Tensor | None) -> None:
+        if gradient is not None:  # what does not reach the loss gets none from DistributedDataParallel
+            values = local(gradient)
+            self._seen[number] = torch.linalg.vector_norm(values, dtype=torch.float64), checksum([values])
 
     def _outcome(self, loss: Tensor) -> Outcome:
         """Return the loss and what was seen of the gradients of the last backward pass. Waits for the device."""
