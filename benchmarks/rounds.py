@@ -61,7 +61,8 @@ class Range(NamedTuple):
         return cls(statistics.median(scaled), min(scaled), max(scaled))
 
     def __str__(self) -> str:
-        return f"{self.median:.4g} ({self.low:.4g}-{self.high:.4g})"
+        between = "-" if self.low >= 0 else " to "
+        return f"{self.median:.4g} ({self.low:.4g}{between}{self.high:.4g})"
 
 
 class Timing(NamedTuple):

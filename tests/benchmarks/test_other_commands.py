@@ -42,6 +42,7 @@ def test_rounds_rotate_their_order_and_skip_the_first(monkeypatch):
     assert result["a"].wall == pytest.approx([0.1, 0.2]) and result["b"].wall == pytest.approx([0.4, 0.3])
     assert rounds.speedup(result["a"].wall, result["b"].wall) == pytest.approx((2.75, 1.5, 4.0))
     assert str(Range.of([1, 3, 2], 10)) == "20 (10-30)"
+    assert str(Range(-1.5, -3, 0)) == "-1.5 (-3 to 0)"
 
 
 def test_a_row_is_printed_and_appended_at_once(tmp_path, capsys):
