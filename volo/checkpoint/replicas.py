@@ -128,18 +128,19 @@ class Replicas:
         self.noted = torch.zeros(1, dtype=torch.int64, device=world.device)
         self._agreed: StateCopy | None = None
 
-    def note(self, gradients: Iterable[Tensor] = ()) -> None:
+    def note(self, gradients: bool = False) -> None:
         """Record half an update for `--audit`: the weights and first moments that it begins with, when its gradients
-        are averaged, and after the optimizer's step these gradients. This waits for nothing.
+        are averaged; after the optimizer's step these `gradients`. This waits for nothing.
 
         Wrong weights spoil the gradients of all ranks, so each half has a checksum of its own. What changes in second
         moments and averages reaches the weights, or is still there at the next agreement.
         """
         if self.every:
-            of_weights = self.state.optimizer.state.values()
-            moments = [moment[name] for moment in of_weights for name in _FADING if name in moment]
-            row = checksum(list(gradients) or [*self.state.model.parameters(), *moments])
-            self.log.index_copy_(0, self.noted, row[None])
+            weights = list(self.state.model.parameters())
+            states = self.state.optimizer.state.values()
+            moments = [state[name] for state in states for name in _FADING if name in state]
+            averaged = [weight.grad for weight in weights if weight.grad is not None]
+            self.log.index_copy_(0, self.noted, checksum(averaged if gradients else weights + moments)[None])
             self.noted.add_(1)
 
     def row(self, number: int) -> list[int]:

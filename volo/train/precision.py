@@ -249,14 +249,11 @@ class Precision:
             self.working_copy.accumulate_into_master()
 
     def step(
-        self,
-        optimizer: torch.optim.Optimizer,
-        parameters: list[nn.Parameter],
-        note: Callable[[Iterable[Tensor]], None] = lambda _: None,
+        self, optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter], note: Callable[[], None] = lambda: None
     ) -> tuple[Tensor, Tensor]:
-        """Clip the gradients, step unless one of them is not finite, and clear them after `note` has received them. All
-        ranks decide alike whether to step, because they have the same all-reduced gradients. Return the 2-norm of the
-        gradients before clipping, a scalar on the device, and the argument of `skipped.note`."""
+        """Clip the gradients, step unless one of them is not finite, and clear them; `note` is called before they are
+        cleared. All ranks decide alike whether to step, because they have the same all-reduced gradients. Return the
+        2-norm of the gradients before clipping, a scalar on the device, and the argument of `skipped.note`."""
         if self.scaler is not None:
             self.scaler.unscale_(optimizer)
         norm = self._norm_of(parameters)
@@ -270,7 +267,7 @@ class Precision:
             self._statistics.settle(broken)
         if self.scaler is not None:
             self.scaler.update()
-        note(parameter.grad for parameter in parameters if parameter.grad is not None)
+        note()
         optimizer.zero_grad(set_to_none=not self.keeps_gradients)
         if self.working_copy is not None:
             self.working_copy.refresh_copy()

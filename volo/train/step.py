@@ -64,7 +64,7 @@ class Step:
             return StepResult(terms)
         self.replicas.note()
         with optimizer_state_of(state.unproven):
-            norm, broken = precision.step(state.optimizer, self.parameters, self.replicas.note)
+            norm, broken = precision.step(state.optimizer, self.parameters, lambda: self.replicas.note(gradients=True))
         if self.averages and state.ema is not None:
             # Without the argument `step`, the decay is constant from the first update on, as published.
             state.ema.update(state.model)
