@@ -150,6 +150,7 @@ def test_a_trunk_is_asked_for_no_milestone_beyond_its_end(call, milestone, tmp_p
     assert never.code == 0 and "warning: --save-epochs 50: the run has 4 epochs" in never.out
 
 
+@pytest.mark.slow
 def test_a_rate_that_jumps_where_a_decay_had_begun_is_told(call, milestone, tmp_path):
     data = f"{milestone.parents[1]}/data {QUICK} --sched wsd --output {tmp_path}"
     assert call("train", f"{data} --epochs 4 --decay-epochs 3 --save-epochs 2 3 --experiment trunk").ok()
